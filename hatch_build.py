@@ -13,14 +13,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Adds what `medha_sim.compiled` makes of the sources."""
+    """Adds what `medha_sim.compiled_core` makes of the sources."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":  # edited sources must be what runs
             return
         root = Path(self.root)
         sys.path[:0] = [str(root / "core"), str(root / "sim")]
-        from medha_sim.compiled import compiled
+        from medha_sim.compiled_core import compiled
 
         folder = compiled(root, Path(mkdtemp(prefix="medha-compiled-")))
         libraries = {str(file): str(file.relative_to(folder)) for file in folder.rglob("*.so")}

@@ -21,8 +21,8 @@ import numpy as np
 from harness import claim, exit_with, parser, progress, report, table
 
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.profiling import measure as profile
-from medha_worker.profiling.fit import MeasuredStep, errors, fit_profile, held_out
+from medha_worker.profiling import step_timer as profile
+from medha_worker.profiling.profile_fit import MeasuredStep, errors, fit_profile, held_out
 
 MAX_STEP_SECONDS = 10.0
 GOAL = 0.3  # the band that attention's rate is stated with (docs/predictor.md)

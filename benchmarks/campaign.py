@@ -30,14 +30,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from medha.errors import PartFailed
-from medha_papers.campaign import SCALES, runs
 from medha_papers.campaign_adopt import Differs, check_again, sample
+from medha_papers.campaign_plan import SCALES, runs
 from medha_papers.campaign_pool import Stopwatch, run_all
 from medha_papers.campaign_run import DEPLOYMENTS, Outcome, Run
 from medha_papers.lone_prompt import TOPOLOGIES
-from medha_papers.reproduction import page, report
-from medha_papers.sources import digest, loaded_files
-from medha_sim.compiled import compiled
+from medha_papers.reproduction_page import page, report
+from medha_papers.source_digest import digest, loaded_files
+from medha_sim.compiled_core import compiled
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "reproduction.md"

@@ -1,4 +1,4 @@
-"""Fit what fraction of a data sheet is reached, from Vidur's measurements, and write `core/medha/fitted.py`.
+"""Fit what fraction of a data sheet is reached, from Vidur's measurements, and write `core/medha/fitted_hardware.py`.
 
     python benchmarks/fit.py --data DIR            fit all, print held-out errors, write the fitted figures
     python benchmarks/fit.py --data DIR --quick    one model and one link of each kind, nothing is written
@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 from harness import ROOT, Row, claim, exit_with, parser, report, write
 
-from medha.cost.profile import Link, Operation
+from medha.cost.cost_profile import Link, Operation
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, Hardware, ModelShape, layer_operations
 
-TARGET = ROOT / "core" / "medha" / "fitted.py"
+TARGET = ROOT / "core" / "medha" / "fitted_hardware.py"
 GOAL_PERCENT = 5.0
 
 Floats = npt.NDArray[np.float64]
@@ -76,7 +76,7 @@ class Shape:
 
 
 def main() -> int:
-    options = parser(__doc__, quick="a part of the fits; fitted.py is not written")
+    options = parser(__doc__, quick="a part of the fits; fitted_hardware.py is not written")
     text = "folder with compute/ and network/"
     options.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
     arguments = options.parse_args()

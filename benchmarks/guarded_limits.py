@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from harness import Row, claim, exit_with, mean_and_interval, parser, progress, report, table
 
-from medha_papers.one_server import Jobs, serve
+from medha_papers.single_server import Jobs, serve
 
 POLICIES = ("fcfs", "edf", "srpt", "lars", "guarded")
 QUANTUM_SECONDS = 0.25

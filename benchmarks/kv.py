@@ -17,7 +17,7 @@ from harness import LOOPS, Loop, Row, claim, exit_with, parser, progress, report
 
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import PrefixHasher
-from medha.routing.balance import MARK_BLOCK_TOKENS, marks
+from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, marks
 from medha.routing.router_core import (
     Arrive,
     BundleKnown,

@@ -26,7 +26,7 @@ from harness import LOOPS, Loop, Row, claim, exit_with, in_turn, parser, report,
 from medha.wire.frames import encode
 from medha.wire.messages import Done, Extent, Sample, Step, StepEntry
 from medha_links.key_files import KeyPair
-from medha_links.sockets import Doorkeeper, bind, connect
+from medha_links.sockets import Authenticator, bind, connect
 
 SEQUENCES = 64
 FRAME_BYTES = 4_000_000
@@ -79,7 +79,7 @@ class Pair:
         server, keys = KeyPair.new(), KeyPair.new()
         self._encrypted = encrypted
         if encrypted:
-            self._doorkeeper = Doorkeeper(self._context, [keys.public])
+            self._authenticator = Authenticator(self._context, [keys.public])
             self._opened = bind(self._context, endpoint, server)
             self._socket = self._opened.socket
         else:
@@ -114,7 +114,7 @@ class Pair:
         self._socket.send_multipart([self._peer, b""])
         self._process.join()
         if self._encrypted:
-            self._doorkeeper.close()
+            self._authenticator.close()
         self._context.destroy(linger=0)
 
 

@@ -38,7 +38,7 @@ COMMANDS = (
 )  # fmt: skip
 """Modules of `cli/medha_cli` that `medha up` does not load."""
 READ = {
-    "tests/core": ("core", "papers/medha_papers/__init__.py", "papers/medha_papers/one_server.py"),
+    "tests/core": ("core", "papers/medha_papers/__init__.py", "papers/medha_papers/single_server.py"),
     "tests/reconcile": ("core", "operator"),
     "tests/router": ("core", "router", "worker"),
     "tests/serving": (

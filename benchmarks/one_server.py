@@ -21,7 +21,7 @@ from harness import LOOPS, Loop, Row, claim, exit_with, mean_and_interval, parse
 
 from medha.scheduler.guarded import Guarded, GuardedSettings, Plan
 from medha.scheduler.policy import Columns
-from medha_papers.one_server import Jobs, edf_meets_all, most_on_time, serve
+from medha_papers.single_server import Jobs, edf_meets_all, most_on_time, serve
 from medha_sim.workloads import Targets, generate, sharegpt_with_long
 
 LINEAR_FLOPS = 1.5e10  # per token: twice the weights of Llama-3 8B without embeddings and head
@@ -59,7 +59,7 @@ class Result:
     short_p99_seconds: float
     long_mean_stretch: float
     long_worst_stretch: float
-    given_up: float
+    demoted: float
 
 
 def simulate(run: Run) -> Result:
@@ -76,7 +76,7 @@ def simulate(run: Run) -> Result:
         Jobs(arrival, deadline, work),
         run.policy,
         quantum_seconds=run.quantum_seconds,
-        given_up_share=run.share,
+        demoted_share=run.share,
         slowness=noise,
     )
     met = schedule.finish <= deadline + 1e-9
@@ -88,7 +88,7 @@ def simulate(run: Run) -> Result:
         short_p99_seconds=float(np.quantile(ttft[~long], 0.99)),
         long_mean_stretch=float(stretch.mean()),
         long_worst_stretch=float(stretch.max()),
-        given_up=100 * len(schedule.given_up) / len(arrival),
+        demoted=100 * len(schedule.demoted) / len(arrival),
     )
 
 
@@ -102,7 +102,7 @@ def shown(name: str, results: list[Result]) -> tuple[Any, ...]:
         statistics.mean(result.short_p99_seconds for result in results),
         statistics.mean(result.long_mean_stretch for result in results),
         max(result.long_worst_stretch for result in results),
-        statistics.mean(result.given_up for result in results),
+        statistics.mean(result.demoted for result in results),
     )
 
 
@@ -162,7 +162,7 @@ def decision_times(rows: int, rounds: int, loop: Loop) -> tuple[float, float]:
         columns.arrival[served] = now
         columns.work_seconds[served] = columns.remaining_seconds[served] = generator.choice(work)
         columns.deadline[served] = plan.due[served] = now + max(2.0, 3 * columns.work_seconds[served])
-        plan.promise[served] = np.inf
+        plan.revised_deadline[served] = np.inf
         plan.by_due[:] = plan.by_due[np.argsort(plan.due[plan.by_due], kind="stable")]
     steady = np.array(seconds[1:])
     return float(np.median(steady)), float(np.quantile(steady, 0.99))

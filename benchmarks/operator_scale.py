@@ -48,13 +48,13 @@ from cluster.definitions import define
 from cluster.keys import ADMIN
 from cluster.kwok import with_kwok
 from cluster.operator_process import Operator, operator
-from medha_operator.keys import replica_keys
+from medha_operator.key_secrets import replica_keys
 from medha_operator.kube.kinds import CHILDREN, EVENT, KINDS, LEASE, MANAGER, REPLICA, SECRET
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.manifests import Owner
 from medha_operator.replica.observed import Observed
-from medha_operator.replica.plan import Apply, CreateKeys, SetStatus, Tell, plan
-from medha_operator.replica.render import Owner
-from medha_operator.settings import OperatorSettings
-from medha_operator.status import ReplicaStatus
+from medha_operator.replica.plan import Apply, CreateKeys, RecordEvent, SetStatus, plan
+from medha_operator.status_fields import ReplicaStatus
 
 CONNECTIONS = 32
 STAGES, LANES = 4, 2
@@ -125,7 +125,7 @@ def planned(resource: Document) -> tuple[list[Document], list[Document]]:
                 body = {**TYPE, "metadata": head, "status": status}
                 path = REPLICA.path(namespace, name, "status")
                 further.append({"method": "PUT", "path": path, "type": "application/json", "body": body})
-            case Tell(reason, message):
+            case RecordEvent(reason, message):
                 event = {
                     "apiVersion": EVENT.api_version,
                     "kind": EVENT.name,

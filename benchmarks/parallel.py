@@ -42,7 +42,7 @@ import torch
 from harness import Row, claim, exit_with, in_turn, parser, progress, ratio, report, revision, table
 
 from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
-from medha.shards import Segment, ShardMap, deal, place
+from medha.shards import Segment, ShardMap, place, striped_map
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
 from medha_process.host_resources import free_port
@@ -58,7 +58,7 @@ from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import SpreadEntry, plan_spread
-from medha_worker.rank.mesh import Grid
+from medha_worker.rank.mesh import Mesh
 
 BLOCK_TOKENS = 16
 STRIPE_TOKENS = 2048
@@ -119,7 +119,7 @@ class Clocked:
 class Merging:
     """Attention that every lane computes over what it holds, for the same rows, and then merges with the other lane's."""
 
-    def __init__(self, backend: Any, grid: Grid) -> None:
+    def __init__(self, backend: Any, grid: Mesh) -> None:
         self._backend, self._grid = backend, grid
 
     def plan(self, *arguments: Any) -> Any:
@@ -156,12 +156,12 @@ class RankProcess:
         self.clocked = Clocked(chosen.attention)
         kernels = replace(chosen, attention=self.clocked)
         model = Transformer.load(member.checkpoint, config, shard, device=device, kernels=kernels)
-        self.grid: Grid | None = None
+        self.grid: Mesh | None = None
         self.lane = here.kv
         if topology.ranks > 1:
-            self.grid = Grid(
+            self.grid = Mesh(
                 topology, member.rank, member.endpoint, address="127.0.0.1", epoch=0, hidden_size=config.hidden_size,
-                dtype=torch.float32, meet_seconds=60, wait_seconds=60,
+                dtype=torch.float32, rendezvous_seconds=60, wait_seconds=60,
             )  # fmt: skip
             model = model.in_grid(self.grid.tensor_group, self.grid)
         self.model = model
@@ -321,7 +321,7 @@ def place_prompt(tokens: int, reserved: int, lanes: int, strategy: str) -> Shard
     room = [2 * reserved + 2 * STRIPE_TOKENS] * lanes
     if lanes > 1 and strategy != OWNER_COMPUTE:
         stripe = min(STRIPE_TOKENS, tokens // (2 * lanes) // BLOCK_TOKENS * BLOCK_TOKENS)
-        shards = deal(
+        shards = striped_map(
             tokens, reserved, room, range(lanes), stripe_tokens=stripe, block_size_tokens=BLOCK_TOKENS
         )
     else:

@@ -39,13 +39,13 @@ from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.cost.predictor import Predictor
 from medha.hardware import A100, LLAMA3_8B, profile_for
 from medha.scheduler import controller as engine
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import Done, Sample, Sampling, StageFree, Step, Submit
 from medha_papers.campaign_run import Run, capacity, simulate
 from medha_process.part_process import collect_garbage_rarely
-from medha_sim.compiled import compiled
+from medha_sim.compiled_core import compiled
 
 POLICIES: tuple[str, ...] = get_args(SchedulingSpec.model_fields["policy"].annotation)
 QUEUES = (1, 100, 1_000, 10_000)

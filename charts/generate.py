@@ -17,8 +17,8 @@ from typing import Any, get_args
 
 import yaml
 
-from medha_operator import rights
-from medha_operator.settings import OperatorSettings
+from medha_operator import rbac_rules
+from medha_operator.operator_settings import OperatorSettings
 
 CHART = Path(__file__).resolve().parent / "medha"
 CRDS = Path(__file__).resolve().parents[1] / "crds"
@@ -121,11 +121,11 @@ def rules() -> str:
     """files/rights.yaml: the rules of the operator's roles that depend on no value, and those of each gang scheduler."""
     apis = get_args(OperatorSettings.model_fields["gang_apis"].annotation)[0]
     document = {
-        "cluster": rights.cluster_rules(),
-        "namespaced": rights.namespaced_rules(),
-        "gang": {api: rights.gang_rules(OperatorSettings(gang_apis=(api,))) for api in get_args(apis)},
+        "cluster": rbac_rules.cluster_rules(),
+        "namespaced": rbac_rules.namespaced_rules(),
+        "gang": {api: rbac_rules.gang_rules(OperatorSettings(gang_apis=(api,))) for api in get_args(apis)},
     }
-    head = "# Written by `make gen` from operator/medha_operator/rights.py; change it there.\n"
+    head = "# Written by `make gen` from operator/medha_operator/rbac_rules.py; change it there.\n"
     return head + yaml.dump(document, Dumper=_Plain, sort_keys=False)
 
 

@@ -179,7 +179,7 @@ SLO = Dashboard(
             Panel("In the router", "Do requests wait for a replica?", "short", {"requests": f"sum(medha_router_requests_open{_N})", "sequences": f"sum(medha_router_sequences_open{_N})", "sequences that wait": f"sum(medha_router_sequences_waiting{_N})"}),
         ],
         "Replicas": [
-            Panel("Replicas", "How many replicas can serve, and how many should?", "short", {"{{model}} {{state}}": f"sum by (model, state) (medha_router_replicas{_R})", "{{model}} wanted": f"max by (model) (medha_router_replicas_wanted{_R})"}),
+            Panel("Replicas", "How many replicas can serve, and how many should?", "short", {"{{model}} {{state}}": f"sum by (model, state) (medha_router_replicas{_R})", "{{model}} wanted": f"max by (model) (medha_router_replicas_desired{_R})"}),
             Panel("KV in use", "Is memory the bottleneck?", "percentunit", {"{{replica}}": f"max by (replica) (medha_replica_kv_used_ratio{_R})"}),
             Panel("Prefill ahead", "How long would a new prompt wait?", "s", {"{{replica}}": f"max by (replica) (medha_replica_pending_prefill_seconds{_R})"}),
             Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{replica}} running": f"sum by (replica) (medha_replica_sequences_running{_R})", "{{replica}} waiting": f"sum by (replica) (medha_replica_sequences_waiting{_R})"}),

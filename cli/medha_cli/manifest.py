@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from medha.api.replica import API_VERSION, KIND, MedhaReplica, parse_replica
-from medha.cost.profile import Profile
+from medha.cost.cost_profile import Profile
 from medha.errors import ConfigInvalid
 
 

@@ -18,7 +18,7 @@ from medha.errors import ConfigInvalid
 from medha_process.launch import RANK_ENVIRONMENT
 
 if TYPE_CHECKING:
-    from medha_worker.profiling.fit import HeldOut
+    from medha_worker.profiling.profile_fit import HeldOut
 
 _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
 
@@ -120,8 +120,8 @@ def command(
     try:
         for name, value in RANK_ENVIRONMENT.items():  # read when torch is imported
             os.environ.setdefault(name, value)
-        from medha_worker.profiling import measure as measuring
-        from medha_worker.profiling.fit import errors, fit_profile, held_out
+        from medha_worker.profiling import step_timer as measuring
+        from medha_worker.profiling.profile_fit import errors, fit_profile, held_out
 
         model = measuring.load(
             directory, max_model_len=max_model_len, dtype=dtype, threads=1 if cpu_time else threads

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from medha.metrics import reference_page
+from medha.metric_catalogue import reference_page
 from medha_cli.main import main
 
 _ROOT = Path(__file__).resolve().parents[2]  # the pages are written in a checkout, never in an installation

@@ -18,7 +18,7 @@ from medha_cli.result_files import figures_beside, write_results
 from medha_cli.simulate_command import policy_names, print_tables, require_page, require_plotly
 
 if TYPE_CHECKING:
-    from medha_sim.replay import Record
+    from medha_sim.record_replay import Record
 
 DIFFERS_STATUS = 1
 
@@ -66,7 +66,7 @@ def command(
       medha replay events.jsonl
       medha replay events.jsonl -p fcfs,lars --set maxChunkTokens=512 -o replay.html
     """
-    from medha_sim.replay import read_record, verify
+    from medha_sim.record_replay import read_record, verify
 
     console = Console(highlight=False, soft_wrap=True)
     compares = policies is not None or bool(settings)
@@ -102,10 +102,10 @@ def _compare(
     out: Path,
 ) -> None:
     """Print and write what happened, what the simulator predicts for the same scheduling, and the alternatives."""
-    from medha_sim.replay import changed_scheduling, read, what_if
-    from medha_sim.report import Report, differences, figures, page
+    from medha_sim.record_replay import changed_scheduling, read, what_if
     from medha_sim.run_summary import summarise
     from medha_sim.study import RunKey
+    from medha_sim.study_report import Report, differences, figures, page
 
     live = log.spec.scheduling
     values = {name: setting.value for name, setting in changes.items()}

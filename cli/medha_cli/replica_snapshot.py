@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from medha.errors import ConfigInvalid, PartFailed
-from medha.scheduler.status import Order, ReplicaStatus
+from medha.scheduler.status_report import Order, ReplicaStatus
 from medha_cli.runs import Run, find
 
 ANSWER_SECONDS = 5.0
@@ -34,7 +34,7 @@ class RouterStatus(BaseModel):
     tpot_missed: int
 
 
-class Look(BaseModel):
+class Snapshot(BaseModel):
     """A snapshot of a replica."""
 
     model_config = ConfigDict(frozen=True)
@@ -82,7 +82,7 @@ class Target:
             raise PartFailed(f"{self._run.name} has ended")
         raise NotAnswering(f"{self._run.name} is starting: not all of its ranks have been ready yet")
 
-    def look(self, order: Order, most_requests: int) -> Look:
+    def snapshot(self, order: Order, most_requests: int) -> Snapshot:
         """Poll the replica once.
 
         Raises:
@@ -103,7 +103,7 @@ class Target:
                 f"the server at {url.partition('?')[0]} is not a controller of this version of medha: "
                 f"{error.errors()[0]['msg']}; give the address under which it serves its metrics"
             ) from error
-        return Look(status=status, router=self._router())
+        return Snapshot(status=status, router=self._router())
 
     def _router(self) -> RouterStatus | None:
         url = self._run.router_url() if self._run is not None else None

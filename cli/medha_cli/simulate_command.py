@@ -24,9 +24,9 @@ from medha_cli.options import Number, given, page_option, refuse_unused
 from medha_cli.result_files import figures_beside, require_writable, write_results
 
 if TYPE_CHECKING:
-    from medha_sim.plots import Runs
     from medha_sim.scenario import Deployment
     from medha_sim.study import Observer, RunKey, StudyResult, WorkloadSpec
+    from medha_sim.study_plots import Runs
 
 QUICK_SECONDS = 120.0
 DEFAULT_TOPOLOGY = "8x2x1"
@@ -176,9 +176,9 @@ def command(
       medha simulate -p guarded,loongserve,sarathi-512,hrrn --load 0.9
     """
     require_plotly()
-    from medha_sim.report import figures, of_study, page
     from medha_sim.scenario import Disturbance
     from medha_sim.study import StudySpec, measured_capacity, run_study
+    from medha_sim.study_report import figures, of_study, page
 
     console = Console(highlight=False)
     workload = _workload(
@@ -415,7 +415,7 @@ def _with_progress(console: Console, run: Callable[[Observer], StudyResult]) -> 
 
 def print_tables(console: Console, all_runs: Runs) -> None:
     """Print tables for each load, with figures as rows and systems as columns, and paired differences."""
-    from medha_sim.report import comparable, difference_rows, table_rows
+    from medha_sim.study_report import comparable, difference_rows, table_rows
 
     runs = comparable(all_runs)
     for load in dict.fromkeys(key.load for key, _ in runs):

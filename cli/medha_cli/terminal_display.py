@@ -49,20 +49,20 @@ class TerminalDisplay:
             self._task = self._progress.add_task(text, total=None)
             self._progress.start()
         else:
-            self.say(text, local_time())
+            self.log(text, local_time())
 
     def line(self, part: str, text: str, at: datetime) -> None:
         prefix = Text(f"{part:<{self._width}} | ", style=self._styles.get(part, ""))
         self._print(self._time(at) + prefix + Text.from_ansi(text))
 
-    def say(self, text: str, at: datetime) -> None:
+    def log(self, text: str, at: datetime) -> None:
         self._print(self._time(at) + Text(f"medha: {text}", style="bold"))
 
     def progress(self, part: str, state: PartState, at: datetime) -> None:
         if self._progress is None:
             line = self._lines.line(part, state, at)
             if line:
-                self.say(line, at)
+                self.log(line, at)
             return
         if state.total:
             self._counts[part] = state.done / state.total

@@ -22,9 +22,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from medha.scheduler.status import MOST_REQUESTS, Order
+from medha.scheduler.status_report import MOST_REQUESTS, Order
 from medha_cli.options import run_options
-from medha_cli.replica_snapshot import Look, NotAnswering, Target
+from medha_cli.replica_snapshot import NotAnswering, Snapshot, Target
 from medha_cli.top_page import page
 
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -90,7 +90,7 @@ def command(
     console = Console(highlight=False, width=width)
     try:
         if once:
-            _print(console, target.look(sort, requests), sort, as_json=as_json)
+            _print(console, target.snapshot(sort, requests), sort, as_json=as_json)
         elif as_json or not console.is_terminal or console.is_dumb_terminal or not sys.stdin.isatty():
             _print_on(console, target, interval, sort, requests, as_json=as_json)
         else:
@@ -101,11 +101,11 @@ def command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print(console: Console, look: Look, order: Order, *, as_json: bool) -> None:
+def _print(console: Console, snapshot: Snapshot, order: Order, *, as_json: bool) -> None:
     if as_json:
-        click.echo(look.model_dump_json())
+        click.echo(snapshot.model_dump_json())
         return
-    console.print(page(look, order))
+    console.print(page(snapshot, order))
 
 
 def _print_on(
@@ -114,7 +114,7 @@ def _print_on(
     """Print one snapshot after another until interrupted; while nobody answers, say so on stderr and go on."""
     while True:
         try:
-            _print(console, target.look(order, most_requests), order, as_json=as_json)
+            _print(console, target.snapshot(order, most_requests), order, as_json=as_json)
             if not as_json:
                 click.echo()
             sys.stdout.flush()
@@ -144,7 +144,7 @@ class Screen:
         self._target = target
         self._most_requests = most_requests
         self._shown = _Shown(order, interval)
-        self._look: Look | None = None
+        self._snapshot: Snapshot | None = None
         self._problem = ""
 
     def run(self) -> None:
@@ -157,22 +157,22 @@ class Screen:
             _keys(self._console) as keys,
             Live(console=self._console, screen=True, auto_refresh=False) as live,
         ):
-            look_at = time.monotonic()
+            refresh_at = time.monotonic()
             while not self._shown.ended:
-                if time.monotonic() >= look_at and not self._shown.paused:
-                    self._take_look()
-                    look_at = time.monotonic() + self._shown.interval
+                if time.monotonic() >= refresh_at and not self._shown.paused:
+                    self._take_snapshot()
+                    refresh_at = time.monotonic() + self._shown.interval
                 live.update(self._page(), refresh=True)
-                wait = look_at - time.monotonic() if not self._shown.paused else None
+                wait = refresh_at - time.monotonic() if not self._shown.paused else None
                 before = self._shown.order
                 for key in keys(wait):
                     press(self._shown, key)
                 if self._shown.order != before:
-                    look_at = time.monotonic()
+                    refresh_at = time.monotonic()
 
-    def _take_look(self) -> None:
+    def _take_snapshot(self) -> None:
         try:
-            self._look = self._target.look(self._shown.order, self._most_requests)
+            self._snapshot = self._target.snapshot(self._shown.order, self._most_requests)
             self._problem = ""
         except NotAnswering as error:
             self._problem = str(error)
@@ -185,11 +185,11 @@ class Screen:
         if self._problem:
             footer = Text(self._problem, style="bold red")
         footer.no_wrap, footer.overflow = True, "ellipsis"
-        if self._look is None:
+        if self._snapshot is None:
             return Group(Text(self._target.name, style="bold"), footer)
-        if self._look.status.core is not None:
-            shown.skip = max(0, min(shown.skip, len(self._look.status.core.requests) - 1))
-        body = page(self._look, shown.order, height=height - 2, skip=shown.skip)
+        if self._snapshot.status.core is not None:
+            shown.skip = max(0, min(shown.skip, len(self._snapshot.status.core.requests) - 1))
+        body = page(self._snapshot, shown.order, height=height - 2, skip=shown.skip)
         return Group(footer, body)
 
 
@@ -227,7 +227,7 @@ def _keys(console: Console) -> Iterator[Keys]:
     def end(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    def put_aside(_signal: int, _frame: FrameType | None) -> None:
+    def restored_terminal(_signal: int, _frame: FrameType | None) -> None:
         console.set_alt_screen(False)
         console.show_cursor(True)
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
@@ -240,7 +240,7 @@ def _keys(console: Console) -> Iterator[Keys]:
         signal.SIGWINCH: wake,
         signal.SIGTERM: end,
         signal.SIGHUP: end,
-        signal.SIGTSTP: put_aside,
+        signal.SIGTSTP: restored_terminal,
     }
     saved = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.text import Text
 
-from medha.scheduler.status import (
+from medha.scheduler.status_report import (
     ClassStatus,
     CoreStatus,
     KvStatus,
@@ -19,7 +19,7 @@ from medha.scheduler.status import (
     StepStatus,
 )
 from medha_cli.listing import Column, Listing, line
-from medha_cli.replica_snapshot import Look, RouterStatus
+from medha_cli.replica_snapshot import RouterStatus, Snapshot
 
 ID_WIDTH = 22
 BAR_WIDTH = 20
@@ -52,10 +52,10 @@ class Bar:
         return Measurement(width, width)
 
 
-def page(look: Look, order: Order, *, height: int | None = None, skip: int = 0) -> Group:
+def page(snapshot: Snapshot, order: Order, *, height: int | None = None, skip: int = 0) -> Group:
     """Return the whole page, or `height` lines of it, with the requests from the `skip`-th on."""
-    status, core = look.status, look.status.core
-    parts: list[Text | Listing] = [*heading(look)]
+    status, core = snapshot.status, snapshot.status.core
+    parts: list[Text | Listing] = [*heading(snapshot)]
     if core is None:
         missing = ", ".join(map(str, status.missing_ranks)) or "none"
         return Group(*parts, line((f"Waiting for ranks: {missing}", "yellow")))
@@ -83,9 +83,9 @@ def _room(height: int, tables: Sequence[Listing]) -> int:
     return height - above - 3  # the gap and the heading of their table, and the line with the order
 
 
-def heading(look: Look) -> list[Text]:
+def heading(snapshot: Snapshot) -> list[Text]:
     """Return the lines that say what the replica is and how it performs overall."""
-    status, core, router = look.status, look.status.core, look.router
+    status, core, router = snapshot.status, snapshot.status.core, snapshot.router
     state = {"serving": "green", "draining": "yellow", "gathering": "red"}[status.state]
     what: list[str | tuple[str, str]] = [
         (status.replica, "bold"),
@@ -138,7 +138,7 @@ def lanes_listing(core: CoreStatus) -> Listing:
     rows: list[list[RenderableType]] = []
     for lane in core.lanes:
         kv, blocks = lane.kv, max(1, lane.kv.blocks)
-        others = " ".join(str(other) for other in lane.moves_with if other != lane.lane)
+        others = " ".join(str(other) for other in lane.coupled_with if other != lane.lane)
         rows.append([
             str(lane.lane), *_stages(core, lane), _kv_bar(kv),
             *(f"{100 * part / blocks:.1f} %" for part in (kv.used, kv.reserved, kv.cached)),
@@ -192,7 +192,7 @@ def classes_listing(classes: Sequence[ClassStatus], status: ReplicaStatus) -> Li
     rows = []
     for one in classes:
         row = attained.get(one.service_class)
-        counts = (one.waiting, one.waiting_tokens, one.prefilling, one.decoding, one.given_up, one.late)
+        counts = (one.waiting, one.waiting_tokens, one.prefilling, one.decoding, one.demoted, one.late)
         rows.append([
             one.service_class, *(f"{count:,}" for count in counts),
             share(row.ttft_met, row.ttft_missed) if row else "-",
@@ -225,7 +225,7 @@ def requests_listing(requests: Sequence[RequestStatus]) -> Listing:
             _held(request.ttft_seconds, request.ttft_target_seconds),
             f"{request.output_tokens:,}" if request.output_tokens else "",
             _held(request.tpot_seconds, request.tpot_target_seconds),
-            "" if request.promised_in_seconds is None else _signed(request.promised_in_seconds, "magenta"),
+            "" if request.revised_deadline_in_seconds is None else _signed(request.revised_deadline_in_seconds, "magenta"),
             f"{request.cached_tokens:,}" if request.cached_tokens else "",
         ])  # fmt: skip
     return Listing(columns, rows)

@@ -13,7 +13,7 @@ from pydantic.alias_generators import to_camel
 from medha.errors import ConfigInvalid
 
 
-class _Told(BaseModel):
+class _DeclaredReplica(BaseModel):
     """Common settings: camelCase outside, frozen; fields of a newer release are ignored."""
 
     model_config = ConfigDict(
@@ -25,7 +25,7 @@ class _Told(BaseModel):
     )
 
 
-class DeclaredModel(_Told):
+class DeclaredModel(_DeclaredReplica):
     """A model, over all replicas that serve it through one router."""
 
     name: str = Field(min_length=1, max_length=253)
@@ -36,7 +36,7 @@ class DeclaredModel(_Told):
     """Replicas that should serve by now: neither suspended nor still within the time of their first start."""
 
 
-class _Document(_Told):
+class _Document(_DeclaredReplica):
     models: tuple[DeclaredModel, ...] = ()
 
 

@@ -1,6 +1,6 @@
 """Accelerators and models as data, and the profiles derived from them.
 
-Figures of accelerators are from their data sheets; `medha.fitted` holds the fractions that are reached. Rates
+Figures of accelerators are from their data sheets; `medha.fitted_hardware` holds the fractions that are reached. Rates
 are of one device, one direction, dense bfloat16.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from medha.cost.profile import Attention, Kernel, Link, Operation, Profile
+from medha.cost.cost_profile import Attention, Kernel, Link, Operation, Profile
 from medha.errors import ConfigInvalid
-from medha.fitted import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
+from medha.fitted_hardware import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
 from medha.topology import Topology
 
 ATTENTION_BAND = 0.3

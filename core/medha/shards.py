@@ -29,8 +29,8 @@ PROMPT_STRIPE_TOKENS = 2048
 """Tokens in a stripe of a prompt that several lanes compute together."""
 MAX_STRIPES = 128
 """Largest number of stripes of an output. Longer outputs get wider stripes, so that a map fits into a step message."""
-MAX_SEGMENTS_TOLD = 8
-"""Most segments that a step message lists. More are sent as deals, of which a map has few however long it is."""
+MAX_SEGMENTS_SENT = 8
+"""Most segments that a step message lists. More are sent as stripings, of which a map has few however long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class Striping:
     """Token positions `start .. stop` (exclusive), striped over `lanes` round-robin; the last stripe may be shorter."""
 
     lanes: tuple[int, ...]
@@ -176,12 +176,14 @@ class ShardMap:
         `free_by_lane` (tokens) includes the room of the shared positions.
         """
         segments = [Segment(p.lane, p.start, p.stop) for p in self.pieces(0, max(shared_tokens, 1))]
-        rooms = {lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)}
+        capacity_by_lane = {
+            lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)
+        }
         for segment in segments:
-            rooms[segment.lane] -= _up_to_blocks(segment.stop - segment.start, block_size_tokens)
-        if min(rooms.values()) < 0:
+            capacity_by_lane[segment.lane] -= _up_to_blocks(segment.stop - segment.start, block_size_tokens)
+        if min(capacity_by_lane.values()) < 0:
             return None
-        if not _stripe(segments, tokens, rooms, self.lanes, block_size_tokens):
+        if not _append_stripes(segments, tokens, capacity_by_lane, self.lanes, block_size_tokens):
             return None
         return ShardMap(tuple(segments))
 
@@ -193,20 +195,22 @@ class ShardMap:
         """
         if tokens <= self.tokens:
             return self
-        rooms = {lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)}
+        capacity_by_lane = {
+            lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)
+        }
         segments = list(self.segments)
-        if not _stripe(segments, tokens, rooms, self.lanes, block_size_tokens):
+        if not _append_stripes(segments, tokens, capacity_by_lane, self.lanes, block_size_tokens):
             return None
         return ShardMap(tuple(segments), self.version + 1)
 
 
-def deals_of(segments: Sequence[Segment]) -> tuple[Deal, ...]:
-    """Return the same placement as deals: their number grows with the lanes, not with the length of the prompt.
+def stripings_of(segments: Sequence[Segment]) -> tuple[Striping, ...]:
+    """Return the same placement as stripings: their number grows with the lanes, not with the length of the prompt.
 
-    When a lane is full and leaves the round, a new deal of the other lanes begins. The stripes of the output,
-    which are shorter, also begin a new deal.
+    When a lane is full and leaves the round, a new striping over the other lanes begins. The stripes of the output,
+    which are shorter, also begin a new striping.
     """
-    deals: list[Deal] = []
+    stripings: list[Striping] = []
     index = 0
     while index < len(segments):
         first = segments[index]
@@ -223,17 +227,21 @@ def deals_of(segments: Sequence[Segment]) -> tuple[Deal, ...]:
                 lanes = lanes[: end - index]
                 break
             end += 1
-        deals.append(Deal(tuple(lanes), first.start, segments[end - 1].stop, stripe))
+        stripings.append(Striping(tuple(lanes), first.start, segments[end - 1].stop, stripe))
         index = end
-    return tuple(deals)
+    return tuple(stripings)
 
 
-def dealt(deals: Sequence[Deal]) -> tuple[Segment, ...]:
-    """Return the segments that `deals_of` has encoded."""
+def segments_of(stripings: Sequence[Striping]) -> tuple[Segment, ...]:
+    """Return the segments that `stripings_of` has encoded."""
     return tuple(
-        Segment(deal.lanes[turn % len(deal.lanes)], start, min(start + deal.stripe_tokens, deal.stop))
-        for deal in deals
-        for turn, start in enumerate(range(deal.start, deal.stop, deal.stripe_tokens))
+        Segment(
+            striping.lanes[turn % len(striping.lanes)],
+            start,
+            min(start + striping.stripe_tokens, striping.stop),
+        )
+        for striping in stripings
+        for turn, start in enumerate(range(striping.start, striping.stop, striping.stripe_tokens))
     )
 
 
@@ -282,7 +290,7 @@ def place(
     assert 0 < prompt_tokens <= reserved_tokens
     size = block_size_tokens
     lanes = len(free_by_lane)
-    rooms = {lane: _whole_blocks(free, size) for lane, free in enumerate(free_by_lane)}
+    capacity_by_lane = {lane: _whole_blocks(free, size) for lane, free in enumerate(free_by_lane)}
     rank = {lane: index for index, lane in enumerate(preferred)}
     if not spreads(
         prompt_tokens,
@@ -291,34 +299,39 @@ def place(
         tokens_per_lane=tokens_per_lane,
         lane_tokens=lane_tokens,
     ):
-        seconds = pending_seconds or [0.0] * len(rooms)
-        with_room = [lane for lane, room in rooms.items() if room >= reserved_tokens]
+        seconds = pending_seconds or [0.0] * len(capacity_by_lane)
+        with_room = [lane for lane, room in capacity_by_lane.items() if room >= reserved_tokens]
         if not with_room:
             return None
-        lane = min(with_room, key=lambda lane: (rank.get(lane, len(rank)), seconds[lane], -rooms[lane], lane))
+        lane = min(
+            with_room,
+            key=lambda lane: (rank.get(lane, len(rank)), seconds[lane], -capacity_by_lane[lane], lane),
+        )
         return ShardMap((Segment(lane, 0, reserved_tokens),))
 
     cap = max(_whole_blocks(tokens_per_lane, size), _up_to_blocks(-(-prompt_tokens // lanes), size))
     segments: list[Segment] = []
-    order = sorted(rooms, key=lambda lane: (rank.get(lane, len(rank)), -rooms[lane], lane))
+    order = sorted(
+        capacity_by_lane, key=lambda lane: (rank.get(lane, len(rank)), -capacity_by_lane[lane], lane)
+    )
     position = 0
     for lane in order:
         if position == prompt_tokens:
             break
-        stop = min(position + min(cap, rooms[lane]), prompt_tokens)
+        stop = min(position + min(cap, capacity_by_lane[lane]), prompt_tokens)
         if stop > position:
             segments.append(Segment(lane, position, stop))
-            rooms[lane] -= _up_to_blocks(stop - position, size)
+            capacity_by_lane[lane] -= _up_to_blocks(stop - position, size)
             position = stop
     if position < prompt_tokens:
         return None
     joined = tuple(segment.lane for segment in segments)
-    if not _stripe(segments, reserved_tokens, rooms, (*joined, *order), size):
+    if not _append_stripes(segments, reserved_tokens, capacity_by_lane, (*joined, *order), size):
         return None
     return ShardMap(tuple(segments))
 
 
-def deal(
+def striped_map(
     prompt_tokens: int,
     reserved_tokens: int,
     free_by_lane: Sequence[int],
@@ -330,31 +343,33 @@ def deal(
     """Return a map whose prompt is striped over `lanes` round-robin, for context parallelism; None if room is short.
 
     At any point of the prefill each lane holds an equal part. `stripe_tokens` are whole blocks. A full lane
-    is skipped, and the map is then no longer regular (`is_dealt`).
+    is skipped, and the map is then no longer regular (`is_striped`).
     """
-    rooms = {lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)}
+    capacity_by_lane = {
+        lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)
+    }
     segments: list[Segment] = []
     position = turn = 0
     while position < prompt_tokens:
-        if not any(rooms[lane] for lane in lanes):
+        if not any(capacity_by_lane[lane] for lane in lanes):
             return None
         lane = lanes[turn % len(lanes)]
         turn += 1
-        stop = min(position + min(stripe_tokens, rooms[lane]), prompt_tokens)
+        stop = min(position + min(stripe_tokens, capacity_by_lane[lane]), prompt_tokens)
         if stop == position:
             continue
-        rooms[lane] -= _up_to_blocks(stop - position, block_size_tokens)
+        capacity_by_lane[lane] -= _up_to_blocks(stop - position, block_size_tokens)
         if segments and segments[-1].lane == lane:
             segments[-1] = Segment(lane, segments[-1].start, stop)
         else:
             segments.append(Segment(lane, position, stop))
         position = stop
-    if not _stripe(segments, reserved_tokens, rooms, lanes, block_size_tokens):
+    if not _append_stripes(segments, reserved_tokens, capacity_by_lane, lanes, block_size_tokens):
         return None
     return ShardMap(tuple(segments))
 
 
-def is_dealt(shards: ShardMap, tokens: int, lanes: int, stripe_tokens: int) -> bool:
+def is_striped(shards: ShardMap, tokens: int, lanes: int, stripe_tokens: int) -> bool:
     """Return whether the first `tokens` positions lie in equal stripes on `lanes` consecutive lanes, round-robin."""
     pieces = list(shards.pieces(0, tokens))
     return all(
@@ -365,12 +380,16 @@ def is_dealt(shards: ShardMap, tokens: int, lanes: int, stripe_tokens: int) -> b
     )
 
 
-def _stripe(
-    segments: list[Segment], tokens: int, rooms: dict[int, int], lanes: Sequence[int], block_size_tokens: int
+def _append_stripes(
+    segments: list[Segment],
+    tokens: int,
+    capacity_by_lane: dict[int, int],
+    lanes: Sequence[int],
+    block_size_tokens: int,
 ) -> bool:
     """Append stripes up to position `tokens`, each to the lane with the fewest tokens; return False if room is short.
 
-    `rooms` are whole blocks beyond those that `segments` touch. A lane that holds nothing yet is used only
+    `capacity_by_lane` are whole blocks beyond those that `segments` touch. A lane that holds nothing yet is used only
     when the lanes in use have no room left.
     """
     position = segments[-1].stop
@@ -385,21 +404,23 @@ def _stripe(
     stripe = _up_to_blocks(max(STRIPE_TOKENS, (tokens - position) // MAX_STRIPES, 1), size)
     turn = {lane: index for index, lane in enumerate(dict.fromkeys(lanes))}
     while position < tokens:
-        open_lanes = [lane for lane in held if rooms[lane] > 0]
+        open_lanes = [lane for lane in held if capacity_by_lane[lane] > 0]
         if not open_lanes:
-            fresh = [lane for lane in (*turn, *rooms) if rooms[lane] > 0 and lane not in held]
+            fresh = [
+                lane for lane in (*turn, *capacity_by_lane) if capacity_by_lane[lane] > 0 and lane not in held
+            ]
             if not fresh:
                 return False
             held[fresh[0]] = 0
             continue
         lane = min(open_lanes, key=lambda lane: (held[lane], turn.get(lane, len(turn) + lane)))
-        stop = min(position + min(stripe, rooms[lane]), tokens)
+        stop = min(position + min(stripe, capacity_by_lane[lane]), tokens)
         last = segments[-1]
         if last.lane == lane:
             segments[-1] = Segment(lane, last.start, stop)
         else:
             segments.append(Segment(lane, position, stop))
-        rooms[lane] -= _up_to_blocks(stop - position, size)
+        capacity_by_lane[lane] -= _up_to_blocks(stop - position, size)
         held[lane] += stop - position
         position = stop
     return True

@@ -28,33 +28,33 @@ def class_terms(classes: Sequence[ServiceClassTerms], name: str) -> ServiceClass
 
 
 def ttft_target_seconds(
-    terms: ServiceClass | ServiceClassTerms, work_seconds: float, asked_seconds: float | None = None
+    terms: ServiceClass | ServiceClassTerms, work_seconds: float, requested_seconds: float | None = None
 ) -> float:
     """Return d = max(floor, factor * w), or the request's own TTFT target if it has one.
 
     Routers and controllers both order requests by it; a router uses the `work_seconds` that replicas
     announce.
     """
-    if asked_seconds is not None:
-        return asked_seconds
+    if requested_seconds is not None:
+        return requested_seconds
     return max(terms.ttft_floor_seconds, terms.ttft_factor * work_seconds)
 
 
 def targets(
     service_class: ServiceClass,
     work_seconds: float,
-    asked_ttft_seconds: float | None = None,
-    asked_tpot_seconds: float | None = None,
+    requested_ttft_seconds: float | None = None,
+    requested_tpot_seconds: float | None = None,
 ) -> Targets:
     """Return the targets of a request whose whole prefill takes `work_seconds` alone.
 
     A TPOT target tighter than the class's floor is clamped to it: one client must not throttle the rest
     (docs/design.md#deadlines).
     """
-    tpot = service_class.tpot_target_seconds if asked_tpot_seconds is None else asked_tpot_seconds
+    tpot = service_class.tpot_target_seconds if requested_tpot_seconds is None else requested_tpot_seconds
     tpot = max(tpot, service_class.tpot_floor_seconds)
     return Targets(
-        ttft_seconds=ttft_target_seconds(service_class, work_seconds, asked_ttft_seconds),
+        ttft_seconds=ttft_target_seconds(service_class, work_seconds, requested_ttft_seconds),
         tpot_seconds=tpot,
         fair_tpot_seconds=max(tpot, service_class.tpot_target_seconds),
     )

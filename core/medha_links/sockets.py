@@ -110,7 +110,7 @@ def bind(
     largest_frame_bytes: int = CONTROL_FRAME_BYTES,
     heartbeats: bool = True,
 ) -> Opened[_Socket]:
-    """Return a socket for peers that a `Doorkeeper` of this context admits; without one, nobody can connect."""
+    """Return a socket for peers that a `Authenticator` of this context admits; without one, nobody can connect."""
     opened = _open(context, zmq.ROUTER, largest_frame_bytes, heartbeats=heartbeats)
     socket = opened.socket
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
@@ -166,7 +166,7 @@ def _open(
     return Opened(socket, Connections(socket))
 
 
-class Doorkeeper:
+class Authenticator:
     """The authenticator: decides who may connect to a context's bound sockets (ZAP, ZeroMQ RFC 27), in its own thread.
 
     Make it before the first socket is bound. Public keys are not secret, so a plain lookup suffices.

@@ -79,7 +79,7 @@ def end_with_parent(parent: int | None = None, end_signal: signal.Signals = sign
 
 
 @contextmanager
-def last_words(log: logging.Logger) -> Iterator[None]:
+def log_failure(log: logging.Logger) -> Iterator[None]:
     """End this process with status 1 on an error that is not a bug, after a last line that a supervisor quotes."""
     try:
         yield

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 VARIABLE = b"X_MEDHA_STATE="
 """Name of the variable; sd_notify(3) reserves names that begin with `X_` for applications."""
 
-Phase = Literal["loading", "calling", "gathering", "meeting", "serving"]
+Phase = Literal["loading", "calling", "gathering", "rendezvous", "serving"]
 """Phases: read weights, call the controller, wait for other ranks, form groups and warm up, serve."""
 
 
@@ -27,9 +27,9 @@ class PartState(BaseModel):
     """Completed part of `total`, in the unit that `detail` names."""
     total: int = 0
     """Amount of the current work; 0 if it is not counted."""
-    unmet_epoch: int | None = None
+    failed_epoch: int | None = None
     """Last epoch whose rendezvous failed."""
-    unmet_reason: str = Field(default="", max_length=500)
+    failed_reason: str = Field(default="", max_length=500)
     refused: str = Field(default="", max_length=500)
     """Reason why the controller does not let this process take part; empty if it does."""
 

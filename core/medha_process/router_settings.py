@@ -13,9 +13,9 @@ _SMALL_SHARE = 8
 """Inverse of the share of the room for bodies that is reserved for small ones."""
 
 
-def room_for_large(room_bytes: int) -> int:
+def large_body_budget(budget_bytes: int) -> int:
     """Return the part of the room for all bodies that large ones may take."""
-    return room_bytes - room_bytes // _SMALL_SHARE
+    return budget_bytes - budget_bytes // _SMALL_SHARE
 
 
 class RouterSettings(PartSettings):
@@ -81,13 +81,13 @@ class RouterSettings(PartSettings):
     """Exit when the process that started this one has gone, however it ended."""
 
     @property
-    def bodies_room_bytes(self) -> int:
+    def bodies_budget_bytes(self) -> int:
         """The most that all bodies together may hold."""
         return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
 
     @model_validator(mode="after")
     def _room_for_the_largest_body(self) -> RouterSettings:
-        if room_for_large(self.bodies_room_bytes) < self.max_body_bytes:
+        if large_body_budget(self.bodies_budget_bytes) < self.max_body_bytes:
             raise ValueError(
                 f"max_bodies_bytes {self.max_bodies_bytes} leaves no room for a body of max_body_bytes "
                 f"{self.max_body_bytes}, because an eighth is reserved for small ones; raise the one or lower the other"

@@ -24,42 +24,42 @@ AWAY_SECONDS = 3.0  # a longer gap between two beats: the whole process stood st
 _log = logging.getLogger("medha.watchdog")
 
 
-class Promise:
+class Deadline:
     """The time by which the main loop must report again, and what it does until then."""
 
     def __init__(self) -> None:
-        self._until, self._doing = float("inf"), "starting"
-        self._looked_at: float | None = None
+        self._until, self._activity = float("inf"), "starting"
+        self._polled_at: float | None = None
 
-    def renew(self, now: float, seconds: float, doing: str) -> None:
+    def renew(self, now: float, seconds: float, activity: str) -> None:
         """Begin an activity of the main loop that takes at most `seconds`."""
-        self._until, self._doing = now + seconds, doing
+        self._until, self._activity = now + seconds, activity
 
-    def broken(self, now: float) -> str | None:
+    def missed(self, now: float) -> str | None:
         """Return the overdue activity of the main loop, or None.
 
         Time in which the whole process stood still does not count.
         """
-        before, self._looked_at = self._looked_at, now
+        before, self._polled_at = self._polled_at, now
         if before is not None and now - before > AWAY_SECONDS:
             self._until += now - before
-        return self._doing if now > self._until else None
+        return self._activity if now > self._until else None
 
 
 class Watchdog:
     """Sends a heartbeat to the supervisor (sd_notify(3)) every second while the main loop is not overdue."""
 
     def __init__(self) -> None:
-        self._promise = Promise()
+        self._deadline = Deadline()
         self._state: PartState | None = None
         self._address = os.environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
         Thread(target=self._watch, daemon=True).start()
 
-    def allow(self, seconds: float, doing: str) -> None:
+    def allow(self, seconds: float, activity: str) -> None:
         """Promise that the main loop calls this again within `seconds`; otherwise this process is killed."""
-        self._promise.renew(time.monotonic(), seconds, doing)
+        self._deadline.renew(time.monotonic(), seconds, activity)
 
-    def tell(self, state: PartState) -> None:
+    def report(self, state: PartState) -> None:
         """Report the state of the main loop: at once if it is new, and with every heartbeat."""
         if state == self._state:
             return
@@ -77,7 +77,7 @@ class Watchdog:
     def _watch(self) -> None:
         with _sender(wait_seconds=1) as sender:
             while True:
-                overdue = self._promise.broken(time.monotonic())
+                overdue = self._deadline.missed(time.monotonic())
                 if overdue is not None:
                     _log.critical("stuck in %s", overdue)
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec
-from medha_operator.status import DeploymentStatus, ReplicaStatus
+from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 Schema = dict[str, Any]
 

@@ -19,14 +19,14 @@ from medha_operator.index import Index
 from medha_operator.kube.client import Cluster
 from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, MANAGER, REPLICA, ROUTER, Key, Manifest
 from medha_operator.kube.store import Document
+from medha_operator.operator_settings import OperatorSettings, RouterSite
+from medha_operator.replica.manifests import router_labels
 from medha_operator.replica.observed import seconds
-from medha_operator.replica.plan import Tell
-from medha_operator.replica.render import router_labels
-from medha_operator.settings import OperatorSettings, RouterSite
+from medha_operator.replica.plan import RecordEvent
 
-NAME_TAKEN = "NameTaken"
+NAME_CONFLICT = "NameConflict"
 """Reason of the event at a router whose ConfigMap would have the name of somebody else's."""
-_COME_SECONDS = 2.0
+_RETRY_SECONDS = 2.0
 """Seconds between checks for a router that does not exist yet, or for the end of an earlier one's
 ConfigMap."""
 _DEFAULT_CLASSES = tuple(one.name for one in MedhaReplicaSpec.model_fields["service_classes"].default)
@@ -142,16 +142,16 @@ async def publish_models(
     router: RouterSite,
     settings: OperatorSettings,
     now: float,
-    tell: Callable[[Document, Tell], Awaitable[None]],
+    record_event: Callable[[Document, RecordEvent], Awaitable[None]],
 ) -> tuple[bool, float]:
     """Update this installation's entry of a router's ConfigMap to what resources declare.
 
     Return whether that took a write, and seconds until the next check. An object of that name that is not the
-    operator's is left as it is: `tell` is called with the router's Deployment.
+    operator's is left as it is: `record_event` is called with the router's Deployment.
     """
     deployment = await cluster.get(ROUTER, router.namespace, router.name)
     if deployment is None:
-        return False, _COME_SECONDS
+        return False, _RETRY_SECONDS
     resources = (document for kind in (REPLICA, DEPLOYMENT) for _, document in index.resources(kind))
     declared = (one for one in map(declaration, resources) if one is not None)
     models, changes_in = models_of(router, declared, now)
@@ -163,15 +163,15 @@ async def publish_models(
         if text is None:
             return False, again
         is_made = await cluster.create(_manifest(router, deployment, {entry: text})) is not None
-        return is_made, again if is_made else _COME_SECONDS  # somebody was faster
+        return is_made, again if is_made else _RETRY_SECONDS  # somebody was faster
     metadata = found["metadata"]
     if metadata.get("labels", {}).get("app.kubernetes.io/managed-by") != MANAGER:
         text = f"{key} belongs to another owner, so the router does not know the models of manifests: rename or delete it"
-        await tell(deployment, Tell(NAME_TAKEN, text, is_warning=True))
+        await record_event(deployment, RecordEvent(NAME_CONFLICT, text, is_warning=True))
         return False, again
     owners = {one["uid"] for one in metadata.get("ownerReferences", ())}
     if owners and deployment["metadata"]["uid"] not in owners:
-        return False, _COME_SECONDS  # owned by an earlier Deployment of this name, and deleted with it
+        return False, _RETRY_SECONDS  # owned by an earlier Deployment of this name, and deleted with it
     if found.get("data", {}).get(entry) == text:
         return False, again
     await cluster.merge(key, {"data": {entry: text}})

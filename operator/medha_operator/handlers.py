@@ -15,8 +15,8 @@ from typing import Any
 
 import kopf
 
+from medha_operator.kopf_storage import NoDifferences, NoProgress
 from medha_operator.kube.kinds import DEPLOYMENT, REPLICA
-from medha_operator.no_memory import NoDifferences, NoProgress
 from medha_operator.program import Program, identity, read_settings
 
 _OBJECTS_BETWEEN_SEARCHES = 20_000
@@ -46,7 +46,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
 
 @kopf.on.event(REPLICA.plural, group=REPLICA.group)
 @kopf.on.event(DEPLOYMENT.plural, group=DEPLOYMENT.group)
-async def hear(event: Mapping[str, Any], memo: kopf.Memo, **_: Any) -> None:
+async def on_event(event: Mapping[str, Any], memo: kopf.Memo, **_: Any) -> None:
     if event["type"] != "DELETED":
         memo.program.seen(event["object"])
 

@@ -14,17 +14,17 @@ from pydantic import ValidationError
 from medha_operator.deployment.observed_deployment import (
     DEPLOYMENT_LABEL,
     MAY_DRAIN,
-    KeptTemplate,
     ObservedDeployment,
+    StoredTemplate,
     child_index,
     child_of,
 )
 from medha_operator.kube.kinds import CHILDREN, DEPLOYMENT, GANGS, MANAGER, NODE, POD, REPLICA, Key, Kind
 from medha_operator.kube.store import Document, Entry, Store
-from medha_operator.replica.observed import Node, Observed, Pod, any_heard_since, node_of, pod_of
-from medha_operator.replica.render import OPEN_SINCE, Owner, keys_name
+from medha_operator.replica.manifests import OPEN_SINCE, Owner, keys_name
+from medha_operator.replica.observed import Node, Observed, Pod, any_report_since, node_of, pod_of
 from medha_operator.replica.revision import Revision
-from medha_operator.status import DeploymentStatus, ReplicaStatus
+from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 Status = TypeVar("Status", ReplicaStatus, DeploymentStatus)
 
@@ -51,12 +51,12 @@ class Index:
         self._children = (*CHILDREN, *(GANGS[api] for api in gang_apis))
         self.watched: Mapping[Kind, str] = {**WATCHED, **dict.fromkeys(self._children, _MADE_BY_US)}
         self.stores: dict[str, Store] = {
-            kind.name: Store(_reader(kind), self._node_changed if kind is NODE else self._told)
+            kind.name: Store(_reader(kind), self._node_changed if kind is NODE else self._on_change)
             for kind in self.watched
         }
         self.secrets: dict[str, set[str]] = {}
         """UID of a replica -> names of the Secrets created for it, as far as this process knows."""
-        self.waiting_for_room: set[Key] = set()
+        self.waiting_for_capacity: set[Key] = set()
         """Replicas to reconcile when any node changes: it may be the one that they move to."""
 
     def offer(self, document: Document, quiet: Key | None = None) -> None:
@@ -121,7 +121,7 @@ class Index:
             pods=pods,
             earlier_pods=earlier,
             nodes=nodes,
-            any_heard_since=any_heard_since(self.nodes().values()) if is_any_silent else None,
+            any_report_since=any_report_since(self.nodes().values()) if is_any_silent else None,
         )
 
     def observe_deployment(self, key: Key) -> ObservedDeployment | None:
@@ -225,16 +225,16 @@ class Index:
                     if f"{one['metadata']['name']}-{ordinal}" not in staying:
                         yield one["spec"]["template"]
 
-    def _told(self, key: Key) -> None:
+    def _on_change(self, key: Key) -> None:
         if key.kind != NODE.name:  # a pod is filed under its node only to be found by it
             self._changed(key)
 
     def _node_changed(self, node: Key) -> None:
-        for key in tuple(self.waiting_for_room):
-            self._told(key)
+        for key in tuple(self.waiting_for_capacity):
+            self._on_change(key)
         for entry in self.stores[POD.name].of(node):
             for key in entry.concerns:
-                self._told(key)
+                self._on_change(key)
 
 
 def read_status(resource: Document, model: type[Status]) -> Status:
@@ -256,12 +256,12 @@ def _revisions(entries: Iterable[Entry], replica: str) -> Iterator[Revision]:
             yield Revision(name, document["revision"], data["fields"], tuple(data["templates"]))
 
 
-def _templates(entries: Iterable[Entry], deployment: str) -> Iterator[KeptTemplate]:
+def _templates(entries: Iterable[Entry], deployment: str) -> Iterator[StoredTemplate]:
     for entry in entries:
         document = entry.document
         if "template" in document.get("data", {}):
             metadata = document["metadata"]
-            yield KeptTemplate(
+            yield StoredTemplate(
                 name=metadata["name"].removeprefix(f"{deployment}-"),
                 number=document["revision"],
                 template=document["data"]["template"],
@@ -290,7 +290,7 @@ def _resource(document: Document) -> Entry:
         concerns.append(
             Key(DEPLOYMENT.name, metadata["namespace"], stem)
         )  # it has a name of that deployment's, whoever owns it
-    return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=_kept(document))
+    return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=_stored(document))
 
 
 def _child(document: Document) -> Entry:
@@ -300,7 +300,7 @@ def _child(document: Document) -> Entry:
     change.
     """
     metadata = document["metadata"]
-    kept = {name: value for name, value in _kept(document).items() if name != "status"}
+    kept = {name: value for name, value in _stored(document).items() if name != "status"}
     if document["kind"] == "StatefulSet" and metadata.get("generation", 1) > 1:
         kept["status"] = {"observedGeneration": document.get("status", {}).get("observedGeneration", 0)}
     facts = kept | {"metadata": {**kept["metadata"], "resourceVersion": ""}}
@@ -341,7 +341,7 @@ def _labelled(metadata: Document, label: str, kind: Kind) -> list[Key]:
     return [Key(kind.name, metadata["namespace"], name)] if name else []
 
 
-def _kept(document: Document) -> dict[str, Any]:
+def _stored(document: Document) -> dict[str, Any]:
     metadata = {name: value for name, value in document["metadata"].items() if name != "managedFields"}
     return {**document, "metadata": metadata}
 

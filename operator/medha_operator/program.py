@@ -26,9 +26,9 @@ from medha_operator.kube.lease import Lease, Tenure, write_seconds
 from medha_operator.kube.reflector import Reflector
 from medha_operator.kube.store import Document
 from medha_operator.kube.workqueue import WorkQueue
-from medha_operator.reconcile import GANG_UNAVAILABLE, NAME_TAKEN, Reconciler, is_refusal
-from medha_operator.settings import OperatorSettings
-from medha_operator.telemetry import Telemetry
+from medha_operator.operator_metrics import Telemetry
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.reconciler import GANG_UNAVAILABLE, NAME_CONFLICT, Reconciler, is_refusal
 from medha_process.host_resources import raise_file_limit
 
 _log = logging.getLogger(__name__)
@@ -146,15 +146,15 @@ class Program:
             key, waited = await self._queue.take()
             self._telemetry.waited(waited)
             began = clock()
-            outcome = await self._look(reconciler, key)
-            self._telemetry.looked(key.kind, outcome, clock() - began)
+            outcome = await self._reconcile(reconciler, key)
+            self._telemetry.reconciled(key.kind, outcome, clock() - began)
 
-    async def _look(self, reconciler: Reconciler, key: Key) -> str:
+    async def _reconcile(self, reconciler: Reconciler, key: Key) -> str:
         """Reconcile a key once, and queue it again as needed; return the outcome as metrics call it."""
         try:
             for concerned in self._declarations.changed(key):
                 self._queue.add(concerned)
-            look = await reconciler.look(key)
+            result = await reconciler.reconcile(key)
         except ApiError as error:
             pause = self._queue.failed(key, least_pause(error))
             level = (
@@ -170,12 +170,12 @@ class Program:
             _log.exception("%s: the reconcile failed; the next one is in %g s", key, self._queue.failed(key))
             reason = "Bug"
         else:
-            self._queue.done(key, goes_on=look.goes_on)
-            if look.writes:
+            self._queue.done(key, makes_progress=result.makes_progress)
+            if result.writes:
                 self._queue.add(key)  # until there is nothing left to do
-            if look.again_seconds is not None:
-                self._queue.add_later(key, look.again_seconds)
-            return "changed" if look.writes else "unchanged"
+            if result.requeue_seconds is not None:
+                self._queue.add_later(key, result.requeue_seconds)
+            return "changed" if result.writes else "unchanged"
         self._telemetry.failed(key.kind, reason)
         return "failed"
 
@@ -190,5 +190,5 @@ def least_pause(error: ApiError) -> float:
     It is the one that the API server asks for, or a fixed one after a refusal, which seldom passes soon
     unless the resource changes.
     """
-    lasts = is_refusal(error) or error.reason in (NAME_TAKEN, GANG_UNAVAILABLE)
+    lasts = is_refusal(error) or error.reason in (NAME_CONFLICT, GANG_UNAVAILABLE)
     return error.retry_after_seconds or (_REFUSED_SECONDS if lasts else 0.0)

@@ -1,7 +1,7 @@
 """Simulation of a single run of a campaign: its key, and its figures.
 
 An outcome is a pure function of the `Run`, of the measured capacity that gives its arrival rate, and of the
-sources that this module loads (`medha_papers.sources` computes their digest). It is therefore computed once
+sources that this module loads (`medha_papers.source_digest` computes their digest). It is therefore computed once
 and kept in a file.
 """
 
@@ -19,10 +19,10 @@ from medha.hardware import H100, LLAMA3_70B
 from medha.topology import Topology
 from medha_papers.lone_prompt import TOPOLOGIES, adaptive, static
 from medha_sim.baselines.systems import simulation
-from medha_sim.driver import Progress
-from medha_sim.records import RunLog
+from medha_sim.run_log import RunLog
 from medha_sim.run_summary import group
 from medha_sim.scenario import Deployment
+from medha_sim.simulation import Progress
 from medha_sim.study import WorkloadSpec, measured_capacity
 from medha_sim.workloads import Targets
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from typing import Any
 
-from medha_papers.campaign import GOAL_LOADS, GOAL_SHARE, Scale
+from medha_papers.campaign_plan import GOAL_LOADS, GOAL_SHARE, Scale
 from medha_papers.campaign_run import Outcome, Run
 from medha_sim.run_summary import interval_95
 

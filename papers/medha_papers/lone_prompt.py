@@ -16,10 +16,10 @@ from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.hardware import H100
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
-from medha_sim.driver import Arrival, Progress, Simulation, Workload
 from medha_sim.executor import PredictorCost
-from medha_sim.records import RequestRecord, RunLog
+from medha_sim.run_log import RequestRecord, RunLog
 from medha_sim.scenario import Deployment, Disturbance, disturbed, medha_replica
+from medha_sim.simulation import Arrival, Progress, Simulation, Workload
 
 TOPOLOGIES = {
     "8B-TP8": Topology(8),
@@ -37,7 +37,7 @@ _NEVER_SECONDS = 60.0
 _PROMPT = "prompt"
 _STREAM_TOKENS = 64
 _ARRIVES_AT_SECONDS = 1.0  # the streams decode by then
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +124,12 @@ def _run(
     )
     controller = replica.controller
     assert isinstance(controller, ReplicaController)
-    simulation = Simulation([replica], workload, latencies=deployment.latencies, sample_seconds=_LOOK_SECONDS)
+    simulation = Simulation([replica], workload, latencies=deployment.latencies, sample_seconds=_POLL_SECONDS)
     log = simulation.log
     log.gaps.update({stream.id: array("d") for stream in streams})
     lanes: list[int] = []
 
-    def look(now: float) -> bool:
+    def poll(now: float) -> bool:
         request = controller.find(_PROMPT)
         if request is not None and request.shard_map is not None:
             lanes.append(len(request.lanes))
@@ -138,7 +138,7 @@ def _run(
             progress is not None and progress(now)
         )
 
-    simulation.run(LIMIT_SECONDS, look)
+    simulation.run(LIMIT_SECONDS, poll)
     done = log.requests.get(_PROMPT)
     if done is None or done.first_token_at is None:
         assert log.interrupted, f"{tokens} tokens on {topology} took longer than {LIMIT_SECONDS:g} s"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from medha_papers.campaign import Scale, lone_run
+from medha_papers.campaign_plan import Scale, lone_run
 from medha_papers.campaign_run import Outcome, Run
 from medha_papers.claims import Figure, Row, above, below, exactly, untestable
 

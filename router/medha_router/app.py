@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from medha.metrics import UNKNOWN_MODEL
+from medha.metric_catalogue import UNKNOWN_MODEL
 from medha.slo import FALLBACK_TERMS
 from medha.wire.messages import ServiceClassTerms
 from medha_process.router_settings import RouterSettings
@@ -56,7 +56,7 @@ class Door:
     ) -> None:
         self._bodies = Bodies(
             BodyLimits(settings.max_body_bytes, settings.large_body_bytes, settings.body_seconds),
-            settings.bodies_room_bytes,
+            settings.bodies_budget_bytes,
         )
         self._tokenizing = tokenizing
         self._link = link
@@ -117,7 +117,7 @@ class Door:
         arrived_at = asyncio.get_running_loop().time()
         try:
             ttft_target = _milliseconds(request, "x-slo-ttft-ms")
-            tpot_asked = _milliseconds(request, "x-slo-tpot-ms")
+            requested_tpot = _milliseconds(request, "x-slo-tpot-ms")
             prepared = await self._prepare(request, endpoint)
             plan = prepared.plan
             assert plan is not None
@@ -128,7 +128,7 @@ class Door:
         except Exception as error:
             self._count_refusal(endpoint, error)
             raise
-        tpot_target = None if tpot_asked is None else max(tpot_asked, terms.tpot_floor_seconds)
+        tpot_target = None if requested_tpot is None else max(requested_tpot, terms.tpot_floor_seconds)
         prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
         request_id = f"{prefix}-{Entry.of(request.scope).unique_id}"
         bundle = self._tokenizing.bundle(plan.digest)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from medha_process.router_settings import room_for_large
+from medha_process.router_settings import large_body_budget
 from medha_router.api_error import ApiError
 
 LEAST_BYTES_PER_SECOND = 32 * 2**10
@@ -38,10 +38,10 @@ class BodyLimits:
 class Bodies:
     """The bodies that are held now."""
 
-    def __init__(self, limits: BodyLimits, room_bytes: int) -> None:
-        """`room_bytes` is the most that all bodies together may hold."""
+    def __init__(self, limits: BodyLimits, budget_bytes: int) -> None:
+        """`budget_bytes` is the most that all bodies together may hold."""
         self.limits = limits
-        self._room_bytes = room_bytes
+        self._budget_bytes = budget_bytes
         self.held_bytes = 0
 
     def open(self) -> Body:
@@ -54,7 +54,7 @@ class Bodies:
             ApiError: 429, there is no room now.
         """
         is_small = body.held_bytes + more <= self.limits.small_bytes
-        room = self._room_bytes if is_small else room_for_large(self._room_bytes)
+        room = self._budget_bytes if is_small else large_body_budget(self._budget_bytes)
         if self.held_bytes + more > room:
             message = "the bodies of too many requests are being received and tokenised; try again later"
             raise ApiError(429, message, code="overloaded", retry_after_seconds=5)

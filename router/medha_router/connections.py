@@ -54,7 +54,7 @@ class Connections:
         self.count_refused = count_refused
         self._limit_by_address = max(1, limit - limit // 4)
         self._by_address: Counter[str] = Counter()
-        self._turned_away = 0
+        self._refused = 0
 
     @property
     def open(self) -> int:
@@ -66,15 +66,15 @@ class Connections:
             self._by_address[address] += 1
             return True
         self.count_refused("too_many")
-        self._turned_away += 1
-        if self._turned_away & (self._turned_away - 1) == 0:  # powers of two: nobody can fill the log
+        self._refused += 1
+        if self._refused & (self._refused - 1) == 0:  # powers of two: nobody can fill the log
             log.warning(
                 "no room for a connection of %s: %d of %d are open, %d of them its own (%d refused so far)",
                 address,
                 self.open,
                 self.limit,
                 self._by_address[address],
-                self._turned_away,
+                self._refused,
             )
         return False
 

@@ -64,13 +64,13 @@ class DeclaredFiles:
         names = ", ".join(model.name for model in self._models[name]) or "none"
         log.info("models of manifests in %s: %s", path, names)
 
-    async def watch(self, tell: Callable[[tuple[DeclaredModel, ...]], None]) -> None:
+    async def watch(self, report: Callable[[tuple[DeclaredModel, ...]], None]) -> None:
         """Report each change, for ever."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             models = self.changed()
             if models is not None:
-                tell(models)
+                report(models)
 
 
 def _signature(path: Path) -> _Signature | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from medha.errors import CheckpointInvalid
-from medha.wire.bundle import Spelling, spelling_of
+from medha.wire.bundle_digest import Spelling, spelling_of
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 

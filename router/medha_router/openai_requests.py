@@ -86,10 +86,10 @@ class GenerationRequest(_Request):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = None
 
     @abstractmethod
-    def asked_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         """Return the number of alternatives per token in the log-probabilities; None: no log-probabilities."""
 
-    def asked_max_tokens(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
         return self.max_tokens
 
 
@@ -124,10 +124,10 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def asked_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def asked_max_tokens(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -136,7 +136,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
-    def asked_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         return self.logprobs
 
 

@@ -25,7 +25,7 @@ class Peers:
         self._cards: dict[bytes, Announce] = {}  # by control identity
         self._replaced: deque[bytes] = deque(maxlen=REMEMBERED)
 
-    def heard_on_control(self, card: Announce, identity: bytes, *, is_alive: bool = False) -> bytes | None:
+    def received_on_control(self, card: Announce, identity: bytes, *, is_alive: bool = False) -> bytes | None:
         """Record a replica's announcement; return the identity of its former connection if this is a new one.
 
         `is_alive`: the present connection was heard recently. It is then not replaced by an earlier epoch: a
@@ -50,7 +50,7 @@ class Peers:
         self._replaced.append(former)
         return former
 
-    def heard_on_tokens(self, replica: str, identity: bytes) -> None:
+    def received_on_tokens(self, replica: str, identity: bytes) -> None:
         """Record an announcement on the token link.
 
         Raises:

@@ -233,14 +233,14 @@ def _encode(
 
 
 def _too_long(terms: ModelTerms, prompt: str, output: int | None, param: str) -> RequestInvalid:
-    asked = f"your prompt has {prompt} tokens"
+    requested = f"your prompt has {prompt} tokens"
     if output is not None:
-        asked += f" and asks for {output} output tokens"
+        requested += f" and asks for {output} output tokens"
     if terms.longest < terms.max_model_len:
         limit = f"the KV cache of this server holds {terms.longest} tokens per request"
     else:
         limit = f"this model's maximum context length is {terms.longest} tokens"
-    text = f"{limit}, but {asked}; shorten the prompt or ask for fewer output tokens"
+    text = f"{limit}, but {requested}; shorten the prompt or ask for fewer output tokens"
     return RequestInvalid(text, param=param, code="context_length_exceeded")
 
 
@@ -301,7 +301,7 @@ def _sampling(
     param: str,
 ) -> Sampling:
     room = terms.longest - prompt_tokens
-    max_tokens = request.asked_max_tokens()
+    max_tokens = request.requested_max_tokens()
     if max_tokens is not None and max_tokens > room:
         raise _too_long(terms, str(prompt_tokens), max_tokens, param)
     if max_tokens is None:
@@ -316,8 +316,8 @@ def _sampling(
         text = f"`logit_bias` names token {max(bias)}; this model's ids are 0 to {terms.vocab_size - 1}"
         raise RequestInvalid(text, param="logit_bias", code="invalid_value")
 
-    def chosen(asked: float | None, default: float) -> float:
-        return default if asked is None else asked
+    def chosen(requested: float | None, default: float) -> float:
+        return default if requested is None else requested
 
     return Sampling(
         temperature=chosen(request.temperature, defaults.temperature),
@@ -328,7 +328,7 @@ def _sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=bias,
-        logprobs=request.asked_logprobs(),
+        logprobs=request.requested_logprobs(),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         min_tokens=min_tokens,

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from medha.errors import PartFailed
 from medha_process.host_resources import raise_file_limit
-from medha_process.part_process import begin_part, end_with_parent, last_words, settings_option
+from medha_process.part_process import begin_part, end_with_parent, log_failure, settings_option
 from medha_process.router_settings import RouterSettings
 from medha_process.watchdog import BEAT_SECONDS, Watchdog
 from medha_router.app import Door, build_app
@@ -160,7 +160,7 @@ def main(settings_file: Path) -> None:
     if settings.exit_with_parent:
         end_with_parent(end_signal=signal.SIGUSR1)
     logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop, as we do
-    with last_words(log):
+    with log_failure(log):
         try:
             sys.exit(uvloop.run(serve(settings, raise_file_limit())))
         except OSError as error:

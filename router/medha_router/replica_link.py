@@ -25,7 +25,7 @@ import zmq.asyncio
 from medha.declared import DeclaredModel
 from medha.errors import CheckpointInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
-from medha.routing.balance import MARK_BLOCK_TOKENS, marks
+from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, marks
 from medha.routing.router_core import (
     Abandon,
     Arrive,
@@ -42,12 +42,12 @@ from medha.routing.router_core import (
     Send,
     SendPrompt,
 )
-from medha.wire.bundle import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
+from medha.wire.bundle_digest import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
 from medha.wire.frames import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
 from medha.wire.messages import Announce, BundlePart, Emit, Failed, Message, Refused, Submit, Tick, Tokens
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair, read_tokens
-from medha_links.sockets import TOKENS_FRAME_BYTES, Doorkeeper, bind
+from medha_links.sockets import TOKENS_FRAME_BYTES, Authenticator, bind
 from medha_process.router_settings import RouterSettings
 from medha_router.declared import DeclaredFiles
 from medha_router.peer_checks import Peers, require_in_vocabulary, require_plausible
@@ -81,7 +81,7 @@ class ReplicaLink:
         keys = KeyPair.read(settings.key_file)
         enrolled = [KeyPair.of_token(token).public for token in read_tokens(settings.enrolment_file)]
         self._context = zmq.asyncio.Context()
-        self._doorkeeper = Doorkeeper(self._context, enrolled)
+        self._authenticator = Authenticator(self._context, enrolled)
         self._links = {
             "control": bind(
                 self._context, settings.control_endpoint, keys, largest_frame_bytes=MAX_BUNDLE_BYTES
@@ -135,7 +135,7 @@ class ReplicaLink:
         # Let the last Cancels leave; peers that have gone must not delay the router's exit.
         for link in self._links.values():
             link.close(linger_milliseconds=200)
-        self._doorkeeper.close()
+        self._authenticator.close()
         self._context.term()
 
     # For the HTTP side ----------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class ReplicaLink:
                 identity, message, _ = self._read(frames)
                 if not isinstance(message, Announce):
                     raise WireInvalid("only Announce is expected on the token link", reason="unexpected")
-                self._peers.heard_on_tokens(message.replica, identity)
+                self._peers.received_on_tokens(message.replica, identity)
             except WireInvalid as error:
                 self._drops.drop("tokens", error)
                 continue
@@ -289,7 +289,7 @@ class ReplicaLink:
             case Announce() as card:
                 require_plausible(card)
                 is_alive = any(one.replica == card.replica for one in self.core.cards())
-                former = self._peers.heard_on_control(card, identity, is_alive=is_alive)
+                former = self._peers.received_on_control(card, identity, is_alive=is_alive)
                 if former is not None:
                     self._parts = {key: parts for key, parts in self._parts.items() if key[0] != former}
                     self._handle(LinkLost(card.replica))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
-from medha.metrics import (
+from medha.metric_catalogue import (
     NOT_TOKENISED,
     ROUTER_METRICS,
     VLLM_ALIASES,
@@ -168,8 +168,8 @@ class Observer:
         states = {(model, state): 0 for model in models for state in _STATES}
         for model, known in models.items():
             self._begin_refusals(model, known)
-            if known.wanted_replicas is not None:
-                self._set("medha_router_replicas_wanted", known.wanted_replicas, model)
+            if known.desired_replicas is not None:
+                self._set("medha_router_replicas_desired", known.desired_replicas, model)
         for card in cards:
             used = 1 - card.kv_tokens_free / card.kv_tokens_total if card.kv_tokens_total else 0.0
             where = (card.model, card.replica)

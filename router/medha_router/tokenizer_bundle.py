@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from medha.errors import CheckpointInvalid, RequestInvalid
-from medha.wire.bundle import bundle_digest
+from medha.wire.bundle_digest import bundle_digest
 from medha.wire.frames import TokenIds
 from medha_router.chat_template import ChatTemplate
 from medha_router.detokenize import token_bytes

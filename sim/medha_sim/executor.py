@@ -108,7 +108,7 @@ class PredictorCost:
             if shards is not None:
                 self._shards[grow.id] = grown_map(shards, grow)
         for admit in step.admits:
-            if len(admit.segments) > 1 or admit.deals:
+            if len(admit.segments) > 1 or admit.stripings:
                 self._shards[admit.id] = admitted_map(admit)
 
     def _hop(self, tokens: int) -> float:

@@ -23,7 +23,7 @@ _NORMAL = NormalDist()
 class Lengths(Protocol):
     """Lengths of the prompts and outputs of a kind of request."""
 
-    def draw(self, count: int, generator: np.random.Generator) -> tuple[Counts, Counts]:
+    def sample(self, count: int, generator: np.random.Generator) -> tuple[Counts, Counts]:
         """Draw prompt and output tokens of `count` requests, int64 [count] each and at least 1."""
 
 
@@ -80,7 +80,7 @@ class Independent:
     output: Quantity
     most_tokens: int | None = None
 
-    def draw(self, count: int, generator: np.random.Generator) -> tuple[Counts, Counts]:
+    def sample(self, count: int, generator: np.random.Generator) -> tuple[Counts, Counts]:
         uniform = generator.random((count, 2))  # row by row: the first n requests do not depend on `count`
         prompts, outputs = self.prompt.at(uniform[:, 0]), self.output.at(uniform[:, 1])
         if self.most_tokens is not None:
@@ -95,8 +95,8 @@ class Stretched:
     lengths: Lengths
     factor: float
 
-    def draw(self, count: int, generator: np.random.Generator) -> tuple[Counts, Counts]:
-        prompts, outputs = self.lengths.draw(count, generator)
+    def sample(self, count: int, generator: np.random.Generator) -> tuple[Counts, Counts]:
+        prompts, outputs = self.lengths.sample(count, generator)
         return np.rint(prompts * self.factor).astype(np.int64), outputs
 
 

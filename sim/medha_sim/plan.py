@@ -391,19 +391,19 @@ def shortfall(model: ModelShape, hardware: Hardware, wish: Wish, closest: Rating
         f"no grid of up to {wish.max_gpus} {hardware.name} serves {wish.context_tokens:,} tokens of {model.name} "
         f"within a TTFT of {wish.ttft_seconds:g} s and a TPOT of {1e3 * wish.tpot_seconds:g} ms"
     )
-    mends = []
+    fixes = []
     enough = _fewest(model, hardware, replace(wish, max_gpus=min(_TIMES_MORE * wish.max_gpus, MOST_GPUS)))
     if enough is not None:
-        mends.append(f"--max-gpus {enough}")
+        fixes.append(f"--max-gpus {enough}")
     if closest.kv_room_bytes == 0:
         lacks = f"not even the weights fit: on {closest.topology} they take {_gigabytes(closest.weights_bytes)} GB of each GPU"
-        mends.append("a smaller model")
+        fixes.append("a smaller model")
     elif closest.offload_bytes:
         lacks = (
             f"{wish.concurrent} x {wish.request_tokens:,} tokens of KV do not fit; {closest.topology} holds "
             f"{closest.kv_tokens:,} and would have to offload {_gigabytes(closest.offload_bytes)} GB to host memory"
         )
-        mends.append("less of --context, --output or --concurrent")
+        fixes.append("less of --context, --output or --concurrent")
     else:
         lacks = (
             f"the closest, {closest.topology}, misses {' and '.join(closest.misses)} with a TTFT of "
@@ -413,8 +413,8 @@ def shortfall(model: ModelShape, hardware: Hardware, wish: Wish, closest: Rating
             "TTFT": f"--ttft {closest.ttft_seconds * 1.05:.3g}",
             "TPOT": f"--tpot {closest.tpot_seconds * 1.05:.3g}",
         }
-        mends.append(" with ".join(looser[name] for name in closest.misses))
-    return f"{asked}: {lacks}; try {' or '.join(mends)}"
+        fixes.append(" with ".join(looser[name] for name in closest.misses))
+    return f"{asked}: {lacks}; try {' or '.join(fixes)}"
 
 
 def _gigabytes(size: float) -> str:

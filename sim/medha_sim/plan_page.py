@@ -10,7 +10,7 @@ from plotly.io import to_html
 from plotly.subplots import make_subplots
 
 from medha_sim.plan import Bounds, Rating, Wish
-from medha_sim.plots import LOG
+from medha_sim.study_plots import LOG
 
 _HEIGHT = 620
 

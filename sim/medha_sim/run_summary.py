@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from medha_sim.records import RequestRecord, RunLog
+from medha_sim.run_log import RequestRecord, RunLog
 
 LENGTH_BUCKETS = (1_000, 8_000, 32_000, 128_000, 512_000)
 """Upper bounds of the length buckets, in prompt tokens; the last bucket has none."""

@@ -15,18 +15,18 @@ import numpy as np
 
 from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplicaSpec, SchedulingSpec, ServiceClass
+from medha.cost.cost_profile import Profile
 from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
-from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
 from medha.routing.router_core import RouterCore
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import Announce, StepProfile
-from medha_sim.driver import Latencies, SimulatedReplica, Simulation, Workload
 from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
 from medha_sim.lengths import Counts
+from medha_sim.simulation import Latencies, SimulatedReplica, Simulation, Workload
 from medha_sim.workloads import Targets
 
 MODEL_NAME = "simulated"

@@ -25,10 +25,10 @@ from medha.api.replica import SchedulingSpec
 from medha.errors import ConfigInvalid, MedhaError, PartFailed
 from medha_sim.baselines.systems import OTHERS, SINGLE
 from medha_sim.baselines.systems import simulation as baseline
-from medha_sim.driver import Progress, Workload
 from medha_sim.lengths import MEDHA_SWE, Stretched
 from medha_sim.run_summary import Summary, summarise
 from medha_sim.scenario import MAX_MODEL_LEN_TOKENS, Deployment, Disturbance
+from medha_sim.simulation import Progress, Workload
 from medha_sim.workloads import (
     Mix,
     Targets,
@@ -68,7 +68,7 @@ class WorkloadSpec:
         return sharegpt_with_long(self.long_share, long)
 
     @property
-    def is_drawn(self) -> bool:
+    def is_sampled(self) -> bool:
         """True if the workload depends on the seed; a trace with its own arrival times does not."""
         return self.shape != "trace" or self.columns.arrived_at is None
 
@@ -123,7 +123,7 @@ class StudySpec:
     @property
     def depends_on_seed(self) -> bool:
         """True if runs with different seeds differ."""
-        return self.workload.is_drawn or self.disturbance.noise > 0
+        return self.workload.is_sampled or self.disturbance.noise > 0
 
     def check(self) -> None:
         """Validate the settings before anything runs.

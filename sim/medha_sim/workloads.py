@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.errors import ConfigInvalid
-from medha_sim.driver import Arrival, FollowUp, Workload
 from medha_sim.lengths import MEDHA_SWE, SHAREGPT, Counts, Lengths
+from medha_sim.simulation import Arrival, FollowUp, Workload
 
 LONG_TOKENS = 100_000
 """Prompt length from which a request of a trace is called long in reports (the shortest of Medha-SWE)."""
@@ -74,7 +74,7 @@ class Mix:
             shares = ", ".join(f"{part.kind} {part.share:g}" for part in self.parts)
             raise ConfigInvalid(f"the shares of a mix are {shares}; they must be positive and add up to 1")
 
-    def draw(
+    def sample(
         self, count: int, generators: Sequence[np.random.Generator]
     ) -> tuple[npt.NDArray[np.int64], Counts, Counts]:
         """Draw kind (index of its part), prompt and output tokens of `count` requests, int64 [count] each.
@@ -89,7 +89,7 @@ class Mix:
         for index, part in enumerate(self.parts):
             mine = kinds == index
             # All rows are drawn, so that the n-th request of a kind does not depend on the others' kinds.
-            prompt, output = part.lengths.draw(count, generators[1 + index])
+            prompt, output = part.lengths.sample(count, generators[1 + index])
             prompts[mine], outputs[mine] = prompt[mine], output[mine]
         return kinds, prompts, outputs
 
@@ -97,7 +97,7 @@ class Mix:
         """Return the mean isolated prefill time of a request, over a large fixed sample."""
         mean = 0.0
         for part in self.parts:
-            prompts, _ = part.lengths.draw(_WORK_SAMPLE, np.random.default_rng(_WORK_SEED))
+            prompts, _ = part.lengths.sample(_WORK_SAMPLE, np.random.default_rng(_WORK_SEED))
             mean += part.share * float(np.mean(prefill_seconds(prompts)))
         return mean
 
@@ -115,8 +115,8 @@ def gaps(count: int, coefficient_of_variation: float, generator: np.random.Gener
     if coefficient_of_variation == 0:
         return [1.0] * count
     shape = 1 / coefficient_of_variation**2
-    drawn: list[float] = generator.gamma(shape, 1 / shape, count).tolist()
-    return drawn
+    sampled: list[float] = generator.gamma(shape, 1 / shape, count).tolist()
+    return sampled
 
 
 def generate(
@@ -139,9 +139,9 @@ def generate(
     """
     _require_positive("rate", rate, "requests a second")
     _require_positive("duration", duration_seconds, "seconds")
-    clock, *drawers = _generators(seed, 2 + len(mix.parts))
+    clock, *samplers = _generators(seed, 2 + len(mix.parts))
     times = _times(rate, duration_seconds, coefficient_of_variation, clock)
-    kinds, prompts, outputs = mix.draw(len(times), drawers)
+    kinds, prompts, outputs = mix.sample(len(times), samplers)
     names = [mix.parts[kind].kind for kind in kinds]
     return Workload(_arrivals(times, names, prompts, outputs, targets, names_max_tokens=names_max_tokens))
 
@@ -171,7 +171,7 @@ def conversations(
     follow_ups: dict[str, FollowUp] = {}
     for index, at in enumerate(_times(rate, duration_seconds, 1.0, clock)):
         turns = int(thinking.geometric(1 / mean_turns))
-        questions, answers = first.draw(turns, lengths)
+        questions, answers = first.sample(turns, lengths)
         contexts = np.cumsum(questions) + np.concatenate(([0], np.cumsum(answers)[:-1]))
         ttft = targets.ttft_seconds(contexts)
         before = ""
@@ -301,13 +301,13 @@ def _column(
     wrong = np.flatnonzero((values < 1) | (values > most))
     if len(wrong):
         line, row = rows[int(wrong[0])]
-        mend = (
+        fix = (
             "a request has at least 1 token; leave the row out"
             if values[wrong[0]] < 1
             else f"the replicas' maxModelLen is {max_model_len}, which leaves room for {most}; leave the row out, or "
             "simulate a manifest with a larger spec.model.maxModelLen"
         )
-        raise ConfigInvalid(f"{path}:{line}: {name} is {row[name]}; {mend}")
+        raise ConfigInvalid(f"{path}:{line}: {name} is {row[name]}; {fix}")
     counts: Counts = np.rint(values).astype(np.int64)
     return counts
 

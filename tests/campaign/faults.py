@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from campaign.proxy import Call, Fault, is_news
+from campaign.proxy import Call, Fault, is_change
 
 
 @dataclass
@@ -52,8 +52,8 @@ class KilledWhileEnding(Fault):
         self._is_ending = True
         self._count()
 
-    async def told(self, call: Call, event: bytes) -> list[bytes]:
-        if self._is_ending and is_news(event):
+    async def notice(self, call: Call, event: bytes) -> list[bytes]:
+        if self._is_ending and is_change(event):
             self._count()
         return [event]
 
@@ -72,7 +72,7 @@ class HeldWrite(Fault):
     call: Call | None = None
 
     def __post_init__(self) -> None:
-        self.is_held, self.has_passed = threading.Event(), threading.Event()
+        self.has_finalizer, self.has_passed = threading.Event(), threading.Event()
         self._may_go = threading.Event()
 
     def let_go(self) -> None:
@@ -81,7 +81,7 @@ class HeldWrite(Fault):
     async def before_write(self, call: Call) -> tuple[int, str] | None:
         if self.call is None and f"/{self.plural}" in call.path:
             self.call = call
-            self.is_held.set()
+            self.has_finalizer.set()
             await asyncio.shield(asyncio.to_thread(self._may_go.wait))
         return None
 
@@ -95,7 +95,7 @@ class HeldWrite(Fault):
 class HeldEvents(Fault):
     """Drops events of our own resources, as if the watch lagged."""
 
-    async def told(self, call: Call, event: bytes) -> list[bytes]:
+    async def notice(self, call: Call, event: bytes) -> list[bytes]:
         return [] if "/medha.dev/" in call.path else [event]
 
 
@@ -138,10 +138,10 @@ class UnsureEvents(Fault):
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
-    async def told(self, call: Call, event: bytes) -> list[bytes]:
+    async def notice(self, call: Call, event: bytes) -> list[bytes]:
         if self.is_over or "/leases" in call.path:
             return [event]
-        if is_news(event) and self._random.random() < self.lost_share:
+        if is_change(event) and self._random.random() < self.lost_share:
             self.times += 1
             return []
         if self._random.random() < 0.5:

@@ -15,7 +15,7 @@ from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import control_plane
 from cluster.definitions import define
 from cluster.operator_process import operator
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
 
 
 def main() -> int:

@@ -7,9 +7,10 @@ from typing import Any
 from cluster.api import OWNED, Api, condition
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.kube.kinds import DEPLOYMENT, POD, REPLICA
-from medha_operator.overlay import holds
+from medha_operator.manifest_overlay import holds
+from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.drift import additions
-from medha_operator.replica.render import (
+from medha_operator.replica.manifests import (
     Owner,
     config_map,
     config_name,
@@ -21,7 +22,6 @@ from medha_operator.replica.render import (
     service,
 )
 from medha_operator.replica.revision import begin
-from medha_operator.settings import OperatorSettings
 
 Document = dict[str, Any]
 

@@ -73,7 +73,7 @@ class Fault:
     async def watched(self, call: Call) -> None:
         """Called before a watch is passed on."""
 
-    async def told(self, call: Call, event: bytes) -> list[bytes]:
+    async def notice(self, call: Call, event: bytes) -> list[bytes]:
         """Return the events to send in place of a watch event."""
         return [event]
 
@@ -240,8 +240,8 @@ class FaultyProxy:
                 async for piece in answer.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
-                        record.ending_events += record.is_ending and is_news(line)
-                        for event in await fault.told(call, line):
+                        record.ending_events += record.is_ending and is_change(line)
+                        for event in await fault.notice(call, line):
                             kept = fault.cut(call, event)
                             await response.write(event[:kept] + (b"\n" if kept is None else b""))
                             if kept is not None:
@@ -258,7 +258,7 @@ def _headers(headers: Any) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _HOP | {"authorization"}}
 
 
-def is_news(event: bytes) -> bool:
+def is_change(event: bytes) -> bool:
     """Return whether a watch event is about an object; bookmarks and errors are not."""
     return json.loads(event)["type"] not in ("BOOKMARK", "ERROR")
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from medha_papers.sources import digest
+from medha_papers.source_digest import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 _LOADED = """

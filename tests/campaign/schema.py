@@ -23,11 +23,11 @@ from cluster.api import Api, Document, condition, eventually
 from medha_operator.deployment.observed_deployment import ObservedDeployment
 from medha_operator.deployment.plan_deployment import plan_deployment
 from medha_operator.kube.kinds import DEPLOYMENT, POD, REPLICA, SECRET, Kind
-from medha_operator.overlay import holds
+from medha_operator.manifest_overlay import holds
+from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.observed import Observed
 from medha_operator.replica.plan import Action, Apply, plan
-from medha_operator.settings import OperatorSettings
-from medha_operator.status import DeploymentStatus, ReplicaStatus
+from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 NAMESPACE = Kind("Namespace", "v1", "namespaces", is_namespaced=False)
 _SECONDS = 30.0

@@ -79,7 +79,7 @@ def test_a_kill_while_it_ends_comes_at_news_of_objects_after_the_deletion_alone(
 
     def tell(kind: str) -> None:
         seen.append(kind)
-        asyncio.run(fault.told(call, json.dumps({"type": kind}).encode()))
+        asyncio.run(fault.notice(call, json.dumps({"type": kind}).encode()))
 
     tell("ADDED")
     fault.begin()

@@ -11,7 +11,7 @@ from campaign.schema import SchemaCampaign, make_ground, trials, until
 from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import operator
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
 
 SAMPLE_SECONDS = 60.0
 

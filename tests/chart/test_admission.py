@@ -20,8 +20,8 @@ from cluster.control_plane import ControlPlane
 from cluster.definitions import wait_until_established
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.kube.kinds import CHILDREN, DEPLOYMENT, POD, REPLICA
-from medha_operator.replica.render import Owner, lane, pod_templates
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.manifests import Owner, lane, pod_templates
 
 pytestmark = pytest.mark.timeout(300)  # whoever comes first starts an API server and fetches definitions
 

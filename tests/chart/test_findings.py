@@ -13,7 +13,7 @@ from chart.linters import answered, checkov, kube_score
 from chart.tables import EVERYTHING
 from cluster.binaries import CannotBuild, build, cache_folder
 from medha_cli.render_command import rendered
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
 
 REPLICA: dict[str, Any] = {
     "model": {

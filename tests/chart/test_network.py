@@ -10,9 +10,9 @@ from chart.helm import NAMESPACE, Helm, Manifest, pods
 from chart.network import End, Outside, Pod, is_open
 from chart.tables import EVERYTHING
 from medha.api.replica import MedhaReplicaSpec
-from medha_operator.replica.render import Owner, network_policy, pod_templates
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.manifests import Owner, network_policy, pod_templates
 from medha_operator.replica.revision import begin
-from medha_operator.settings import OperatorSettings
 
 A, B = Owner("llama", "team-a", "a" * 36), Owner("qwen", "team-a", "b" * 36)
 RENDEZVOUS = (5600, 5601, 9400, 9401, 29500, 48173, 65535)

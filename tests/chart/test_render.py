@@ -13,7 +13,7 @@ import yaml
 
 from chart.helm import CHART, NAMESPACE, RELEASE, ROOT, Helm, HelmFailed, Manifest, find, pods
 from chart.tables import EVERYTHING, TABLE
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
 from medha_process.router_settings import RouterSettings
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from chart.helm import NAMESPACE, Helm, Manifest
 from chart.tables import EVERYTHING, TABLE, WITHIN_NAMESPACES
-from medha_operator.rights import cluster_rules, gang_rules, lease_rules, namespaced_rules, router_rules
-from medha_operator.settings import OperatorSettings, RouterSite
+from medha_operator.operator_settings import OperatorSettings, RouterSite
+from medha_operator.rbac_rules import cluster_rules, gang_rules, lease_rules, namespaced_rules, router_rules
 
 ACCOUNT = {"kind": "ServiceAccount", "name": "medha-operator", "namespace": NAMESPACE}
 LEASE = OperatorSettings(lease_name="medha-operator", lease_namespace=NAMESPACE)

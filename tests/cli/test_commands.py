@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from medha.api.replica import parse_replica
-from medha.cost.profile import Profile
+from medha.cost.cost_profile import Profile
 from medha.errors import ConfigInvalid
 from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.main import main

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from medha.cost.profile import Profile
+from medha.cost.cost_profile import Profile
 from medha_cli.main import main
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.profiling import measure as measuring
+from medha_worker.profiling import step_timer as measuring
 
 SMALL = ("--max-context", "64", "--max-chunk", "16", "--max-decodes", "4", "--rounds", "1", "--threads", "1")
 

@@ -70,7 +70,7 @@ def test_settings_of_the_operator_change_images_and_gangs(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "reported"),
     [
         ({"kind": "Deployment"}, "kind: 'Deployment' is neither MedhaReplica nor MedhaDeployment"),
         (manifest("MedhaReplica", "r"), "spec.model: is missing; add it"),
@@ -86,12 +86,12 @@ def test_settings_of_the_operator_change_images_and_gangs(tmp_path: Path) -> Non
     ],
 )
 def test_what_cannot_be_rendered_is_told_with_the_file_and_the_field(
-    tmp_path: Path, document: Any, told: str
+    tmp_path: Path, document: Any, reported: str
 ) -> None:
     result = run(tmp_path, document)
     assert result.exit_code == 2
     assert str(tmp_path) in result.output
-    assert told in " ".join(result.output.split())
+    assert reported in " ".join(result.output.split())
 
 
 def test_an_empty_file_and_wrong_settings_are_told(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_an_empty_file_and_wrong_settings_are_told(tmp_path: Path) -> None:
     replica = manifest("MedhaReplica", "r", model=MODEL)
     assert "cannot be read" in run(tmp_path, replica, flags=("--settings", str(settings))).output
     settings.write_text('{"worker": 1}', encoding="utf-8")
-    told = run(tmp_path, replica, flags=("--settings", str(settings))).output
-    assert f"{settings}: worker: " in told.replace("\n", "")
-    assert "pydantic" not in told
+    reported = run(tmp_path, replica, flags=("--settings", str(settings))).output
+    assert f"{settings}: worker: " in reported.replace("\n", "")
+    assert "pydantic" not in reported
 
 
 @pytest.mark.parametrize("name", ["Bad Name", "", "a" * 64])

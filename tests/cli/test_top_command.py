@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 from rich.console import Console
 
-from medha.scheduler.status import (
+from medha.scheduler.status_report import (
     AttainmentStatus,
     ChunkStatus,
     ClassStatus,
@@ -25,7 +25,7 @@ from medha.scheduler.status import (
     RequestStatus,
     StepStatus,
 )
-from medha_cli.replica_snapshot import Look, RouterStatus, router_status
+from medha_cli.replica_snapshot import RouterStatus, Snapshot, router_status
 from medha_cli.top_command import _Shown, press
 from medha_cli.top_page import page, short, span
 from medha_cli.trace_command import whole_events
@@ -47,8 +47,8 @@ BOOK = RequestStatus(
     age_seconds=2.0,
     ttft_target_seconds=1.5,
     deadline_in_seconds=-0.5,
-    given_up=True,
-    promised_in_seconds=9.0,
+    demoted=True,
+    revised_deadline_in_seconds=9.0,
     prefill_left_seconds=1.0,
     slack_seconds=-1.5,
     ttft_seconds=None,
@@ -58,13 +58,13 @@ BOOK = RequestStatus(
 CHAT = BOOK.model_copy(
     update={
         "id": "chat-1", "service_class": "default", "phase": "decode", "lanes": (0,), "prompt_tokens": 12,
-        "dispatched_tokens": 20, "computed_tokens": 19, "output_tokens": 8, "given_up": False,
-        "promised_in_seconds": None, "ttft_seconds": 0.0123, "tpot_seconds": 0.0456,
+        "dispatched_tokens": 20, "computed_tokens": 19, "output_tokens": 8, "demoted": False,
+        "revised_deadline_in_seconds": None, "ttft_seconds": 0.0123, "tpot_seconds": 0.0456,
     }
 )  # fmt: skip
 
 
-def new_look(requests: int = 1, *, router: bool = True, classes: int = 2) -> Look:
+def new_snapshot(requests: int = 1, *, router: bool = True, classes: int = 2) -> Snapshot:
     books = tuple(BOOK.model_copy(update={"id": f"book-{index}"}) for index in range(requests - 1))
     core = CoreStatus(
         epoch=3,
@@ -80,7 +80,7 @@ def new_look(requests: int = 1, *, router: bool = True, classes: int = 2) -> Loo
         pending_prefill_seconds=1.5,
         lanes=tuple(
             LaneStatus(
-                lane=lane, moves_with=(0, 1), first_stage_free=False, steps_in_flight=2, decoding=1, prefilling=1, kv=KV
+                lane=lane, coupled_with=(0, 1), first_stage_free=False, steps_in_flight=2, decoding=1, prefilling=1, kv=KV
             )
             for lane in (0, 1)
         ),
@@ -96,7 +96,7 @@ def new_look(requests: int = 1, *, router: bool = True, classes: int = 2) -> Loo
         ),
         classes=tuple(
             ClassStatus(
-                service_class=name, waiting=3, prefilling=1, decoding=1, waiting_tokens=300, given_up=1, late=1
+                service_class=name, waiting=3, prefilling=1, decoding=1, waiting_tokens=300, demoted=1, late=1
             )
             for name in ("default", "batch")[:classes]
         ),
@@ -119,12 +119,12 @@ def new_look(requests: int = 1, *, router: bool = True, classes: int = 2) -> Loo
     seen = RouterStatus(
         requests_open=9, sequences_waiting=2, ttft_met=197, ttft_missed=3, tpot_met=10, tpot_missed=0
     )
-    return Look(status=status, router=seen if router else None)
+    return Snapshot(status=status, router=seen if router else None)
 
 
-def render(look: Look, width: int = 160, *, encoding: str = "utf-8", **options: int) -> list[str]:
+def render(snapshot: Snapshot, width: int = 160, *, encoding: str = "utf-8", **options: int) -> list[str]:
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
-    Console(file=out, width=width, color_system=None).print(page(look, "urgency", **options))  # type: ignore[arg-type]
+    Console(file=out, width=width, color_system=None).print(page(snapshot, "urgency", **options))  # type: ignore[arg-type]
     out.seek(0)
     return out.read().splitlines()
 
@@ -134,7 +134,7 @@ def row(lines: list[str], first: str) -> str:
 
 
 def test_a_wide_terminal_shows_everything_that_is_known() -> None:
-    text = "\n".join(render(new_look()))
+    text = "\n".join(render(new_snapshot()))
     for expected in (
         "grid (tiny)  serving for 1:02:05", "TP2 x SPP2 x KVP2", "policy guarded", "epoch 3",
         "2 running, 7 waiting, 2 in the router", "1,234 prefill, 99 decode", "TTFT in time 98.5 % of 200",
@@ -145,14 +145,14 @@ def test_a_wide_terminal_shows_everything_that_is_known() -> None:
 
 
 def test_each_lane_shows_the_steps_in_its_stages_and_its_kv() -> None:
-    assert row(render(new_look()), "0 ").split() == [
+    assert row(render(new_snapshot()), "0 ").split() == [
         "0", "#42", "#41", "\u2588" * 4 + "\u2593" * 2 + "\u2592" + "\u2591" * 13,
         "20.0", "%", "10.0", "%", "5.0", "%", "1", "1", "1",
     ]  # fmt: skip
 
 
 def test_a_prefill_shows_its_progress_and_its_deadline_and_a_decode_its_tokens() -> None:
-    lines = render(new_look())
+    lines = render(new_snapshot())
     bar = "\u2588" * 5 + "\u2593" + "\u2591" * 6  # 45 % computed, 50 % dispatched
     assert row(lines, "cmpl-").split()[:9] == [
         "cmpl-0123456789a..ef-0", "batch", "prefill", "0", "1", bar, "4,500", "of", "10,000",
@@ -163,24 +163,24 @@ def test_a_prefill_shows_its_progress_and_its_deadline_and_a_decode_its_tokens()
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
 def test_no_line_is_wider_than_the_terminal_and_the_requests_stay(width: int) -> None:
-    lines = render(new_look(), width)
+    lines = render(new_snapshot(), width)
     assert max(map(len, lines)) <= width
     assert row(lines, "cmpl-0123456789a..ef-0")
     assert row(lines, "REQUEST")
 
 
 def test_who_was_given_up_shows_the_promise_and_without_any_there_is_no_such_column() -> None:
-    assert row(render(new_look(), 118), "cmpl-").split()[-2:] == ["9.00", "s"]
-    look = new_look()
-    core = look.status.core
+    assert row(render(new_snapshot(), 118), "cmpl-").split()[-2:] == ["9.00", "s"]
+    snapshot = new_snapshot()
+    core = snapshot.status.core
     assert core is not None
     core = core.model_copy(update={"requests": (CHAT,)})
-    kept = look.model_copy(update={"status": look.status.model_copy(update={"core": core})})
+    kept = snapshot.model_copy(update={"status": snapshot.status.model_copy(update={"core": core})})
     assert "REVISED" not in row(render(kept, 118), "REQUEST")
 
 
 def test_columns_that_matter_less_go_first() -> None:
-    narrow = row(render(new_look(), 80), "REQUEST").split()
+    narrow = row(render(new_snapshot(), 80), "REQUEST").split()
     assert "PHASE" in narrow
     assert "CLASS" not in narrow
     assert "LANES" not in narrow
@@ -188,7 +188,7 @@ def test_columns_that_matter_less_go_first() -> None:
 
 @pytest.mark.parametrize("height", [12, 16, 20, 30, 50])
 def test_it_is_no_higher_than_the_terminal_and_says_how_many_it_leaves_out(height: int) -> None:
-    lines = render(new_look(40), height=height)
+    lines = render(new_snapshot(40), height=height)
     assert len(lines) <= height
     shown = sum(line.startswith(("book-", "cmpl-", "chat-")) for line in lines)
     assert lines[-1].strip() == f"and {41 + 7 - shown} more, by urgency"
@@ -197,35 +197,35 @@ def test_it_is_no_higher_than_the_terminal_and_says_how_many_it_leaves_out(heigh
 
 def test_a_low_terminal_keeps_requests_rather_than_other_tables() -> None:
     for height, gone in ((20, ("CLASS",)), (16, ("CLASS", "STEP"))):
-        lines = render(new_look(40), height=height)
+        lines = render(new_snapshot(40), height=height)
         assert not [line for line in lines if line.startswith(gone)]
         assert sum(line.startswith("book-") for line in lines) == 5
 
 
 def test_scrolling_leaves_out_the_first_requests() -> None:
-    lines = render(new_look(5), skip=3)
+    lines = render(new_snapshot(5), skip=3)
     assert [line.split()[0] for line in lines if line.startswith(("cmpl", "book", "chat"))] == [
         "book-2", "book-3", "chat-1",
     ]  # fmt: skip
 
 
 def test_a_terminal_without_unicode_gets_plain_signs() -> None:
-    text = "\n".join(render(new_look(), 100, encoding="ascii"))
+    text = "\n".join(render(new_snapshot(), 100, encoding="ascii"))
     assert text.isascii()
     assert "[####==-.............]" in text
 
 
 def test_without_a_router_the_controllers_own_count_of_deadlines_is_shown() -> None:
-    text = "\n".join(render(new_look(router=False)))
+    text = "\n".join(render(new_snapshot(router=False)))
     assert "TTFT in time 75.0 % of 4" in text
     assert "in the router" not in text
 
 
 def test_while_ranks_gather_it_names_those_that_are_missing() -> None:
-    status = new_look().status.model_copy(
+    status = new_snapshot().status.model_copy(
         update={"state": "gathering", "core": None, "missing_ranks": (1, 3)}
     )
-    lines = render(Look(status=status, router=None))
+    lines = render(Snapshot(status=status, router=None))
     assert lines[0].startswith("grid (tiny)  gathering")
     assert "Waiting for ranks: 1, 3" in lines[1]
 

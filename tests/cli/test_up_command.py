@@ -140,13 +140,13 @@ def test_what_it_has_recorded_replays_and_is_simulated_under_other_policies(up: 
     assert replayed.exit_code == 0, replayed.output
     assert "the same commands" in replayed.output
     found = json.loads(page.with_suffix(".json").read_text())
-    told = {run["system"]: run["result"]["all"] for run in found["runs"]}
+    reported = {run["system"]: run["result"]["all"] for run in found["runs"]}
     assert [run["seed"] for run in found["runs"] if run["system"] == "fcfs"] == [0, 1, 2, 3, 4]
     in_time = next(one for one in found["differences"] if one["figure"] == "short: TTFT in time")
     assert (in_time["system"], in_time["less"], in_time["seeds"]) == ("fcfs", "guarded, as live", 5)
     assert "fcfs - guarded, as live" in replayed.output
-    assert [one["arrived"] for one in told.values()] == 3 * [len(prompts) + 1]
-    assert told["recorded"]["finished"] == len(prompts) + 1
+    assert [one["arrived"] for one in reported.values()] == 3 * [len(prompts) + 1]
+    assert reported["recorded"]["finished"] == len(prompts) + 1
     another = tmp_path / "another.jsonl"
     another.write_text(record.read_text().replace('"max_tokens":12', '"max_tokens":5'))
     assert another.read_text() != record.read_text()

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-cluster-")))
         try:
             archives = _archives(wanted.image)
-            _tell(f"starting {wanted.shape} ...")
+            _record_event(f"starting {wanted.shape} ...")
             running = stack.enter_context(SHAPES[wanted.shape](folder, archives))
             plane = running.plane if isinstance(running, Cluster) else running
             if isinstance(running, Cluster):
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
             if wanted.kwok:
                 stack.enter_context(with_kwok(plane, wanted.kwok))
         except (CannotBuild, CannotRun, NotStarted, images.CannotBuild) as error:
-            _tell(str(error))
+            _record_event(str(error))
             return 1
         except KeyboardInterrupt:
             return 130
@@ -108,7 +108,7 @@ def _archives(wanted: Sequence[str]) -> list[Path]:
     return archives
 
 
-def _tell(text: str) -> None:
+def _record_event(text: str) -> None:
     print(f"cluster: {text}", file=sys.stderr, flush=True)
 
 

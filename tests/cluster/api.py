@@ -135,7 +135,7 @@ class Api:
 
 
 def eventually(look: Callable[[], T], holds: Callable[[T], object] = bool, seconds: float = 30.0) -> T:
-    """Poll `look` until its result `holds`, and return it; an AssertionError shows the last result."""
+    """Poll `reconcile` until its result `holds`, and return it; an AssertionError shows the last result."""
     deadline = time.monotonic() + seconds
     while not holds(seen := look()):
         assert time.monotonic() < deadline, f"after {seconds:g} s still: {seen!r:.3000}"

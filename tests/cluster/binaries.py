@@ -138,9 +138,9 @@ def _build(module: Module, names: list[str]) -> dict[str, Path]:
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             began = time.monotonic()
-            _tell(f"building {', '.join(absent)} (kept in {folder}) ...")
+            _record_event(f"building {', '.join(absent)} (kept in {folder}) ...")
             _go_build(go, module, absent, folder)
-            _tell(f"built {', '.join(absent)} in {time.monotonic() - began:.0f} s")
+            _record_event(f"built {', '.join(absent)} in {time.monotonic() - began:.0f} s")
     return {name: folder / name for name in names}
 
 
@@ -175,7 +175,7 @@ def _go_build(go: str, module: Module, names: list[str], folder: Path) -> None:
     partial.rmdir()
 
 
-def _tell(text: str) -> None:
+def _record_event(text: str) -> None:
     sys.stderr.write(f"cluster: {text}\n")
     sys.stderr.flush()
 
@@ -186,7 +186,7 @@ def main(names: list[str]) -> int:
     try:
         build(names or every)
     except CannotBuild as error:
-        _tell(f"tests that need a cluster cannot run: {error}")
+        _record_event(f"tests that need a cluster cannot run: {error}")
         return 1 if os.environ.get("CI") else 0
     return 0
 

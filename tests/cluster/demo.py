@@ -40,9 +40,11 @@ def main() -> int:
         try:
             probe.bind(("127.0.0.1", PORT))
         except OSError:
-            return _tell(f"port {PORT} of this machine is in use; end what listens there, such as `make run`")
+            return _record_event(
+                f"port {PORT} of this machine is in use; end what listens there, such as `make run`"
+            )
     if SETTINGS.exists():
-        return _tell(
+        return _record_event(
             f"{SETTINGS} exists: end the `make cluster` that runs, or remove the file where none does"
         )
     _, (serve,), steps = shown(README, HEADING)
@@ -51,7 +53,7 @@ def main() -> int:
         cluster = stack.enter_context(_ended([*shlex.split(serve, comments=True)]))
         while not SETTINGS.exists():
             if cluster.poll() is not None:
-                return _tell(f"`{serve}` ended with {cluster.returncode}: see above")
+                return _record_event(f"`{serve}` ended with {cluster.returncode}: see above")
             if asked_to_end.wait(_LOOK_SECONDS):
                 return 130
         walk = stack.enter_context(_ended(["bash", "-c", _script(steps)]))
@@ -59,8 +61,8 @@ def main() -> int:
             if asked_to_end.wait(_LOOK_SECONDS):
                 return 0
             if cluster.poll() is not None:
-                return _tell(f"`{serve}` ended with {cluster.returncode}: see above")
-        return _tell(f"the last command above failed (exit status {walk.returncode})")
+                return _record_event(f"`{serve}` ended with {cluster.returncode}: see above")
+        return _record_event(f"the last command above failed (exit status {walk.returncode})")
 
 
 def _script(steps: Sequence[str]) -> str:
@@ -93,7 +95,7 @@ def _ended(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def _tell(text: str) -> int:
+def _record_event(text: str) -> int:
     print(f"demo: {text}", file=sys.stderr, flush=True)
     return 1
 

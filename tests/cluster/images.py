@@ -110,7 +110,7 @@ class _Builder:
     def build(self, target: str, archive: Path, *, torch: str) -> None:
         base = self._base()
         if target == "worker" and torch != "none":
-            _tell(_SIZES)
+            _record_event(_SIZES)
         with _timed(f"image {archive.stem}"):
             image = name(target)
             self._buildah(
@@ -232,13 +232,13 @@ def _forget_older(archive: Path, content: str) -> None:
 
 @contextlib.contextmanager
 def _timed(what: str) -> Iterator[None]:
-    _tell(f"building {what} ...")
+    _record_event(f"building {what} ...")
     began = time.monotonic()
     yield
-    _tell(f"built {what} in {time.monotonic() - began:.0f} s")
+    _record_event(f"built {what} in {time.monotonic() - began:.0f} s")
 
 
-def _tell(text: str) -> None:
+def _record_event(text: str) -> None:
     sys.stderr.write(f"images: {text}\n")
     sys.stderr.flush()
 
@@ -259,7 +259,7 @@ def main(arguments: list[str]) -> int:
             build()
         archives = build(options.targets or TARGETS, torch=options.torch)
     except CannotBuild as error:
-        _tell(f"tests that need images will be skipped: {error}")
+        _record_event(f"tests that need images will be skipped: {error}")
         return 1 if os.environ.get("CI") else 0
     for archive in archives.values():
         sys.stdout.write(f"{archive}\n")

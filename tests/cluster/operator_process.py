@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.control_plane import ControlPlane, free_port
-from medha_operator.rights import cluster_rules, lease_rules, namespaced_rules, router_rules
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.rbac_rules import cluster_rules, lease_rules, namespaced_rules, router_rules
 
 _TESTS = Path(__file__).resolve().parents[1]
 _SHOWN_CHARACTERS = 4000
@@ -106,7 +106,7 @@ def operator(folder: Path, kubeconfig: Path, name: str = "op", **settings: Any) 
 
 
 def limited_kubeconfig(plane: ControlPlane, settings: OperatorSettings) -> Path:
-    """Return the kubeconfig of a service account with exactly the rights of `medha_operator.rights`."""
+    """Return the kubeconfig of a service account with exactly the rights of `medha_operator.rbac_rules`."""
     bound = {"": [*namespaced_rules(), *cluster_rules()], settings.lease_namespace: lease_rules(settings)}
     documents: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "op", "namespace": "default"}}

@@ -48,9 +48,9 @@ def test_without_go_and_assets_tests_are_skipped_with_one_line_that_says_what_to
 ) -> None:
     with pytest.raises(pytest.skip.Exception) as skipped, skipping_what_cannot_run():
         binaries.build(binaries.CONTROL_PLANE)
-    told = str(skipped.value)
-    assert told.splitlines() == [told]
-    assert "Go is not installed; install Go 1.25 or newer, or set KUBEBUILDER_ASSETS" in told
+    notice = str(skipped.value)
+    assert notice.splitlines() == [notice]
+    assert "Go is not installed; install Go 1.25 or newer, or set KUBEBUILDER_ASSETS" in notice
 
 
 def test_in_ci_they_fail(bare: pytest.MonkeyPatch) -> None:
@@ -65,5 +65,5 @@ def test_the_early_build_of_ci_fails_where_it_cannot_build_and_a_developers_does
 ) -> None:
     bare.setenv("CI", ci)
     assert binaries.main(["etcd"]) == status
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("cluster: tests that need a cluster cannot run: etcd must be built")
+    (notice,) = capsys.readouterr().err.splitlines()
+    assert notice.startswith("cluster: tests that need a cluster cannot run: etcd must be built")

@@ -91,18 +91,18 @@ REFUSED = [
         "spec.kvCache.memoryFraction: Invalid value: 1: must be at most 0.98",
     ),
     ({"kvCache": {"memoryFraction": 0.99}}, "must be at most 0.98"),
-    ({"scheduling": {"givenUpShare": 0}}, "must be at least 0.01"),
+    ({"scheduling": {"demotedShare": 0}}, "must be at least 0.01"),
     ({"scheduling": {"maxStepSeconds": 0}}, "must be at least 0.001"),
     ({"scheduling": {"policy": "lifo"}}, 'supported values: "fcfs"'),
     ({"paralellism": {"tensor": 1}}, 'unknown field "spec.paralellism"'),
 ]
 
 
-@pytest.mark.parametrize(("spec", "told"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
+@pytest.mark.parametrize(("spec", "notice"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
 def test_what_cannot_be_meant_is_refused_in_words(
-    plane: ControlPlane, spec: dict[str, Any], told: str
+    plane: ControlPlane, spec: dict[str, Any], notice: str
 ) -> None:
-    assert told in create(plane, replica(**spec))
+    assert notice in create(plane, replica(**spec))
 
 
 @pytest.mark.parametrize("grid", [(8, 16, 16), (64, 32, 1), (1, 256, 1), (1, 1, 256), (8, 4, 4)])
@@ -120,12 +120,12 @@ def test_the_largest_grids_that_can_be_meant_are_taken(
     }
 
 
-@pytest.mark.parametrize(("spec", "told"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
+@pytest.mark.parametrize(("spec", "notice"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
 def test_a_deployment_of_it_is_refused_in_the_same_words(
-    plane: ControlPlane, spec: dict[str, Any], told: str
+    plane: ControlPlane, spec: dict[str, Any], notice: str
 ) -> None:
     document = deployment(template={"spec": replica(**spec)["spec"]})
-    assert told.replace('"spec.', '"spec.template.spec.') in create(plane, document)
+    assert notice.replace('"spec.', '"spec.template.spec.') in create(plane, document)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_a_rollout_that_could_never_move_is_refused(plane: ControlPlane, surge: 
 
 @pytest.mark.parametrize("surge", [-1, 10_001])
 def test_numbers_are_bound_where_a_text_would_do_too(plane: ControlPlane, surge: int) -> None:
-    told = create(plane, deployment(rollout={"maxSurge": surge, "maxUnavailable": 1}))
-    assert "spec.rollout.maxSurge" in told
-    assert "0" in told
+    notice = create(plane, deployment(rollout={"maxSurge": surge, "maxUnavailable": 1}))
+    assert "spec.rollout.maxSurge" in notice
+    assert "0" in notice
     amounts = {"requests": {"cpu": -1}}
     assert "spec.resources.requests.cpu" in create(plane, replica(resources=amounts))
 
@@ -194,9 +194,9 @@ def test_kubectl_explain_tells_units_bounds_and_how_a_change_is_applied(plane: C
 
 @pytest.mark.parametrize("name", ["7b", "a.b", "r" * 42])
 def test_a_deployments_name_leaves_room_for_those_of_its_replicas(plane: ControlPlane, name: str) -> None:
-    told = create(plane, deployment() | {"metadata": {"name": name}})
-    assert "metadata.name must begin with a letter" in told
-    assert "no longer than 41" in told
+    notice = create(plane, deployment() | {"metadata": {"name": name}})
+    assert "metadata.name must begin with a letter" in notice
+    assert "no longer than 41" in notice
     assert json.loads(create(plane, deployment() | {"metadata": {"name": "r" * 41}}))
 
 
@@ -222,8 +222,8 @@ def test_kubectl_get_knows_short_names_and_the_category_and_prints_what_matters(
         assert heads(plane.kubectl("get", "mr,md")) == [REPLICAS, DEPLOYMENTS]
         wide = [[*REPLICAS[:-1], "MODEL", "REVISION", "AGE"], [*DEPLOYMENTS[:-1], "MODEL", "AGE"]]
         assert heads(plane.kubectl("get", "mr,md", "-o", "wide")) == wide
-        told = plane.kubectl("get", "medha", "-o", "name").split()
-        assert told == ["medhadeployment.medha.dev/shown", "medhareplica.medha.dev/shown"]
-        assert set(told) <= set(plane.kubectl("get", "all", "-o", "name").split())
+        notice = plane.kubectl("get", "medha", "-o", "name").split()
+        assert notice == ["medhadeployment.medha.dev/shown", "medhareplica.medha.dev/shown"]
+        assert set(notice) <= set(plane.kubectl("get", "all", "-o", "name").split())
     finally:
         plane.kubectl("delete", "mr,md", "shown")

@@ -46,9 +46,13 @@ def add_node(plane: ControlPlane, name: str, cpu: int) -> None:
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {"room": name}}}
     plane.kubectl("create", "-f", "-", stdin=json.dumps(node))
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    room = {"cpu": str(cpu), "memory": "64Gi", "pods": "110"}
+    capacity = {"cpu": str(cpu), "memory": "64Gi", "pods": "110"}
     ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "", "lastHeartbeatTime": now}
-    status = {"capacity": room, "allocatable": room, "conditions": [ready | {"lastTransitionTime": now}]}
+    status = {
+        "capacity": capacity,
+        "allocatable": capacity,
+        "conditions": [ready | {"lastTransitionTime": now}],
+    }
     patch = json.dumps({"status": status})
     plane.kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", patch)
     # Every node begins with it; the lifecycle controller is slower to take it away.

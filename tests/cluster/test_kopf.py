@@ -24,7 +24,7 @@ _GONE = {
 class DeletedTooLongAgo(Fault):
     """Answers a deletion as a watch that was interrupted for too long finds it: not at all, but by a 410."""
 
-    async def told(self, call: Call, event: bytes) -> list[bytes]:
+    async def notice(self, call: Call, event: bytes) -> list[bytes]:
         if not call.path.endswith("/configmaps") or b'"DELETED"' not in event:
             return [event]
         self.times += 1

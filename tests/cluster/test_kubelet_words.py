@@ -13,7 +13,7 @@ from cluster.definitions import define
 from cluster.nodes import Cluster
 from cluster.operator_process import limited_kubeconfig, operator
 from medha_operator.kube.kinds import REPLICA
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
 
 pytestmark = pytest.mark.timeout(300)
 

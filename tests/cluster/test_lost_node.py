@@ -94,11 +94,11 @@ def told_soon(cluster: Cluster, node: Node, lost: float) -> None:
     def degraded() -> dict[str, str]:
         return _condition(medha.get(cluster, "medhareplica", "tiny"), "Degraded")
 
-    told = eventually(degraded, lambda seen: seen["reason"] == "NodeUnreachable", 2 * NOTICE_SECONDS)
-    assert told["status"] == "True"
+    notice = eventually(degraded, lambda seen: seen["reason"] == "NodeUnreachable", 2 * NOTICE_SECONDS)
+    assert notice["status"] == "True"
     noticed = _condition(medha.get(cluster, "node", node.name), "Ready")
     assert noticed["status"] == "Unknown"
-    times = [seconds(entry["lastTransitionTime"]) for entry in (noticed, told)]
+    times = [seconds(entry["lastTransitionTime"]) for entry in (noticed, notice)]
     assert times[1] - times[0] <= TOLD_SECONDS
     assert times[1] - lost <= NOTICE_SECONDS
 

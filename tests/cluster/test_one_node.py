@@ -208,7 +208,7 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     """The next release renders other probes, and has one more field with a default, which older pods do not know."""
     uids, log = medha.pod_uids(cluster), operator_log(cluster)
     render = edited(
-        medha.ROOT / "operator" / "medha_operator" / "replica" / "render.py",
+        medha.ROOT / "operator" / "medha_operator" / "replica" / "manifests.py",
         "_PROBE_SECONDS = 5\n",
         "_PROBE_SECONDS = 7\n",
     )
@@ -217,7 +217,7 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     api = edited(medha.ROOT / "core" / "medha" / "api" / "replica.py", field, added + field)
     package = "opt/medha/lib/python3.11/site-packages"
     changed = {
-        f"{package}/medha_operator/replica/render.py": render.encode(),
+        f"{package}/medha_operator/replica/manifests.py": render.encode(),
         f"{package}/medha_operator/replica/__pycache__/render.cpython-311.pyc": b"",  # as good as none
         f"{package}/medha/api/replica.py": api.encode(),
         f"{package}/medha/api/__pycache__/replica.cpython-311.pyc": b"",
@@ -260,8 +260,8 @@ def test_a_container_that_is_started_again_reads_what_the_newer_operator_has_ren
         60,
     )
     cluster.kubectl("annotate", "pod", "tiny-l1-0", "medha.test/looked-at=1")  # has the kubelet sync it now
-    told = "this release does not know these fields and ignores them: spec.lookahead"
-    eventually(lambda: cluster.kubectl("logs", "tiny-l1-0"), lambda text: told in text, READY_SECONDS)
+    notice = "this release does not know these fields and ignores them: spec.lookahead"
+    eventually(lambda: cluster.kubectl("logs", "tiny-l1-0"), lambda text: notice in text, READY_SECONDS)
     supervisor = medha.rank_processes(cluster)["tiny-l1-0"].parent()
     assert supervisor is not None
     supervisor.kill()
@@ -272,7 +272,7 @@ def test_a_container_that_is_started_again_reads_what_the_newer_operator_has_ren
     )
     wait_ready(cluster)
     assert medha.pod_uids(cluster) == uids
-    assert told in cluster.kubectl("logs", "tiny-l1-0")  # of the container that was started last
+    assert notice in cluster.kubectl("logs", "tiny-l1-0")  # of the container that was started last
     assert replica(cluster)["status"]["restarts"] == 0
 
 

@@ -20,9 +20,9 @@ from cluster.control_plane import ControlPlane
 from cluster.operator_process import Operator, limited_kubeconfig, operator
 from medha.declared import from_text
 from medha_cli.main import main
-from medha_operator import overlay
+from medha_operator import manifest_overlay
 from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
 from situations.recording import record
 
 pytestmark = pytest.mark.timeout(240)  # the garbage collector looks for new kinds every 30 s
@@ -108,7 +108,7 @@ def test_a_replica_becomes_exactly_what_medha_render_prints(
     owned = api.owned("r", home)
     for manifest in json.loads(printed.output)["items"]:
         there = owned.pop((manifest["kind"], manifest["metadata"]["name"]))
-        assert overlay.holds(
+        assert manifest_overlay.holds(
             there | {"kind": manifest["kind"], "apiVersion": manifest["apiVersion"]}, manifest
         )
     assert sorted(kind for kind, _ in owned) == ["Pod", "Pod", "Pod", "Pod", "Secret"]
@@ -208,8 +208,8 @@ def test_a_replica_that_is_made_anew_at_once_takes_nothing_from_the_one_before(
 def test_what_the_api_server_refuses_is_told_to_the_user(running: Operator, api: Api, home: str) -> None:
     wrong = {"spec": {"tolerations": [{"key": "a", "operator": "Maybe"}]}}
     api.apply(replica("r", home, template=wrong))
-    told = eventually(lambda: [event for event in api.list(EVENT, home) if event["reason"] == "Refused"])
-    assert "Maybe" in told[0]["message"]
+    notice = eventually(lambda: [event for event in api.list(EVENT, home) if event["reason"] == "Refused"])
+    assert "Maybe" in notice[0]["message"]
     refused = eventually(
         lambda: api.get(REPLICA, "r", home), lambda seen: condition(seen) == ("False", "Refused")
     )
@@ -218,7 +218,7 @@ def test_what_the_api_server_refuses_is_told_to_the_user(running: Operator, api:
     ready(api, "r", home)
 
 
-def judged(api: Api, namespace: str, kind: str = "Ready") -> tuple[str, str, str]:
+def derived(api: Api, namespace: str, kind: str = "Ready") -> tuple[str, str, str]:
     """Status, reason and message of a condition of `r`."""
     found = api.get(REPLICA, "r", namespace)
     for one in (found or {}).get("status", {}).get("conditions", ()):
@@ -247,11 +247,11 @@ def test_a_namespace_whose_pod_security_refuses_the_pods_is_named_as_the_cause(
     if not fix:  # what is rendered by itself passes every level
         ready(api, "r", home)
         return
-    status, _, message = eventually(lambda: judged(api, home), lambda seen: seen[1] == "PodSecurityRefused")
+    status, _, message = eventually(lambda: derived(api, home), lambda seen: seen[1] == "PodSecurityRefused")
     assert status == "False"
     assert fix in message
     assert f'violates PodSecurity "{level}' in message
-    assert judged(api, home, "Stalled")[:2] == ("True", "PodSecurityRefused")
+    assert derived(api, home, "Stalled")[:2] == ("True", "PodSecurityRefused")
 
 
 def test_a_quota_that_refuses_the_pods_is_named_as_the_cause_and_raising_it_is_enough(
@@ -263,11 +263,11 @@ def test_a_quota_that_refuses_the_pods_is_named_as_the_cause_and_raising_it_is_e
         lambda: api.call("GET", f"/api/v1/namespaces/{home}/resourcequotas/few").get("status", {}).get("hard")
     )
     api.apply(replica("r", home))
-    status, _, message = eventually(lambda: judged(api, home), lambda seen: seen[1] == "QuotaExceeded")
+    status, _, message = eventually(lambda: derived(api, home), lambda seen: seen[1] == "QuotaExceeded")
     assert status == "False"
     assert "exceeded quota: few" in message
     assert "raise that ResourceQuota" in message
-    assert judged(api, home, "Stalled")[0] == "False"
+    assert derived(api, home, "Stalled")[0] == "False"
     path = f"/api/v1/namespaces/{home}/resourcequotas/{made['metadata']['name']}"
     api.call("PATCH", path, {"spec": {"hard": {"pods": "9"}}})
     ready(api, "r", home)
@@ -284,17 +284,17 @@ def test_a_quota_on_the_objects_themselves_is_told_apart_from_a_wrong_object(
         )
     )
     api.apply(replica("r", home))
-    eventually(lambda: judged(api, home), lambda seen: seen[1] == "QuotaExceeded")
+    eventually(lambda: derived(api, home), lambda seen: seen[1] == "QuotaExceeded")
 
 
 def test_a_misspelt_field_of_the_pods_is_named_with_its_path(running: Operator, api: Api, home: str) -> None:
     api.apply(replica("r", home, template={"spec": {"nodeSelektor": {"a": "b"}}}))
-    status, _, message = eventually(lambda: judged(api, home), lambda seen: seen[1] == "Refused")
+    status, _, message = eventually(lambda: derived(api, home), lambda seen: seen[1] == "Refused")
     assert status == "False"
     assert (
         "spec.template.spec.nodeSelektor is no field of a pod: correct its spelling or remove it" in message
     )
-    assert judged(api, home, "Stalled")[:2] == ("True", "Refused")
+    assert derived(api, home, "Stalled")[:2] == ("True", "Refused")
 
 
 DRIFT: dict[str, tuple[str, Document]] = {
@@ -326,10 +326,10 @@ def test_what_somebody_adds_where_it_does_harm_is_taken_away_and_labels_stay(
     assert after is not None
     assert own["labels"].items() <= after["metadata"]["labels"].items()
     assert own["annotations"].items() <= after["metadata"]["annotations"].items()
-    told = eventually(
+    notice = eventually(
         lambda: [event for event in api.list(EVENT, home) if event["reason"] == "DriftRepaired"]
     )
-    assert f"{kind.name} {name}" in told[0]["message"]
+    assert f"{kind.name} {name}" in notice[0]["message"]
     assert pod_uids(api, "r", home) == pods
     ready(api, "r", home)
 
@@ -348,7 +348,7 @@ def test_what_belongs_to_somebody_else_is_never_overwritten(
     }[kind]
     theirs = api.call("POST", KINDS[kind].path(home), {"metadata": {"name": name}, "spec": spec})
     api.apply(replica("r", home))
-    eventually(lambda: api.get(REPLICA, "r", home), lambda seen: condition(seen) == ("False", "NameTaken"))
+    eventually(lambda: api.get(REPLICA, "r", home), lambda seen: condition(seen) == ("False", "NameConflict"))
     found = api.get(KINDS[kind], name, home)
     assert found is not None
     assert (found["metadata"], found["spec"]) == (
@@ -357,7 +357,7 @@ def test_what_belongs_to_somebody_else_is_never_overwritten(
         theirs["spec"],
     )
     assert "medha-operator" not in json.dumps(found["metadata"]["managedFields"])
-    assert condition(api.get(REPLICA, "r", home), "Stalled") == ("True", "NameTaken")
+    assert condition(api.get(REPLICA, "r", home), "Stalled") == ("True", "NameConflict")
     api.delete(KINDS[kind], name, home)
     ready(api, "r", home)
 
@@ -550,7 +550,7 @@ def test_a_crash_loop_is_one_resource_to_alerts_and_one_event_that_counts(
     waits = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
     runs = {"state": {"running": {"startedAt": "2030-01-01T00:00:00Z"}}, "lastState": ended}
 
-    def told() -> list[int]:
+    def notice() -> list[int]:
         mine = [one for one in api.list(EVENT, home) if one["reason"] == "CrashLooping"]
         return [one["count"] for one in mine if one["involvedObject"]["kind"] == "MedhaReplica"]
 
@@ -560,7 +560,7 @@ def test_a_crash_loop_is_one_resource_to_alerts_and_one_event_that_counts(
     for crashes in (1, 2):
         play(waits)
         waiting = says(running, holds("Ready", home, "r", 0), holds("Stalled", home, "r", 1))
-        eventually(told, lambda seen, crashes=crashes: seen == [crashes])
+        eventually(notice, lambda seen, crashes=crashes: seen == [crashes])
         play(runs)
         trying = says(running, holds("Ready", home, "r", 0), holds("Stalled", home, "r", 0))
     record("operator-crash-waits", waiting, of=of_resource)

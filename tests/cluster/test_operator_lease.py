@@ -76,7 +76,7 @@ def test_what_a_stopped_holder_still_had_to_write_does_not_survive(
         proxy.begin(held)
         with operator(tmp_path, proxy.kubeconfig(tmp_path), "first", **settings) as first:
             api.apply(replica("r", home))
-            assert held.is_held.wait(30)
+            assert held.has_finalizer.wait(30)
             first.signal(signal.SIGSTOP)
             api.apply(replica("r", home, scheduling={"policy": "edf"}, parallelism={"kv": 1}))
             with operator(tmp_path, controlled.kubeconfig, "second", **settings):

@@ -10,7 +10,8 @@ import pytest
 from cluster.control_plane import ControlPlane
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.kube.kinds import Manifest
-from medha_operator.replica.render import (
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.manifests import (
     Owner,
     config_map,
     disruption_budget,
@@ -20,7 +21,6 @@ from medha_operator.replica.render import (
     service,
 )
 from medha_operator.replica.revision import begin
-from medha_operator.settings import OperatorSettings
 
 OWNER = Owner("llama", "default", "7f0c7c0e-0000-4000-8000-000000000000")
 

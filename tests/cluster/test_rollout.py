@@ -182,10 +182,10 @@ def lone(api: Api, name: str, **pod: object) -> None:
     api.apply(
         {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": metadata, "spec": spec}
     )
-    eventually(lambda: judged(api, name, "Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
+    eventually(lambda: derived(api, name, "Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
 
 
-def judged(api: Api, name: str, kind: str) -> tuple[str, str]:
+def derived(api: Api, name: str, kind: str) -> tuple[str, str]:
     return condition(api.get(REPLICA, name), kind)
 
 
@@ -215,14 +215,14 @@ def test_with_all_nodes_cordoned_a_lone_replica_serves_on_and_a_drain_ends_once_
         said = plane.kubectl(*drain, f"--timeout={SETTLE_SECONDS + EVICTION_SECONDS + 10:.0f}s", check=False)
         assert "Cannot evict pod as it would violate the pod's disruption budget" in said
         assert uids(api, "alone") == before
-        assert judged(api, "alone", "Draining") == ("True", "NodeCordoned")
-        assert judged(api, "alone", "Ready") == ("True", "Serving")
+        assert derived(api, "alone", "Draining") == ("True", "NodeCordoned")
+        assert derived(api, "alone", "Ready") == ("True", "Serving")
         add_node(plane, "kwok-new", gpus=4)
         said = plane.kubectl(*drain, f"--timeout={_SECONDS:.0f}s")
         assert f"node/{node} drained" in said
         eventually(lambda: uids(api, "alone"), lambda now: len(now) == 1 and not now & before, _SECONDS)
         eventually(
-            lambda: judged(api, "alone", "Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS
+            lambda: derived(api, "alone", "Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS
         )
     (moved,) = api.list(POD, "default", "medha.dev/replica=alone")
     assert moved["spec"]["nodeName"] == "kwok-new"
@@ -244,14 +244,14 @@ def test_a_pod_that_could_only_come_back_to_its_cordoned_node_is_left_there(
     before = uids(api, "bound")
     with cordoned(plane, node):
         eventually(
-            lambda: judged(api, "bound", "Draining"),
+            lambda: derived(api, "bound", "Draining"),
             lambda found: found == ("True", "NodeCordoned"),
             _SECONDS,
         )
         assert uids(api, "bound") == before
         assert plane.kubectl("get", "pdb", "bound", "-o", "jsonpath={.spec.maxUnavailable}") == "0"
     eventually(
-        lambda: judged(api, "bound", "Draining"), lambda found: found == ("False", "NotDraining"), _SECONDS
+        lambda: derived(api, "bound", "Draining"), lambda found: found == ("False", "NotDraining"), _SECONDS
     )
     assert uids(api, "bound") == before
     plane.kubectl("delete", "mr", "bound")

@@ -13,9 +13,9 @@ ALLOWED = {
 """Without I/O, clock, randomness or threads."""
 ALSO = {
     ("api", "pydantic"): "manifests are validated there",
-    ("cost/profile.py", "pydantic"): "profiles are read from files",
+    ("cost/cost_profile.py", "pydantic"): "profiles are read from files",
     ("declared.py", "pydantic"): "the models that manifests name are read from a ConfigMap",
-    ("scheduler/status.py", "pydantic"): "the status goes over HTTP",
+    ("scheduler/status_report.py", "pydantic"): "the status goes over HTTP",
     ("wire/frames.py", "pydantic_core"): "frames are JSON",
     ("wire/frames.py", "pydantic"): "and are validated",
     ("scheduler/request.py", "sys"): "for `maxsize`",

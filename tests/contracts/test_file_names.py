@@ -9,8 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers")
 SPECIAL = {"__init__.py", "__main__.py"}
-STILL_REPEATED = {"status.py", "telemetry.py"}
-"""Names that are still to become unique."""
 
 
 def repeated(names: list[str]) -> set[str]:
@@ -29,8 +27,7 @@ def names() -> list[str]:
 
 
 def test_the_names_that_repeat_are_those_that_are_listed() -> None:
-    assert listed().isdisjoint(STILL_REPEATED)
-    assert repeated(names()) == listed() | STILL_REPEATED
+    assert repeated(names()) == listed()
 
 
 def test_a_name_that_repeats_is_noticed() -> None:

@@ -66,9 +66,9 @@ def test_tests_of_a_folder_that_reads_few_parts_name_no_other(folder: str) -> No
 def test_of_the_papers_study_the_cores_tests_read_one_module_that_stands_on_the_core_alone() -> None:
     texts = [path.read_text() for path in (ROOT / "tests" / "core").rglob("*.py")]
     assert {name for text in texts for name in re.findall(r"\bmedha_papers[.\w]*", text)} == {
-        "medha_papers.one_server"
+        "medha_papers.single_server"
     }
-    tree = ast.parse((ROOT / "papers" / "medha_papers" / "one_server.py").read_text())
+    tree = ast.parse((ROOT / "papers" / "medha_papers" / "single_server.py").read_text())
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not any(name.startswith("medha_") for name in modules)
 
@@ -88,7 +88,7 @@ def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_no
         (
             "tests/serving/test_links.py::test",
             ["test_links.py", "test_failures.py", "conftest.py"],
-            ["test_grid.py", "test_recovery.py"],
+            ["test_mesh.py", "test_recovery.py"],
         ),
         (
             "tests/serving/test_recovery.py::test",
@@ -96,9 +96,9 @@ def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_no
             ["test_links.py"],
         ),
         ("tests/serving/test_needle.py::test", ["test_needle.py"], ["recovery.py", "test_recovery.py"]),
-        ("tests/worker/test_foreign.py::test", ["test_controller.py", "test_rank.py"], ["test_grid.py"]),
-        ("tests/worker", ["test_exactness.py", "test_model_transformer.py"], ["test_loaded.py"]),
-        ("tests/core", ["test_engine_machine.py", "replayed.py"], ["test_going_ahead.py"]),
+        ("tests/worker/test_foreign.py::test", ["test_controller.py", "test_rank.py"], ["test_mesh.py"]),
+        ("tests/worker", ["test_exactness.py", "test_model_transformer.py"], ["test_engine_load.py"]),
+        ("tests/core", ["test_replica_controller_machine.py", "replayed.py"], ["test_going_ahead.py"]),
     ],
 )
 def test_a_row_reads_no_tests_beside_its_own_but_those_that_they_name(

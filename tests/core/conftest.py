@@ -15,10 +15,10 @@ from hypothesis import settings
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.blocks import BlockLedger
-from medha.kv.lane_replay import LaneReplica
+from medha.kv.lane_replay import LaneReplay
 from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixHasher
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import (
     Admit,
@@ -122,7 +122,7 @@ class FakeReplica:
         self.emitted: dict[str, list[int]] = {}
         self.endings: dict[str, list[str]] = {}  # every one should have one
         self.ledger = BlockLedger(self.config.kv_blocks, self.config.block_size_tokens)
-        self._lane = LaneReplica(self.ledger)
+        self._lane = LaneReplay(self.ledger)
         self._late_free: list[StageFree] = []
         self._pipeline: list[_Running] = []
         self._sequences: dict[str, _Sequence] = {}

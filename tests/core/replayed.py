@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from medha.kv.blocks import cut_runs
-from medha.kv.lane_replay import LaneReplica
+from medha.kv.lane_replay import LaneReplay
 from medha.kv.pools import KvPools
 
 
-def assert_replayed(pools: KvPools, replicas: Sequence[LaneReplica]) -> None:
+def assert_replayed(pools: KvPools, replicas: Sequence[LaneReplay]) -> None:
     """Ranks that were told everything have the controller's ledgers, shard maps and prefix caches, one rank a lane.
 
     Also what the hashes on steps leave out, and what a later eviction is named by: who locks which cached block, when it
     was last used, and what leads to it.
     """
-    assert not pools.has_news
+    assert not pools.has_changes
     assert tuple(replica.state_hash() for replica in replicas) == pools.state_hashes()
     for lane, replica in zip(pools._lanes, replicas, strict=True):
         assert (replica.ledger.free_blocks, replica.ledger.remembered_blocks) == (

@@ -16,7 +16,7 @@ from medha.api.replica import (
     parse_replica,
 )
 from medha.errors import ConfigInvalid
-from medha.scheduler.config import derive
+from medha.scheduler.replica_config import derive
 from medha.topology import Topology
 from medha.wire.messages import RankReady, StepProfile
 

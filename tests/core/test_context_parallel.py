@@ -38,12 +38,12 @@ def test_each_position_is_computed_once_and_the_first_lane_has_the_last_one(
     start: int, count: int, lanes: int
 ) -> None:
     for cut in (balanced, striped):
-        dealt = [positions(extents) for extents in cut(start, start + count, lanes)]
-        assert sorted(position for part in dealt for position in part) == list(range(start, start + count))
-        assert all(part == sorted(part) for part in dealt)
-        assert dealt[0][-1] == start + count - 1
+        shares = [positions(extents) for extents in cut(start, start + count, lanes)]
+        assert sorted(position for part in shares for position in part) == list(range(start, start + count))
+        assert all(part == sorted(part) for part in shares)
+        assert shares[0][-1] == start + count - 1
         if count >= 2 * lanes:
-            assert max(map(len, dealt)) <= share_tokens(count, lanes)
+            assert max(map(len, shares)) <= share_tokens(count, lanes)
 
 
 @given(count=st.integers(12, 400), lanes=st.integers(2, 6))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from medha.scheduler.guarded import Guarded, GuardedSettings, Plan
 from medha.scheduler.policy import Columns
-from medha_papers.one_server import Jobs, Schedule, edf_meets_all, most_on_time, serve
+from medha_papers.single_server import Jobs, Schedule, edf_meets_all, most_on_time, serve
 
 SHARE = 0.1
 
@@ -105,7 +105,7 @@ def test_what_edf_serves_in_time_is_served_exactly_so_where_the_quantum_divides_
 def test_what_fluid_edf_serves_in_time_is_at_most_one_quantum_late(requests: Jobs, quantum: float) -> None:
     schedule = serve(requests, "guarded", quantum_seconds=quantum)
     if edf_meets_all(requests, tuple(range(len(requests.arrival)))):
-        assert not len(schedule.given_up)
+        assert not len(schedule.demoted)
         assert (schedule.finish <= requests.deadline + quantum + 1e-6).all()
 
 
@@ -149,11 +149,11 @@ def test_everybody_ends_by_the_deadline_or_by_the_first_promise(
     requests: Jobs, share: float, quantum: float
 ) -> None:
     """Nearly all of these are overloads, many deadlines are hopeless from the start."""
-    schedule = serve(requests, "guarded", quantum_seconds=quantum, given_up_share=share)
+    schedule = serve(requests, "guarded", quantum_seconds=quantum, demoted_share=share)
     late = schedule.finish > requests.deadline + quantum + 1e-6
-    assert set(np.flatnonzero(late)) <= set(schedule.given_up.tolist())
-    given_up = schedule.given_up
-    assert (schedule.finish[given_up] <= schedule.promise[given_up] + 1e-6).all()
+    assert set(np.flatnonzero(late)) <= set(schedule.demoted.tolist())
+    demoted = schedule.demoted
+    assert (schedule.finish[demoted] <= schedule.revised_deadline[demoted] + 1e-6).all()
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_a_flood_of_short_requests_starves_a_long_one_only_under_srpt(policy: st
     assert (schedule.finish[long] <= 600) == ends
 
 
-def test_a_short_request_that_is_hopeless_from_the_start_does_not_wait_behind_long_ones_given_up() -> None:
+def test_a_short_request_that_is_hopeless_from_the_start_does_not_wait_behind_long_ones_demoted() -> None:
     """Its promise is minutes away; but it goes first where that costs the others next to nothing."""
     requests = jobs((0, 20, 22), (0, 25, 27), (1, 0.05, 0.01))
     schedule = serve(requests, "guarded", quantum_seconds=0.1)
-    assert schedule.promise[2] > 100
+    assert schedule.revised_deadline[2] > 100
     assert schedule.finish[2] < 1.2
     assert schedule.finish[:2].max() == pytest.approx(45.05)
 
@@ -207,9 +207,9 @@ class Table:
         by_due = np.argsort(deadline, kind="stable")
         return Table(columns, Plan(deadline.copy(), np.full(len(rows), np.inf), by_due))
 
-    def promise(self, row: int, at: float) -> None:
+    def revised_deadline(self, row: int, at: float) -> None:
         """As if `row` had been demoted before."""
-        self.plan.due[row] = self.plan.promise[row] = at
+        self.plan.due[row] = self.plan.revised_deadline[row] = at
         self.plan.by_due[:] = np.argsort(self.plan.due, kind="stable")
 
     def order(self, now: float, *, lanes: int = 1) -> list[int]:
@@ -219,77 +219,81 @@ class Table:
         return list(guarded.order(self.columns, self.plan, now))
 
     @property
-    def given_up(self) -> list[int]:
+    def demoted(self) -> list[int]:
         return np.flatnonzero(self.plan.due > self.columns.deadline).tolist()
 
 
-def test_without_overload_nobody_is_given_up_and_the_order_is_that_of_deadlines() -> None:
+def test_without_overload_nobody_is_demoted_and_the_order_is_that_of_deadlines() -> None:
     table = Table.of((0, 5, 20), (0, 2, 8), (0, 1, 30))
     assert table.order(now=0) == [1, 0, 2]
-    assert table.given_up == []
+    assert table.demoted == []
 
 
-def test_the_one_with_most_remaining_work_among_those_that_are_too_many_is_given_up() -> None:
+def test_the_one_with_most_remaining_work_among_those_that_are_too_many_is_demoted() -> None:
     """The largest of all is due later and does not stand in the way."""
     table = Table.of((0, 5, 10), (0, 6, 10), (0, 1, 10), (0, 30, 50))
     assert table.order(now=0) == [0, 2, 3, 1]
-    assert table.given_up == [1]
+    assert table.demoted == [1]
 
 
-def test_a_promise_is_the_work_given_up_so_far_over_the_share() -> None:
+def test_a_promise_is_the_work_demoted_so_far_over_the_share() -> None:
     table = Table.of((0, 8, 7), (0, 3, 2))
     table.order(now=0)
-    assert table.plan.promise.tolist() == pytest.approx([(3 + 8) / SHARE, 3 / SHARE])
+    assert table.plan.revised_deadline.tolist() == pytest.approx([(3 + 8) / SHARE, 3 / SHARE])
     table.order(now=20)
-    assert table.plan.promise.tolist() == pytest.approx([(3 + 8) / SHARE, 3 / SHARE]), "it does not move"
+    assert table.plan.revised_deadline.tolist() == pytest.approx([(3 + 8) / SHARE, 3 / SHARE]), (
+        "it does not move"
+    )
 
 
 def test_a_promise_binds_who_is_kept() -> None:
     """The demoted request needs nearly all the time until its revised deadline, so another that needs it, too, must be demoted."""
     table = Table.of((0, 5, 5), (94, 4, 99))
-    table.promise(0, at=100)
+    table.revised_deadline(0, at=100)
     assert table.order(now=94) == [0, 1]
-    assert table.given_up == [0, 1]
-    assert table.plan.promise.tolist() == pytest.approx([100, 94 + (5 + 4) / SHARE])
+    assert table.demoted == [0, 1]
+    assert table.plan.revised_deadline.tolist() == pytest.approx([100, 94 + (5 + 4) / SHARE])
 
 
 def test_a_promise_drives_out_nobody_who_is_small_beside_it() -> None:
     table = Table.of((0, 5, 5), (90.5, 0.05, 92.5))
-    table.promise(0, at=100)
+    table.revised_deadline(0, at=100)
     assert table.order(now=90.5) == [1, 0]
-    assert table.given_up == [0], "5.05 s fit before 100, and the margin is there for such"
+    assert table.demoted == [0], "5.05 s fit before 100, and the margin is there for such"
 
 
 def test_a_promise_that_cannot_be_kept_even_alone_is_renewed_and_blocks_nobody() -> None:
     """Steps took longer than predicted; without a new promise it would go before every short until it ends."""
     table = Table.of((0, 5, 5), (97, 0.05, 99))
-    table.promise(0, at=98)
+    table.revised_deadline(0, at=98)
     assert table.order(now=97) == [1, 0]
-    assert table.plan.promise[0] == pytest.approx(97 + 5 / SHARE)
-    assert table.given_up == [0]
+    assert table.plan.revised_deadline[0] == pytest.approx(97 + 5 / SHARE)
+    assert table.demoted == [0]
 
 
-def test_one_given_up_gets_its_deadline_back_when_there_is_room_again() -> None:
+def test_one_demoted_gets_its_deadline_back_when_there_is_room_again() -> None:
     table = Table.of((0, 5, 10), (0, 6, 10))
     table.order(now=0)
-    assert table.given_up == [1]
+    assert table.demoted == [1]
     table.columns.remaining_seconds[0] = 1  # as if it were nearly all cached
     assert table.order(now=0.5) == [0, 1]
-    assert table.given_up == []
-    assert np.isfinite(table.plan.promise[1]), "the revised deadline stays, in case it is demoted again"
+    assert table.demoted == []
+    assert np.isfinite(table.plan.revised_deadline[1]), (
+        "the revised deadline stays, in case it is demoted again"
+    )
 
 
 def test_when_there_is_room_for_many_again_they_return_over_several_decisions() -> None:
     """Each return looks at all rows: thousands at once would hold up the step for a third of a second."""
     table = Table.of(*((0.0, 1.0, 30.0) for _ in range(100)))
     table.order(now=0)
-    before = len(table.given_up)
+    before = len(table.demoted)
     assert before > 60
     table.columns.remaining_seconds[:] = 0.1
     left = []
-    while table.given_up:
+    while table.demoted:
         table.order(now=0)
-        left.append(len(table.given_up))
+        left.append(len(table.demoted))
     assert left == [*range(before - 16, 0, -16), 0]
 
 
@@ -315,11 +319,11 @@ def test_far_dues_are_looked_at_in_some_decisions_and_near_ones_in_all(seed: int
         due, by_due = table.plan.due, table.plan.by_due
         assert sorted(by_due.tolist()) == list(range(300))
         assert (np.diff(due[by_due]) >= 0).all()
-        looked_at = by_due if decision % 4 == 3 else by_due[:15]  # a few that were near have left
-        work = table.columns.remaining_seconds[looked_at]
+        examined = by_due if decision % 4 == 3 else by_due[:15]  # a few that were near have left
+        work = table.columns.remaining_seconds[examined]
         ends = np.maximum(work.cumsum() / lanes, work)
-        kept = due[looked_at] == table.columns.deadline[looked_at]
-        assert (ends[kept] <= due[looked_at][kept] + (0.1 if not table.given_up else 0) + 1e-6).all()
+        kept = due[examined] == table.columns.deadline[examined]
+        assert (ends[kept] <= due[examined][kept] + (0.1 if not table.demoted else 0) + 1e-6).all()
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
@@ -336,20 +340,20 @@ def test_few_rows_looked_at_one_by_one_lead_to_the_same_plan_as_arrays_do(lanes:
         arrays = Guarded(GuardedSettings(share, grace_seconds=0.1, lanes=lanes, few_rows=0))
         now = 0.0
         for _ in range(20):
-            plan = Plan(table.plan.due.copy(), table.plan.promise.copy(), table.plan.by_due.copy())
+            plan = Plan(table.plan.due.copy(), table.plan.revised_deadline.copy(), table.plan.by_due.copy())
             factor = float(generator.choice([1.0, 0.9, 1.7]))
-            stands, _ = one_by_one._as_it_stands(table.columns, table.plan, now, factor)
+            is_unchanged, _ = one_by_one._if_unchanged(table.columns, table.plan, now, factor)
             first = one_by_one.first(table.columns, table.plan, now, factor)
             assert first == arrays.first(table.columns, plan, now, factor)
             for found, expected in zip(
-                (table.plan.due, table.plan.promise, table.plan.by_due),
-                (plan.due, plan.promise, plan.by_due),
+                (table.plan.due, table.plan.revised_deadline, table.plan.by_due),
+                (plan.due, plan.revised_deadline, plan.by_due),
                 strict=True,
             ):
                 assert found.tolist() == expected.tolist()
-            if stands:
-                given_up = "first by due" if first is None else "first of the demoted"
-                as_it_stood[given_up if table.given_up else "nobody demoted"] += 1
+            if is_unchanged:
+                demoted = "first by due" if first is None else "first of the demoted"
+                as_it_stood[demoted if table.demoted else "nobody demoted"] += 1
             served = int(table.plan.by_due[0]) if first is None else first
             left = table.columns.remaining_seconds
             left[served] = max(left[served] - 0.1, 0.0)
@@ -357,15 +361,15 @@ def test_few_rows_looked_at_one_by_one_lead_to_the_same_plan_as_arrays_do(lanes:
     assert all(times > 30 for times in as_it_stood.values()), as_it_stood
 
 
-def test_for_far_dues_two_are_given_up_at_a_time_and_the_next_decisions_go_on() -> None:
+def test_for_far_dues_two_are_demoted_at_a_time_and_the_next_decisions_go_on() -> None:
     """Twenty of 5 s are due at 50, behind thirty that take no time: more than half of them have to go."""
     table = Table.of(*((0.0, 0.01, 1.0) for _ in range(30)), *((0.0, 5.0, 50.0) for _ in range(20)))
     guarded = Guarded(GuardedSettings(SHARE, near_rows=25, far_every_decisions=3))
-    given_up = []
+    demoted = []
     for _ in range(11):
         table.order_by(guarded, now=0.0)
-        given_up.append(len(table.given_up))
-    assert given_up == [0, 0, 2, 4, 6, 8, 10, 13, 13, 13, 11], (
+        demoted.append(len(table.demoted))
+    assert demoted == [0, 0, 2, 4, 6, 8, 10, 13, 13, 13, 11], (
         "two too many went for the first promise, and come back"
     )
 
@@ -375,19 +379,19 @@ def test_who_would_be_on_time_by_the_share_alone_is_no_victim() -> None:
     table = Table.of(*((0.0, 5.0, 100.0) for _ in range(21)))
     table.order(now=0)
     table.order(now=0)  # the three that would be are taken back
-    assert len(table.given_up) == 1
-    (row,) = table.given_up
-    assert table.plan.promise[row] > 100
+    assert len(table.demoted) == 1
+    (row,) = table.demoted
+    assert table.plan.revised_deadline[row] > 100
 
 
 def test_two_lanes_do_twice_the_work_but_not_one_request_twice_as_fast() -> None:
     fits = Table.of((0, 10, 10), (0, 10, 10))
     fits.order(now=0, lanes=2)
-    assert fits.given_up == []
+    assert fits.demoted == []
     too_long = Table.of((0, 4, 10), (0, 12, 10))
     too_long.order(now=0, lanes=2)
-    assert too_long.given_up == [1]
-    assert too_long.plan.promise[1] == pytest.approx(12 / SHARE)
+    assert too_long.demoted == [1]
+    assert too_long.plan.revised_deadline[1] == pytest.approx(12 / SHARE)
 
 
 def test_no_rows_have_no_order() -> None:
@@ -419,10 +423,12 @@ def test_the_order_has_every_row_once_and_does_not_depend_on_where_rows_stand(
         tie=np.array(shuffled),
     )
     by_due = np.lexsort((columns.tie, other.plan.due))
-    moved = Table(columns, Plan(other.plan.due, other.plan.promise, by_due))
+    moved = Table(columns, Plan(other.plan.due, other.plan.revised_deadline, by_due))
     assert [shuffled[row] for row in moved.order(now=10)] == order
-    promise = [moved.plan.promise[shuffled.index(row)] for row in range(len(rows))]
-    assert promise == pytest.approx(table.plan.promise.tolist()), "but for the order in which work is summed"
+    revised_deadline = [moved.plan.revised_deadline[shuffled.index(row)] for row in range(len(rows))]
+    assert revised_deadline == pytest.approx(table.plan.revised_deadline.tolist()), (
+        "but for the order in which work is summed"
+    )
 
 
 @given(ROWS)
@@ -432,9 +438,9 @@ def test_deciding_again_at_the_same_time_only_takes_back_and_then_rests(
 ) -> None:
     table = Table.of(*rows)
     table.order(now=10)
-    given_up = table.given_up
+    demoted = table.demoted
     order = table.order(now=10)
-    assert set(table.given_up) <= set(given_up)
+    assert set(table.demoted) <= set(demoted)
     due = table.plan.due.copy()
     assert table.order(now=10) == order
     assert table.plan.due.tolist() == due.tolist()
@@ -442,21 +448,21 @@ def test_deciding_again_at_the_same_time_only_takes_back_and_then_rests(
 
 @given(ROWS)
 @settings(max_examples=100)
-def test_while_nobody_arrives_nobody_else_is_given_up(rows: list[tuple[float, float, float]]) -> None:
+def test_while_nobody_arrives_nobody_else_is_demoted(rows: list[tuple[float, float, float]]) -> None:
     """Serving what was decided keeps what was decided: the sets do not flip."""
     table = Table.of(*rows)
-    now, given_up = 10.0, None
+    now, demoted = 10.0, None
     for _ in range(60):
         row = table.order(now)[0]
-        if given_up is not None:
-            assert set(table.given_up) <= given_up
-        given_up = set(table.given_up)
+        if demoted is not None:
+            assert set(table.demoted) <= demoted
+        demoted = set(table.demoted)
         seconds = min(0.5, float(table.columns.remaining_seconds[row]))
         table.columns.remaining_seconds[row] -= seconds
         now += seconds
         if (table.columns.remaining_seconds <= 1e-9).any():
             table = without(table, int(np.argmin(table.columns.remaining_seconds)))
-            given_up = None if not len(table.plan.due) else shifted(given_up, row)
+            demoted = None if not len(table.plan.due) else shifted(demoted, row)
         if not len(table.plan.due):
             return
 
@@ -477,7 +483,7 @@ def without(table: Table, row: int) -> Table:
                 )
             )
         ),
-        Plan(np.delete(plan.due, row), np.delete(plan.promise, row), by_due - (by_due > row)),
+        Plan(np.delete(plan.due, row), np.delete(plan.revised_deadline, row), by_due - (by_due > row)),
     )
 
 
@@ -508,13 +514,15 @@ def test_whatever_comes_and_goes_the_plan_stays_sorted_and_promises_do_not_come_
             table = Table(columns, Plan(column["due"], column["p"].copy(), by_due))
             order = table.order(now, lanes=lanes)
             assert sorted(order) == list(range(len(rows)))
-            due, promise = table.plan.due, table.plan.promise
-            given_up = due > columns.deadline
+            due, revised_deadline = table.plan.due, table.plan.revised_deadline
+            demoted = due > columns.deadline
             assert (np.diff(due[table.plan.by_due]) >= 0).all()
-            assert (due == np.where(given_up, promise, columns.deadline)).all()
-            promised = np.isfinite(column["p"])
-            assert (promise[promised] >= column["p"][promised]).all()
-            for row, due_then, promise_then in zip(rows, due.tolist(), promise.tolist(), strict=True):
+            assert (due == np.where(demoted, revised_deadline, columns.deadline)).all()
+            revised = np.isfinite(column["p"])
+            assert (revised_deadline[revised] >= column["p"][revised]).all()
+            for row, due_then, promise_then in zip(
+                rows, due.tolist(), revised_deadline.tolist(), strict=True
+            ):
                 row["due"], row["p"] = due_then, promise_then
             for served in order[:lanes]:
                 rows[served]["r"] -= min(0.5, rows[served]["r"])

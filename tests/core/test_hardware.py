@@ -9,7 +9,7 @@ import pytest
 
 from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigInvalid
-from medha.fitted import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
+from medha.fitted_hardware import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
 from medha.hardware import (
     A100,
     H100,

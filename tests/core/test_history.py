@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from medha.api.replica import ServiceClass
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Facts, History
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.wire.messages import Cancel, ControllerEvent, Done, Sample, Step, StepProfile, Submit
 
 

@@ -49,7 +49,7 @@ def admitted(replica: Any) -> list[str]:
     return [admit.id for step in replica.steps for admit in step.admits]
 
 
-def test_one_that_was_given_up_takes_no_kv_until_its_promise_is_near(crowded: Any, submit_of: Any) -> None:
+def test_one_that_was_demoted_takes_no_kv_until_its_promise_is_near(crowded: Any, submit_of: Any) -> None:
     replica = crowded(blocks=40)
     replica.submit(submit_of("late", 100, 1, age_seconds=5.0))
     request = replica.controller.find("late")
@@ -66,7 +66,7 @@ def test_one_that_was_given_up_takes_no_kv_until_its_promise_is_near(crowded: An
     replica.run().check_empty()
 
 
-def test_one_that_was_given_up_takes_kv_at_once_where_long_requests_hold_little_of_it(
+def test_one_that_was_demoted_takes_kv_at_once_where_long_requests_hold_little_of_it(
     crowded: Any, submit_of: Any
 ) -> None:
     replica = crowded(blocks=35)  # of 100: no more than the share behind which the late wait
@@ -91,7 +91,7 @@ def test_the_kv_that_it_leaves_goes_to_a_long_request_that_can_be_in_time(
     replica.run().check_empty()
 
 
-def test_a_short_request_that_was_given_up_waits_for_nobody(crowded: Any, submit_of: Any) -> None:
+def test_a_short_request_that_was_demoted_waits_for_nobody(crowded: Any, submit_of: Any) -> None:
     replica = crowded(blocks=40)
     replica.submit(submit_of("late", 60, 1, age_seconds=5.0))
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_late_request_whose_cached_prefix_was_evicted_while_it_waited_claims_a
         replica.advance()
     submit_ids(replica, submit_of("waits", 1, 4), range(204))
     request = replica.controller.find("waits")
-    assert replica.controller._table.wanted_blocks(request) == 2, "beside 50 of the holder's"
+    assert replica.controller._table.needed_blocks(request) == 2, "beside 50 of the holder's"
     for index in range(400):
         if index % 9 == 0:  # 15 blocks for 48 steps: five or six of them at a time
             replica.submit(submit_of(f"short {index}", 12, 48, deadline_after_seconds=0.2))
@@ -147,7 +147,7 @@ def test_a_prompt_of_whole_blocks_that_are_all_held_still_wants_one_for_its_last
         replica.advance()
     submit_ids(replica, submit_of("alike", 1, 160), range(200))
     request = replica.controller.find("alike")
-    assert replica.controller._table.wanted_blocks(request) == 90 - 49
+    assert replica.controller._table.needed_blocks(request) == 90 - 49
 
 
 class Lanes:

@@ -20,18 +20,18 @@ def step_bytes(placed: Placed, tokens: int) -> int:
     """Of a step that admits a prompt, as it goes to the ranks."""
     admit = Admit(
         "a", "p", tokens, tokens, 1, Sampling(), placed.shards.tokens,
-        segments=placed.segments, deals=placed.deals, cached_tokens=placed.cached_tokens,
+        segments=placed.segments, stripings=placed.stripings, cached_tokens=placed.cached_tokens,
         prefixes=placed.prefixes, evictions=placed.evictions,
     )  # fmt: skip
     return len(encode(Step(0, 0, (), admits=(admit,)))[0])
 
 
-@pytest.mark.parametrize("deals_prompts", [False, True], ids=["one lane after the other", "dealt out"])
-def test_the_admit_of_a_prompt_on_all_lanes_is_as_small_at_a_million_tokens(deals_prompts: bool) -> None:
+@pytest.mark.parametrize("stripes_prompts", [False, True], ids=["one lane after the other", "dealt out"])
+def test_the_admit_of_a_prompt_on_all_lanes_is_as_small_at_a_million_tokens(stripes_prompts: bool) -> None:
     sizes = []
     for tokens in (32 * K, K * K):
         pools = KvPools(
-            lanes=4, kv_blocks=20_000, block_size_tokens=16, tokens_per_lane=8 * K, deals_prompts=deals_prompts
+            lanes=4, kv_blocks=20_000, block_size_tokens=16, tokens_per_lane=8 * K, stripes_prompts=stripes_prompts
         )  # fmt: skip
         placed = pools.admit("a", tokens, tokens + 4 * K)
         assert placed is not None

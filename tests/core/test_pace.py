@@ -21,7 +21,9 @@ def launch(
 ) -> float:
     """So many steps, each launched `every` seconds behind the last; returns when the last one was."""
     for index in range(count):
-        pace.launched(LANE, start + index * every, predicted, alone, with_decodes=with_decodes, goes_on=True)
+        pace.launched(
+            LANE, start + index * every, predicted, alone, with_decodes=with_decodes, continues=True
+        )
     return start + (count - 1) * every
 
 
@@ -71,7 +73,7 @@ def test_idle_time_is_neither_slow_work_nor_time_between_steps() -> None:
     pace = Pace()
     for index in range(100):
         at = index * 10.0
-        pace.launched(LANE, at, 0.025, 0.025, with_decodes=True, goes_on=False)
+        pace.launched(LANE, at, 0.025, 0.025, with_decodes=True, continues=False)
     assert pace.of_prefills == 1.0
     assert pace.between_seconds == 0.0
 
@@ -86,34 +88,34 @@ def test_lanes_are_timed_each_by_itself() -> None:
     pace = Pace()
     for index in range(2000):
         at = index * 0.05
-        pace.launched((0,), at, 0.05, 0.04, with_decodes=True, goes_on=True)
-        pace.launched((1,), at + 0.025, 0.05, 0.04, with_decodes=True, goes_on=True)
+        pace.launched((0,), at, 0.05, 0.04, with_decodes=True, continues=True)
+        pace.launched((1,), at + 0.025, 0.05, 0.04, with_decodes=True, continues=True)
     assert pace.between_seconds == pytest.approx(0.0, abs=1e-9)
     assert pace.of_prefills == pytest.approx(0.8, rel=0.1)
 
 
 def test_the_time_that_lanes_moved_together_is_no_step_of_one_of_them() -> None:
     pace = Pace()
-    pace.launched((0,), 0.0, 0.5, 0.5, with_decodes=True, goes_on=True)
+    pace.launched((0,), 0.0, 0.5, 0.5, with_decodes=True, continues=True)
     for index in range(1, 601):
-        pace.launched((0, 1), index * 0.5, 0.5, 0.5, with_decodes=True, goes_on=index < 600)
+        pace.launched((0, 1), index * 0.5, 0.5, 0.5, with_decodes=True, continues=index < 600)
     for index in range(601, 603):
-        pace.launched((0,), index * 0.5, 0.5, 0.5, with_decodes=True, goes_on=True)
+        pace.launched((0,), index * 0.5, 0.5, 0.5, with_decodes=True, continues=True)
     assert pace.of_prefills == 1.0
     assert pace.between_seconds == 0.0
 
 
 def test_the_time_that_lanes_moved_apart_is_no_step_of_them_together() -> None:
     pace = Pace()
-    pace.launched((0, 1), 0.0, 0.5, 0.5, with_decodes=True, goes_on=True)
-    pace.launched((1,), 0.5, 0.5, 0.5, with_decodes=True, goes_on=False)
-    pace.launched((0, 1), 300.0, 0.5, 0.5, with_decodes=True, goes_on=False)
+    pace.launched((0, 1), 0.0, 0.5, 0.5, with_decodes=True, continues=True)
+    pace.launched((1,), 0.5, 0.5, 0.5, with_decodes=True, continues=False)
+    pace.launched((0, 1), 300.0, 0.5, 0.5, with_decodes=True, continues=False)
     assert pace.of_prefills == 1.0
 
 
 def test_the_lanes_of_others_are_timed_on_beside_a_step() -> None:
     pace = Pace()
-    pace.launched((0,), 0.0, 0.1, 0.1, with_decodes=True, goes_on=True)
-    pace.launched((1,), 0.1, 0.1, 0.1, with_decodes=True, goes_on=True)
-    pace.launched((0,), 60.0, 0.1, 0.1, with_decodes=True, goes_on=False)
+    pace.launched((0,), 0.0, 0.1, 0.1, with_decodes=True, continues=True)
+    pace.launched((1,), 0.1, 0.1, 0.1, with_decodes=True, continues=True)
+    pace.launched((0,), 60.0, 0.1, 0.1, with_decodes=True, continues=False)
     assert pace.of_prefills < 0.5

@@ -34,9 +34,9 @@ class Ranks:
             self.tell(Done(step.step_id, samples, compute_seconds=step.predicted_seconds))
 
 
-@pytest.mark.parametrize(("slowness", "given_up"), [(1.0, 0), (2.0, 1)])
-def test_of_two_that_fit_alone_and_not_at_the_measured_pace_one_is_given_up(
-    config_of: Any, submit_of: Any, slowness: float, given_up: int
+@pytest.mark.parametrize(("slowness", "demoted"), [(1.0, 0), (2.0, 1)])
+def test_of_two_that_fit_alone_and_not_at_the_measured_pace_one_is_demoted(
+    config_of: Any, submit_of: Any, slowness: float, demoted: int
 ) -> None:
     """40 s of lone prefill are due in 60 s, on ranks that have needed two seconds for one for some minutes."""
     config = config_of(kv_blocks=200_000, policy="guarded", max_chunk_tokens=100, min_chunk_tokens=100)
@@ -48,4 +48,4 @@ def test_of_two_that_fit_alone_and_not_at_the_measured_pace_one_is_given_up(
         ranks.tell(submit_of(name, 20_000, 1, deadline_after_seconds=60.0))
     ranks.run(1.0)
     late = [one.id for one in ranks.core.requests() if ranks.core.due(one) > one.deadline]
-    assert len(late) == given_up
+    assert len(late) == demoted

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha.kv.blocks import BlockLedger
-from medha.kv.lane_replay import LaneReplica
+from medha.kv.lane_replay import LaneReplay
 from medha.kv.pools import KvPools, Placed
 from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixHasher, hash_at
 from medha.shards import Segment
@@ -41,7 +41,7 @@ class Sequence:
 class Ranks:
     """The ranks of one lane: their ledger, and which tokens' KV each (block, offset) holds."""
 
-    replica: LaneReplica
+    replica: LaneReplay
     content: dict[tuple[int, int], Content] = field(default_factory=dict)
 
     def table(self, name: str) -> list[int]:
@@ -55,9 +55,11 @@ class PoolsMachine(RuleBasedStateMachine):
         size=st.integers(1, 4),
         cap_blocks=st.integers(1, 12),
         caching=st.sampled_from([True, True, True, False]),
-        deals=st.booleans(),
+        striped=st.booleans(),
     )
-    def start(self, lanes: int, blocks: int, size: int, cap_blocks: int, caching: bool, deals: bool) -> None:
+    def start(
+        self, lanes: int, blocks: int, size: int, cap_blocks: int, caching: bool, striped: bool
+    ) -> None:
         self.lanes, self.blocks, self.size = lanes, blocks, size
         self.pools = KvPools(
             lanes=lanes,
@@ -65,9 +67,9 @@ class PoolsMachine(RuleBasedStateMachine):
             block_size_tokens=size,
             tokens_per_lane=cap_blocks * size,
             prefix_caching=caching,
-            deals_prompts=deals,
+            stripes_prompts=striped,
         )
-        self.ranks = [Ranks(LaneReplica(BlockLedger(blocks, size), lane)) for lane in range(lanes)]
+        self.ranks = [Ranks(LaneReplay(BlockLedger(blocks, size), lane)) for lane in range(lanes)]
         self.hasher = PrefixHasher(size, b"secret")
         self.sequences: dict[str, Sequence] = {}
         self.names = 0
@@ -199,7 +201,7 @@ class PoolsMachine(RuleBasedStateMachine):
 
     @invariant()
     def ranks_that_were_told_everything_have_what_the_controller_has(self) -> None:
-        if not self.pools.has_news:
+        if not self.pools.has_changes:
             assert_replayed(self.pools, [ranks.replica for ranks in self.ranks])
 
     @invariant()
@@ -254,7 +256,7 @@ class PoolsMachine(RuleBasedStateMachine):
             fork_of=parent,
             shared_tokens=shared,
             segments=placed.segments,
-            deals=placed.deals,
+            stripings=placed.stripings,
             cached_tokens=placed.cached_tokens,
             prefixes=placed.prefixes,
             evictions=placed.evictions,
@@ -318,7 +320,7 @@ def test_ranks_with_another_shard_map_have_another_hash(other: tuple[Segment, ..
     """Even where they hold the very same blocks."""
     hashes = []
     for segments in ((Segment(0, 0, 48), Segment(1, 48, 96)), other):
-        replica = LaneReplica(BlockLedger(64, 16))
+        replica = LaneReplay(BlockLedger(64, 16))
         tokens = segments[-1].stop
         assert replica.admit(Admit("a", "p", 64, 64, 1, Sampling(), tokens, segments=segments)) == []
         assert replica.ledger.runs("a") == [(0, 3)]
@@ -329,7 +331,7 @@ def test_ranks_with_another_shard_map_have_another_hash(other: tuple[Segment, ..
 def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_published() -> None:
     """Two compute the same prompt, and the second one, whose blocks are not kept, is the last that uses it."""
     pools = KvPools(lanes=1, kv_blocks=6, block_size_tokens=4, tokens_per_lane=100)
-    replica = LaneReplica(BlockLedger(6, 4))
+    replica = LaneReplay(BlockLedger(6, 4))
     hasher = PrefixHasher(4, b"secret")
 
     def admit(name: str, first_id: int) -> Placed:
@@ -364,7 +366,7 @@ def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_publishe
 def test_releases_are_told_in_the_order_in_which_they_happened_whatever_lanes_they_concern() -> None:
     """A sequence of lane 1 ends before one of lanes 0 and 1, and one step tells of both: lane 1 forgets the former first."""
     pools = KvPools(lanes=2, kv_blocks=20, block_size_tokens=4, tokens_per_lane=16)
-    replicas = [LaneReplica(BlockLedger(20, 4), lane) for lane in range(2)]
+    replicas = [LaneReplay(BlockLedger(20, 4), lane) for lane in range(2)]
     hasher = PrefixHasher(4, b"secret")
 
     def admit(name: str, first_id: int, tokens: int, reserved: int) -> Placed:
@@ -400,13 +402,15 @@ def test_releases_are_told_in_the_order_in_which_they_happened_whatever_lanes_th
     assert_replayed(pools, replicas)
 
 
-@pytest.mark.parametrize("deals", [False, True])
+@pytest.mark.parametrize("striped", [False, True])
 @pytest.mark.parametrize("tokens", [10, 20])
-def test_what_a_fork_computes_on_another_lane_than_its_parent_is_not_shared(tokens: int, deals: bool) -> None:
+def test_what_a_fork_computes_on_another_lane_than_its_parent_is_not_shared(
+    tokens: int, striped: bool
+) -> None:
     """With blocks of one token, the last one of the prompt is a block, for which the parent's lane has no room."""
     pools = KvPools(
         lanes=2, kv_blocks=tokens + 1, block_size_tokens=1, tokens_per_lane=tokens - 1 if tokens > 10 else 99,
-        deals_prompts=deals,
+        stripes_prompts=striped,
     )  # fmt: skip
     hashes = PrefixHasher(1, b"secret").hashes(np.arange(tokens, dtype=np.int32))
     parent = pools.admit("parent", tokens, tokens + 1, block_hashes=hashes)
@@ -425,7 +429,7 @@ def test_what_a_fork_computes_on_another_lane_than_its_parent_is_not_shared(toke
 
 def test_what_a_fork_computes_where_its_parent_has_another_part_of_the_prompt_is_not_shared() -> None:
     """The parent's prompt is dealt out, eight tokens a turn; the child has all of it on the first lane."""
-    pools = KvPools(lanes=2, kv_blocks=40, block_size_tokens=4, tokens_per_lane=8, deals_prompts=True)
+    pools = KvPools(lanes=2, kv_blocks=40, block_size_tokens=4, tokens_per_lane=8, stripes_prompts=True)
     hashes = PrefixHasher(4, b"secret").hashes(np.arange(32, dtype=np.int32))
     parent = pools.admit("parent", 32, 32, block_hashes=hashes)
     assert parent is not None

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha.cost.cost_profile import Attention, Link, Operation, Profile
 from medha.cost.predictor import Chunking, Predictor, Work
-from medha.cost.profile import Attention, Link, Operation, Profile
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.topology import Topology

@@ -48,7 +48,7 @@ def test_whatever_happens_every_block_holds_what_its_reader_expects(
     random = Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "medha.scheduler.alike.WORTH_TELLING_TOKENS", random.choice([4, 12])
+            "medha.scheduler.prefix_followers.WORTH_WAITING_TOKENS", random.choice([4, 12])
         )  # or nobody would wait
         replica = replica_of(
             random=Random(seed),
@@ -81,7 +81,7 @@ def test_whatever_happens_every_block_holds_what_its_reader_expects(
         replica.controller.ledger.check()
     replica.run().check_empty()
     assert replica.ledger.state_hash() == replica.controller.ledger.state_hash()
-    alike = replica.controller._sharing._alike
+    alike = replica.controller._sharing._followers_of_prefixes
     assert not alike._waiting
     assert not alike._prefilling
     assert not alike._followers
@@ -301,12 +301,12 @@ def test_the_promise_of_a_cached_prompt_is_that_of_the_whole(replica_of: Any, su
         hashes = HASHER.hashes(np.arange(8000, dtype=np.int32))
         replica.submit(submit_of(name, 8000, 2, prompt="the same", block_hashes=hashes))
         (request,) = replica.controller.requests()
-        promised = request.targets.ttft_seconds
+        revised = request.targets.ttft_seconds
         if name == "first":
-            expected = promised
+            expected = revised
         replica.run()
-    assert promised == pytest.approx(expected, rel=0.2)
-    assert promised > 2.0
+    assert revised == pytest.approx(expected, rel=0.2)
+    assert revised > 2.0
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lars", "guarded"])
@@ -370,7 +370,7 @@ def test_a_more_urgent_question_does_not_wait_for_a_patient_one(replica_of: Any,
     replica.run().check_empty()
 
 
-def test_nobody_waits_for_a_leader_that_is_given_up(replica_of: Any, submit_of: Any) -> None:
+def test_nobody_waits_for_a_leader_that_is_demoted(replica_of: Any, submit_of: Any) -> None:
     """Its promise lies behind the follower's deadline: whoever waited for it would be late with it."""
     replica = replica_of(
         kv_blocks=4000,
@@ -398,7 +398,7 @@ def test_nobody_waits_for_a_leader_that_is_given_up(replica_of: Any, submit_of: 
 
 
 @pytest.mark.parametrize(("deadline_seconds", "alone"), [(3.2, False), (20.0, True), (10_000.0, False)])
-def test_a_sample_with_more_time_than_the_one_that_is_given_up_computes_its_prompt_itself(
+def test_a_sample_with_more_time_than_the_one_that_is_demoted_computes_its_prompt_itself(
     replica_of: Any, submit_of: Any, deadline_seconds: float, alone: bool
 ) -> None:
     """Not one that is as late itself, nor one for which the promise is early enough."""
@@ -414,6 +414,6 @@ def test_a_sample_with_more_time_than_the_one_that_is_given_up_computes_its_prom
     assert is_held(replica, "second")
     replica.submit(submit_of("urgent", 1500, 2, deadline_after_seconds=2.0))
     replica.advance()
-    assert replica.controller.find("second").goes_alone == alone
+    assert replica.controller.find("second").is_detached == alone
     replica.run().check_empty()
     assert len(replica.emitted["first"]) == len(replica.emitted["second"]) == 2

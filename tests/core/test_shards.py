@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from medha.shards import STRIPE_TOKENS, Segment, ShardMap, deal, deals_of, dealt, place
+from medha.shards import STRIPE_TOKENS, Segment, ShardMap, place, segments_of, striped_map, stripings_of
 
 BLOCK = 4
 
@@ -251,15 +251,15 @@ def test_segments_with_a_gap_are_our_own_bug() -> None:
         ShardMap((Segment(0, 0, 4), Segment(1, 8, 12)))
 
 
-@given(case=cases(), deals=st.booleans(), stripe=st.integers(1, 8), more=st.integers(0, 2000))
+@given(case=cases(), striped=st.booleans(), stripe=st.integers(1, 8), more=st.integers(0, 2000))
 def test_deals_stand_for_the_very_segments_of_any_map(
-    case: Case, deals: bool, stripe: int, more: int
+    case: Case, striped: bool, stripe: int, more: int
 ) -> None:
     """Whichever lanes are full and leave the round, and wherever the output begins."""
     lanes = range(len(case.free))
     shards = case.place()
-    if deals:
-        shards = deal(
+    if striped:
+        shards = striped_map(
             case.prompt,
             case.reserved,
             case.free,
@@ -269,22 +269,22 @@ def test_deals_stand_for_the_very_segments_of_any_map(
         )
     if shards is None:
         return
-    found = deals_of(shards.segments)
-    assert dealt(found) == shards.segments
+    found = stripings_of(shards.segments)
+    assert segments_of(found) == shards.segments
     assert all(len(set(one.lanes)) == len(one.lanes) for one in found)
-    if deals:  # a round for each set of lanes that have room, what a full one still takes, and the output
+    if striped:  # a round for each set of lanes that have room, what a full one still takes, and the output
         assert len(found) <= 6 * len(lanes) + 6
     grown = shards.grown(case.reserved + more, [10**6] * len(case.free), block_size_tokens=BLOCK)
     assert grown is not None
-    assert dealt(deals_of(grown.segments)) == grown.segments
+    assert segments_of(stripings_of(grown.segments)) == grown.segments
 
 
 def test_a_dealt_prompt_of_a_million_tokens_takes_no_more_words_than_one_of_a_tenth() -> None:
     words = []
     for tokens in (2**20 // 10, 2**20):
-        shards = deal(
+        shards = striped_map(
             tokens, tokens + 256, [2**20] * 4, range(4), stripe_tokens=2048, block_size_tokens=16
         )  # fmt: skip
         assert shards is not None
-        words.append(len(deals_of(shards.segments)))
+        words.append(len(stripings_of(shards.segments)))
     assert words[1] <= words[0] <= 4

@@ -24,7 +24,7 @@ def test_the_deadline_is_the_floor_or_a_multiple_of_the_work(work_seconds: float
 
 @pytest.mark.parametrize("asked", [0.7, 0.0])
 def test_a_request_may_name_its_own_deadline(asked: float) -> None:
-    assert targets(CHAT, 100.0, asked_ttft_seconds=asked).ttft_seconds == asked
+    assert targets(CHAT, 100.0, requested_ttft_seconds=asked).ttft_seconds == asked
 
 
 @pytest.mark.parametrize("work_seconds", [0.0, 0.5, 1.0, 100.0])
@@ -47,11 +47,11 @@ def test_default_and_unknown_names_get_the_first_class_that_is_announced() -> No
     ("asked", "applied"), [(None, 0.05), (0.2, 0.2), (0.01, 0.01), (0.001, 0.01), (-1.0, 0.01)]
 )
 def test_a_tpot_tighter_than_the_floor_is_clamped_to_it(asked: float | None, applied: float) -> None:
-    assert targets(CHAT, 1.0, asked_tpot_seconds=asked).tpot_seconds == applied
+    assert targets(CHAT, 1.0, requested_tpot_seconds=asked).tpot_seconds == applied
 
 
 @pytest.mark.parametrize(("asked", "fair"), [(None, 0.05), (0.2, 0.2), (0.01, 0.05), (0.001, 0.05)])
 def test_a_tighter_wish_than_the_class_is_told_apart_from_what_the_class_gives(
     asked: float | None, fair: float
 ) -> None:
-    assert targets(CHAT, 1.0, asked_tpot_seconds=asked).fair_tpot_seconds == fair
+    assert targets(CHAT, 1.0, requested_tpot_seconds=asked).fair_tpot_seconds == fair

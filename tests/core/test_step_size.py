@@ -9,8 +9,8 @@ import pytest
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.context_parallel import ContextParallel, RingCosts
 from medha.kv.prefix_cache import HASH_CHARACTERS
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.frames import encode
 from medha.wire.messages import Done, Sample, Sampling, StageFree, Step, StepProfile, Submit

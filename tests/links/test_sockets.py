@@ -14,7 +14,7 @@ import zmq
 from medha.errors import WireInvalid
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair
-from medha_links.sockets import Connections, Doorkeeper, Opened, bind, connect, connection_of
+from medha_links.sockets import Authenticator, Connections, Opened, bind, connect, connection_of
 
 SERVER, CLIENT, STRANGER = (KeyPair.new() for _ in range(3))
 SECONDS = 5.0
@@ -38,11 +38,11 @@ def context() -> Iterator[Context]:
 
 @pytest.fixture
 def server(context: Context, endpoint: str) -> Iterator[Peer]:
-    doorkeeper = Doorkeeper(context, [CLIENT.public])
+    authenticator = Authenticator(context, [CLIENT.public])
     opened = bind(context, endpoint, SERVER, largest_frame_bytes=1000)
     yield opened
     opened.close(0)
-    doorkeeper.close()
+    authenticator.close()
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection_and_nobody_el
 def test_a_server_that_is_gone_is_noticed_and_found_again(
     context: Context, endpoint: str, tmp_path: Path
 ) -> None:
-    doorkeeper = Doorkeeper(context, [CLIENT.public])
+    authenticator = Authenticator(context, [CLIENT.public])
     server = bind(context, endpoint, SERVER)
     where = server.socket.getsockopt_string(zmq.LAST_ENDPOINT)
     client = connect(context, where, b"c", CLIENT, SERVER.public)
@@ -202,7 +202,7 @@ def test_a_server_that_is_gone_is_noticed_and_found_again(
     assert heard(server)[1] == b"two"
     client.close(0)
     server.close(0)
-    doorkeeper.close()
+    authenticator.close()
 
 
 def test_a_peer_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,7 +229,7 @@ def test_links_that_are_closed_as_their_server_goes_leave_the_others_of_the_proc
 ) -> None:
     """ZeroMQ's thread, which all of them share, tells of each lost connection: it must not wait for who listens no more."""
     staying, mine = Context(), Context()
-    stays = Doorkeeper(staying, [CLIENT.public])
+    stays = Authenticator(staying, [CLIENT.public])
     stay = bind(staying, f"ipc://{tmp_path}/stay", SERVER)
     kept = connect(mine, f"ipc://{tmp_path}/stay", b"kept", CLIENT, SERVER.public)
     kept.socket.send(b"here")
@@ -237,7 +237,7 @@ def test_links_that_are_closed_as_their_server_goes_leave_the_others_of_the_proc
     is_alive = True
     for number in range(100):
         going = Context()
-        goes = Doorkeeper(going, [CLIENT.public])
+        goes = Authenticator(going, [CLIENT.public])
         leave = bind(going, f"ipc://{tmp_path}/leave-{number}", SERVER)
         lost = [
             connect(mine, f"ipc://{tmp_path}/leave-{number}", b"%d" % index, CLIENT, SERVER.public)

@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 from benchmark import benchmark
-from medha_papers.campaign import FULL, runs
 from medha_papers.campaign_adopt import kind, sample
+from medha_papers.campaign_plan import FULL, runs
 from medha_papers.campaign_run import Run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "campaign.py"

@@ -7,7 +7,7 @@ from math import inf, log
 import pytest
 
 from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B
-from medha_papers import closed_form, context_parallel_rows
+from medha_papers import closed_form_rows, context_parallel_rows
 from medha_papers.claims import (
     CORNERS,
     NOMINAL,
@@ -81,7 +81,7 @@ def test_the_band_is_the_hull_over_every_corner_of_the_capacities() -> None:
 
 
 def test_an_open_end_is_null_in_json() -> None:
-    row = closed_form.t15().to_json()
+    row = closed_form_rows.t15().to_json()
     assert row["figures"][0]["paper"] == [70.0, None]
     assert above(3.0) == (3.0, inf)
 
@@ -92,15 +92,15 @@ def test_an_open_end_is_null_in_json() -> None:
 def test_a_prefill_is_counted_causally_or_in_full() -> None:
     # 70B at 1M: 2 x 68.5e9 weights x 1e6 tokens, and 4 x 80 x 8192 x 1e12 (or half of it).
     linear = 2 * 80 * LLAMA3_70B.layer_parameters * 1e6
-    assert closed_form.square_flops(LLAMA3_70B, 1e6) == pytest.approx(linear + 2.62144e18)
-    assert closed_form.causal_flops(LLAMA3_70B, 1e6) == pytest.approx(linear + 1.31072e18)
+    assert closed_form_rows.square_flops(LLAMA3_70B, 1e6) == pytest.approx(linear + 2.62144e18)
+    assert closed_form_rows.causal_flops(LLAMA3_70B, 1e6) == pytest.approx(linear + 1.31072e18)
 
 
 def test_the_saturating_chunk_is_the_ridge_over_the_sharing_of_kv_heads() -> None:
-    assert closed_form.saturating_chunk_tokens(LLAMA3_70B, H100, NOMINAL) == pytest.approx(
+    assert closed_form_rows.saturating_chunk_tokens(LLAMA3_70B, H100, NOMINAL) == pytest.approx(
         989e12 / 3.35e12 / 8
     )
-    assert closed_form.saturating_chunk_tokens(LLAMA3_8B, H100, NOMINAL) == pytest.approx(
+    assert closed_form_rows.saturating_chunk_tokens(LLAMA3_8B, H100, NOMINAL) == pytest.approx(
         989e12 / 3.35e12 / 4
     )
 
@@ -108,7 +108,8 @@ def test_the_saturating_chunk_is_the_ridge_over_the_sharing_of_kv_heads() -> Non
 def test_a_pipeline_of_equal_chunks_ends_after_chunks_plus_stages_less_one() -> None:
     # 512 tokens, so attention matters little: 8 chunks over 4 stages take 11 slots of 32.
     one, four = (
-        closed_form.spp_prefill_seconds(LLAMA3_8B, H100, 8 * 64, stages, chunk_tokens=64) for stages in (1, 4)
+        closed_form_rows.spp_prefill_seconds(LLAMA3_8B, H100, 8 * 64, stages, chunk_tokens=64)
+        for stages in (1, 4)
     )
     hops = 3 * (19e-6 + 64 * 4096 * 2 / 8 / 36e9)
     assert (four - hops) / one == pytest.approx(11 / 32, rel=2e-3)
@@ -116,19 +117,19 @@ def test_a_pipeline_of_equal_chunks_ends_after_chunks_plus_stages_less_one() -> 
 
 def test_an_unbalanced_ring_takes_nearly_twice_as_long_as_a_striped_one() -> None:
     striped, plain = (
-        closed_form.ring_prefill_seconds(LLAMA3_8B, H100, 4_000_000, 16, balanced=balanced)
+        closed_form_rows.ring_prefill_seconds(LLAMA3_8B, H100, 4_000_000, 16, balanced=balanced)
         for balanced in (True, False)
     )
     assert plain / striped == pytest.approx((0.5 + 15) / 8, rel=0.02)
 
 
 def test_the_longest_prompt_by_compute_takes_exactly_the_ttft() -> None:
-    tokens = closed_form.longest_by_compute(LLAMA3_8B, H100, 8, 30.0, NOMINAL)
-    assert closed_form.causal_flops(LLAMA3_8B, tokens) == pytest.approx(8 * 30 * 989e12)
+    tokens = closed_form_rows.longest_by_compute(LLAMA3_8B, H100, 8, 30.0, NOMINAL)
+    assert closed_form_rows.causal_flops(LLAMA3_8B, tokens) == pytest.approx(8 * 30 * 989e12)
 
 
 def test_the_fitted_floor_gives_the_cell_that_it_was_fitted_to() -> None:
-    saved = 1 - closed_form.kvp_decode_seconds(10e6, 2, NOMINAL) / closed_form.kvp_decode_seconds(
+    saved = 1 - closed_form_rows.kvp_decode_seconds(10e6, 2, NOMINAL) / closed_form_rows.kvp_decode_seconds(
         10e6, 1, NOMINAL
     )
     assert saved == pytest.approx(0.40, abs=0.002)
@@ -182,11 +183,11 @@ def test_the_printed_rule_of_appendix_d_never_chooses_pass_kv() -> None:
 
 
 def test_every_row_has_the_verdict_that_the_report_states() -> None:
-    assert {row.id: row.verdict for row in closed_form.rows()} == EXPECTED_VERDICTS
+    assert {row.id: row.verdict for row in closed_form_rows.rows()} == EXPECTED_VERDICTS
 
 
 def test_every_figure_lies_inside_its_own_band_and_every_row_names_its_inputs() -> None:
-    for row in closed_form.rows():
+    for row in closed_form_rows.rows():
         assert row.inputs, row.id
         for figure in row.figures:
             if figure.ours is not None and figure.band is not None:

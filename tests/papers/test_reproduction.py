@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from medha_papers import lone_rows
-from medha_papers.campaign import FULL, QUICK, Scale, runs
+from medha_papers.campaign_plan import FULL, QUICK, Scale, runs
 from medha_papers.campaign_pool import Stopwatch, run_all
 from medha_papers.campaign_run import Outcome, Run, simulate
 from medha_papers.comparison import comparisons, goals, offered_loads
-from medha_papers.reproduction import page, report
+from medha_papers.reproduction_page import page, report
 from medha_papers.simulated_rows import Point, Rows, calibration, strength
-from medha_papers.sources import digest, loaded_files
+from medha_papers.source_digest import digest, loaded_files
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Run("medha-lars", 0.05, 0, 6.0, rate=2.0)
@@ -69,7 +69,7 @@ def test_the_goals_come_first_then_everything_seed_by_seed() -> None:
     assert planned[60].load is None  # the papers' claims before the grid
 
 
-class Looked(dict[str, Outcome]):
+class Polled(dict[str, Outcome]):
     """Outcomes that remember which were asked for."""
 
     def __init__(self, found: dict[str, Outcome]) -> None:
@@ -82,7 +82,7 @@ class Looked(dict[str, Outcome]):
 
 
 def test_the_claims_are_run_in_full_and_nothing_is_run_for_them_that_no_figure_needs() -> None:
-    found = Looked(outcomes(FULL))
+    found = Polled(outcomes(FULL))
     rows = Rows(found, FULL).all()
     lone_rows.rows(Rows(found, FULL))
     strength(found, FULL)
@@ -212,8 +212,14 @@ def test_the_time_that_is_left_is_learnt_from_the_most_alike_runs() -> None:
 
 def test_results_hold_until_the_code_that_a_simulation_loads_changes(tmp_path: Path) -> None:
     names = {file.name for file in loaded_files()}
-    assert {"controller.py", "driver.py", "loongserve.py", "fitted.py", "campaign_run.py"} <= names
-    assert not {"report.py", "reproduction.py", "campaign.py", "metrics_page.py"} & names
+    assert {
+        "controller.py",
+        "simulation.py",
+        "loongserve.py",
+        "fitted_hardware.py",
+        "campaign_run.py",
+    } <= names
+    assert not {"study_report.py", "reproduction_page.py", "campaign_plan.py", "metrics_page.py"} & names
     source = tmp_path / "one.py"
     source.write_text('"""Says one thing."""\n\nX = 1  # one\n"""What X is."""\n')
     before = digest([source])

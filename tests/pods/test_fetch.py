@@ -16,8 +16,8 @@ import pytest
 
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.kube.kinds import Manifest
-from medha_operator.replica.render import Owner, pod_templates
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.manifests import Owner, pod_templates
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -137,9 +137,9 @@ def run(container: Manifest, hub: Hub, folder: Path) -> subprocess.CompletedProc
 def test_a_pod_fetches_what_its_ranks_read_and_no_other_weights(hub: Hub, tmp_path: Path) -> None:
     done = run(fetching("v2"), hub, tmp_path)
     assert done.returncode == 0, done.stderr
-    wanted = {"config.json", "tokenizer.json", "model.safetensors"}
-    assert hub.asked == wanted
-    for name in wanted:
+    pending = {"config.json", "tokenizer.json", "model.safetensors"}
+    assert hub.asked == pending
+    for name in pending:
         assert (tmp_path / "model" / name).read_bytes() == FILES[name]
 
 

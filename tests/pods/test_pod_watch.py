@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from medha_process.part_state import PartState, Phase, read_state
-from medha_process.supervision.lifecycle import GiveUp, Interrupt
+from medha_process.supervision.lifecycle import Abort, Interrupt
 from medha_worker.pod.leader_name import looked_up
-from medha_worker.pod.pod_watch import LIVE_SECONDS, UNMET_SECONDS, PodWatch
+from medha_worker.pod.pod_watch import FAILED_RENDEZVOUS_SECONDS, LIVE_SECONDS, PodWatch
 
 PARTS = ["controller", "rank 0", "rank 1"]
 READY_SECONDS, DRAIN_SECONDS = 100.0, 30.0
@@ -22,14 +22,20 @@ def watch() -> PodWatch:
 
 def tell(watch: PodWatch, phase: Phase, now: float = 1.0, *parts: str, **fields: object) -> None:
     for part in parts or PARTS:
-        watch.told(part, PartState.model_validate({"phase": phase, **fields}), now)
+        watch.reported(part, PartState.model_validate({"phase": phase, **fields}), now)
 
 
-def unmet(watch: PodWatch, epoch: int, now: float) -> None:
+def failed_rendezvous(watch: PodWatch, epoch: int, now: float) -> None:
     """Two ranks say it, and say it again with every beat."""
     for _ in range(2):
         tell(
-            watch, "gathering", now, "rank 0", "rank 1", unmet_epoch=epoch, unmet_reason="rank 2 did not come"
+            watch,
+            "gathering",
+            now,
+            "rank 0",
+            "rank 1",
+            failed_epoch=epoch,
+            failed_reason="rank 2 did not come",
         )
 
 
@@ -66,57 +72,57 @@ def test_who_was_asked_to_stop_is_not_ready_and_waits_only_for_requests_that_may
 
 
 def test_a_supervisor_whose_loop_does_not_turn_does_not_live(watch: PodWatch) -> None:
-    watch.look(50.0)
+    watch.poll(50.0)
     assert watch.live(50.0 + LIVE_SECONDS).ok
     assert not watch.live(50.1 + LIVE_SECONDS).ok
 
 
 def test_three_meetings_that_fail_within_ten_minutes_ask_for_a_restart(watch: PodWatch) -> None:
     for epoch in (3, 4):
-        unmet(watch, epoch, 10.0 * epoch)
-        assert watch.look(10.0 * epoch) is None
-    unmet(watch, 5, 50.0)
-    found = watch.look(50.0)
-    assert isinstance(found, GiveUp)
+        failed_rendezvous(watch, epoch, 10.0 * epoch)
+        assert watch.poll(10.0 * epoch) is None
+    failed_rendezvous(watch, 5, 50.0)
+    found = watch.poll(50.0)
+    assert isinstance(found, Abort)
     assert found.exit_status == 75
     assert found.reason.startswith("RendezvousFailed: ")
     assert found.reason.endswith("rank 2 did not come")
 
 
 def test_meetings_that_failed_longer_ago_do_not_count(watch: PodWatch) -> None:
-    for epoch, now in ((3, 10.0), (4, 20.0), (5, 10.0 + UNMET_SECONDS)):
-        unmet(watch, epoch, now)
+    for epoch, now in ((3, 10.0), (4, 20.0), (5, 10.0 + FAILED_RENDEZVOUS_SECONDS)):
+        failed_rendezvous(watch, epoch, now)
         tell(watch, "serving", now + 1, epoch=epoch)
-    assert watch.look(20.0 + UNMET_SECONDS) is None
+    assert watch.poll(20.0 + FAILED_RENDEZVOUS_SECONDS) is None
 
 
 def test_ranks_that_have_weights_and_do_not_meet_in_time_ask_for_a_restart(watch: PodWatch) -> None:
     tell(watch, "serving", 10.0, epoch=1)
     tell(watch, "gathering", 20.0, "rank 1")
-    assert watch.look(20.0 + READY_SECONDS) is None
-    found = watch.look(20.1 + READY_SECONDS)
-    assert isinstance(found, GiveUp)
+    assert watch.poll(20.0 + READY_SECONDS) is None
+    found = watch.poll(20.1 + READY_SECONDS)
+    assert isinstance(found, Abort)
     assert (found.exit_status, "rank 1 waits for the other ranks" in found.reason) == (75, True)
 
 
 def test_a_start_that_takes_too_long_is_no_reason_to_replace_the_others(watch: PodWatch) -> None:
     tell(watch, "calling", 10.0, "rank 0")
     tell(watch, "loading", 10.0, "rank 1")
-    found = watch.look(0.1 + READY_SECONDS)
-    assert isinstance(found, GiveUp)
+    found = watch.poll(0.1 + READY_SECONDS)
+    assert isinstance(found, Abort)
     assert found.exit_status == 1
     assert found.reason.startswith("StartTooSlow: not ready within 100 s (spec.lifecycle.readySeconds): ")
 
 
 def test_who_is_refused_asks_to_be_replaced(watch: PodWatch) -> None:
     tell(watch, "calling", 1.0, "rank 0", refused="it was last in epoch 3")
-    found = watch.look(1.0)
-    assert isinstance(found, GiveUp)
+    found = watch.poll(1.0)
+    assert isinstance(found, Abort)
     assert (found.exit_status, found.reason.endswith("it was last in epoch 3")) == (75, True)
 
 
 def test_a_state_is_read_as_it_was_written_and_anything_else_is_as_if_nothing_was_said() -> None:
-    state = PartState(phase="meeting", epoch=4, detail="groups form")
+    state = PartState(phase="rendezvous", epoch=4, detail="groups form")
     assert read_state(b"WATCHDOG=1\n" + state.line()) == state
     assert read_state(b"WATCHDOG=1") is None
     assert read_state(b'WATCHDOG=1\nX_MEDHA_STATE={"phase": "dreaming"}') is None

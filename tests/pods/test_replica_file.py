@@ -11,7 +11,7 @@ import pytest
 
 from medha.api.replica import MedhaReplicaSpec, parse_replica
 from medha.errors import ConfigInvalid
-from medha_operator.replica.render import Owner, config_map
+from medha_operator.replica.manifests import Owner, config_map
 from medha_worker.pod.pod_parts import read_replica
 
 SPEC = MedhaReplicaSpec.model_validate(

@@ -44,8 +44,8 @@ def test_a_pod_of_a_newer_revision_waits_until_its_own_leader_is_there(alone: Re
     leader.variables["MEDHA_REVISION"], other.variables["MEDHA_REVISION"] = "older", "newer"
     leader.start()
     other.start()
-    told = "rank 1 of revision newer waits for its controller"
-    eventually("the leader knows it by its revision", lambda: told in leader.log, 60)
+    reported = "rank 1 of revision newer waits for its controller"
+    eventually("the leader knows it by its revision", lambda: reported in leader.log, 60)
     assert not leader.is_ready()
     leader.kill()
     shutil.rmtree(leader.folder)  # a new pod finds nothing of the old one's

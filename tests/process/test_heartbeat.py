@@ -24,7 +24,7 @@ from medha_process.part_state import PartState
 from medha_process.supervision.heartbeat import (
     AWAY_SECONDS,
     IMPORT_SECONDS,
-    LOOK_SECONDS,
+    POLL_SECONDS,
     SILENT_SECONDS,
     SOCKET_NAME,
     STOPPED_SECONDS,
@@ -40,7 +40,7 @@ def watching(*process_ids: int) -> Beats:
     beats = Beats()
     for process_id in process_ids:
         beats.started(process_id, 0.0)
-        assert beats.heard(process_id, 0.0)
+        assert beats.seen(process_id, 0.0)
     return beats
 
 
@@ -49,14 +49,14 @@ def looked_at_often(beats: Beats, start: float, stop: float) -> list[int]:
     now = start
     while now < stop:
         beats.silent(now)
-        now += LOOK_SECONDS
+        now += POLL_SECONDS
     return list(beats.silent(stop))
 
 
 def test_a_part_is_silent_that_was_heard_and_is_not_any_more() -> None:
     beats = watching(7, 8)
     assert looked_at_often(beats, 0.0, SILENT_SECONDS) == []
-    beats.heard(8, SILENT_SECONDS)
+    beats.seen(8, SILENT_SECONDS)
     assert list(beats.silent(SILENT_SECONDS + 0.1)) == [7]
     beats.forget(7)
     assert beats.silent(SILENT_SECONDS + 0.2) == {}
@@ -76,7 +76,7 @@ def test_a_part_that_was_started_has_longer_until_its_first_sign_of_life_unless_
     beats.started(8, 0.0)
     assert looked_at_often(beats, 0.0, IMPORT_SECONDS) == []
     assert list(beats.silent(IMPORT_SECONDS, lambda process_id: process_id == 8)) == [8]
-    beats.heard(8, IMPORT_SECONDS)
+    beats.seen(8, IMPORT_SECONDS)
     assert looked_at_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + 0.1) == [7]
     beats.forget(7)
     assert looked_at_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + SILENT_SECONDS + 0.1) == [8]
@@ -98,15 +98,15 @@ def test_nobody_is_silent_because_the_supervisor_itself_stood_still() -> None:
     beats = watching(7)
     beats.silent(0.0)
     assert beats.silent(1000.0) == {}
-    assert looked_at_often(beats, 1000.0 + LOOK_SECONDS, 1000.1 + SILENT_SECONDS) == [7]
+    assert looked_at_often(beats, 1000.0 + POLL_SECONDS, 1000.1 + SILENT_SECONDS) == [7]
     assert AWAY_SECONDS < SILENT_SECONDS
 
 
 def test_nobody_is_heard_who_was_not_started_or_has_ended() -> None:
     beats = watching(7)
-    assert not beats.heard(8, 1.0)
+    assert not beats.seen(8, 1.0)
     beats.forget(7)
-    assert not beats.heard(7, 1.0)
+    assert not beats.seen(7, 1.0)
     assert looked_at_often(beats, 0.0, 10 * SILENT_SECONDS) == []
 
 
@@ -115,26 +115,26 @@ class Heard:
     """A listener that watches this process and no other, and what it was told."""
 
     listener: Listener
-    told: SimpleQueue[tuple[int, PartState]]
+    reported: SimpleQueue[tuple[int, PartState]]
 
-    def say(self, datagram: bytes) -> None:
+    def log(self, datagram: bytes) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(datagram, self.listener.address)
 
     def is_heard(self) -> bool:
         """Whether what this process says still arrives; whatever was said before it has been read then."""
         state = PartState(phase="serving", epoch=secrets.randbelow(10**9))
-        self.say(b"WATCHDOG=1\n" + state.line())
-        process_id, heard = self.told.get(timeout=10)
-        return (process_id, heard) == (os.getpid(), state)
+        self.log(b"WATCHDOG=1\n" + state.line())
+        process_id, seen = self.reported.get(timeout=10)
+        return (process_id, seen) == (os.getpid(), state)
 
 
 @pytest.fixture
-def heard(tmp_path: Path) -> Iterator[Heard]:
-    beats, told = Beats(), SimpleQueue[tuple[int, PartState]]()
+def seen(tmp_path: Path) -> Iterator[Heard]:
+    beats, reported = Beats(), SimpleQueue[tuple[int, PartState]]()
     beats.started(os.getpid(), time.monotonic())
-    listener = Listener(tmp_path, beats, lambda process_id, state: told.put((process_id, state)))
-    yield Heard(listener, told)
+    listener = Listener(tmp_path, beats, lambda process_id, state: reported.put((process_id, state)))
+    yield Heard(listener, reported)
     listener.close()
 
 
@@ -158,28 +158,28 @@ def send(address: str, datagram: str, *options: str) -> subprocess.CompletedProc
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 
-def test_no_datagram_stops_the_listener_whoever_sends_it(heard: Heard) -> None:
+def test_no_datagram_stops_the_listener_whoever_sends_it(seen: Heard) -> None:
     for datagram in (b"STOP", b"", b"WATCHDOG=1", b"WATCHDOG=1\nX_MEDHA_STATE={", b"\xff" * 100_000):
-        heard.say(datagram)
-    assert heard.is_heard()
-    assert heard.listener.trouble() == ""
+        seen.log(datagram)
+    assert seen.is_heard()
+    assert seen.listener.problem() == ""
 
 
 @needs_root
-def test_another_user_cannot_send_to_the_listener(heard: Heard, tmp_path: Path) -> None:
-    path = Path(heard.listener.address)
+def test_another_user_cannot_send_to_the_listener(seen: Heard, tmp_path: Path) -> None:
+    path = Path(seen.listener.address)
     assert path.parent == tmp_path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)  # so that the socket's own mode is what keeps others out
-    ended = send(heard.listener.address, "STOP", "as nobody")
+    ended = send(seen.listener.address, "STOP", "as nobody")
     assert "PermissionError" in ended.stderr
-    assert heard.is_heard()
+    assert seen.is_heard()
 
 
 @needs_root
-def test_the_beats_of_another_user_and_of_other_processes_do_not_count(heard: Heard) -> None:
-    path = Path(heard.listener.address)
+def test_the_beats_of_another_user_and_of_other_processes_do_not_count(seen: Heard) -> None:
+    path = Path(seen.listener.address)
     for folder in path.parents[:-2]:
         folder.chmod(0o755)
     path.chmod(0o666)
@@ -188,10 +188,10 @@ def test_the_beats_of_another_user_and_of_other_processes_do_not_count(heard: He
     for options in ([], ["as nobody"]):
         sent = send(str(path), said, *options)
         assert sent.returncode == 0, sent.stderr
-    assert heard.is_heard()  # and the first that it is told of
+    assert seen.is_heard()  # and the first that it is told of
 
 
-def test_a_flood_of_datagrams_hides_no_beat(heard: Heard) -> None:
+def test_a_flood_of_datagrams_hides_no_beat(seen: Heard) -> None:
     flood = """
 import os, socket, sys
 sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -203,7 +203,7 @@ while True:
     except BlockingIOError:
         pass
 """
-    command = [sys.executable, "-S", "-c", flood, heard.listener.address]
+    command = [sys.executable, "-S", "-c", flood, seen.listener.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -211,32 +211,34 @@ while True:
             beats = subprocess.Popen(
                 [sys.executable, "-c", "from medha_process.watchdog import Watchdog\nWatchdog()\ninput()"],
                 stdin=subprocess.PIPE,
-                env={**os.environ, "NOTIFY_SOCKET": heard.listener.address},
+                env={**os.environ, "NOTIFY_SOCKET": seen.listener.address},
             )
             with beats:
-                heard.listener._beats.started(beats.pid, 0.0)
-                while heard.listener._beats._heard_at[beats.pid] == 0.0:  # the test's own timeout bounds it
+                seen.listener._beats.started(beats.pid, 0.0)
+                while (
+                    seen.listener._beats._last_seen_at[beats.pid] == 0.0
+                ):  # the test's own timeout bounds it
                     time.sleep(0.05)
                 beats.communicate(b"\n")
         finally:
             process.kill()
-    assert heard.is_heard()
+    assert seen.is_heard()
 
 
-def test_a_listener_that_has_died_or_whose_file_was_removed_says_so(heard: Heard, tmp_path: Path) -> None:
-    path = Path(heard.listener.address)
+def test_a_listener_that_has_died_or_whose_file_was_removed_says_so(seen: Heard, tmp_path: Path) -> None:
+    path = Path(seen.listener.address)
     path.rename(tmp_path / "elsewhere")
-    assert "was removed" in heard.listener.trouble()
+    assert "was removed" in seen.listener.problem()
     (tmp_path / "elsewhere").rename(path)
-    assert heard.listener.trouble() == ""
+    assert seen.listener.problem() == ""
 
     def fails(_process_id: int, _state: PartState) -> None:
         raise MemoryError("no room")
 
-    heard.listener._told = fails
-    heard.say(b"WATCHDOG=1\n" + PartState(phase="serving").line())
-    heard.listener._thread.join(timeout=10)
-    assert "has ended (MemoryError: no room)" in heard.listener.trouble()
+    seen.listener._on_state = fails
+    seen.log(b"WATCHDOG=1\n" + PartState(phase="serving").line())
+    seen.listener._thread.join(timeout=10)
+    assert "has ended (MemoryError: no room)" in seen.listener.problem()
 
 
 def test_closing_ends_although_the_queue_is_full_and_removes_the_file(tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ def test_a_socket_that_a_killed_supervisor_has_left_is_replaced(tmp_path: Path) 
     left.bind(str(tmp_path / SOCKET_NAME))
     left.close()
     listener = Listener(tmp_path, Beats(), lambda *_: None)
-    assert listener.trouble() == ""
+    assert listener.problem() == ""
     listener.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -13,17 +13,17 @@ from medha_process.supervision.lifecycle import (
     FAILED_GRACE_SECONDS,
     GRACE_SECONDS,
     MOST_DEATHS_SLOW,
+    Abort,
     Command,
     Event,
     Exited,
-    GiveUp,
     Interrupt,
     Kill,
     Lifecycle,
+    Log,
     Phase,
     Present,
     Ready,
-    Say,
     Silent,
     Start,
     Terminate,
@@ -43,7 +43,7 @@ def run(*events: tuple[float, Event]) -> tuple[Lifecycle, list[Command]]:
     commands: list[Command] = []
     for now, event in events:
         state, commands = handle(state, event, now)
-    return state, [command for command in commands if not isinstance(command, Say)]
+    return state, [command for command in commands if not isinstance(command, Log)]
 
 
 SERVING = [(1.0, Ready())]
@@ -121,7 +121,7 @@ def test_a_part_that_ends_once_a_minute_is_not_started_again_for_ever() -> None:
     while state.phase is Phase.SERVING:
         now += 61.0
         state, commands = handle(state, Exited("rank 0", -9), now)
-        said += [command.text for command in commands if isinstance(command, Say)]
+        said += [command.text for command in commands if isinstance(command, Log)]
     assert len(said) == MOST_DEATHS_SLOW - 1
     assert said[0].endswith("restarting it")
     assert said[1].endswith("restarting it (it ended 2 times within an hour)")
@@ -142,7 +142,7 @@ def words_of(*exits: Exited) -> tuple[str, list[str]]:
     state, said = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=DRAIN_SECONDS), []
     for event in exits:
         state, commands = handle(state, event, 2.0)
-        said += [command.text for command in commands if isinstance(command, Say)]
+        said += [command.text for command in commands if isinstance(command, Log)]
     return state.failure, said
 
 
@@ -243,7 +243,7 @@ def test_every_history_ends_when_the_parts_do_and_none_ends_before() -> None:
     """Random histories: ENDED exactly when nothing runs; no part is asked the same twice; a killed run stays killed."""
     for seed in range(300):
         dice = random.Random(seed)
-        state, now, asked = begin(GROUPS, 0.0, ready_seconds=60, drain_seconds=30), 0.0, []
+        state, now, stop_requested = begin(GROUPS, 0.0, ready_seconds=60, drain_seconds=30), 0.0, []
         for _ in itertools.count():
             if state.phase is Phase.ENDED:
                 break
@@ -252,7 +252,7 @@ def test_every_history_ends_when_the_parts_do_and_none_ends_before() -> None:
             event = dice.choice([Ready(), Interrupt(), TimePassed(), TimePassed(), *exits])
             before = state
             state, commands = handle(state, event, now)
-            asked += [command for command in commands if isinstance(command, Terminate)]
+            stop_requested += [command for command in commands if isinstance(command, Terminate)]
             assert (state.phase is Phase.ENDED) == (not state.running)
             assert state.running <= before.running
             if before.phase is Phase.KILLING:
@@ -260,7 +260,7 @@ def test_every_history_ends_when_the_parts_do_and_none_ends_before() -> None:
             if state.phase in (Phase.STARTING, Phase.DRAINING, Phase.STOPPING):
                 assert state.deadline < math.inf
             assert (state.exit_status == 1) == bool(state.failure)
-        assert len(asked) == len(set(asked))
+        assert len(stop_requested) == len(set(stop_requested))
 
 
 def test_a_silent_part_is_killed_while_serving_and_then_started_again_like_any_that_ends() -> None:
@@ -279,19 +279,19 @@ def test_a_silent_part_is_killed_while_draining_if_open_requests_need_it() -> No
 def test_a_silent_part_is_named_once_while_the_replica_starts_and_left_alone() -> None:
     starting, _ = run()
     state, commands = handle(starting, Silent("rank 1", 2.1), 3.0)
-    assert commands == [Say("rank 1 has sent no heartbeat for 2.1 s")]
+    assert commands == [Log("rank 1 has sent no heartbeat for 2.1 s")]
     assert handle(state, Silent("rank 1", 3.1), 4.0) == (state, [])
-    assert handle(state, Silent("rank 0", 5.1), 5.0)[1] == [Say("rank 0 has sent no heartbeat for 5.1 s")]
+    assert handle(state, Silent("rank 0", 5.1), 5.0)[1] == [Log("rank 0 has sent no heartbeat for 5.1 s")]
 
 
 def test_parts_that_another_pod_drains_are_asked_only_when_it_is_silent_too_long() -> None:
-    waiting = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=30.0, awaits_word=True)
+    waiting = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=30.0, awaits_notice=True)
     serving, _ = handle(waiting, Ready(), 1.0)
     draining, commands = handle(serving, Interrupt(), 2.0)
     assert draining.phase is Phase.DRAINING
     assert not [command for command in commands if isinstance(command, Terminate)]
-    told, commands = handle(draining, Exited("router", 0), 3.0)
-    assert told.failure == "", "the leader has spoken"
+    reported, commands = handle(draining, Exited("router", 0), 3.0)
+    assert reported.failure == "", "the leader has spoken"
     assert Start("rank 0") in handle(draining, Exited("rank 0", -9), 3.0)[1], "and until then they are needed"
     late, commands = handle(draining, TimePassed(), draining.deadline)
     assert late.exit_status == 0
@@ -306,7 +306,7 @@ def test_parts_without_requests_stop_at_once() -> None:
 
 
 def test_who_watches_the_parts_may_give_up_with_an_exit_status_of_its_own() -> None:
-    state, _ = run(*SERVING, (2.0, GiveUp("they do not meet", 75)), *[(3.0, Exited(part, 0)) for part in ALL])
+    state, _ = run(*SERVING, (2.0, Abort("they do not meet", 75)), *[(3.0, Exited(part, 0)) for part in ALL])
     assert (state.phase, state.exit_status, state.failure) == (Phase.ENDED, 75, "they do not meet")
-    state, _ = run(*DRAINING, (3.0, GiveUp("they do not meet", 75)))
+    state, _ = run(*DRAINING, (3.0, Abort("they do not meet", 75)))
     assert state.phase is Phase.DRAINING, "open requests are finished first"

@@ -4,28 +4,28 @@ import os
 import subprocess
 import sys
 
-from medha_process.watchdog import AWAY_SECONDS, Promise
+from medha_process.watchdog import AWAY_SECONDS, Deadline
 
 
 def test_a_main_loop_that_does_not_come_back_in_time_has_broken_its_promise() -> None:
-    promise = Promise()
-    assert promise.broken(1e9) is None, "what was never promised"
-    promise.renew(100.0, 4.0, "step 7")
-    promise.broken(100.0)
+    deadline = Deadline()
+    assert deadline.missed(1e9) is None, "what was never promised"
+    deadline.renew(100.0, 4.0, "step 7")
+    deadline.missed(100.0)
     for now in (101.0, 102.0, 103.0, 104.0):
-        assert promise.broken(now) is None
-    assert promise.broken(104.5) == "step 7"
-    promise.renew(104.6, 4.0, "step 8")
-    assert promise.broken(105.0) is None
+        assert deadline.missed(now) is None
+    assert deadline.missed(104.5) == "step 7"
+    deadline.renew(104.6, 4.0, "step 8")
+    assert deadline.missed(105.0) is None
 
 
 def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:
-    promise = Promise()
-    promise.renew(0.0, 4.0, "step 7")
-    promise.broken(1.0)
-    assert promise.broken(101.0) is None
-    assert promise.broken(101.0 + AWAY_SECONDS) is None
-    assert promise.broken(101.0 + 2 * AWAY_SECONDS) == "step 7"
+    deadline = Deadline()
+    deadline.renew(0.0, 4.0, "step 7")
+    deadline.missed(1.0)
+    assert deadline.missed(101.0) is None
+    assert deadline.missed(101.0 + AWAY_SECONDS) is None
+    assert deadline.missed(101.0 + 2 * AWAY_SECONDS) == "step 7"
 
 
 def test_a_stuck_process_ends_itself_and_says_what_it_was_stuck_in() -> None:

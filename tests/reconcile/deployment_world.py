@@ -13,16 +13,25 @@ from medha.api.replica import MedhaReplicaSpec
 from medha_operator.deployment.observed_deployment import (
     MAY_DRAIN,
     TEMPLATE_LABEL,
-    KeptTemplate,
     ObservedDeployment,
+    StoredTemplate,
     child_index,
     child_of,
 )
 from medha_operator.deployment.plan_deployment import plan_deployment
-from medha_operator.replica.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.plan import (
+    Action,
+    Apply,
+    Confirm,
+    Delete,
+    Plan,
+    RecordEvent,
+    SetStatus,
+    timestamp,
+)
 from medha_operator.replica.revision import Revision, begin
-from medha_operator.settings import OperatorSettings
-from medha_operator.status import DeploymentStatus
+from medha_operator.status_fields import DeploymentStatus
 
 SETTINGS = OperatorSettings()
 GANG = "2030-01-01T00:00:00Z"
@@ -39,16 +48,16 @@ def _pods_of(spec: str) -> Revision:
 
 
 class DeploymentWorld:
-    """One deployment and its replicas. `room` is how many replicas the cluster can place."""
+    """One deployment and its replicas. `capacity` is how many replicas the cluster can place."""
 
-    def __init__(self, replicas: int, *, room: int = 100, **spec: Any) -> None:
+    def __init__(self, replicas: int, *, capacity: int = 100, **spec: Any) -> None:
         self.now = datetime(2030, 1, 1, tzinfo=UTC).timestamp()
         self.spec: dict[str, Any] = {"replicas": replicas, "template": template()} | spec
         self.generation = 1
         self.status = DeploymentStatus()
-        self.room = room
+        self.capacity = capacity
         self.replicas: dict[str, dict[str, Any]] = {}
-        self.templates: dict[str, KeptTemplate] = {}
+        self.templates: dict[str, StoredTemplate] = {}
         self.kept_of_replicas: dict[str, Revision] = {}
         """Revisions, by name."""
         self.cordoned: set[str] = set()
@@ -61,7 +70,7 @@ class DeploymentWorld:
         """Names of replicas whose specs are refused: their pods are left alone, and told of as they are."""
         self.untold: set[str] = set()
         """Names of replicas whose specs are refused in the words of an earlier release, which said nothing of their pods."""
-        self.told: list[Tell] = []
+        self.notice: list[RecordEvent] = []
         self.writes = 0
         self._serial = 0
 
@@ -93,12 +102,12 @@ class DeploymentWorld:
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            self.writes += not isinstance(action, Tell | Confirm)
+            self.writes += not isinstance(action, RecordEvent | Confirm)
             match action:
                 case Apply(manifest) if manifest["kind"] == "MedhaReplica":
                     self._apply(manifest)
                 case Apply(manifest):
-                    kept = KeptTemplate(
+                    kept = StoredTemplate(
                         manifest["metadata"]["name"].removeprefix("d-"),
                         manifest["revision"],
                         copy.deepcopy(manifest["data"]["template"]),
@@ -111,8 +120,8 @@ class DeploymentWorld:
                     del self.templates[name.removeprefix("d-")]
                 case SetStatus(DeploymentStatus() as status):
                     self.status = status
-                case Tell():
-                    self.told.append(action)
+                case RecordEvent():
+                    self.notice.append(action)
                 case Confirm():
                     pass
                 case _:
@@ -142,12 +151,12 @@ class DeploymentWorld:
             names &= self.replicas.keys()
         placed = sum(bool(one["status"].get("placed")) for one in self.replicas.values())
         for name, document in sorted(self.replicas.items()):
-            placed += self._turn(name, document, has_room=placed < self.room)
+            placed += self._turn(name, document, has_room=placed < self.capacity)
 
     def _turn(self, name: str, document: dict[str, Any], *, has_room: bool) -> int:
         status, metadata = document["status"], document["metadata"]
         if name in self.refused | self.untold:
-            self._tell(name, document)
+            self._record_event(name, document)
             return 0
         kept = _pods_of(json.dumps(document["spec"]))
         self.kept_of_replicas[kept.name], pods = kept, kept.name
@@ -168,10 +177,10 @@ class DeploymentWorld:
             status["started"] = document["spec"].get("image") not in self.broken
             if status["started"]:
                 status["newestMember"] = timestamp(self.now)
-        self._tell(name, document)
+        self._record_event(name, document)
         return bool(status.get("placed")) - had
 
-    def _tell(self, name: str, document: dict[str, Any]) -> None:
+    def _record_event(self, name: str, document: dict[str, Any]) -> None:
         status, generation = document["status"], document["metadata"]["generation"]
         status["observedGeneration"] = generation
         broken = (
@@ -186,7 +195,7 @@ class DeploymentWorld:
             else "InsufficientCapacity" if not status.get("placed")
             else "Loading"
         )  # fmt: skip
-        judged = {
+        derived = {
             "Ready": (bool(status.get("started")), reason),
             "Serving": (bool(status.get("started")), reason),
             "Scheduled": (bool(status.get("placed")), reason),
@@ -195,11 +204,11 @@ class DeploymentWorld:
         }
         no = {"Ready": (False, "Refused"), "Accepted": (False, "Refused"), "Stalled": (True, "Refused")}
         if name in self.untold:
-            judged = no
+            derived = no
         elif name in self.hindered or (name in self.refused and not status.get("started")):
-            judged |= no
+            derived |= no
         elif name in self.refused:
-            judged |= {kind: said for kind, said in no.items() if kind != "Ready"}
+            derived |= {kind: said for kind, said in no.items() if kind != "Ready"}
         before = {entry["type"]: entry for entry in status.get("conditions", ())}
         status["conditions"] = [
             {
@@ -212,7 +221,7 @@ class DeploymentWorld:
                 if kind in before and before[kind]["status"] == str(holds)
                 else timestamp(self.now),
             }
-            for kind, (holds, why) in judged.items()
+            for kind, (holds, why) in derived.items()
         ]
 
     def _apply(self, manifest: dict[str, Any]) -> None:

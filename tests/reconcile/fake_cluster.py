@@ -10,10 +10,10 @@ from medha_operator.index import Index
 from medha_operator.kube.client import ApiError, Cluster
 from medha_operator.kube.kinds import Key, Kind
 from medha_operator.kube.workqueue import WorkQueue
+from medha_operator.operator_metrics import Telemetry
+from medha_operator.operator_settings import OperatorSettings
 from medha_operator.program import least_pause
-from medha_operator.reconcile import Reconciler
-from medha_operator.settings import OperatorSettings
-from medha_operator.telemetry import Telemetry
+from medha_operator.reconciler import Reconciler
 
 Document = dict[str, Any]
 GRID = {"model": {"name": "m", "source": {"path": "x"}}, "resources": {"accelerator": "none"}}
@@ -27,7 +27,7 @@ class FakeCluster:
         self.objects: dict[tuple[str, str, str], Document] = {}
         self.calls: list[tuple[str, str]] = []
         """Verb and kind of every call, refused ones too."""
-        self.told: list[str] = []
+        self.notice: list[str] = []
         """Reasons of events."""
         self._version = 100
 
@@ -114,9 +114,9 @@ class FakeCluster:
             raise ApiError(409, "Conflict", "the object has been modified")
         return self.put(found | {"status": status})
 
-    async def tell(self, about: Document, reason: str, message: str, **_: Any) -> None:
+    async def record_event(self, about: Document, reason: str, message: str, **_: Any) -> None:
         self._begin("tell", "Event")
-        self.told.append(reason)
+        self.notice.append(reason)
 
 
 class Stage:
@@ -162,13 +162,13 @@ class Stage:
                 break
             key, _ = await self.queue.take()
             try:
-                look = await self.reconciler.look(key)
+                look = await self.reconciler.reconcile(key)
             except ApiError as error:
                 pauses.append(self.queue.failed(key, least_pause(error)))
             except ValueError:  # a mistake that a test has planted
                 pauses.append(self.queue.failed(key))
             else:
-                self.queue.done(key, goes_on=look.goes_on)
+                self.queue.done(key, makes_progress=look.makes_progress)
                 if look.writes:
                     self.queue.add(key)
         return pauses

@@ -49,11 +49,11 @@ def test_a_replica_is_progressing_until_it_serves_and_while_it_changes() -> None
     assert health(world)[0] == "Progressing"
 
 
-@pytest.mark.parametrize("trouble", ["ImagePullFailed", "ModelFetchFailed", "CrashLooping"])
-def test_what_does_not_mend_itself_is_degraded_and_says_why(trouble: str) -> None:
-    status, message = health(troubled(trouble))
+@pytest.mark.parametrize("problem", ["ImagePullFailed", "ModelFetchFailed", "CrashLooping"])
+def test_what_does_not_mend_itself_is_degraded_and_says_why(problem: str) -> None:
+    status, message = health(troubled(problem))
     assert status == "Degraded"
-    assert message.startswith(f"{trouble}: ")
+    assert message.startswith(f"{problem}: ")
 
 
 def test_a_spec_that_cannot_be_served_is_degraded() -> None:
@@ -75,7 +75,7 @@ def test_what_its_user_has_stopped_is_suspended() -> None:
 
 
 def test_a_deployment_is_healthy_progressing_or_degraded_by_the_same_text() -> None:
-    world = DeploymentWorld(2, room=2)
+    world = DeploymentWorld(2, capacity=2)
     world.settle()
     assert health(world)[0] == "Healthy"
     world.change(template=template(image="b"))

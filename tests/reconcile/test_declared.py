@@ -17,8 +17,8 @@ from medha_operator.declared import (
 from medha_operator.kube.client import Cluster
 from medha_operator.kube.kinds import ROUTER, Key
 from medha_operator.kube.store import Document
-from medha_operator.replica.plan import Tell
-from medha_operator.settings import OperatorSettings, RouterSite
+from medha_operator.operator_settings import OperatorSettings, RouterSite
+from medha_operator.replica.plan import RecordEvent
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
 SITE = RouterSite(name="front", namespace="edge")
@@ -100,7 +100,7 @@ class Router:
     def __init__(self, *resources: Document) -> None:
         self.cluster = FakeCluster()
         self.stage = Stage(self.cluster, SETTINGS)
-        self.told: list[Tell] = []
+        self.notice: list[RecordEvent] = []
         for document in resources:
             self.stage.see(document)
 
@@ -109,11 +109,13 @@ class Router:
             {"kind": ROUTER.name, "metadata": {"name": "front", "namespace": "edge"}, "spec": {}}
         )
 
-    def look(self, settings: OperatorSettings = SETTINGS) -> tuple[bool, float]:
-        async def tell(_: Document, told: Tell) -> None:
-            self.told.append(told)
+    def reconcile(self, settings: OperatorSettings = SETTINGS) -> tuple[bool, float]:
+        async def record_event(_: Document, notice: RecordEvent) -> None:
+            self.notice.append(notice)
 
-        found = publish_models(cast(Cluster, self.cluster), self.stage.index, SITE, settings, GROWN, tell)
+        found = publish_models(
+            cast(Cluster, self.cluster), self.stage.index, SITE, settings, GROWN, record_event
+        )
         return asyncio.run(found)
 
     def entries(self) -> dict[str, tuple[DeclaredModel, ...]]:
@@ -123,10 +125,10 @@ class Router:
 
 def test_the_config_map_comes_with_its_router_and_belongs_to_it() -> None:
     router = Router(replica())
-    assert router.look() == (False, 2.0)
+    assert router.reconcile() == (False, 2.0)
     assert MAP not in router.cluster.objects
     router.install()
-    assert router.look() == (True, 300.0)
+    assert router.reconcile() == (True, 300.0)
     assert router.entries() == {entry_name(SETTINGS): (model("m", 1),)}
     (owner,) = router.cluster.objects[MAP]["metadata"]["ownerReferences"]
     there = router.cluster.objects[ROUTER.name, "edge", "front"]["metadata"]
@@ -136,34 +138,34 @@ def test_the_config_map_comes_with_its_router_and_belongs_to_it() -> None:
 def test_nothing_is_written_while_nothing_changes_and_a_change_by_hand_is_put_right() -> None:
     router = Router(replica())
     router.install()
-    router.look()
+    router.reconcile()
     before = list(router.cluster.calls)
-    assert router.look() == (False, 300.0)
+    assert router.reconcile() == (False, 300.0)
     assert {verb for verb, _ in router.cluster.calls[len(before) :]} == {"get"}
     router.cluster.objects[MAP]["data"][entry_name(SETTINGS)] = "{}"
-    assert router.look()[0] is True
+    assert router.reconcile()[0] is True
     assert router.entries() == {entry_name(SETTINGS): (model("m", 1),)}
 
 
 def test_a_router_that_no_resource_names_gets_none_and_an_entry_goes_with_the_last_one() -> None:
     router = Router()
     router.install()
-    assert router.look() == (False, 300.0)
+    assert router.reconcile() == (False, 300.0)
     assert MAP not in router.cluster.objects
     router.stage.see(replica())
-    router.look()
+    router.reconcile()
     router.stage.lose("MedhaReplica")
-    assert router.look()[0] is True
+    assert router.reconcile()[0] is True
     assert router.entries() == {}
 
 
 def test_two_installations_keep_to_their_own_entries() -> None:
     router, other = Router(replica()), SETTINGS.model_copy(update={"lease_namespace": "second"})
     router.install()
-    assert router.look()[0] is True
-    assert router.look(other)[0] is True
-    assert router.look()[0] is False
-    assert router.look(other)[0] is False
+    assert router.reconcile()[0] is True
+    assert router.reconcile(other)[0] is True
+    assert router.reconcile()[0] is False
+    assert router.reconcile(other)[0] is False
     assert router.entries().keys() == {entry_name(SETTINGS), entry_name(other)}
 
 
@@ -172,23 +174,23 @@ def test_somebody_elses_config_map_is_left_alone_and_told_of() -> None:
     router.install()
     metadata = {"name": MAP.name, "namespace": "edge"}
     theirs = router.cluster.put({"kind": "ConfigMap", "metadata": metadata, "data": {"a": "b"}})
-    assert router.look() == (False, 300.0)
+    assert router.reconcile() == (False, 300.0)
     assert router.cluster.objects[MAP] == theirs
-    (told,) = router.told
-    assert (told.reason, told.is_warning) == ("NameTaken", True)
+    (notice,) = router.notice
+    assert (notice.reason, notice.is_warning) == ("NameConflict", True)
 
 
 def test_that_of_an_earlier_router_of_the_name_is_waited_for() -> None:
     router = Router(replica())
     router.install()
-    router.look()
+    router.reconcile()
     del router.cluster.objects[ROUTER.name, "edge", "front"]
     router.install()
     kept = router.cluster.objects[MAP]
-    assert router.look() == (False, 2.0)
+    assert router.reconcile() == (False, 2.0)
     assert router.cluster.objects[MAP] == kept
     del router.cluster.objects[MAP]  # by the garbage collector
-    assert router.look() == (True, 300.0)
+    assert router.reconcile() == (True, 300.0)
 
 
 def test_a_change_of_what_a_resource_declares_asks_for_a_look_and_no_other_change_does() -> None:

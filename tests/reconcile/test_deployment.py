@@ -187,26 +187,26 @@ def test_a_default_that_a_newer_release_adds_begins_no_rollout(world: Deployment
 
 
 def test_no_room_for_one_more_is_said_after_a_while_and_nothing_is_taken_down() -> None:
-    world = DeploymentWorld(2, room=2)
+    world = DeploymentWorld(2, capacity=2)
     world.settle()
     world.change(template=template(image="b"))
     for _ in range(5):
         world.do(world.plan().actions)
         world.operate()
     assert world.condition("Ready") == ("False", "RollingOut")
-    again = world.plan().again_seconds
+    again = world.plan().requeue_seconds
     assert again is not None
     world.now += again
     world.do(world.plan().actions)
     assert world.condition("Stalled") == ("True", "SurgeUnschedulable")
     assert len(world.serving()) == 2
-    world.room = 3  # a node was added
+    world.capacity = 3  # a node was added
     assert watched(world)[0] == 2
     assert world.images() == ["b", "b"]
 
 
 def test_without_room_the_bound_of_unavailable_ones_is_used() -> None:
-    world = DeploymentWorld(2, room=2, rollout={"maxSurge": 1, "maxUnavailable": 1})
+    world = DeploymentWorld(2, capacity=2, rollout={"maxSurge": 1, "maxUnavailable": 1})
     world.settle()
     world.change(template=template(image="b"))
     least, most, _ = watched(world, rounds=200)
@@ -216,7 +216,7 @@ def test_without_room_the_bound_of_unavailable_ones_is_used() -> None:
 
 def test_room_is_waited_for_since_it_was_looked_for_not_since_the_pods_were_missing() -> None:
     """A replica that was suspended had no node for a day; an autoscaler gets its time all the same."""
-    world = DeploymentWorld(2, room=1, template=template(suspend=True))
+    world = DeploymentWorld(2, capacity=1, template=template(suspend=True))
     world.settle()
     assert world.condition("Scheduled") == ("True", "Placed")
     world.now += 86_400
@@ -227,11 +227,11 @@ def test_room_is_waited_for_since_it_was_looked_for_not_since_the_pods_were_miss
     assert world.condition("Scheduled") == ("False", "InsufficientCapacity")
     assert world.condition("Stalled")[0] == "False"
     planned = world.plan()
-    assert planned.again_seconds == 300
+    assert planned.requeue_seconds == 300
     world.now += 300
     world.do(world.plan().actions)
     assert world.condition("Stalled") == ("True", "InsufficientCapacity")
-    world.room = 2
+    world.capacity = 2
     watched(world)
     assert world.condition("Scheduled") == ("True", "Placed")
 
@@ -243,7 +243,7 @@ def test_fewer_replicas_lose_the_highest_and_the_unready_first(world: Deployment
     world.change(replicas=5)
     world.settle()
     world.replicas["d-3"]["status"]["started"] = False
-    world._tell("d-3", world.replicas["d-3"])
+    world._record_event("d-3", world.replicas["d-3"])
     world.change(replicas=2)
     assert deleted(world.plan()) == ["d-3", "d-4", "d-2"]
     watched(world)
@@ -252,11 +252,11 @@ def test_fewer_replicas_lose_the_highest_and_the_unready_first(world: Deployment
 
 def test_one_too_many_stays_while_it_stands_in_for_one_that_is_down(world: DeploymentWorld) -> None:
     world.replicas["d-0"]["status"].update(started=False, placed=False)
-    world.room = 2
+    world.capacity = 2
     world.operate()
     world.change(replicas=2)
     assert deleted(world.plan()) == []
-    world.room = 3
+    world.capacity = 3
     watched(world)
     assert sorted(world.replicas) == ["d-0", "d-1"]
 
@@ -288,7 +288,7 @@ def test_a_replica_counts_only_after_it_was_ready_for_as_long_as_asked() -> None
     planned = world.plan()
     world.do(planned.actions)
     assert world.condition("Ready") == ("False", "WaitingForMinReady")
-    assert planned.again_seconds == 60
+    assert planned.requeue_seconds == 60
     world.now += 60
     world.do(world.plan().actions)
     assert world.condition("Ready") == ("True", "Complete")
@@ -334,16 +334,16 @@ def test_what_is_available_waits_for_its_stand_in_to_be_so_too() -> None:
 
 
 def test_no_progress_for_too_long_is_reported_and_progress_later_takes_it_back() -> None:
-    world = DeploymentWorld(1, room=0, progressDeadlineSeconds=100, rollout={"maxUnavailable": 1})
+    world = DeploymentWorld(1, capacity=0, progressDeadlineSeconds=100, rollout={"maxUnavailable": 1})
     for _ in range(4):
         world.do(world.plan().actions)
         world.operate()
     planned = world.plan()
-    assert planned.again_seconds is not None
+    assert planned.requeue_seconds is not None
     world.now += 101
     world.do(world.plan().actions)
     assert world.condition("Progressing") == ("False", "ProgressDeadlineExceeded")
-    world.room = 1
+    world.capacity = 1
     watched(world)
     assert world.condition("Progressing") == ("True", "Complete")
 
@@ -372,14 +372,14 @@ def test_a_drain_after_a_long_rest_is_not_late_from_the_beginning(rollout: dict[
 
 
 def test_room_that_comes_late_is_used_in_time() -> None:
-    world = DeploymentWorld(1, room=0)
+    world = DeploymentWorld(1, capacity=0)
     for _ in range(4):
         world.do(world.plan().actions)
         world.operate()
     world.now += 100_000
     world.do(world.plan().actions)
     assert world.condition("Stalled") == ("True", "InsufficientCapacity")
-    world.room = 1
+    world.capacity = 1
     world.operate()
     assert not late(world)
 
@@ -446,7 +446,7 @@ def test_a_change_that_its_replica_has_yet_to_see_leaves_it_serving_if_it_asks_f
 def test_without_room_it_leaves_only_if_one_may_be_missing() -> None:
     for unavailable, stays in ((0, True), (1, False)):
         rollout = {"maxSurge": 1, "maxUnavailable": unavailable}
-        world = DeploymentWorld(2, room=2, rollout=rollout)
+        world = DeploymentWorld(2, capacity=2, rollout=rollout)
         world.settle()
         world.cordoned = {"d-0"}
         watched(world, rounds=200)
@@ -464,7 +464,7 @@ def test_a_replica_of_somebody_else_is_never_touched() -> None:
     foreign = world.replicas["d-1"]["metadata"]
     foreign["ownerReferences"] = [{"uid": "else", "controller": True}]
     world.settle()
-    assert world.condition("Stalled") == ("True", "NameTaken")
+    assert world.condition("Stalled") == ("True", "NameConflict")
     assert foreign["ownerReferences"] == [{"uid": "else", "controller": True}]
     world.change(replicas=1)
     world.settle()
@@ -482,7 +482,7 @@ def test_a_name_that_nobody_wants_may_be_anybodys(world: DeploymentWorld) -> Non
     assert (world.condition("Ready"), world.replicas["d-70"]) == (("True", "Complete"), foreign)
     world.change(replicas=71)
     world.settle()
-    assert world.condition("Stalled") == ("True", "NameTaken")
+    assert world.condition("Stalled") == ("True", "NameConflict")
 
 
 def test_replicas_of_a_deleted_deployment_of_the_same_name_are_waited_for(world: DeploymentWorld) -> None:

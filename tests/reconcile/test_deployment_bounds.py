@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha_operator.deployment.observed_deployment import Child, child_of
+from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.plan import Apply, Plan
-from medha_operator.settings import OperatorSettings
 from reconcile.deployment_world import DeploymentWorld, applied, deleted, template, watched
 from reconcile.world import World
 
@@ -25,8 +25,8 @@ def test_replicas_that_serve_though_something_is_refused_are_changed_behind_othe
     names: set[str] = getattr(world, what)
     names |= {"d-0", "d-1", "d-2"}
     world.operate()
-    told = {one["status"]["conditions"][0]["reason"] for one in world.replicas.values()}
-    assert told == {"Serving" if what == "refused" else "Refused"}
+    notice = {one["status"]["conditions"][0]["reason"] for one in world.replicas.values()}
+    assert notice == {"Serving" if what == "refused" else "Refused"}
     world.change(template=template(image="b"))
     for _ in range(20):
         world.do(bounded(world).actions)
@@ -56,7 +56,7 @@ def test_a_replica_whose_gang_is_not_to_be_had_any_more_is_counted_on_until_it_i
     assert (seen().serving_since is not None, seen().may_serve) == (True, False)
     monkeypatch.setattr("reconcile.world.SETTINGS", OperatorSettings())
     replica.settle()
-    assert seen().trouble[0] == "GangUnavailable"
+    assert seen().problem[0] == "GangUnavailable"
     assert (seen().serving_since is not None, seen().may_serve) == (True, False)
     replica.spec = replica.spec | {"image": "b"}
     replica.generation += 1
@@ -69,7 +69,7 @@ def test_a_replica_whose_gang_is_not_to_be_had_any_more_is_counted_on_until_it_i
     replica.spec = replica.spec | {"parallelism": {"tensor": 0}}
     replica.generation += 1
     replica.settle()
-    assert seen().trouble[0] == "Invalid"
+    assert seen().problem[0] == "Invalid"
     assert (seen().serving_since, seen().may_serve) == (None, True)
     replica.pods.clear()
     replica.do(replica.plan().actions)
@@ -98,7 +98,7 @@ def test_a_rollout_stops_at_a_replica_whose_new_spec_is_refused_though_its_earli
 
 def test_a_replica_whose_spec_is_refused_gets_the_spec_of_its_pods_back_at_once() -> None:
     """None of its pods ends by it: no stand-in is waited for, for which there may be no room."""
-    world = DeploymentWorld(3, room=3, rollout={"maxSurge": 0, "maxUnavailable": 1})
+    world = DeploymentWorld(3, capacity=3, rollout={"maxSurge": 0, "maxUnavailable": 1})
     world.settle()
     world.change(template=template(image="b"))
     world.do(world.plan().actions)
@@ -209,7 +209,7 @@ def disturb(world: DeploymentWorld, kind: str, index: int) -> None:
     elif kind == "lose history":
         world.templates.clear()
     elif kind == "room":
-        world.room = index
+        world.capacity = index
     elif kind == "die after":
         world.do(world.plan().actions[:index])
     elif kind == "wait":
@@ -234,7 +234,7 @@ def test_whatever_happens_it_ends_at_the_spec_and_keeps_its_bounds(steps: list[t
     world.hindered.clear()
     world.refused.clear()
     world.untold.clear()
-    world.room = 100
+    world.capacity = 100
     for _ in range(120):
         planned = bounded(world)
         before = copy.deepcopy(world.replicas)

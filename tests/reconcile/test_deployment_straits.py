@@ -9,7 +9,7 @@ import pytest
 
 from medha_operator.kube.client import ApiError
 from medha_operator.replica.plan import Apply, SetStatus
-from medha_operator.status import Condition
+from medha_operator.status_fields import Condition
 from reconcile.deployment_world import DeploymentWorld, applied, template, watched
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
@@ -19,8 +19,8 @@ DEADLINE_SECONDS = 1800.0
 class QuotaWorld(DeploymentWorld):
     """Room is a quota of pods: of a replica beyond it none is made. Whoever is youngest takes what becomes free."""
 
-    def _tell(self, name: str, document: dict[str, Any]) -> None:
-        super()._tell(name, document)
+    def _record_event(self, name: str, document: dict[str, Any]) -> None:
+        super()._record_event(name, document)
         for entry in document["status"]["conditions"]:
             if entry["reason"] == "InsufficientCapacity":
                 entry["reason"] = "CreatingPods"
@@ -51,7 +51,7 @@ def wait(world: DeploymentWorld, seconds: float) -> None:
 
 def test_a_quota_is_a_lack_of_room_as_any() -> None:
     for unavailable, ends in ((1, ("True", "Complete")), (0, ("False", "SurgeUnschedulable"))):
-        world = QuotaWorld(2, room=2, rollout={"maxSurge": 1, "maxUnavailable": unavailable})
+        world = QuotaWorld(2, capacity=2, rollout={"maxSurge": 1, "maxUnavailable": unavailable})
         assert world.settle() == 0
         world.change(template=template(image="b"))
         assert watched(world, rounds=200)[0] == 2 - unavailable
@@ -60,7 +60,7 @@ def test_a_quota_is_a_lack_of_room_as_any() -> None:
 
 
 def test_a_node_is_emptied_though_a_quota_lets_nobody_stand_in() -> None:
-    world = QuotaWorld(2, room=2, rollout={"maxSurge": 1, "maxUnavailable": 1})
+    world = QuotaWorld(2, capacity=2, rollout={"maxSurge": 1, "maxUnavailable": 1})
     assert world.settle() == 0
     world.cordoned = {"d-0"}
     watched(world, rounds=200)
@@ -72,11 +72,11 @@ def test_a_node_is_emptied_though_a_quota_lets_nobody_stand_in() -> None:
 def test_pods_that_are_not_made_yet_are_told_as_that() -> None:
     world = QuotaWorld(2)
     world.do(world.plan().actions)
-    world.room = 0
+    world.capacity = 0
     world.operate()
     world.do(world.plan().actions)
     assert world.condition("Scheduled") == ("False", "CreatingPods")
-    world.room = 2
+    world.capacity = 2
     world.settle()
     assert world.condition("Scheduled") == ("True", "Placed")
 
@@ -137,7 +137,7 @@ def test_a_replica_whose_objects_are_refused_lacks_no_room(kind: str) -> None:
 
 
 def test_one_that_is_refused_beside_one_without_room_is_told_in_the_same_words_each_time() -> None:
-    world = DeploymentWorld(2, room=0)
+    world = DeploymentWorld(2, capacity=0)
     world.do(world.plan().actions)
     world.operate()
     world.hindered = {"d-1"}
@@ -244,7 +244,7 @@ def test_one_that_hangs_beside_suspended_ones_is_told(world: DeploymentWorld) ->
     watched(world)
     assert world.condition("Ready") == ("False", "Suspended")  # one serves, one is to have no pods
     world.replicas["d-0"]["status"].update(started=False, placed=False)
-    world.room = 0
+    world.capacity = 0
     world.operate()
     wait(world, DEADLINE_SECONDS)
     assert world.condition("Stalled")[0] == "True"
@@ -260,7 +260,7 @@ def test_a_refused_spec_freezes_nothing_that_is_said_of_replicas(world: Deployme
     assert world.condition("Available") == ("True", "EnoughReplicas")
     for one in world.replicas.values():
         one["status"].update(started=False)
-        world._tell(one["metadata"]["name"], one)
+        world._record_event(one["metadata"]["name"], one)
     world.do(world.plan().actions)
     assert (world.status.replicas, world.status.ready_replicas, world.status.available_replicas) == (2, 0, 0)
     assert world.condition("Available") == ("False", "TooFewReplicas")
@@ -284,16 +284,16 @@ def test_nodes_are_emptied_one_replica_after_the_other_while_the_spec_is_refused
 
 def test_a_refused_spec_of_a_deployment_without_replicas_makes_none() -> None:
     world = DeploymentWorld(2, rollout={"maxSurge": -1})
-    (told,) = world.plan().actions
-    assert isinstance(told, SetStatus)
-    world.do([told])
+    (notice,) = world.plan().actions
+    assert isinstance(notice, SetStatus)
+    world.do([notice])
     assert world.status.replicas == 0
     assert not any(isinstance(action, Apply) for action in world.plan().actions)
 
 
 def test_a_refused_spec_releases_no_pause(world: DeploymentWorld) -> None:
     world.replicas["d-0"]["status"].update(started=False)
-    world._tell("d-0", world.replicas["d-0"])
+    world._record_event("d-0", world.replicas["d-0"])
     world.change(template=template(image="b"))
     world.do(world.plan().actions)  # who serves nobody comes first
     world.change(paused=True)

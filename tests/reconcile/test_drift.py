@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from medha_operator.kube.kinds import Key
+from medha_operator.replica.drift_repairs import AT_ONCE, FIRST_SECONDS, LONGEST_SECONDS
 from medha_operator.replica.plan import Prune
-from medha_operator.replica.repairs import AT_ONCE, FIRST_SECONDS, LONGEST_SECONDS
 from reconcile.fake_cluster import Stage, merged, resource
-from reconcile.test_reconcile import on_stage
+from reconcile.test_reconciler import on_stage
 from reconcile.world import GRID, World, uids
 
 Change = dict[str, Any]
@@ -118,20 +118,20 @@ def test_a_fight_over_an_object_is_told_and_gets_slower_and_slower(change: Chang
             await stage.work()
             assert repairs() == count
             assert not _has_drifted(stage, change)
-        assert stage.cluster.told.count("DriftRepaired") == AT_ONCE
+        assert stage.cluster.notice.count("DriftRepaired") == AT_ONCE
         for _ in range(5):
             drift(stage, SERVICE, change)
             await stage.work()
         assert repairs() == AT_ONCE
-        assert stage.cluster.told.count("Contended") == 1
+        assert stage.cluster.notice.count("Contended") == 1
         wait = FIRST_SECONDS
         for count in range(1, 10):
             stage.queue.add(key)
             await stage.queue.take()
-            look = await stage.reconciler.look(key)
+            look = await stage.reconciler.reconcile(key)
             stage.queue.done(key)
-            assert look.again_seconds is not None
-            assert 0 < look.again_seconds <= wait
+            assert look.requeue_seconds is not None
+            assert 0 < look.requeue_seconds <= wait
             stage.now += wait
             stage.queue.add(key)
             await stage.work()
@@ -139,7 +139,7 @@ def test_a_fight_over_an_object_is_told_and_gets_slower_and_slower(change: Chang
             drift(stage, SERVICE, change)
             await stage.work()
             wait = min(2 * wait, LONGEST_SECONDS)
-        assert stage.cluster.told.count("Contended") == 1
+        assert stage.cluster.notice.count("Contended") == 1
 
     on_stage(test)
 
@@ -167,6 +167,6 @@ def test_what_comes_back_with_every_patch_is_tried_once() -> None:
             stage.queue.add(key)
             assert await stage.work() == []
         assert stage.cluster.calls_of("patch") == 1
-        assert "DriftRepaired" not in stage.cluster.told
+        assert "DriftRepaired" not in stage.cluster.notice
 
     on_stage(test)

@@ -64,7 +64,7 @@ def test_a_silent_node_is_judged_by_all_nodes_of_the_cluster() -> None:
             stage.see(node(other, status))
             observed = stage.index.observe(key)
             assert observed is not None
-            assert observed.any_heard_since == expected
+            assert observed.any_report_since == expected
 
     asyncio.run(test())
 

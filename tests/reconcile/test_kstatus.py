@@ -25,12 +25,12 @@ def kstatus(world: World | DeploymentWorld) -> str:
     return "Current" if conditions.get("Ready", "True") == "True" else "InProgress"
 
 
-def troubled(trouble: str) -> World:
+def troubled(problem: str) -> World:
     world = World(parallelism={"stream": 2})
     world.do(world.plan().actions)
     world.controllers()
     world.pods = {
-        name: replace(pod, is_scheduled=trouble != "InsufficientCapacity", trouble=(trouble, "told"))
+        name: replace(pod, is_scheduled=problem != "InsufficientCapacity", problem=(problem, "told"))
         for name, pod in world.pods.items()
     }
     world.do(world.plan().actions)
@@ -51,7 +51,7 @@ def test_a_replica_is_in_progress_until_it_serves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "expected"),
+    ("problem", "expected"),
     [
         ("InsufficientCapacity", "InProgress"),
         ("RendezvousFailed", "InProgress"),
@@ -60,8 +60,8 @@ def test_a_replica_is_in_progress_until_it_serves() -> None:
         ("CrashLooping", "Failed"),
     ],
 )
-def test_what_does_not_mend_itself_has_failed(trouble: str, expected: str) -> None:
-    assert kstatus(troubled(trouble)) == expected
+def test_what_does_not_mend_itself_has_failed(problem: str, expected: str) -> None:
+    assert kstatus(troubled(problem)) == expected
 
 
 @pytest.mark.parametrize("change", [{"parallelism": {"tensor": 0}}, {"placement": {"gang": "core"}}])
@@ -72,7 +72,7 @@ def test_a_spec_that_cannot_be_served_has_failed(change: dict[str, Any]) -> None
 
 
 def test_a_deployment_is_in_progress_while_it_rolls_out_and_failed_where_there_is_no_room() -> None:
-    world = DeploymentWorld(2, room=2)
+    world = DeploymentWorld(2, capacity=2)
     world.settle()
     assert kstatus(world) == "Current"
     world.change(template=template(image="b"))
@@ -84,6 +84,6 @@ def test_a_deployment_is_in_progress_while_it_rolls_out_and_failed_where_there_i
     world.now += 1000
     world.do(world.plan().actions)
     assert kstatus(world) == "Failed"
-    world.room = 3
+    world.capacity = 3
     world.settle()
     assert kstatus(world) == "Current"

@@ -10,7 +10,7 @@ import pytest
 
 from medha_operator.kube.client import ApiError, Cluster, Fenced
 from medha_operator.kube.lease import Lease, LeaseLost, Tenure, write_seconds
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
 
 SETTINGS = OperatorSettings(lease_seconds=15.0)
 

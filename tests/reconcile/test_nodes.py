@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from medha_operator.replica.nodes import ROOM_SECONDS, SETTLE_SECONDS, unsettled
-from medha_operator.replica.observed import Node, Room
-from medha_operator.replica.plan import EVICTION_SECONDS, Apply, Delete, Tell
-from medha_operator.replica.render import OPEN_SINCE
+from medha_operator.replica.manifests import OPEN_SINCE
+from medha_operator.replica.nodes import CAPACITY_SECONDS, SETTLE_SECONDS, unsettled
+from medha_operator.replica.observed import Capacity, Node
+from medha_operator.replica.plan import EVICTION_SECONDS, Apply, Delete, RecordEvent
 from reconcile.world import GRID, World, allowed_away, condition, deleted_pods, uids
 
 
@@ -44,9 +44,9 @@ def test_no_pod_is_forced_while_no_node_at_all_is_heard_of(world: World) -> None
     for _ in range(5):
         world.now += 120
         assert world.settle() == 0
-        assert world.plan().again_seconds is not None
+        assert world.plan().requeue_seconds is not None
     assert uids(world) == before
-    assert condition(world, "Degraded") == ("True", "NoNodeHeard")
+    assert condition(world, "Degraded") == ("True", "NoNodeReports")
 
 
 def test_a_silence_is_counted_anew_when_a_first_node_is_heard_of_again(world: World) -> None:
@@ -56,8 +56,8 @@ def test_a_silence_is_counted_anew_when_a_first_node_is_heard_of_again(world: Wo
     world.other_nodes = [Node(unreachable_since=world.now)]
     world.now += 1000
     assert deleted_pods(world.plan()) == set()
-    world.other_nodes = [Node(heard_since=world.now), Node(heard_since=world.now + 60)]
-    assert world.plan().again_seconds == 120
+    world.other_nodes = [Node(reporting_since=world.now), Node(reporting_since=world.now + 60)]
+    assert world.plan().requeue_seconds == 120
     world.do(world.plan().actions)
     assert condition(world, "Degraded") == ("True", "NodeUnreachable")
     world.now += 120
@@ -82,7 +82,7 @@ def test_a_cordoned_node_is_emptied_but_a_deployment_surges_first(world: World) 
     world.deployment = "owner"
     assert deleted_pods(world.plan()) == set()
     world.deployment = None
-    assert world.plan().again_seconds == EVICTION_SECONDS
+    assert world.plan().requeue_seconds == EVICTION_SECONDS
     world.do(world.plan().actions)
     assert allowed_away(world) == "100%"
     assert deleted_pods(world.plan()) == set()  # evictors come first
@@ -126,7 +126,7 @@ def test_an_evicted_pod_that_ends_before_anybody_looks_counts_as_a_move(
     assert world.settle() == 0
     assert world.status.restarts == 0
     assert allowed_away(world) == 0
-    assert [told.reason for told in world.told] == ["Moving"]
+    assert [notice.reason for notice in world.notice] == ["Moving"]
     del world.pods["r-l0-1"]
     world.settle()
     assert world.status.restarts == 1
@@ -175,17 +175,17 @@ def on_node(world: World, node: str) -> None:
         world.pods[name] = replace(pod, node=node)
 
 
-NO_ROOM = Room(False, "no other node may take its 4 pods")
+NO_ROOM = Capacity(False, "no other node may take its 4 pods")
 
 
 def test_a_replica_that_would_find_no_other_node_serves_on_and_moves_when_there_is_one(world: World) -> None:
     on_node(world, "a")
     world.nodes["a"] = Node(cordoned=True)
-    world.room = NO_ROOM
+    world.capacity = NO_ROOM
     before = uids(world)
     for _ in range(5):
         assert world.settle() == 0
-        assert world.plan().again_seconds == ROOM_SECONDS
+        assert world.plan().requeue_seconds == CAPACITY_SECONDS
         world.now += 600
     assert (uids(world), allowed_away(world)) == (before, 0)
     assert condition(world, "Ready") == ("True", "Serving")
@@ -193,8 +193,8 @@ def test_a_replica_that_would_find_no_other_node_serves_on_and_moves_when_there_
     draining = next(one for one in world.status.conditions if one.type == "Draining")
     assert "node a " in draining.message
     assert NO_ROOM.lacks in draining.message
-    assert [(told.reason, told.is_warning) for told in world.told] == [("NodeCordoned", True)]
-    world.room = Room(True)
+    assert [(notice.reason, notice.is_warning) for notice in world.notice] == [("NodeCordoned", True)]
+    world.capacity = Capacity(True)
     world.do(world.plan().actions)
     assert allowed_away(world) == "100%"
     world.now += EVICTION_SECONDS
@@ -215,20 +215,20 @@ def test_nobody_leaves_and_nothing_is_told_while_nodes_are_being_cordoned(world:
     world.nodes["a"] = cordoned[0]
     settling = unsettled(cordoned, world.now + 2)
     assert settling is not None
-    world.room = settling
+    world.capacity = settling
     assert world.settle() == 0
     assert allowed_away(world) == 0
     assert condition(world, "Draining") == ("True", "NodesSettling")
-    assert world.plan().again_seconds == SETTLE_SECONDS - 2
-    assert world.told == []
+    assert world.plan().requeue_seconds == SETTLE_SECONDS - 2
+    assert world.notice == []
     assert unsettled(cordoned, world.now + SETTLE_SECONDS) is None
     assert unsettled([Node(), Node(cordoned=True)], world.now) is None, "whoever marked it has not said when"
     ahead = unsettled([Node(cordoned=True, cordoned_since=world.now + 3600)], world.now)
     assert ahead is not None
-    assert ahead.again_seconds == SETTLE_SECONDS, "by a clock that is ahead"
-    world.room = NO_ROOM
+    assert ahead.requeue_seconds == SETTLE_SECONDS, "by a clock that is ahead"
+    world.capacity = NO_ROOM
     world.settle()
-    assert [told.reason for told in world.told] == ["NodeCordoned"]
+    assert [notice.reason for notice in world.notice] == ["NodeCordoned"]
 
 
 def test_room_that_goes_before_anybody_was_evicted_closes_the_budget_again(world: World) -> None:
@@ -239,7 +239,7 @@ def test_room_that_goes_before_anybody_was_evicted_closes_the_budget_again(world
     world.do(world.plan().actions)
     assert allowed_away(world) == "100%"
     world.now += EVICTION_SECONDS
-    world.room = NO_ROOM
+    world.capacity = NO_ROOM
     assert world.settle() == 0
     assert (uids(world), allowed_away(world)) == (before, 0)
     assert condition(world, "Draining") == ("True", "NodeCordoned")
@@ -252,7 +252,7 @@ def test_room_that_goes_after_a_pod_was_evicted_leaves_no_half_replica(world: Wo
     before = uids(world)
     world.do(world.plan().actions)
     world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], is_deleting=True)
-    world.room = NO_ROOM
+    world.capacity = NO_ROOM
     assert deleted_pods(world.plan()) == {"r-l0-0", "r-l1-0", "r-l1-1"}
     world.settle()
     assert not uids(world) & before
@@ -311,7 +311,7 @@ def test_pods_on_a_lost_node_are_removed_whatever_else_is_to_be_done(
     world.nodes["lost"] = Node(unreachable_since=world.now)
     world.spec = world.spec | change
     planned = world.plan()
-    assert planned.again_seconds == 120
+    assert planned.requeue_seconds == 120
     world.now += 121
     forced = [action for action in world.plan().actions if isinstance(action, Delete) and action.is_forced]
     assert [action.name for action in forced] == ["r-l1-0"]
@@ -333,7 +333,7 @@ def test_what_runs_leaves_lost_and_cordoned_nodes_though_its_new_spec_is_refused
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
     world.nodes = {"cordoned": Node(cordoned=True), "lost": Node(unreachable_since=world.now)}
     planned = world.plan()
-    assert planned.again_seconds == EVICTION_SECONDS
+    assert planned.requeue_seconds == EVICTION_SECONDS
     world.do(planned.actions)
     assert allowed_away(world) == "100%"
     assert deleted_pods(world.plan()) == set()
@@ -359,7 +359,7 @@ def test_what_runs_leaves_lost_and_cordoned_nodes_though_its_new_spec_is_refused
 def test_what_runs_stays_on_a_cordoned_node_without_room_elsewhere_though_its_new_spec_is_refused(
     world: World, change: dict[str, Any], deployment: str | None
 ) -> None:
-    world.deployment, world.room = deployment, NO_ROOM
+    world.deployment, world.capacity = deployment, NO_ROOM
     world.spec = world.spec | change
     world.generation += 1
     on_node(world, "a")
@@ -367,11 +367,11 @@ def test_what_runs_stays_on_a_cordoned_node_without_room_elsewhere_though_its_ne
     before = uids(world)
     for _ in range(3):
         assert world.settle() == 0
-        assert world.plan().again_seconds == ROOM_SECONDS
+        assert world.plan().requeue_seconds == CAPACITY_SECONDS
         world.now += 600
     assert (uids(world), allowed_away(world)) == (before, 0)
     assert condition(world, "Ready") == ("True", "Serving")
-    assert [told.reason for told in world.told].count("NodeCordoned") == (deployment is None)
+    assert [notice.reason for notice in world.notice].count("NodeCordoned") == (deployment is None)
 
 
 @pytest.mark.parametrize("change", REFUSED)
@@ -387,10 +387,10 @@ def test_pods_leave_lost_and_cordoned_nodes_before_anything_that_may_be_refused(
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
     world.nodes = {"cordoned": Node(cordoned=True), "lost": Node(unreachable_since=world.now - 500)}
     world.spec = world.spec | {"routerRef": {"name": "front", "namespace": "nowhere"}}
-    first, told, budget, *_ = world.plan().actions
+    first, notice, budget, *_ = world.plan().actions
     assert isinstance(first, Delete)
     assert (first.name, first.is_forced) == ("r-l1-0", True)
-    assert isinstance(told, Tell)
+    assert isinstance(notice, RecordEvent)
     assert isinstance(budget, Apply)
     assert budget.manifest["kind"] == "PodDisruptionBudget"
 
@@ -408,9 +408,9 @@ def test_a_pod_on_a_lost_node_that_a_finalizer_holds_is_forced_once(world: World
     world.nodes["lost"] = Node(unreachable_since=world.now - 500)
     world.hold()
     world.do(world.plan().actions)
-    assert world.pods["r-l1-0"].is_held
+    assert world.pods["r-l1-0"].has_finalizer
     assert deleted_pods(world.plan()) == set()
-    assert [told.reason for told in world.told].count("NodeLost") == 1
+    assert [notice.reason for notice in world.notice].count("NodeLost") == 1
     world.settle()
     assert condition(world, "Degraded") == ("True", "NodeUnreachable")
     world.release()
@@ -447,12 +447,14 @@ def test_a_pod_of_somebody_else_that_is_labelled_as_ours_is_not_forced(world: Wo
     assert condition(world, "Ready") == ("True", "Serving")
 
 
-@pytest.mark.parametrize(("is_held", "words"), [(False, "has not ended yet"), (True, "a finalizer holds")])
-def test_what_keeps_a_name_that_a_pod_needs_is_told(world: World, is_held: bool, words: str) -> None:
-    world.pods = {"r-l0-1": replace(world.pods["r-l0-1"], is_deleting=True, is_held=is_held)}
+@pytest.mark.parametrize(
+    ("has_finalizer", "words"), [(False, "has not ended yet"), (True, "a finalizer holds")]
+)
+def test_what_keeps_a_name_that_a_pod_needs_is_told(world: World, has_finalizer: bool, words: str) -> None:
+    world.pods = {"r-l0-1": replace(world.pods["r-l0-1"], is_deleting=True, has_finalizer=has_finalizer)}
     world.owners["r-l0-1"] = "an earlier StatefulSet"
     world.do(world.plan().actions)
-    told = next(entry for entry in world.status.conditions if entry.type == "Scheduled")
-    assert told.reason == "EndingPods"
-    assert words in told.message
-    assert "r-l0-1" in told.message
+    notice = next(entry for entry in world.status.conditions if entry.type == "Scheduled")
+    assert notice.reason == "EndingPods"
+    assert words in notice.message
+    assert "r-l0-1" in notice.message

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medha_operator.replica.observed import Node, any_heard_since, node_of, pod_of
+from medha_operator.replica.observed import Node, any_report_since, node_of, pod_of
 
 
 def pod(**status: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def crashed(code: int, message: str = "") -> dict[str, Any]:
     ],
 )
 def test_each_trouble_has_a_reason_of_its_own(document: dict[str, Any], reason: str) -> None:
-    found = pod_of(document).trouble
+    found = pod_of(document).problem
     assert found is not None
     assert found[0] == reason
 
@@ -99,7 +99,7 @@ def starting(
 def test_containers_that_a_kubelet_does_not_start_point_at_the_events(
     document: dict[str, Any], words: str
 ) -> None:
-    found = pod_of(document).trouble
+    found = pod_of(document).problem
     assert found is not None
     assert found[0] == "StartingContainers"
     assert words in found[1]
@@ -108,7 +108,7 @@ def test_containers_that_a_kubelet_does_not_start_point_at_the_events(
 
 @pytest.mark.parametrize("document", [starting(RUNNING), starting(INITIALIZING, RUNNING)])
 def test_a_pod_whose_containers_run_has_started_them(document: dict[str, Any]) -> None:
-    assert pod_of(document).trouble is None
+    assert pod_of(document).problem is None
 
 
 @pytest.mark.parametrize("is_sidecar", [True, False])
@@ -117,34 +117,36 @@ def test_a_sidecar_beside_the_worker_fetches_no_model(is_sidecar: bool) -> None:
 
 
 def test_a_sidecar_that_crashes_is_no_model_that_cannot_be_fetched() -> None:
-    found = pod_of(starting(RUNNING, crashed(1), sidecar=True)).trouble
+    found = pod_of(starting(RUNNING, crashed(1), sidecar=True)).problem
     assert found is not None
     assert found[0] == "CrashLooping"
 
 
 def test_the_last_words_of_a_crash_are_told() -> None:
-    found = pod_of(worker(**crashed(1, "no such\n file"))).trouble
+    found = pod_of(worker(**crashed(1, "no such\n file"))).problem
     assert found == ("CrashLooping", "container worker: ended with exit code 1 (Error): no such file")
 
 
 def test_a_member_asks_for_a_restart_until_it_has_come_up_again_by_itself() -> None:
     ended = {"lastState": {"terminated": {"exitCode": 75}}}
-    assert pod_of(worker(state={"terminated": {"exitCode": 75}}, started=False)).asks_restart
-    assert pod_of(worker(state={"running": {}}, started=False, **ended)).asks_restart
-    assert not pod_of(worker(state={"running": {}}, started=True, **ended)).asks_restart
-    assert not pod_of(worker(state={"terminated": {"exitCode": 1}}, started=False)).asks_restart
+    assert pod_of(worker(state={"terminated": {"exitCode": 75}}, started=False)).requests_restart
+    assert pod_of(worker(state={"running": {}}, started=False, **ended)).requests_restart
+    assert not pod_of(worker(state={"running": {}}, started=True, **ended)).requests_restart
+    assert not pod_of(worker(state={"terminated": {"exitCode": 1}}, started=False)).requests_restart
 
 
-@pytest.mark.parametrize(("grace", "is_held"), [(600, False), (0, True)])
-def test_a_pod_that_is_there_though_it_was_told_to_end_at_once_is_held(grace: int, is_held: bool) -> None:
+@pytest.mark.parametrize(("grace", "has_finalizer"), [(600, False), (0, True)])
+def test_a_pod_that_is_there_though_it_was_told_to_end_at_once_is_held(
+    grace: int, has_finalizer: bool
+) -> None:
     document = pod()
     document["metadata"] |= {
         "deletionTimestamp": "2030-01-01T00:00:00Z",
         "deletionGracePeriodSeconds": grace,
     }
     found = pod_of(document)
-    assert (found.is_deleting, found.is_held) == (True, is_held)
-    assert not pod_of(pod()).is_held
+    assert (found.is_deleting, found.has_finalizer) == (True, has_finalizer)
+    assert not pod_of(pod()).has_finalizer
 
 
 CORDON = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
@@ -187,8 +189,8 @@ def test_a_node_is_to_be_emptied_by_people_and_by_autoscalers(spec: dict[str, An
     ("status", "expected"),
     [
         ("Unknown", Node(unreachable_since=SINCE)),
-        ("True", Node(heard_since=SINCE, is_ready=True)),
-        ("False", Node(heard_since=SINCE)),  # not ready, but its kubelet says so
+        ("True", Node(reporting_since=SINCE, is_ready=True)),
+        ("False", Node(reporting_since=SINCE)),  # not ready, but its kubelet says so
     ],
 )
 def test_a_node_whose_kubelet_is_not_heard_of_is_unknown(status: str, expected: Node) -> None:
@@ -198,8 +200,11 @@ def test_a_node_whose_kubelet_is_not_heard_of_is_unknown(status: str, expected: 
 
 def test_some_node_is_heard_of_since_the_first_of_those_that_are() -> None:
     silent = Node(unreachable_since=SINCE)
-    assert any_heard_since([Node(heard_since=SINCE + 60), silent, Node(heard_since=SINCE + 5)]) == SINCE + 5
-    assert any_heard_since([silent, Node()]) is None
+    assert (
+        any_report_since([Node(reporting_since=SINCE + 60), silent, Node(reporting_since=SINCE + 5)])
+        == SINCE + 5
+    )
+    assert any_report_since([silent, Node()]) is None
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_replica_that_waits_for_its_pods_to_end_is_rid_of_those_on_a_lost_node
     world.pods = {name: replace(pod, is_deleting=True) for name, pod in world.pods.items()}
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
     world.nodes["lost"] = Node(unreachable_since=world.now)
-    assert world.plan() == Plan((), again_seconds=120)
+    assert world.plan() == Plan((), requeue_seconds=120)
     world.now += 120
     assert deleted_pods(world.plan()) == {"r-l1-0"}
 
@@ -73,13 +73,13 @@ def test_fields_that_restart_replace_all_pods_once(world: World) -> None:
 
 def test_a_change_is_told_as_a_change_and_never_as_a_loss(world: World) -> None:
     world.spec = world.spec | {"kvCache": {"size": "1Gi"}}
-    told = []
+    notice = []
     for _ in range(8):
         world.do(world.plan().actions)
-        told += [condition(world, "Ready"), condition(world, "Degraded")]
+        notice += [condition(world, "Ready"), condition(world, "Degraded")]
         world.controllers()
         world.kubelets()
-    assert set(told) == {("False", "RevisionChanging"), ("True", "Serving"), ("False", "Healthy")}
+    assert set(notice) == {("False", "RevisionChanging"), ("True", "Serving"), ("False", "Healthy")}
 
 
 def test_fewer_lanes_leave_no_lane_behind(world: World) -> None:
@@ -212,7 +212,7 @@ def test_one_lost_pod_makes_exactly_one_restart(world: World) -> None:
     assert not before & uids(world)
     assert world.created_pods == made + 4
     assert world.status.restarts == 1
-    assert [told.reason for told in world.told].count("GangRestarted") == 1
+    assert [notice.reason for notice in world.notice].count("GangRestarted") == 1
 
 
 def test_a_pod_that_was_replaced_while_no_operator_ran_is_noticed(world: World) -> None:
@@ -250,8 +250,8 @@ def test_pods_that_have_never_all_started_are_left_alone() -> None:
     world = World(**GRID)
     world.do(world.plan().actions)
     world.controllers()
-    trouble = ("ImagePullFailed", "container worker: no such image")
-    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], is_scheduled=True, trouble=trouble)
+    problem = ("ImagePullFailed", "container worker: no such image")
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], is_scheduled=True, problem=problem)
     for name in ("r-l0-0", "r-l1-0", "r-l1-1"):
         world.pods[name] = replace(world.pods[name], is_scheduled=True, is_started=True)
     before = uids(world)
@@ -271,8 +271,8 @@ def test_a_pod_that_does_not_start_is_told_before_those_that_wait_for_it() -> No
     world.kubelets()
     troubles = {"r-l0-0": "RendezvousFailed", "r-l0-1": "StartingContainers"}
     for name, reason in troubles.items():
-        told = (reason, "words of a kubelet")
-        world.pods[name] = replace(world.pods[name], is_started=False, is_ready=False, trouble=told)
+        notice = (reason, "words of a kubelet")
+        world.pods[name] = replace(world.pods[name], is_started=False, is_ready=False, problem=notice)
     world.do(world.plan().actions)
     ready = next(entry for entry in world.status.conditions if entry.type == "Ready")
     assert (ready.status, ready.reason) == ("False", "StartingContainers")
@@ -289,8 +289,8 @@ def test_the_second_restart_waits_and_later_ones_wait_longer(world: World) -> No
         began = world.now
         while not deleted_pods(planned := world.plan()):
             world.do(planned.actions)
-            assert planned.again_seconds is not None
-            world.now += planned.again_seconds
+            assert planned.requeue_seconds is not None
+            world.now += planned.requeue_seconds
         waits.append(world.now - began)
         assert world.settle() == 0
         world.now += 1
@@ -349,7 +349,7 @@ def test_a_long_stable_time_forgets_earlier_restarts(world: World) -> None:
     del world.pods["r-l1-1"]
     world.settle()
     assert world.status.restarts == 1
-    left = world.plan().again_seconds
+    left = world.plan().requeue_seconds
     assert left is not None
     world.now += left
     world.settle()
@@ -383,7 +383,9 @@ def test_ranks_mended_in_place_are_unready_for_a_while_and_nothing_else(world: W
 
 def test_a_member_that_gives_up_on_the_others_restarts_the_gang_once(world: World) -> None:
     before = uids(world)
-    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], asks_restart=True, is_ready=False, is_started=False)
+    world.pods["r-l0-1"] = replace(
+        world.pods["r-l0-1"], requests_restart=True, is_ready=False, is_started=False
+    )
     assert deleted_pods(world.plan()) == set(world.pods)
     assert world.settle() == 0
     assert not before & uids(world)
@@ -458,7 +460,7 @@ def test_whatever_happens_it_ends_where_a_fresh_replica_of_the_spec_ends(
         disturb(world, kind, index)
     world.settle()  # with what is held, where no write may follow upon its own success
     world.release()
-    world.other_nodes = [Node(heard_since=world.now)]
+    world.other_nodes = [Node(reporting_since=world.now)]
     for _ in range(8):  # restarts may have to wait for their back-off
         world.settle()
         world.now += 700
@@ -517,15 +519,15 @@ def test_an_annotation_of_the_pods_restarts_them_as_docs_say() -> None:
 def test_pods_that_crash_again_and_again_are_told_of_in_the_same_words_each_time_that_they_do() -> None:
     world = World(**GRID)
     world.settle()
-    world.told.clear()
+    world.notice.clear()
     crashes = ("CrashLooping", "container worker: ended with exit code 1 (Error)")
     for attempt in range(3):
-        for trouble in (crashes, None):
+        for problem in (crashes, None):
             for name, pod in world.pods.items():
-                last_words = None if trouble is None else (trouble[0], f"{trouble[1]}: attempt {attempt}")
-                world.pods[name] = replace(pod, is_started=False, is_ready=False, trouble=last_words)
+                last_words = None if problem is None else (problem[0], f"{problem[1]}: attempt {attempt}")
+                world.pods[name] = replace(pod, is_started=False, is_ready=False, problem=last_words)
             for _ in range(2):  # once to say so, once with nothing new to say
                 world.do(world.plan().actions)
-    told = [(one.reason, one.message, one.is_warning) for one in world.told]
-    assert [reason for reason, _, _ in told] == ["CrashLooping"] * 3
-    assert len(set(told)) == 1
+    notice = [(one.reason, one.message, one.is_warning) for one in world.notice]
+    assert [reason for reason, _, _ in notice] == ["CrashLooping"] * 3
+    assert len(set(notice)) == 1

@@ -10,8 +10,8 @@ import pytest
 
 from medha_operator.kube.client import ApiError, Cluster
 from medha_operator.kube.kinds import GANGS, Kind
+from medha_operator.operator_settings import OperatorSettings
 from medha_operator.program import Program
-from medha_operator.settings import OperatorSettings
 
 Document = dict[str, Any]
 LEASE_SECONDS = 1.5

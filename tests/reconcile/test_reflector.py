@@ -130,8 +130,8 @@ def test_a_watch_that_is_always_refused_costs_a_list_less_and_less_often(
 
 def test_a_watch_that_has_told_something_is_listed_for_soon_when_it_ends() -> None:
     refused = ApiError(500, "InternalError", "no watch")
-    told: list[Event] = [("ADDED", service(7, "b"))]
-    played = Played([*[[service(5)]] * 3, [service(8)]], [refused, refused, told, refused])
+    notice: list[Event] = [("ADDED", service(7, "b"))]
+    played = Played([*[[service(5)]] * 3, [service(8)]], [refused, refused, notice, refused])
     reflect(played)
     assert played.pauses == [0.2, 0.5, 1.0, 0.2]  # the third one since a watch has ended at once
     assert played.asked[-3:] == ["watch 7", "list", "watch 8"]

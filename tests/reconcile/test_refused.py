@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from medha_operator.kube.kinds import Key
+from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.observed import Node
-from medha_operator.replica.plan import Delete, SetStatus, Tell
-from medha_operator.settings import OperatorSettings
+from medha_operator.replica.plan import Delete, RecordEvent, SetStatus
 from reconcile.fake_cluster import GRID as SPEC
 from reconcile.fake_cluster import Stage
 from reconcile.test_argo_cd import health
 from reconcile.test_kstatus import kstatus
-from reconcile.test_reconcile import on_stage, pod, serving
+from reconcile.test_reconciler import on_stage, pod, serving
 from reconcile.world import GRID, World, condition, uids
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -45,7 +45,7 @@ def test_a_replica_that_serves_is_ready_and_its_new_spec_is_not_accepted(
     world.now += 100
     refuse(world, change)
     actions = world.plan().actions
-    assert [type(action) for action in actions] == [SetStatus, Tell]
+    assert [type(action) for action in actions] == [SetStatus, RecordEvent]
     assert world.settle() == 0
     assert (uids(world), world.objects) == (before, objects)
     assert condition(world, "Ready") == condition(world, "Serving") == ("True", "Serving")
@@ -54,7 +54,7 @@ def test_a_replica_that_serves_is_ready_and_its_new_spec_is_not_accepted(
     assert condition(world, "Stalled") == ("True", reason)
     assert condition(world, "Reconciling")[0] == "False"
     assert world.status.ready_text == "4/4"
-    assert [(told.reason, told.is_warning) for told in world.told] == [(reason, True)]
+    assert [(notice.reason, notice.is_warning) for notice in world.notice] == [(reason, True)]
     assert (kstatus(world), health(world)[0]) == ("Failed", "Degraded")
     assert health(world)[1].startswith(f"{reason}: ")
 
@@ -78,7 +78,7 @@ def test_what_is_said_of_pods_goes_on_following_them(
     world.pods = dict(whole)
     world.settle()
     assert condition(world, "Ready") == ("True", "Serving")
-    assert [told.reason for told in world.told] == [reason], "the same refusal is told once"
+    assert [notice.reason for notice in world.notice] == [reason], "the same refusal is told once"
 
 
 @pytest.mark.parametrize(("change", "reason"), REFUSED)
@@ -96,11 +96,11 @@ def test_a_gang_that_has_lost_a_member_starts_anew_once_and_later_each_time(
     assert world.settle() == 0
     assert condition(world, "Ready") == ("True", "Serving")
     assert uids(world).isdisjoint(before)
-    assert [told.reason for told in world.told] == [reason, "GangRestarted"]
+    assert [notice.reason for notice in world.notice] == [reason, "GangRestarted"]
     del world.pods["r-l0-0"]
     planned = world.plan()
-    assert planned.again_seconds is not None
-    assert 0 < planned.again_seconds <= 7
+    assert planned.requeue_seconds is not None
+    assert 0 < planned.requeue_seconds <= 7
     assert not [action for action in planned.actions if isinstance(action, Delete)]
 
 
@@ -133,7 +133,7 @@ def test_the_event_comes_behind_what_the_api_server_may_refuse(world: World) -> 
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], is_failed=True)
     actions = world.plan().actions
     assert [type(action) for action in actions if isinstance(action, Delete)]
-    assert actions[-1] == Tell("Invalid", actions[-1].message, is_warning=True)  # type: ignore[union-attr]
+    assert actions[-1] == RecordEvent("Invalid", actions[-1].message, is_warning=True)  # type: ignore[union-attr]
 
 
 def test_revisions_that_somebody_has_spoilt_say_nothing_of_pods(world: World) -> None:
@@ -214,7 +214,7 @@ def test_a_refusal_in_other_words_is_told_again(world: World) -> None:
     world.settle()
     refuse(world, {"parallelism": {"stream": 0}})
     world.settle()
-    assert [told.reason for told in world.told] == ["Invalid", "Invalid"]
+    assert [notice.reason for notice in world.notice] == ["Invalid", "Invalid"]
 
 
 def test_the_user_hears_of_it_by_one_event_and_no_child_is_written() -> None:
@@ -231,7 +231,7 @@ def test_the_user_hears_of_it_by_one_event_and_no_child_is_written() -> None:
         assert stage.condition(key)[:2] == ("True", "Serving")
         assert stage.condition(key, "Accepted")[:2] == ("False", "Invalid")
         assert "parallelism.tensor" in stage.condition(key, "Accepted")[2]
-        assert stage.cluster.told == ["Invalid"]
+        assert stage.cluster.notice == ["Invalid"]
         assert set(stage.cluster.calls) == {("status", "MedhaReplica"), ("tell", "Event")}
         stage.see(pod(stage, "b", is_started=False))
         await stage.work()

@@ -40,21 +40,21 @@ def relist(store: Store, documents: list[dict[str, Any]], version: str, namespac
 
 
 @pytest.fixture
-def told() -> list[Key]:
+def delivered() -> list[Key]:
     return []
 
 
 @pytest.fixture
-def pods(told: list[Key]) -> Store:
-    return Index(told.append).stores["Pod"]
+def pods(delivered: list[Key]) -> Store:
+    return Index(delivered.append).stores["Pod"]
 
 
-def test_an_event_that_comes_late_changes_nothing(pods: Store, told: list[Key]) -> None:
+def test_an_event_that_comes_late_changes_nothing(pods: Store, delivered: list[Key]) -> None:
     pods.offer(pod(7, phase="Failed"))
     pods.see("ADDED", pod(5))
     (entry,) = pods.of(REPLICA)
     assert (entry.version, entry.document.is_failed) == (7, True)
-    assert told == [REPLICA]
+    assert delivered == [REPLICA]
 
 
 def test_an_answer_does_not_bring_back_what_the_watch_has_told_to_be_gone(pods: Store) -> None:
@@ -97,7 +97,7 @@ def test_what_is_deleted_while_a_list_is_read_stays_deleted(pods: Store) -> None
     assert [entry.version for entry in pods.of(REPLICA)] == [18]
 
 
-def test_a_list_is_taken_in_at_its_end_or_not_at_all(pods: Store, told: list[Key]) -> None:
+def test_a_list_is_taken_in_at_its_end_or_not_at_all(pods: Store, delivered: list[Key]) -> None:
     pods.see("ADDED", pod(5))
     with pods.listing(None) as listing:
         pods.read_page(listing, [pod(6, name="a")], "10")
@@ -149,16 +149,16 @@ def test_a_list_from_before_what_was_known_when_it_was_asked_for_is_no_view_to_g
 
 
 def test_what_the_api_server_says_of_an_object_corrects_what_the_watch_has_not_told(
-    pods: Store, told: list[Key]
+    pods: Store, delivered: list[Key]
 ) -> None:
     pods.see("ADDED", pod(5))
     pods.see("ADDED", pod(9, name="other"))
-    told.clear()
+    delivered.clear()
     pods.correct("default", "r-l0-0", pods.entry("default", "r-l0-0"), pod(7, phase="Failed"))
     assert pods.facts("default", "r-l0-0").is_failed
     pods.correct("default", "r-l0-0", pods.entry("default", "r-l0-0"), None)
     assert pods.entry("default", "r-l0-0") is None
-    assert told == [REPLICA, REPLICA]
+    assert delivered == [REPLICA, REPLICA]
 
 
 def test_a_correction_that_comes_after_the_watch_changes_nothing(pods: Store) -> None:
@@ -173,37 +173,37 @@ def test_a_correction_that_comes_after_the_watch_changes_nothing(pods: Store) ->
     assert [entry.version for entry in pods.of(REPLICA)] == [12]
 
 
-def test_a_change_that_matters_to_no_plan_asks_for_no_look(pods: Store, told: list[Key]) -> None:
+def test_a_change_that_matters_to_no_plan_asks_for_no_look(pods: Store, delivered: list[Key]) -> None:
     pods.see("ADDED", pod(5))
-    told.clear()
+    delivered.clear()
     pods.see("MODIFIED", pod(6))  # say, an annotation
-    assert told == []
+    assert delivered == []
     assert pods.of(REPLICA)[0].document.resource_version == "6"  # which a deletion must name
     pods.see("MODIFIED", pod(7, phase="Failed"))
-    assert told == [REPLICA]
+    assert delivered == [REPLICA]
 
 
-def test_a_node_that_changes_asks_for_a_look_at_the_replicas_that_are_on_it(told: list[Key]) -> None:
-    index = Index(told.append)
+def test_a_node_that_changes_asks_for_a_look_at_the_replicas_that_are_on_it(delivered: list[Key]) -> None:
+    index = Index(delivered.append)
     index.stores["Pod"].see("ADDED", pod(5, node="a"))
-    told.clear()
+    delivered.clear()
     node: dict[str, Any] = {"kind": "Node", "metadata": {"name": "a", "uid": "n", "resourceVersion": "6"}}
     index.stores["Node"].see("ADDED", node | {"spec": {}})
     index.stores["Node"].see("MODIFIED", node | {"metadata": node["metadata"] | {"resourceVersion": "7"}})
-    assert told == [REPLICA]  # of the first sight; a heartbeat is no change
+    assert delivered == [REPLICA]  # of the first sight; a heartbeat is no change
     node["metadata"] |= {"resourceVersion": "8"}
     index.stores["Node"].see("MODIFIED", node | {"spec": {"unschedulable": True}})
-    assert told == [REPLICA, REPLICA]
+    assert delivered == [REPLICA, REPLICA]
 
 
 def test_the_status_of_a_statefulset_matters_only_until_its_controller_knows_of_a_change(
-    told: list[Key],
+    delivered: list[Key],
 ) -> None:
-    store = Index(told.append).stores["StatefulSet"]
+    store = Index(delivered.append).stores["StatefulSet"]
 
     def tell(version: int, generation: int, **status: int) -> int:
         """How many looks it asks for."""
-        told.clear()
+        delivered.clear()
         metadata = {
             "name": "r-l0",
             "namespace": "default",
@@ -213,7 +213,7 @@ def test_the_status_of_a_statefulset_matters_only_until_its_controller_knows_of_
             "generation": generation,
         }
         store.see("MODIFIED", {"kind": "StatefulSet", "metadata": metadata, "spec": {}, "status": status})
-        return len(told)
+        return len(delivered)
 
     assert tell(5, 1) == 1
     assert tell(6, 1, observedGeneration=1, readyReplicas=1) == 0

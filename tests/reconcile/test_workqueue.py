@@ -97,7 +97,7 @@ def test_after_a_step_of_more_to_come_a_key_does_not_rest() -> None:
         queue.add(A)
         key, _ = await queue.take()
         clock.now += 1.0
-        queue.done(key, goes_on=True)
+        queue.done(key, makes_progress=True)
         queue.add(key)
         assert len(queue) == 1
 

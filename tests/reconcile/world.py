@@ -8,8 +8,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from medha_operator.replica.nodes import asks_for_room
-from medha_operator.replica.observed import Node, Observed, Pod, Room, any_heard_since
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.nodes import requires_capacity
+from medha_operator.replica.observed import Capacity, Node, Observed, Pod, any_report_since
 from medha_operator.replica.plan import (
     Action,
     Apply,
@@ -19,13 +20,12 @@ from medha_operator.replica.plan import (
     Delete,
     Plan,
     Prune,
+    RecordEvent,
     SetStatus,
-    Tell,
     plan,
 )
 from medha_operator.replica.revision import Revision
-from medha_operator.settings import OperatorSettings
-from medha_operator.status import ReplicaStatus
+from medha_operator.status_fields import ReplicaStatus
 from reconcile.fake_cluster import merged
 
 SETTINGS = OperatorSettings()
@@ -46,18 +46,18 @@ class World:
         self.owners: dict[str, str] = {}
         """Name of a pod -> UID of the StatefulSet that has made it."""
         self.nodes: dict[str, Node] = {}
-        self.other_nodes: list[Node] = [Node(heard_since=0.0)]
+        self.other_nodes: list[Node] = [Node(reporting_since=0.0)]
         """Those without pods of the replica."""
         self.unmade: tuple[str, str] | None = None
         """Reason and message of the events that say why pods are not made."""
-        self.room = Room(True)
+        self.capacity = Capacity(True)
         """The answer to the replica's question for room on other nodes."""
         self.held: set[str] = set()
         """UIDs of objects and pods that a finalizer of somebody else holds."""
         self.is_deleting = False
         self.deployment: str | None = None
         self.may_drain: str | None = None
-        self.told: list[Tell] = []
+        self.notice: list[RecordEvent] = []
         self.created_pods = 0
         self.writes = 0
         self._serial = 0
@@ -85,16 +85,18 @@ class World:
             earlier_pods=tuple(pod for name, pod in self.pods.items() if not lanes[name]),
             is_deleting=self.is_deleting,
             nodes=dict(self.nodes),
-            any_heard_since=any_heard_since([*self.nodes.values(), *self.other_nodes]),
+            any_report_since=any_report_since([*self.nodes.values(), *self.other_nodes]),
         )
-        return replace(observed, unmade=self.unmade, room=self.room if asks_for_room(observed) else None)
+        return replace(
+            observed, unmade=self.unmade, capacity=self.capacity if requires_capacity(observed) else None
+        )
 
     def plan(self) -> Plan:
         return plan(self.observe(), self.now, SETTINGS)
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            self.writes += not isinstance(action, Tell | Confirm)
+            self.writes += not isinstance(action, RecordEvent | Confirm)
             match action:
                 case Apply(manifest):
                     self._apply(manifest)
@@ -114,8 +116,8 @@ class World:
                         self._end_object(kind, name)
                 case SetStatus(status):
                     self.status = status
-                case Tell():
-                    self.told.append(action)
+                case RecordEvent():
+                    self.notice.append(action)
 
     def settle(self, rounds: int = 12) -> int:
         """Plan and do until nothing is left to do, with the cluster at work between; writes of the last round."""
@@ -142,18 +144,18 @@ class World:
     def release(self) -> None:
         """The finalizers are taken away: what was told to end does so, pods once their kubelets are heard of."""
         self.held.clear()
-        self.pods = {name: pod for name, pod in self.pods.items() if not pod.is_held}
+        self.pods = {name: pod for name, pod in self.pods.items() if not pod.has_finalizer}
         for (kind, name), found in list(self.objects.items()):
             if "deletionTimestamp" in found["metadata"]:
                 self._remove(kind, name)
 
     def _end_pod(self, pod: Pod, *, is_forced: bool) -> None:
-        assert not (pod.is_held if is_forced else pod.is_deleting), f"{pod.name} is deleted twice"
+        assert not (pod.has_finalizer if is_forced else pod.is_deleting), f"{pod.name} is deleted twice"
         assert is_forced or not self.is_told_ready(), f"{pod.name} ends of what is Ready"
         if is_forced and pod.uid not in self.held:
             del self.pods[pod.name]
         else:
-            self.pods[pod.name] = replace(pod, is_deleting=True, is_held=is_forced)
+            self.pods[pod.name] = replace(pod, is_deleting=True, has_finalizer=is_forced)
 
     def _end_object(self, kind: str, name: str) -> None:
         metadata = self.objects[kind, name]["metadata"]

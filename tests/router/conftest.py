@@ -19,7 +19,7 @@ import pytest
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from medha.wire.bundle import bundle_digest
+from medha.wire.bundle_digest import bundle_digest
 from medha.wire.frames import decode, encode, tokens_from_frame
 from medha.wire.messages import (
     Announce,

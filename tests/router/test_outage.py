@@ -200,7 +200,7 @@ def test_models_that_come_and_go_in_manifests_are_known_and_forgotten(door: Rout
     def status(model: str) -> int:
         return door.post("/v1/completions", {**BODY, "model": model}).status_code
 
-    wanted = f'medha_router_replicas_wanted{{model="{MODEL}"}}'
+    wanted = f'medha_router_replicas_desired{{model="{MODEL}"}}'
     declare(models, tiny=0, other=2)
     try:
         wait_for(lambda: status("other") == 503, "it is not known")

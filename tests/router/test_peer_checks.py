@@ -21,29 +21,29 @@ NEW, OLD = b"tests/grid/new", b"tests/grid/old"
 @pytest.fixture
 def peers() -> Peers:
     found = Peers()
-    found.heard_on_tokens(CARD.replica, NEW)
-    found.heard_on_control(CARD, NEW)
+    found.received_on_tokens(CARD.replica, NEW)
+    found.received_on_control(CARD, NEW)
     return found
 
 
 def test_a_controller_of_a_former_epoch_does_not_take_the_place_of_its_successor(peers: Peers) -> None:
-    peers.heard_on_tokens(CARD.replica, OLD)
+    peers.received_on_tokens(CARD.replica, OLD)
     with pytest.raises(WireInvalid, match="later one"):
-        peers.heard_on_control(replace(CARD, epoch=7), OLD, is_alive=True)
+        peers.received_on_control(replace(CARD, epoch=7), OLD, is_alive=True)
     assert peers.identity(CARD.replica) == NEW
     assert peers.is_whole(CARD.replica), "what the other one said on the token link changes nothing"
-    assert peers.heard_on_control(CARD, NEW, is_alive=True) is None
+    assert peers.received_on_control(CARD, NEW, is_alive=True) is None
 
 
 def test_it_does_once_nothing_is_heard_of_the_successor(peers: Peers) -> None:
-    peers.heard_on_tokens(CARD.replica, OLD)
-    assert peers.heard_on_control(replace(CARD, epoch=7), OLD, is_alive=False) == NEW
+    peers.received_on_tokens(CARD.replica, OLD)
+    assert peers.received_on_control(replace(CARD, epoch=7), OLD, is_alive=False) == NEW
     assert peers.is_whole(CARD.replica)
 
 
 @pytest.mark.parametrize("epoch", [8, 9])
 def test_a_controller_that_connects_anew_takes_its_own_place(peers: Peers, epoch: int) -> None:
-    assert peers.heard_on_control(replace(CARD, epoch=epoch), b"tests/grid/again", is_alive=True) == NEW
+    assert peers.received_on_control(replace(CARD, epoch=epoch), b"tests/grid/again", is_alive=True) == NEW
     assert not peers.is_whole(CARD.replica), "its token link was not heard yet"
-    peers.heard_on_tokens(CARD.replica, b"tests/grid/again")
+    peers.received_on_tokens(CARD.replica, b"tests/grid/again")
     assert peers.is_whole(CARD.replica)

@@ -10,7 +10,7 @@ import torch
 
 from medha.wire.messages import Submit
 from medha_router.tokenizer_bundle import Bundle
-from medha_worker.model.sampler import Drawn, SequenceSampler, draw
+from medha_worker.model.sampler import SampledToken, SequenceSampler, sample_tokens
 
 from .conftest import MODEL, Router, Script, ScriptedReplica, say
 
@@ -44,8 +44,8 @@ def drawn_from_equal_logits(submits: list[Submit]) -> Draws:
     logits = torch.zeros(len(submits), VOCABULARY)
     draws = np.empty((len(submits), TOKENS), dtype=np.int64)
     for position in range(TOKENS):
-        for row, result in enumerate(draw(logits, sequences)):
-            assert isinstance(result, Drawn)
+        for row, result in enumerate(sample_tokens(logits, sequences)):
+            assert isinstance(result, SampledToken)
             draws[row, position] = result.token
             sequences[row].append(result.token)
     return draws

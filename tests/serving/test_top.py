@@ -107,7 +107,7 @@ def medha(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def look(folder: Path, *options: str) -> dict[str, Any]:
+def snapshot(folder: Path, *options: str) -> dict[str, Any]:
     done = medha("top", "--once", "--json", "--run-dir", str(folder / "run"), *options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
@@ -120,7 +120,7 @@ def prefill(found: dict[str, Any]) -> dict[str, Any] | None:
 def test_a_long_prefill_is_seen_to_progress_while_a_chat_decodes_beside_it(load: Load, folder: Path) -> None:
     seen: list[dict[str, Any]] = []
     while load.is_alive() and len(seen) < 3:
-        found = look(folder)
+        found = snapshot(folder)
         if (request := prefill(found)) is not None and request["computed_tokens"] > 0:
             seen.append(found)
     progress = [prefill(found)["computed_tokens"] for found in seen]  # type: ignore[index]
@@ -148,13 +148,13 @@ def test_a_snapshot_is_readable_text_and_never_the_users(load: Load, folder: Pat
     assert re.search(r"^served \(tiny\)  serving for .* TP1 x SPP2 x KVP2 ", text)
     assert re.search(r"^cmpl-\S+ +default +prefill .* of \d\d,\d{3} ", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= 160
-    for output in (text, json.dumps(look(folder))):
+    for output in (text, json.dumps(snapshot(folder))):
         assert SECRET not in output
 
 
 def test_orders_and_sizes_reach_the_controller(load: Load, folder: Path) -> None:
     while load.is_alive():
-        core = look(folder, "--sort", "prompt", "--requests", "1")["status"]["core"]
+        core = snapshot(folder, "--sort", "prompt", "--requests", "1")["status"]["core"]
         if core["running"] == 2:
             assert len(core["requests"]) == 1
             assert core["requests"][0]["prompt_tokens"] > 1000
@@ -278,8 +278,8 @@ def look_until_coupled(folder: Path) -> None:
     """Until the long prompt has passed to the second lane."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        core = look(folder)["status"]["core"]
-        if any(lane["moves_with"] == [0, 1] for lane in core["lanes"]):
+        core = snapshot(folder)["status"]["core"]
+        if any(lane["coupled_with"] == [0, 1] for lane in core["lanes"]):
             return
     pytest.fail("the lanes were never coupled")
 
@@ -370,7 +370,7 @@ def test_a_running_replica_is_recorded_for_a_while_and_again(served: Served, tmp
         assert any(f"asked-for-{name}" in event.get("args", {}).get("request", "") for event in events)
         slices = [event["name"] for event in events if event["ph"] == "X"]
         assert slices.count("decode 1") == 4
-        assert slices.count("draw") >= 5
+        assert slices.count("sample") >= 5
 
 
 def test_recording_a_replica_that_does_nothing_says_so(served: Served, tmp_path: Path) -> None:

@@ -8,25 +8,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from medha.cost.cost_profile import Attention, Operation, Profile
 from medha.cost.predictor import Predictor
-from medha.cost.profile import Attention, Operation, Profile
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, profile_for
 from medha.topology import Topology
 from medha.wire.messages import Cancel, Done, Emit, Failed, Refused, Sample, Sampling, Step, Submit
-from medha_sim.baselines.costs import DisaggregatedCost, ElasticCost, RingLink
+from medha_sim.baselines.baseline_costs import DisaggregatedCost, ElasticCost, RingLink
 from medha_sim.baselines.distserve import DistServe, longest_prompt_tokens
 from medha_sim.baselines.hrrn import Hrrn
 from medha_sim.baselines.loongserve import LoongServe, LoongServeSettings
 from medha_sim.baselines.sarathi import Sarathi
 from medha_sim.baselines.single_prefill import SinglePrefill
 from medha_sim.baselines.systems import LOONGSERVE_ITERATION_SECONDS, SYSTEMS, simulation
-from medha_sim.driver import Arrival, Controller, SimulatedReplica, Simulation, Workload
 from medha_sim.executor import Executor, StepCost, StepTiming
 from medha_sim.lengths import SHAREGPT
-from medha_sim.records import RunLog
+from medha_sim.run_log import RunLog
 from medha_sim.run_summary import summarise
 from medha_sim.scenario import Deployment, card
+from medha_sim.simulation import Arrival, Controller, SimulatedReplica, Simulation, Workload
 
 ROOMY = 1_000_000
 
@@ -477,7 +477,7 @@ def test_an_unknown_system_is_refused_by_name(workload: Workload) -> None:
 
 def test_loongserve_is_calibrated_to_leave_at_most_1_75_short_requests_a_second() -> None:
     """T4: 128 decoding requests leave at 128 / (TPOT x mean output)."""
-    prompts, outputs = SHAREGPT.draw(20_000, np.random.default_rng(0))
+    prompts, outputs = SHAREGPT.sample(20_000, np.random.default_rng(0))
     profile = profile_for(LLAMA3_8B, A100, Topology(tensor=2))
     cost = ElasticCost(
         profile, RingLink(2048.0, 3e11, 2.5e10), iteration_seconds=LOONGSERVE_ITERATION_SECONDS

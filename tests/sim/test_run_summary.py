@@ -8,7 +8,7 @@ from math import isinf
 import pytest
 
 from medha.wire.messages import Extent, Step, StepEntry
-from medha_sim.records import Ending, RequestRecord, RunLog
+from medha_sim.run_log import Ending, RequestRecord, RunLog
 from medha_sim.run_summary import (
     convoy,
     distribution,

@@ -17,7 +17,6 @@ from medha.errors import ConfigInvalid, PartFailed
 from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.topology import Topology
 from medha_sim import study
-from medha_sim.report import comparable, difference_rows, figures, of_study, page, table_rows
 from medha_sim.run_summary import Summary
 from medha_sim.scenario import Deployment, Disturbance, deployment_of
 from medha_sim.study import (
@@ -31,6 +30,7 @@ from medha_sim.study import (
     run_study,
     simulate_one,
 )
+from medha_sim.study_report import comparable, difference_rows, figures, of_study, page, table_rows
 from medha_sim.workloads import TraceColumns
 
 DEPLOYMENT = Deployment(model=LLAMA3_8B, hardware=H100, topology=Topology(tensor=8, stream=2))

@@ -9,8 +9,8 @@ import pytest
 
 from medha.api.replica import ServiceClass
 from medha.topology import Topology
-from medha_sim.driver import Arrival, Workload
 from medha_sim.scenario import Deployment
+from medha_sim.simulation import Arrival, Workload
 
 BEGIN, END = 6.0, 26.0  # steady: prefills wait all the time
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from medha.errors import ConfigInvalid
-from medha_sim.driver import Arrival, Workload
 from medha_sim.lengths import MEDHA_SWE, SHAREGPT, Fixed, Independent, LogNormal, Stretched
+from medha_sim.simulation import Arrival, Workload
 from medha_sim.workloads import (
     Mix,
     Part,
@@ -44,7 +44,7 @@ def workload(**settings: object) -> Workload:
 
 
 def test_short_prompts_and_outputs_have_the_quantiles_of_sharegpt() -> None:
-    prompts, outputs = SHAREGPT.draw(40_000, np.random.default_rng(1))
+    prompts, outputs = SHAREGPT.sample(40_000, np.random.default_rng(1))
     assert np.median(prompts) == pytest.approx(1730, rel=0.03)
     assert np.quantile(prompts, 0.9) == pytest.approx(5696, rel=0.02)
     assert np.median(outputs) == pytest.approx(415, rel=0.02)
@@ -54,7 +54,7 @@ def test_short_prompts_and_outputs_have_the_quantiles_of_sharegpt() -> None:
 
 
 def test_long_prompts_and_outputs_have_the_quantiles_that_the_paper_states() -> None:
-    prompts, outputs = MEDHA_SWE.draw(40_000, np.random.default_rng(1))
+    prompts, outputs = MEDHA_SWE.sample(40_000, np.random.default_rng(1))
     assert np.median(prompts) == pytest.approx(393_000, rel=0.02)
     assert np.quantile(prompts, 0.9) == pytest.approx(839_000, rel=0.01)
     assert np.median(outputs) == pytest.approx(518, rel=0.02)
@@ -71,8 +71,8 @@ def test_a_cut_log_normal_stays_inside_its_cut_and_keeps_its_shape_where_it_hard
 
 
 def test_stretched_prompts_are_longer_and_their_outputs_are_the_same() -> None:
-    prompts, outputs = MEDHA_SWE.draw(100, np.random.default_rng(1))
-    longer, same = Stretched(MEDHA_SWE, 2).draw(100, np.random.default_rng(1))
+    prompts, outputs = MEDHA_SWE.sample(100, np.random.default_rng(1))
+    longer, same = Stretched(MEDHA_SWE, 2).sample(100, np.random.default_rng(1))
     assert (longer == 2 * prompts).all()
     assert (same == outputs).all()
 

@@ -24,7 +24,7 @@ ASKED = (
     "medha_request_tpot_attainment_total",
     "medha_requests_total",
     "medha_router_replicas",
-    "medha_router_replicas_wanted",
+    "medha_router_replicas_desired",
     "medha_router_requests_open",
     "medha_router_refused_connections_total",
     "medha_step_prediction_error_ratio_bucket",

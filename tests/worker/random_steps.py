@@ -27,7 +27,7 @@ STRATEGIES: tuple[tuple[str, Cut], ...] = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class Query:
     """A prompt, and how much is drawn behind it.
 
     Prompts of one family begin alike, and end with `own_tokens` that no other has. A fork has another's prompt, and
@@ -45,7 +45,7 @@ class Asked:
 @dataclass
 class Running:
     name: str
-    asked: Asked
+    asked: Query
     prompt: str
     computed: int
     strategies: list[tuple[str, Cut]]
@@ -63,7 +63,7 @@ class Planner:
 
     lanes: int
     tokens_per_lane: int
-    deals: bool
+    striped: bool
     rng: np.random.Generator
     kv_blocks: int
     block_tokens: int = 4
@@ -82,12 +82,12 @@ class Planner:
             kv_blocks=self.kv_blocks,
             block_size_tokens=self.block_tokens,
             tokens_per_lane=self.tokens_per_lane,
-            deals_prompts=self.deals,
+            stripes_prompts=self.stripings,
         )
         self.hasher = PrefixHasher(self.block_tokens, b"secret")
 
     def run(
-        self, asked: Sequence[Asked], strategies: list[tuple[str, Cut]], *, one_by_one: bool = False
+        self, asked: Sequence[Query], strategies: list[tuple[str, Cut]], *, one_by_one: bool = False
     ) -> dict[str, Running]:
         """Write steps until all of these requests have ended. Each of them, by name."""
         waiting = list(asked)
@@ -121,7 +121,7 @@ class Planner:
                     break
                 self.prompts[name] = ids
                 self.crumbs.append(name)
-                admits.append(_admit_of(name, Asked(tokens, 0), placed))
+                admits.append(_admit_of(name, Query(tokens, 0), placed))
         self._tell(admits=admits)
         for name in self.rng.permutation(self.crumbs).tolist():
             fate = self.rng.random()
@@ -143,7 +143,7 @@ class Planner:
     def _own_ids(self, count: int) -> npt.NDArray[np.int32]:
         return self.rng.integers(0, self.vocab, count).astype(np.int32)
 
-    def _admit(self, asked: Asked, strategies: list[tuple[str, Cut]]) -> Admit | None:
+    def _admit(self, asked: Query, strategies: list[tuple[str, Cut]]) -> Admit | None:
         """Give a request its KV, shared with one of the same prompt, cached, or new; None if there is no room."""
         name = f"r{sum(not one.startswith('crumb') for one in self.prompts)}"
         parent = next(
@@ -259,19 +259,19 @@ class Planner:
 
 
 def _admit_of(
-    name: str, asked: Asked, placed: Placed, fork_of: str | None = None, shared_tokens: int = 0
+    name: str, asked: Query, placed: Placed, fork_of: str | None = None, shared_tokens: int = 0
 ) -> Admit:
     return Admit(
         id=name, prompt=name, tokens=asked.prompt_tokens, prompt_length=asked.prompt_tokens, seed=1, sampling=GREEDY,
         reserved_tokens=placed.shards.tokens, fork_of=fork_of, shared_tokens=shared_tokens, segments=placed.segments,
-        deals=placed.deals, cached_tokens=placed.cached_tokens, prefixes=placed.prefixes, evictions=placed.evictions,
+        stripings=placed.stripings, cached_tokens=placed.cached_tokens, prefixes=placed.prefixes, evictions=placed.evictions,
     )  # fmt: skip
 
 
-def asked(most: int) -> st.SearchStrategy[Asked]:
+def asked(most: int) -> st.SearchStrategy[Query]:
     """Requests with prompts of up to `most` tokens."""
     lengths = st.one_of(st.integers(1, 12), st.integers(13, most), st.sampled_from([16, 32, 48, 64]))
     own = st.sampled_from([0, 0, 3, 20])
     return st.builds(
-        Asked, lengths, st.integers(1, 5), st.integers(0, 1), st.booleans(), own, st.sampled_from([1, 1, 9])
+        Query, lengths, st.integers(1, 5), st.integers(0, 1), st.booleans(), own, st.sampled_from([1, 1, 9])
     )

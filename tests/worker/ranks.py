@@ -24,7 +24,7 @@ from medha_worker.model.weights import Shard
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import positions
 from medha_worker.rank.lane_plan import LanePlan
-from medha_worker.rank.mesh import Grid
+from medha_worker.rank.mesh import Mesh
 
 from .models import kernels_of_a_rank, load_model
 
@@ -78,18 +78,18 @@ class Ranks:
         kernels_of_a_rank(config, shard_of(0))  # compiled once, not on each thread
 
         self._models = self.on_all(load)
-        self._grids: list[Grid] = []
+        self._grids: list[Mesh] = []
 
-    def _meet(self) -> None:
+    def _rendezvous(self) -> None:
         endpoint, size = free_endpoint(), self._config.hidden_size
 
-        def meet(rank: int) -> Grid:
-            return Grid(
+        def rendezvous(rank: int) -> Mesh:
+            return Mesh(
                 self.topology, rank, endpoint, address="127.0.0.1", epoch=0, hidden_size=size, dtype=torch.float32,
-                meet_seconds=30.0,
+                rendezvous_seconds=30.0,
             )  # fmt: skip
 
-        self._grids = self.on_all(meet)
+        self._grids = self.on_all(rendezvous)
 
     def on_all(self, work: Callable[[int], Result]) -> list[Result]:
         """`work(rank)` on the thread of every rank at once; if one fails, the ranks have to meet anew."""
@@ -129,7 +129,7 @@ class Ranks:
         """
 
         if not self._grids:
-            self._meet()
+            self._rendezvous()
 
         def work(rank: int) -> tuple[list[Sample], list[torch.Tensor]]:
             grid = self._grids[rank]
@@ -158,17 +158,17 @@ class Ranks:
                 done = executor.run(planned.popleft())
                 if done is not None:
                     assert done.failures == (), done.failures
-                    samples += done.samples if rank == grid.drawing_rank else ()
+                    samples += done.samples if rank == grid.sampling_rank else ()
             executor.learn_all()  # tokens of the last steps are still on their way
             return samples, recording.rows
 
         samples: list[Sample] = []
         logits: dict[tuple[str, int], torch.Tensor] = {}
-        for rank, (drawn, recorded) in enumerate(self.on_all(work)):
+        for rank, (sampled, recorded) in enumerate(self.on_all(work)):
             grid = self._grids[rank]
-            if rank != grid.drawing_rank:
+            if rank != grid.sampling_rank:
                 continue
-            samples += drawn
+            samples += sampled
             own = [[entry for entry in step.entries if entry.lane == grid.lane] for step in steps]
             for entries, rows in zip(filter(None, own), recorded, strict=True):
                 at = [(entry.id, int(place)) for entry in entries for place in positions(entry.extents)]

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.prefix_cache import PrefixHasher
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import (
     Cancel,
@@ -71,7 +71,7 @@ SHAPES = [
 
 
 @dataclass
-class Asked:
+class Query:
     prompt: str
     ids: npt.NDArray[np.int32]
     max_tokens: int | None
@@ -86,7 +86,7 @@ class Life:
     now: float = 0.0
     steps: list[Step] = field(default_factory=list)
     moving: list[tuple[Step, int]] = field(default_factory=list)  # with the stage that each one is in
-    drawn: dict[str, int] = field(default_factory=dict)
+    sampled: dict[str, int] = field(default_factory=dict)
     ends: dict[str, FinishReason | str] = field(default_factory=dict)
 
     def handle(self, event: ControllerEvent) -> None:
@@ -96,7 +96,7 @@ class Life:
                     self.steps.append(command)
                     self.moving.append((command, 0))
                 case Emit():
-                    self.drawn[command.id] = self.drawn.get(command.id, 0) + len(command.tokens)
+                    self.sampled[command.id] = self.sampled.get(command.id, 0) + len(command.tokens)
                     if command.finish_reason is not None:
                         self.end(command.id, command.finish_reason)
                 case Refused() | Failed():
@@ -129,11 +129,11 @@ class Life:
         raise AssertionError("nothing moves")
 
 
-def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Asked]]:
+def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Query]]:
     """Let a controller serve random requests, some of which begin alike, to the end."""
     life = Life(ReplicaController(config, PROFILE), random)
     hasher = PrefixHasher(config.block_size_tokens, b"secret")
-    asked: dict[str, Asked] = {}
+    asked: dict[str, Query] = {}
     for number in range(random.randint(2, 7)):
         block, share = config.block_size_tokens, config.tokens_per_lane
         most = min(config.pool_tokens - 20, 160)
@@ -147,7 +147,7 @@ def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Asked]]
             )
         max_tokens = random.choice([None, 1, 2, 5, 12])
         for sample in range(random.choice([1, 1, 2, 3])):
-            asked[f"r{number}.{sample}"] = Asked(f"p{number}", ids.astype(np.int32), max_tokens)
+            asked[f"r{number}.{sample}"] = Query(f"p{number}", ids.astype(np.int32), max_tokens)
     waiting = list(asked)
     cancels = random.random() < 0.5
     for _ in range(MOST_EVENTS):
@@ -222,7 +222,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         steps_ahead: int,
         kernels: Kernels | None,
     ) -> None:
-        deals = strategy is not None and topology.kv > 1
+        striped = strategy is not None and topology.kv > 1
         config = ReplicaConfig(
             topology=topology,
             scheduling=SchedulingSpec(
@@ -241,7 +241,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
             kv_blocks=pool_tokens // block_tokens,
             long_threshold_tokens=60,
             tokens_per_lane=share_blocks * block_tokens,
-            context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if deals and strategy else None,
+            context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if striped and strategy else None,
         )
         life, asked = live(config, Random(seed))
         samples, logits = ranks.run(
@@ -250,14 +250,14 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
             kernels=kernels,
         )  # fmt: skip
         for name, one in asked.items():
-            drawn = [sample.token for sample in samples if sample.id == name]
+            sampled = [sample.token for sample in samples if sample.id == name]
             assert life.ends[name] in ("length", "cancelled"), f"{name}: {life.ends[name]}"
             if life.ends[name] == "length":
-                assert len(drawn) == life.drawn[name]
+                assert len(sampled) == life.sampled[name]
             computed = sorted(position for request, position in logits if request == name)
             if not computed:
                 continue
-            ids = torch.tensor([*one.ids.tolist(), *drawn])[: computed[-1] + 1]
+            ids = torch.tensor([*one.ids.tolist(), *sampled])[: computed[-1] + 1]
             with torch.inference_mode():
                 wanted = reference(ids[None]).logits[0]
             found = torch.stack([logits[name, position] for position in computed])

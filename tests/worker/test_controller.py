@@ -32,9 +32,9 @@ from medha.api.replica import (
     ParallelismSpec,
     SchedulingSpec,
 )
-from medha.cost.profile import Profile
-from medha.scheduler.config import ReplicaConfig, derive
+from medha.cost.cost_profile import Profile
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig, derive
 from medha.wire.frames import decode, encode, tokens_from_frame, tokens_to_frame
 from medha.wire.messages import (
     Announce,
@@ -45,12 +45,12 @@ from medha.wire.messages import (
     Extent,
     Failed,
     FetchBundle,
-    Meet,
     Message,
     RankFault,
     RankHello,
     RankReady,
     Refused,
+    Rendezvous,
     Sample,
     Sampling,
     Shutdown,
@@ -62,7 +62,7 @@ from medha.wire.messages import (
 )
 from medha_links.drops import Drops
 from medha_links.key_files import KeyFiles, KeyPair, read_public_key, read_tokens
-from medha_links.sockets import Doorkeeper, Opened, bind, connect
+from medha_links.sockets import Authenticator, Opened, bind, connect
 from medha_process.part_settings import ControllerSettings
 from medha_process.part_state import PartState
 from medha_worker.checkpoints.read_bundle import read_bundle
@@ -180,7 +180,7 @@ class Stage:
         enrolled = KeyPair.of_token(read_tokens(self.keys.enrolment)[0]).public
         # Of its own, as a process has one: closing a socket frees an address only some time later, ending a context at once.
         self.router_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.doorkeeper = Doorkeeper(self.router_context, [enrolled])
+        self.authenticator = Authenticator(self.router_context, [enrolled])
         self.router, self.router_tokens = (
             Router(bind(self.router_context, self.endpoints[name], KeyPair.read(self.keys.router)))
             for name in ("router_control", "router_tokens")
@@ -190,20 +190,20 @@ class Stage:
         """Go, as a router does that is killed."""
         for link in (self.router, self.router_tokens):
             link.close(0)
-        self.doorkeeper.close()
+        self.authenticator.close()
         self.router_context.term()
 
-    def hello(self, incarnation: str = "first") -> Meet:
+    def hello(self, incarnation: str = "first") -> Rendezvous:
         """The rank says that it is here, again and again as ranks do, until it is called."""
         self.incarnation = incarnation
         for _ in range(20):
-            self.say_hello()
+            self.send_hello()
             while (received := self.rank.receive(timeout_seconds=1)) is not None:
-                if isinstance(received.message, Meet):
+                if isinstance(received.message, Rendezvous):
                     return received.message
         raise AssertionError(f"not called; the controller says: {self.kill()}")
 
-    def say_hello(self) -> None:
+    def send_hello(self) -> None:
         for link in (self.rank, self.rank_tokens):
             link.send(RankHello(0, self.incarnation))
 
@@ -243,7 +243,7 @@ class Stage:
         while time.monotonic() < end:
             received = link.receive(timeout_seconds=0.5)
             if received is None:
-                self.say_hello()  # as ranks do: one that is not heard for five seconds is taken for lost
+                self.send_hello()  # as ranks do: one that is not heard for five seconds is taken for lost
             elif isinstance(received.message, kind):
                 return received
         raise AssertionError(f"no {kind.__name__}; {self.links_say()}; the controller says: {self.kill()}")
@@ -309,14 +309,14 @@ def test_a_rank_that_was_replaced_begins_the_next_epoch_with_the_requests_left_t
     stage.submit("a", sampling=Sampling(max_tokens=2))
     stage.send_tokens()
     lost = stage.step()
-    meet = stage.hello("second")
-    assert meet.epoch == 1
+    rendezvous = stage.hello("second")
+    assert rendezvous.epoch == 1
     card = stage.from_controller(Announce)
     while card.ready:  # type: ignore[attr-defined] # announced before the loss was known
         card = stage.from_controller(Announce)
     stage.submit("b")
     assert stage.from_controller(Refused) == Refused("b", "not_ready", "the ranks are gathering")
-    stage.rank.send(replace(READY, epoch=meet.epoch))
+    stage.rank.send(replace(READY, epoch=rendezvous.epoch))
     stage.finish(lost, Sample("a", 7))  # too late: of another epoch
     while not (card := stage.from_controller(Announce)).ready:  # type: ignore[attr-defined]
         pass
@@ -362,7 +362,7 @@ class Unwatched:
     def allow(self, seconds: float, doing: str) -> None:
         """It may take as long as it likes."""
 
-    def tell(self, state: PartState) -> None:
+    def report(self, state: PartState) -> None:
         """Nobody listens."""
 
 
@@ -394,13 +394,13 @@ def change(stage: Stage, **scheduling: object) -> None:
 def test_who_is_missing_at_the_first_start_is_told_once_others_are_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("medha_worker.controller.rank_links.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("medha_worker.controller.rank_links.LOG_SECONDS", 0.0)
     spec = SPEC.model_copy(update={"parallelism": ParallelismSpec(stream=2)})
     stage = Stage(tmp_path, spec, start=False)
     with closing(stage), in_this_process(stage):
         end = time.monotonic() + 10
         while "waiting for rank 1 since" not in caplog.text and time.monotonic() < end:
-            stage.say_hello()
+            stage.send_hello()
             stage.router.receive(timeout_seconds=0.1)
     assert "waiting for rank 1 since" in caplog.text
     assert "waiting for rank 0, 1" not in caplog.text, "nobody waits while all of them load"
@@ -518,7 +518,7 @@ def test_connections_of_a_former_process_and_of_a_stranger_may_end_without_an_ep
         link.close()
     for _ in range(3):  # one a second: what has ended was seen meanwhile
         assert stage.from_controller(Announce).epoch == epoch  # type: ignore[attr-defined]
-        stage.say_hello()
+        stage.send_hello()
     stage.send_tokens()
     stage.submit("a")
     assert stage.step().epoch == epoch
@@ -658,8 +658,8 @@ def test_the_record_replays_to_the_same_steps(stage: Stage) -> None:
 def test_a_record_for_which_there_is_no_room_ends_without_the_replica(stage: Stage) -> None:
     stage.ready()
     stage.wait_for_ready_file()
-    room_bytes = stage.record.stat().st_size + 10
-    resource.prlimit(stage.process.pid, resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
+    budget_bytes = stage.record.stat().st_size + 10
+    resource.prlimit(stage.process.pid, resource.RLIMIT_FSIZE, (budget_bytes, budget_bytes))
     stage.send_tokens()
     stage.submit("a", sampling=Sampling(max_tokens=1))
     stage.finish(stage.step(), Sample("a", 7, finish_reason="length"))

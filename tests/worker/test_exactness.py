@@ -22,7 +22,7 @@ from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
 
-from .random_steps import STRATEGIES, Asked, Cut, Planner, Running, asked
+from .random_steps import STRATEGIES, Cut, Planner, Query, Running, asked
 from .ranks import Ranks
 from .test_model_transformer import save_reference
 
@@ -63,16 +63,16 @@ CASES = [
 ]
 
 
-def new_planner(lanes: int, tokens_per_lane: int, deals: bool, seed: int, **more: Any) -> Planner:
+def new_planner(lanes: int, tokens_per_lane: int, striped: bool, seed: int, **more: Any) -> Planner:
     fields = {"kv_blocks": KV_BLOCKS, "block_tokens": BLOCK_TOKENS, **more}
-    return Planner(lanes, tokens_per_lane, deals, np.random.default_rng(seed), **fields)
+    return Planner(lanes, tokens_per_lane, striped, np.random.default_rng(seed), **fields)
 
 
 def check(
     ranks: Ranks,
     reference: torch.nn.Module,
     planner: Planner,
-    asked: list[Asked],
+    asked: list[Query],
     strategies: list[tuple[str, Cut]],
     steps_ahead: int,
     *,
@@ -86,9 +86,9 @@ def check(
         kernels=kernels,
     )  # fmt: skip
     for name, one in everyone.items():
-        drawn = [sample.token for sample in samples if sample.id == name]
-        assert len(drawn) == one.asked.output_tokens
-        ids = torch.tensor([*planner.prompts[name].tolist(), *drawn[:-1]])
+        sampled = [sample.token for sample in samples if sample.id == name]
+        assert len(sampled) == one.asked.output_tokens
+        ids = torch.tensor([*planner.prompts[name].tolist(), *sampled[:-1]])
         with torch.inference_mode():
             wanted = reference(ids[None]).logits[0]
         computed = range(one.there, one.length)
@@ -96,7 +96,7 @@ def check(
         error = float((found - wanted[one.there :]).abs().max())
         assert error <= TOLERANCE, f"{name}: {error}"
         greedy = wanted[one.asked.prompt_tokens - 1 :].argmax(-1)
-        assert drawn == greedy.tolist()
+        assert sampled == greedy.tolist()
     return everyone
 
 
@@ -138,7 +138,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         requests=st.lists(asked(150), min_size=1, max_size=5),
         strategies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=5),
         tokens_per_lane=st.sampled_from([16, 24, 60, 100]),
-        deals=st.booleans(),
+        striped=st.booleans(),
         seed=st.integers(0, 1000),
         steps_ahead=st.integers(0, 3),
         crumbs=st.sampled_from([(1, 2, 3, 4, 5, 9), (1,), (1, 2, 3)]),
@@ -146,16 +146,16 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
     )
     @settings(max_examples=examples)
     def run(
-        requests: list[Asked],
+        requests: list[Query],
         strategies: list[tuple[str, Cut]],
         tokens_per_lane: int,
-        deals: bool,
+        striped: bool,
         seed: int,
         steps_ahead: int,
         crumbs: tuple[int, ...],
         kernels: Kernels | None,
     ) -> None:
-        planner = new_planner(ranks.topology.kv, tokens_per_lane, deals, seed)
+        planner = new_planner(ranks.topology.kv, tokens_per_lane, striped, seed)
         planner.crumble(crumbs)
         check(ranks, reference, planner, requests, strategies, steps_ahead, kernels=kernels)
 
@@ -174,7 +174,7 @@ def test_ranks_that_get_nothing_of_a_small_vocabulary_embed_and_draw_with_the_ot
     )
     ranks = Ranks(Topology(8, 1, 1), tmp_path)
     planner = new_planner(1, 60, False, 1, vocab=9)
-    check(ranks, reference, planner, [Asked(5, 3, 0), Asked(30, 2, 1)], STRATEGIES[:1], 1)
+    check(ranks, reference, planner, [Query(5, 3, 0), Query(30, 2, 1)], STRATEGIES[:1], 1)
     ranks.close()
 
 
@@ -188,7 +188,7 @@ def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
         try:
             for seed in (0, 1):
                 planner = new_planner(2, 1000, False, seed, kv_blocks=12)
-                requests = [Asked(30, 46), Asked(30, 50), Asked(40, 3, 1), Asked(40, 3, 1), Asked(38, 4, 1)]
+                requests = [Query(30, 46), Query(30, 50), Query(40, 3, 1), Query(40, 3, 1), Query(38, 4, 1)]
                 everyone = check(ranks, reference, planner, requests, [STRATEGIES[0]], seed, one_by_one=True)
                 assert planner.joined >= 1
                 there = [one.there for one in everyone.values()]
@@ -217,7 +217,7 @@ def test_chunks_may_end_at_the_borders_of_shards(
     ranks, reference = four_lanes
     planner = new_planner(4, 16, False, 0, chunks=chunks)
     everyone = check(
-        ranks, reference, planner, [Asked(64, 3), Asked(64, 3)], [strategy], len(chunks) % 3, one_by_one=True
+        ranks, reference, planner, [Query(64, 3), Query(64, 3)], [strategy], len(chunks) % 3, one_by_one=True
     )
     assert [one.there for one in everyone.values()] == [0, 60]
     counts = [sum(entry.token_count for entry in step.entries if entry.id == "r0") for step in planner.steps]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from medha.errors import PartFailed, WireInvalid
 from medha.kv.blocks import BlockLedger
-from medha.kv.lane_replay import LaneReplica
+from medha.kv.lane_replay import LaneReplay
 from medha.wire.messages import Admit, Done, EntryFailed, Extent, Grow, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
@@ -70,7 +70,7 @@ class Engine:
             clock=lambda: 0.0,
             **more,  # type: ignore[arg-type]
         )
-        self.double = LaneReplica(BlockLedger(64, BLOCK_TOKENS))
+        self.double = LaneReplay(BlockLedger(64, BLOCK_TOKENS))
         self.steps = 0
 
     def give(self, name: str, ids: np.ndarray) -> None:
@@ -102,13 +102,13 @@ class Engine:
 
     def decode(self, lengths: dict[str, int], steps: int) -> dict[str, list[int]]:
         """Tokens of `steps` decode steps of all sequences together; `lengths`: tokens known of each."""
-        drawn: dict[str, list[int]] = {name: [] for name in lengths}
+        sampled: dict[str, list[int]] = {name: [] for name in lengths}
         for step in range(steps):
             done = self.step(*(entry(name, length + step - 1, 1) for name, length in lengths.items()))
             assert done.failures == ()
             for sample in done.samples:
-                drawn[sample.id].append(sample.token)
-        return drawn
+                sampled[sample.id].append(sample.token)
+        return sampled
 
 
 def random_ids(count: int, seed: int) -> np.ndarray:
@@ -215,9 +215,9 @@ def test_text_goes_on_across_a_grown_reservation(
     ids = random_ids(14, 6)
     engine = Engine(model)
     first = engine.start("a", ids, reserved_tokens=16).samples[0].token
-    drawn = [first, *engine.decode({"a": 15}, 2)["a"]]
+    sampled = [first, *engine.decode({"a": 15}, 2)["a"]]
     engine.step(grows=(Grow("a", 100),))
-    assert drawn + engine.decode({"a": 17}, 70)["a"] == greedy_text(ids, 73)
+    assert sampled + engine.decode({"a": 17}, 70)["a"] == greedy_text(ids, 73)
 
 
 # --- prompts and bookkeeping --------------------------------------------------------------------------
@@ -392,7 +392,7 @@ def test_only_the_sequence_that_fails_alone_ends(
     assert tokens["small"] == greedy_text(small, 5)[1:]
 
 
-@pytest.mark.parametrize("fails", ["forward", "draw"])
+@pytest.mark.parametrize("fails", ["forward", "sample"])
 def test_a_step_that_is_planned_ahead_of_one_that_fails_computes_the_other(
     model: Transformer, greedy_text: Callable[[np.ndarray, int], list[int]], fails: str
 ) -> None:
@@ -406,7 +406,7 @@ def test_a_step_that_is_planned_ahead_of_one_that_fails_computes_the_other(
 
     def mask_for(admit: Admit) -> Any:
         def mask(outputs: Sequence[int]) -> torch.Tensor:
-            if struck and fails == "draw":
+            if struck and fails == "sample":
                 raise MemoryError
             return torch.ones(VOCAB, dtype=torch.bool)
 
@@ -414,8 +414,8 @@ def test_a_step_that_is_planned_ahead_of_one_that_fails_computes_the_other(
 
     engine = Engine(Faulty(model, strikes), mask_for=mask_for)
     prompts = {"fails": random_ids(12, 6), "goes on": random_ids(8, 1)}
-    drawn = {name: [engine.start(name, ids).samples[0].token] for name, ids in prompts.items()}
-    struck.append(drawn["fails"][0])
+    sampled = {name: [engine.start(name, ids).samples[0].token] for name, ids in prompts.items()}
+    struck.append(sampled["fails"][0])
     text = greedy_text(prompts["goes on"], 4)
     assert struck[0] not in text
     planned = [
@@ -427,8 +427,8 @@ def test_a_step_that_is_planned_ahead_of_one_that_fails_computes_the_other(
         assert done is not None
         assert step is not planned[0] or [failure.id for failure in done.failures] == ["fails"]
         for sample in done.samples:
-            drawn[sample.id].append(sample.token)
-    assert drawn["goes on"] == text
+            sampled[sample.id].append(sample.token)
+    assert sampled["goes on"] == text
     assert batches[-2:] == [2, 2]
 
 

@@ -23,13 +23,13 @@ from medha.wire.messages import (
     Emit,
     EntryFailed,
     FetchBundle,
-    Meet,
-    MemoryRanOut,
     Message,
     RankFault,
     RankHello,
+    RankOutOfMemory,
     RankReady,
     Refused,
+    Rendezvous,
     Sample,
     Sampling,
     StageFree,
@@ -51,7 +51,7 @@ from .test_rank import START_SECONDS
 from .test_rank import Stage as RankStage
 
 ACCEPTS: dict[str, tuple[type[Message], ...]] = {
-    "rank_control": (StageFree, Done, RankHello, RankReady, RankFault, MemoryRanOut, TracePart),
+    "rank_control": (StageFree, Done, RankHello, RankReady, RankFault, RankOutOfMemory, TracePart),
     "rank_tokens": (RankHello,),
     "router_control": (Submit, Cancel, FetchBundle),
     "router_tokens": (Tokens,),
@@ -332,7 +332,7 @@ def test_what_a_real_rank_drops_is_among_the_metrics_of_its_controller(tmp_path:
 
         pass_on_until(controller.ready_file.exists, "the rank is not ready")
         between.put_in(rank.control, [b"not json"], [b"{"], wire(Cancel("a")))
-        between.put_in(rank.tokens, wire(Tokens("p", 0, 1), b"123"), wire(Meet(0)))
+        between.put_in(rank.tokens, wire(Tokens("p", 0, 1), b"123"), wire(Rendezvous(0)))
         for link in (controller.router, controller.router_tokens):
             assert link.receive(START_SECONDS) is not None  # it is known from now on
         controller.send_tokens()  # a rank reads its link for ids when a step needs some

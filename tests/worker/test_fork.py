@@ -11,8 +11,8 @@ import pytest
 
 from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec
 from medha.errors import PartFailed
-from medha.scheduler.config import derive
 from medha.scheduler.controller import STATE_HASH_EVERY_STEPS, ReplicaController
+from medha.scheduler.replica_config import derive
 from medha.shards import Segment, ShardMap
 from medha.wire.messages import Done, RankReady, Sampling, Step, StepProfile, Submit, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint

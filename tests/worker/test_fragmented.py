@@ -13,8 +13,8 @@ import torch
 
 from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
 from medha.kv.prefix_cache import PrefixHasher
-from medha.scheduler.config import derive
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import derive
 from medha.wire.messages import (
     ControllerEvent,
     Emit,
@@ -28,7 +28,7 @@ from medha.wire.messages import (
     Tokens,
 )
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.controller.outputs import OutputHasher
+from medha_worker.controller.output_hashes import OutputHasher
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.model.model_config import ModelConfig
@@ -51,10 +51,10 @@ Ids = npt.NDArray[np.int32]
 
 
 @dataclass(eq=False)
-class Asked:
+class Query:
     ids: Ids
     output_tokens: int
-    drawn: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     logits: dict[int, torch.Tensor] = field(
         default_factory=dict
@@ -62,7 +62,7 @@ class Asked:
 
     @property
     def text(self) -> Ids:
-        return np.concatenate([self.ids, np.array(self.drawn, dtype=np.int32)])
+        return np.concatenate([self.ids, np.array(self.sampled, dtype=np.int32)])
 
 
 class Replica:
@@ -87,11 +87,11 @@ class Replica:
         )  # fmt: skip
         self._hasher, self._outputs = PrefixHasher(BLOCK_TOKENS, b"secret"), OutputHasher()
         self._launched: deque[Step] = deque()
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, Query] = {}
         self._open: set[str] = set()
         self._now = 0.0
 
-    def serve(self, asked: list[Asked]) -> None:
+    def serve(self, asked: list[Query]) -> None:
         """Serve these to the end, a few at a time, in this order."""
         waiting = deque(asked)
         while waiting or self._open:
@@ -99,7 +99,7 @@ class Replica:
                 self._submit(waiting.popleft())
             self._run_next()
 
-    def _submit(self, one: Asked) -> None:
+    def _submit(self, one: Query) -> None:
         name = f"r{len(self._asked)}"
         self._asked[name] = one
         self._open.add(name)
@@ -142,7 +142,7 @@ class Replica:
                     self._launched.append(command)
                 case Emit():
                     one = self._asked[command.id]
-                    one.drawn += command.tokens
+                    one.sampled += command.tokens
                     one.cached_tokens = max(one.cached_tokens, command.cached_tokens)
                     if command.finish_reason is not None:
                         self._open.remove(command.id)
@@ -151,14 +151,14 @@ class Replica:
                     raise AssertionError(command)
 
 
-def conversations(replica: Replica, vocab: int) -> tuple[list[Asked], list[Asked]]:
+def conversations(replica: Replica, vocab: int) -> tuple[list[Query], list[Query]]:
     """Let a replica serve prompts of all lengths, and then later ones that are the last texts that it has written.
 
     The prompts are new ones, beginnings of documents, and beginnings of texts that it has written.
     """
     rng = np.random.default_rng(0)
     documents = [rng.integers(7, vocab, LONGEST).astype(np.int32) for _ in range(3)]
-    served: list[Asked] = []
+    served: list[Query] = []
     for _ in range(ROUNDS):
         asked = []
         for _ in range(2 * AT_ONCE):
@@ -170,21 +170,21 @@ def conversations(replica: Replica, vocab: int) -> tuple[list[Asked], list[Asked
                 beginning = served[int(rng.integers(len(served)))].text[: LONGEST // 2]
             else:
                 beginning = own[:0]
-            asked.append(Asked(np.concatenate([beginning, own]), int(rng.integers(1, 40))))
+            asked.append(Query(np.concatenate([beginning, own]), int(rng.integers(1, 40))))
         replica.serve(asked)
         served += asked
-    later = [Asked(one.text[:LONGEST], 2) for one in served[: -LATER - 1 : -1]]
+    later = [Query(one.text[:LONGEST], 2) for one in served[: -LATER - 1 : -1]]
     replica.serve(later)
     return served, later
 
 
 def check(
-    served: list[Asked], later: list[Asked], wanted: Callable[[Ids], torch.Tensor], tolerance: float
+    served: list[Query], later: list[Query], wanted: Callable[[Ids], torch.Tensor], tolerance: float
 ) -> None:
     """Every logit that was computed, of those that were served, and of those that came later and found KV of theirs."""
     wrong: dict[str, list[float]] = {"served": [], "later": []}
     for one in (*served, *later):
-        assert len(one.drawn) == one.output_tokens
+        assert len(one.sampled) == one.output_tokens
         at = sorted(one.logits)
         assert at == list(range(one.cached_tokens, len(one.text) - 1))
         found = torch.stack([one.logits[position] for position in at])

@@ -15,7 +15,7 @@ from medha.wire.messages import Shutdown, StageFree, Tokens
 from medha_links import sockets
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair
-from medha_links.sockets import Doorkeeper, bind
+from medha_links.sockets import Authenticator, bind
 from medha_worker.link import Context, Link, rank_identity
 
 SECONDS = 5.0
@@ -37,13 +37,13 @@ def drops() -> Drops:
 
 @pytest.fixture
 def bound(context: Context, tmp_path: Path, drops: Drops) -> Iterator[Link]:
-    doorkeeper = Doorkeeper(context, [CLIENT.public])
+    authenticator = Authenticator(context, [CLIENT.public])
     opened = bind(context, f"ipc://{tmp_path}/link", SERVER)
     peers = [rank_identity(0), rank_identity(1)]
     link = Link(opened, "bound", drops, accepts=(StageFree, Tokens), peers=peers)
     yield link
     link.close()
-    doorkeeper.close()
+    authenticator.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from medha.errors import ConfigInvalid
 from medha_process.host_resources import usable_cpus
-from medha_worker.controller.live_settings import LOOK_SECONDS, LiveFile
+from medha_worker.controller.live_settings import POLL_SECONDS, LiveFile
 
 
 def read(path: Path) -> int:
@@ -37,9 +37,9 @@ def number(tmp_path: Path) -> LiveFile[int]:
 def test_a_change_is_seen_once(number: LiveFile[int], tmp_path: Path) -> None:
     assert number.changed(0.0) is None
     mount(tmp_path, "v2", "2")
-    assert number.changed(LOOK_SECONDS / 2) is None, "it was looked at just now"
-    assert number.changed(LOOK_SECONDS) == 2
-    assert number.changed(2 * LOOK_SECONDS) is None
+    assert number.changed(POLL_SECONDS / 2) is None, "it was looked at just now"
+    assert number.changed(POLL_SECONDS) == 2
+    assert number.changed(2 * POLL_SECONDS) is None
 
 
 def test_what_cannot_be_used_is_said_once_and_what_comes_after_it_is_read(

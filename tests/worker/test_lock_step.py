@@ -103,11 +103,11 @@ def test_a_token_comes_from_the_lane_that_runs_its_request_and_once() -> None:
 def test_a_request_that_gets_neither_its_token_nor_a_reason_is_named_when_the_last_lane_is_done() -> None:
     joined = coupled()
     first = Done(1, lanes=(0,))
-    assert joined.undrawn(first) == [], "lane 1 may yet say why there is no token for `a`"
+    assert joined.unsampled(first) == [], "lane 1 may yet say why there is no token for `a`"
     joined.join(first)
     second = Done(1, (Sample("b", 6),), lanes=(1,))
-    assert joined.undrawn(second) == ["a"]
+    assert joined.unsampled(second) == ["a"]
     told = Done(1, (Sample("b", 6),), (EntryFailed("a", "internal", "masked"),), lanes=(1,))
-    assert joined.undrawn(told) == []
+    assert joined.unsampled(told) == []
     joined.join(told)
-    assert joined.undrawn(second) == [], "a late duplicate"
+    assert joined.unsampled(second) == [], "a late duplicate"

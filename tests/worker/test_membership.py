@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from medha.wire.messages import Meet, RankHello, RankReady, StepProfile
+from medha.wire.messages import RankHello, RankReady, Rendezvous, StepProfile
 from medha_worker.controller.membership import SILENT_SECONDS, Membership, implausible
 
 READY = RankReady(
@@ -30,14 +30,14 @@ def test_an_epoch_begins_when_every_rank_is_heard_on_both_links() -> None:
     assert not membership.complete
     membership.hello("tokens", RankHello(1, "b"), now=0.0)
     assert membership.complete
-    assert membership.meet("tcp://h:1") == Meet(0, "tcp://h:1")
+    assert membership.rendezvous("tcp://h:1") == Rendezvous(0, "tcp://h:1")
 
 
 def test_it_is_ready_when_the_last_rank_is_and_counts_no_answer_to_an_earlier_call() -> None:
     membership = Membership(2, first_epoch=4)
     say(membership, 0)
     say(membership, 1)
-    membership.meet("")
+    membership.rendezvous("")
     assert membership.missing == [0, 1]
     second = replace(READY, rank=1, epoch=4)
     assert membership.ready(second) is None
@@ -50,7 +50,7 @@ def test_a_replaced_rank_loses_the_epoch_and_all_have_to_be_heard_again() -> Non
     membership = Membership(2)
     say(membership, 0)
     say(membership, 1)
-    membership.meet("")
+    membership.rendezvous("")
     say(membership, 0)  # a heartbeat is nothing
     assert membership.epoch == 0
     say(membership, 1, "b")
@@ -58,7 +58,7 @@ def test_a_replaced_rank_loses_the_epoch_and_all_have_to_be_heard_again() -> Non
     assert not membership.complete
     say(membership, 0)
     assert membership.complete
-    assert membership.meet("").epoch == 1
+    assert membership.rendezvous("").epoch == 1
 
 
 def test_missing_is_who_was_not_heard_since_the_last_epoch_and_then_who_is_not_ready() -> None:
@@ -69,7 +69,7 @@ def test_missing_is_who_was_not_heard_since_the_last_epoch_and_then_who_is_not_r
     say(membership, 1)
     say(membership, 2)
     assert membership.missing == []
-    membership.meet("")
+    membership.rendezvous("")
     assert membership.missing == [0, 1, 2]
     for rank in range(3):
         membership.ready(replace(READY, rank=rank, epoch=0))
@@ -90,15 +90,15 @@ def test_a_rank_that_is_replaced_before_the_call_just_takes_the_place() -> None:
 
 def test_nobody_is_called_before_all_are_here() -> None:
     with pytest.raises(AssertionError):
-        Membership(1).meet("")
+        Membership(1).rendezvous("")
 
 
 def test_a_process_that_was_replaced_is_refused_when_it_comes_back() -> None:
     membership = Membership(1)
     say(membership, 0, "stopped")
-    membership.meet("")
+    membership.rendezvous("")
     say(membership, 0, "its successor")
-    assert membership.meet("").epoch == 1
+    assert membership.rendezvous("").epoch == 1
     assert membership.refuses(RankHello(0, "stopped"))
     assert not membership.refuses(RankHello(0, "its successor"))
 

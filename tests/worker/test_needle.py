@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from medha.errors import ConfigInvalid
 from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
-from medha_worker.checkpoints.needle import (
+from medha_worker.checkpoints.needle_model import (
     BEFORE,
     IS,
     NAMED,

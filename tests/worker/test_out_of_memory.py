@@ -17,9 +17,9 @@ from medha.errors import OutOfMemory
 from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced
 from medha.shards import Segment, place
 from medha.topology import Topology
-from medha.wire.messages import Admit, Done, Extent, Meet, Sampling, Step, StepEntry, Tokens
+from medha.wire.messages import Admit, Done, Extent, Rendezvous, Sampling, Step, StepEntry, Tokens
 from medha_process.part_settings import RankSettings
-from medha_worker.model.sampler import Drawn, SequenceSampler, Undrawable, draw
+from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, sample_tokens
 from medha_worker.rank import engine as engine_module
 from medha_worker.rank import sampled_tokens
 from medha_worker.rank.engine import Engine, Loaded
@@ -104,7 +104,7 @@ def run(ranks: Ranks, *, large: bool, tight_rank: int | None, goes_ahead: bool =
         name: np.random.default_rng(len(name)).integers(0, 100, 64).astype(np.int32)
         for name in ("small", "large", "after")
     }
-    ranks._meet()
+    ranks._rendezvous()
 
     def work(rank: int) -> list[Done]:
         grid = ranks._grids[rank]
@@ -128,7 +128,7 @@ def run(ranks: Ranks, *, large: bool, tight_rank: int | None, goes_ahead: bool =
         return reported
 
     reports: list[list[Done]] = ranks.on_all(work)
-    return reports[ranks._grids[0].drawing_rank]
+    return reports[ranks._grids[0].sampling_rank]
 
 
 def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_whole(ranks: Ranks) -> None:
@@ -140,8 +140,8 @@ def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_
         assert failed[0] == ["large"]
         assert failed[2:] == [[], []]
         for done, alone in zip(found, expected, strict=True):
-            drawn = [(one.id, one.token) for one in done.samples if one.id != "large"]
-            assert drawn == [(one.id, one.token) for one in alone.samples]
+            sampled = [(one.id, one.token) for one in done.samples if one.id != "large"]
+            assert sampled == [(one.id, one.token) for one in alone.samples]
 
 
 def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_draw_their_tokens(
@@ -150,19 +150,19 @@ def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_draw_their_
     """Only the rank that draws knows of it, and others wait for a token of every row."""
     expected = run(ranks, large=False, tight_rank=None, goes_ahead=True)
 
-    def tight(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | Undrawable]:
+    def tight(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[SampledToken | NotSampled]:
         if len(samplers) > 1 or any(one.position == LARGE + 20 for one in samplers):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
-        return draw(logits, samplers)
+        return sample_tokens(logits, samplers)
 
-    monkeypatch.setattr(sampled_tokens, "draw", tight)
+    monkeypatch.setattr(sampled_tokens, "sample_tokens", tight)
     found = run(ranks, large=True, tight_rank=None, goes_ahead=True)
     failed = [[(one.id, one.reason) for one in done.failures] for done in found]
     assert failed[:2] == [[], [("large", "out_of_memory")]]
     assert failed[3:] == [[], []]
     for done, alone in zip(found, expected, strict=True):
-        drawn = [(one.id, one.token) for one in done.samples if one.id != "large"]
-        assert drawn == [(one.id, one.token) for one in alone.samples]
+        sampled = [(one.id, one.token) for one in done.samples if one.id != "large"]
+        assert sampled == [(one.id, one.token) for one in alone.samples]
 
 
 # --- at the start ---------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engi
         }
     )
 
-    def meet(rank: int) -> Engine | Exception:
+    def rendezvous(rank: int) -> Engine | Exception:
         model = ranks._models[rank].with_kernels(ranks._models[rank].kernels)
         if rank == tight_rank:
             tight: Any = Tight(model.kernels.attention, LARGE)
@@ -191,11 +191,11 @@ def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engi
         )  # fmt: skip
         try:
             weights = Loaded(settings, model.config, model, StepRecorder(rank), 0.0)
-            return weights.meet(Meet(epoch=0, rendezvous=endpoint))
+            return weights.rendezvous(Rendezvous(epoch=0, address=endpoint))
         except Exception as error:  # noqa: BLE001 - looked at by the test
             return error
 
-    came_of: list[Engine | Exception] = ranks.on_all(meet)
+    came_of: list[Engine | Exception] = ranks.on_all(rendezvous)
     return came_of
 
 
@@ -297,8 +297,8 @@ def run_shared(
     ranks: Ranks, strategy: str, *, large: bool, tight_rank: int | None
 ) -> tuple[list[Done], list[int]]:
     """What both lanes report of each step, and the steps for which a rank said that its memory ran out."""
-    drawn = np.random.default_rng(7).integers(0, 100, 64).astype(np.int32)
-    ranks._meet()
+    sampled = np.random.default_rng(7).integers(0, 100, 64).astype(np.int32)
+    ranks._rendezvous()
     told: list[int] = []
 
     def work(rank: int) -> list[Done]:
@@ -318,14 +318,14 @@ def run_shared(
             runner.prepare(step)
             for name in runner.missing_prompts(step):
                 tokens = next(one.tokens for one in step.admits if one.prompt == name)
-                runner.add_tokens(Tokens(prompt=name, offset=0, total=tokens), drawn[:tokens])
+                runner.add_tokens(Tokens(prompt=name, offset=0, total=tokens), sampled[:tokens])
             done = runner.execute(step)
             assert done is not None
             reported.append(done)
         return reported
 
     reports: list[list[Done]] = ranks.on_all(work)
-    drawing = {grid.drawing_rank for grid in ranks._grids}
+    drawing = {grid.sampling_rank for grid in ranks._grids}
     of_lanes = zip(*(reports[rank] for rank in sorted(drawing)), strict=True)
     joined = [
         Done(

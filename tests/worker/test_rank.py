@@ -36,11 +36,11 @@ from medha.wire.messages import (
     Admit,
     Done,
     Extent,
-    Meet,
     Message,
     RankFault,
     RankHello,
     RankReady,
+    Rendezvous,
     Sampling,
     Shutdown,
     StageFree,
@@ -51,7 +51,7 @@ from medha.wire.messages import (
 )
 from medha_links.drops import Drops
 from medha_links.key_files import KeyFiles, KeyPair, read_public_keys
-from medha_links.sockets import Doorkeeper, bind
+from medha_links.sockets import Authenticator, bind
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.link import Link, rank_identity
@@ -86,7 +86,7 @@ class Stage:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoints = {name: f"ipc://{folder}/{name}" for name in ("control", "tokens")}
         self.keys = keys = KeyFiles.create(folder / "keys")
-        self.doorkeeper = Doorkeeper(self.context, read_public_keys(keys.ranks_public))
+        self.authenticator = Authenticator(self.context, read_public_keys(keys.ranks_public))
         self.control, self.tokens = (
             Link(
                 bind(self.context, endpoint, KeyPair.read(keys.controller)),
@@ -129,13 +129,13 @@ class Stage:
 
     def ready(self, epoch: int = 0) -> RankReady:
         """Wait until the rank is here, and begin an epoch."""
-        self.meet(epoch)
+        self.rendezvous(epoch)
         message = self.receive(START_SECONDS)
         assert isinstance(message, RankReady), message
         assert message.epoch == epoch
         return message
 
-    def meet(self, epoch: int = 0) -> None:
+    def rendezvous(self, epoch: int = 0) -> None:
         """Wait until the rank is here, and call it."""
         for link in (self.control, self.tokens):
             received = link.receive(START_SECONDS)
@@ -146,7 +146,7 @@ class Stage:
                     pass
                 case other:
                     raise AssertionError(other)
-        self.send(Meet(epoch))
+        self.send(Rendezvous(epoch))
         self.steps = 0
 
     def send(self, message: Message) -> None:
@@ -183,7 +183,7 @@ class Stage:
         self.process.communicate()
         self.control.close()
         self.tokens.close()
-        self.doorkeeper.close()
+        self.authenticator.close()
         self.context.term()
 
 
@@ -302,7 +302,7 @@ def test_malformed_messages_are_dropped(served: tuple[Stage, RankReady]) -> None
     assert (done.samples, done.failures) == ((), ())
 
 
-OBEYED = (Meet, Step, Shutdown, Trace)  # what a controller says in the right form is done
+OBEYED = (Rendezvous, Step, Shutdown, Trace)  # what a controller says in the right form is done
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -413,7 +413,7 @@ def test_a_pool_that_cannot_hold_the_longest_request_is_a_fault_that_names_the_m
 ) -> None:
     spec = SPEC.model_copy(update={"kv_cache": KvCacheSpec(size="100Ki")})
     stage = start(spec)
-    stage.meet()
+    stage.rendezvous()
     detail = fault_of(stage)
     assert "maxModelLen 512" in detail
     assert "raise kvCache.size" in detail

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from medha.wire.messages import Sampling
-from medha_worker.model.sampler import Drawn, SequenceSampler, Undrawable, draw, filter_logits
+from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, filter_logits, sample_tokens
 
 VOCAB = 300
 
@@ -45,9 +45,9 @@ def sampler(
     )
 
 
-def drawn(logits: torch.Tensor, sequence: SequenceSampler) -> Drawn:
-    (result,) = draw(logits, [sequence])
-    assert isinstance(result, Drawn), result
+def sampled(logits: torch.Tensor, sequence: SequenceSampler) -> SampledToken:
+    (result,) = sample_tokens(logits, [sequence])
+    assert isinstance(result, SampledToken), result
     return result
 
 
@@ -125,7 +125,9 @@ def test_presence_and_frequency_penalties_count_output_alone() -> None:
 def test_an_adjusted_row_leaves_the_given_logits_alone() -> None:
     logits = random_logits(2)
     before = logits.clone()
-    draw(logits, [sampler(Sampling(logit_bias={5: 100.0}, repetition_penalty=2.0)), sampler(Sampling())])
+    sample_tokens(
+        logits, [sampler(Sampling(logit_bias={5: 100.0}, repetition_penalty=2.0)), sampler(Sampling())]
+    )
     assert torch.equal(logits, before)
 
 
@@ -134,8 +136,10 @@ def test_an_adjusted_row_leaves_the_given_logits_alone() -> None:
 
 def test_greedy_takes_the_largest_logit() -> None:
     logits = random_logits(5)
-    results = draw(logits, [sampler(Sampling(temperature=0.0)) for _ in range(5)])
-    assert [result.token for result in results if isinstance(result, Drawn)] == logits.argmax(-1).tolist()
+    results = sample_tokens(logits, [sampler(Sampling(temperature=0.0)) for _ in range(5)])
+    assert [result.token for result in results if isinstance(result, SampledToken)] == logits.argmax(
+        -1
+    ).tolist()
 
 
 @pytest.mark.parametrize("key", ["seed", "sample_index", "position"])
@@ -151,8 +155,10 @@ def test_draws_follow_the_distribution_along_each_part_of_the_key(key: str) -> N
         if key == "position":
             sequence.position = index
         sequences.append(sequence)
-    results = draw(logits.expand(draws, vocab), sequences)
-    observed = np.bincount([result.token for result in results if isinstance(result, Drawn)], minlength=vocab)
+    results = sample_tokens(logits.expand(draws, vocab), sequences)
+    observed = np.bincount(
+        [result.token for result in results if isinstance(result, SampledToken)], minlength=vocab
+    )
     expected = logits[0].softmax(-1).numpy() * draws
     assert observed.sum() == draws
     assert ((observed - expected) ** 2 / expected).sum() < 29.9
@@ -164,8 +170,8 @@ def test_neighbouring_positions_draw_independently() -> None:
     sequences = [sampler(Sampling(), vocab=3) for _ in range(draws)]
     for index, sequence in enumerate(sequences):
         sequence.position = index
-    results = draw(torch.zeros(1, 3).expand(draws, 3), sequences)
-    tokens = np.array([result.token for result in results if isinstance(result, Drawn)])
+    results = sample_tokens(torch.zeros(1, 3).expand(draws, 3), sequences)
+    tokens = np.array([result.token for result in results if isinstance(result, SampledToken)])
     joint = np.bincount(tokens[0::2] * 3 + tokens[1::2], minlength=9)
     expected = draws / 2 / 9
     assert ((joint - expected) ** 2 / expected).sum() < 31.8
@@ -181,9 +187,9 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
         Sampling(min_p=0.05),
     ]
     sequences = [sampler(kinds[row % 5], seed=row, outputs=(1,) * row) for row in range(12)]
-    together = draw(logits, sequences)
-    alone = [draw(logits[row : row + 1], [sequences[row]])[0] for row in range(12)]
-    backwards = draw(logits.flip(0), sequences[::-1])[::-1]
+    together = sample_tokens(logits, sequences)
+    alone = [sample_tokens(logits[row : row + 1], [sequences[row]])[0] for row in range(12)]
+    backwards = sample_tokens(logits.flip(0), sequences[::-1])[::-1]
     assert together == alone == backwards
 
 
@@ -193,12 +199,12 @@ def test_a_resumed_sequence_draws_the_same_tokens() -> None:
     original = sampler(sampling)
     tokens = []
     for row in range(30):
-        tokens.append(drawn(logits[row : row + 1], original).token)
+        tokens.append(sampled(logits[row : row + 1], original).token)
         original.append(tokens[-1])
     resumed = sampler(sampling, outputs=tuple(tokens[:11]))
     again = []
     for row in range(11, 30):
-        again.append(drawn(logits[row : row + 1], resumed).token)
+        again.append(sampled(logits[row : row + 1], resumed).token)
         resumed.append(again[-1])
     assert again == tokens[11:]
     assert len(set(tokens)) > 10
@@ -206,10 +212,10 @@ def test_a_resumed_sequence_draws_the_same_tokens() -> None:
 
 def test_seeds_and_samples_of_one_prompt_draw_differently() -> None:
     logits = torch.zeros(1, VOCAB)
-    assert len({drawn(logits, sampler(Sampling(), seed=seed)).token for seed in range(40)}) > 20
-    assert len({drawn(logits, sampler(Sampling(), sample_index=index)).token for index in range(40)}) > 20
+    assert len({sampled(logits, sampler(Sampling(), seed=seed)).token for seed in range(40)}) > 20
+    assert len({sampled(logits, sampler(Sampling(), sample_index=index)).token for index in range(40)}) > 20
     for seed in (-1, 2**63, 2**64 - 1):
-        drawn(logits, sampler(Sampling(), seed=seed))
+        sampled(logits, sampler(Sampling(), seed=seed))
 
 
 def test_noise_in_the_logits_hardly_ever_changes_the_token() -> None:
@@ -217,7 +223,10 @@ def test_noise_in_the_logits_hardly_ever_changes_the_token() -> None:
     sequences = [sampler(Sampling(), seed=row) for row in range(2000)]
     noise = 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     changed = sum(
-        a != b for a, b in zip(draw(logits, sequences), draw(logits + noise, sequences), strict=True)
+        a != b
+        for a, b in zip(
+            sample_tokens(logits, sequences), sample_tokens(logits + noise, sequences), strict=True
+        )
     )
     assert changed <= 1
 
@@ -229,10 +238,10 @@ def test_bias_forces_and_forbids() -> None:
     logits = random_logits(1)
     best = int(logits.argmax())
     greedy_without = sampler(Sampling(temperature=0.0, logit_bias={best: -100.0}))
-    assert drawn(logits, greedy_without).token == int(logits[0].topk(2).indices[1])
+    assert sampled(logits, greedy_without).token == int(logits[0].topk(2).indices[1])
     for seed in range(50):
-        assert drawn(logits, sampler(Sampling(logit_bias={11: 100.0}), seed=seed)).token == 11
-        assert drawn(logits, sampler(Sampling(logit_bias={best: -100.0}), seed=seed)).token != best
+        assert sampled(logits, sampler(Sampling(logit_bias={11: 100.0}), seed=seed)).token == 11
+        assert sampled(logits, sampler(Sampling(logit_bias={best: -100.0}), seed=seed)).token != best
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
@@ -247,7 +256,7 @@ def test_no_stop_token_is_drawn_before_min_tokens() -> None:
     sequence = sampler(Sampling(temperature=0.0, min_tokens=2, stop_token_ids=(6,)), eos_token_ids=(5,))
     reasons = []
     for _ in range(3):
-        token = drawn(logits, sequence).token
+        token = sampled(logits, sequence).token
         reasons.append((token, sequence.append(token)))
     assert [token for token, _ in reasons[:2]] == [0, 0]
     assert reasons == [(0, None), (0, None), (5, "stop")]
@@ -281,7 +290,7 @@ def test_the_mask_hook_sees_the_output_and_allows_only_what_it_says() -> None:
     logits = random_logits(1)
     sequence = sampler(Sampling(), outputs=(4, 8), mask=only_even)
     for _ in range(20):
-        token = drawn(logits, sequence).token
+        token = sampled(logits, sequence).token
         assert token % 2 == 0
         sequence.append(token)
     assert seen[0] == [4, 8]
@@ -291,11 +300,11 @@ def test_the_mask_hook_sees_the_output_and_allows_only_what_it_says() -> None:
 def test_logprobs_are_those_of_the_raw_distribution() -> None:
     logits = random_logits(2)
     sampling = Sampling(temperature=0.2, top_k=3, logit_bias={7: 100.0}, logprobs=4)
-    results = draw(logits, [sampler(sampling), sampler(Sampling(logprobs=0))])
+    results = sample_tokens(logits, [sampler(sampling), sampler(Sampling(logprobs=0))])
     raw = logits.log_softmax(-1)
     first, second = results
-    assert isinstance(first, Drawn)
-    assert isinstance(second, Drawn)
+    assert isinstance(first, SampledToken)
+    assert isinstance(second, SampledToken)
     assert first.token == 7
     assert first.logprob is not None
     assert second.logprob is not None
@@ -315,7 +324,7 @@ def test_any_temperature_draws_a_token(temperature: float) -> None:
     logits = random_logits(1)
     logits[0, 3] = -math.inf
     tokens = {
-        drawn(logits, sampler(Sampling(temperature=temperature), seed=seed)).token for seed in range(60)
+        sampled(logits, sampler(Sampling(temperature=temperature), seed=seed)).token for seed in range(60)
     }
     assert 3 not in tokens
     if temperature < 1:
@@ -338,20 +347,20 @@ def test_a_row_that_cannot_be_drawn_from_fails_alone(
 ) -> None:
     logits = torch.tensor([[0.0, 9.0, 0.0], row, [0.0, 0.0, 90.0]])
     sampling = Sampling(temperature=temperature, top_p=0.9, logprobs=2)
-    first, middle, last = draw(logits, [sampler(sampling, vocab=3) for _ in range(3)])
-    assert isinstance(first, Drawn)
-    assert isinstance(middle, Undrawable)
-    assert isinstance(last, Drawn)
+    first, middle, last = sample_tokens(logits, [sampler(sampling, vocab=3) for _ in range(3)])
+    assert isinstance(first, SampledToken)
+    assert isinstance(middle, NotSampled)
+    assert isinstance(last, SampledToken)
     assert last.token == 2
     assert re.search(detail, middle.detail)
 
 
 def test_an_all_masking_hook_fails_the_row() -> None:
-    (result,) = draw(
+    (result,) = sample_tokens(
         random_logits(1), [sampler(Sampling(), mask=lambda _: torch.zeros(VOCAB, dtype=torch.bool))]
     )
-    assert result == Undrawable("every token is masked, so none can be drawn")
+    assert result == NotSampled("every token is masked, so none can be drawn")
 
 
 def test_no_rows_give_no_tokens() -> None:
-    assert draw(torch.empty(0, VOCAB), []) == []
+    assert sample_tokens(torch.empty(0, VOCAB), []) == []

@@ -34,7 +34,7 @@ ROUTER_RECONNECT_MILLISECONDS = 500
 REFUSED_SECONDS = 5.0
 """Delay after which a router that refused this replica is called again, as its tokens may have changed."""
 
-RouterNews = Literal["came", "gone", "refused"]
+RouterLinkEvent = Literal["came", "gone", "refused"]
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
@@ -166,21 +166,21 @@ class RouterLinks:
         tokens = opened(self._endpoints[1], TOKENS_FRAME_BYTES)
         self.control = Link(control, "router_control", self._drops, accepts=(Submit, Cancel, FetchBundle))
         self.tokens = Link(tokens, "router_tokens", self._drops, accepts=(Tokens,))
-        self._met: set[str] = set()
+        self._connected: set[str] = set()
         self._reopen_at: float | None = None
 
     @property
     def connected(self) -> bool:
         """True if both links to the router are connected; until then nothing should be sent."""
-        return len(self._met) == 2
+        return len(self._connected) == 2
 
     @property
     def sockets(self) -> tuple[Socket, ...]:
-        """Sockets to poll; they are replaced when `look` finds that the router has gone."""
+        """Sockets to poll; they are replaced when `poll` finds that the router has gone."""
         links = (self.control, self.tokens)
         return (*(link.socket for link in links), *(link.connections.socket for link in links))
 
-    def look(self, now: float) -> RouterNews | None:
+    def poll(self, now: float) -> RouterLinkEvent | None:
         """Process connection events, and return the news; replace both links if the router has gone."""
         if self._reopen_at is not None and now >= self._reopen_at:
             self._reopen()
@@ -189,11 +189,11 @@ class RouterLinks:
             for event in link.connections.take():
                 match event:
                     case zmq.Event.HANDSHAKE_SUCCEEDED:
-                        self._met.add(link.name)
+                        self._connected.add(link.name)
                     case zmq.Event.HANDSHAKE_FAILED_AUTH if self._reopen_at is None:
                         self._reopen_at = now + REFUSED_SECONDS  # ZeroMQ itself does not try again
                         return "refused"
-                    case zmq.Event.DISCONNECTED if link.name in self._met:
+                    case zmq.Event.DISCONNECTED if link.name in self._connected:
                         self._reopen()
                         return "gone"
         return "came" if self.connected and not before else None

@@ -105,7 +105,7 @@ priorityClassName: {{ . }}
 {{- toJson (default $own .Values.operator.namespaces) -}}
 {{- end -}}
 
-{{/* What the operator reads: medha_operator.settings.OperatorSettings. */}}
+{{/* What the operator reads: medha_operator.operator_settings.OperatorSettings. */}}
 {{- define "medha.operatorSettings" -}}
 {{- $settings := dict
   "worker_image" (include "medha.image" (dict "root" . "image" .Values.worker.image))

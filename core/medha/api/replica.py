@@ -166,7 +166,7 @@ class SchedulingSpec(Model):
     lars_denominator: Literal["work", "deadline"] = Field(default="work", json_schema_extra=epoch())
     """Divisor of the slack in LARS: the total prefill work (`work`, paper B) or the deadline (`deadline`,
     paper A eq. 7)."""
-    given_up_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=epoch())
+    demoted_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=epoch())
     """Share of prefill time that `guarded` guarantees to demoted requests, those that can no longer all be
     on time. A demoted request's prefill ends within (the demoted work before it + its own) / share. A
     larger share ends them sooner, and demotes more requests."""

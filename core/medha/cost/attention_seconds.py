@@ -1,6 +1,6 @@
 """Formula for the seconds of one sequence's attention in one layer, evaluated hundreds of times a second.
 
-It is separate from `medha.cost.profile`, whose dataclasses pydantic reads, so that it can be compiled.
+It is separate from `medha.cost.cost_profile`, whose dataclasses pydantic reads, so that it can be compiled.
 """
 
 from __future__ import annotations

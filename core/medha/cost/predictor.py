@@ -1,7 +1,7 @@
 """Predicted time of a whole step, and of a whole prefill, on one lane.
 
 The cost of a step's linear layers depends on its tokens, that of its attention is a sum over its sequences,
-and that of its output head depends on the number of sequences; `medha.cost.profile` holds the numbers. A step
+and that of its output head depends on the number of sequences; `medha.cost.cost_profile` holds the numbers. A step
 is cheaper than the sum of its parts: two chunks share the reading of the weights. A second prefill can
 therefore be nearly free (paper B §4.2), and the packer asks for the time of whole batches. `Tally` answers
 that question in constant time.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from medha.cost.cost_profile import Profile
 from medha.cost.prefill_seconds import Alone, Chunking, Counts, PrefillTable, Seconds
-from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid
 from medha.topology import Topology
 from medha.wire.messages import StepProfile
@@ -75,7 +75,7 @@ class Tally:
     so removing a part may leave a rounding error in the last digits.
     """
 
-    __slots__ = ("_asked", "_attention", "_predictor", "_works", "sequences", "tokens")
+    __slots__ = ("_attention", "_predictor", "_queried", "_works", "sequences", "tokens")
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
@@ -83,7 +83,7 @@ class Tally:
         self.sequences = 0  # sequences that may be sampled
         self._works = 0
         self._attention = 0.0  # of one layer, before correction
-        self._asked = (0, 0, 0.0)  # the last chunk of `seconds_with`, and its attention
+        self._queried = (0, 0, 0.0)  # the last chunk of `seconds_with`, and its attention
 
     def add(self, work: Work) -> None:
         """Add `work` to the step."""
@@ -91,8 +91,8 @@ class Tally:
 
     def add_chunk(self, context: int, count: int) -> None:
         """Add `count` query tokens of a sequence after `context` tokens of KV."""
-        asked_context, asked_count, seconds = self._asked
-        if asked_context != context or asked_count != count:  # else `seconds_with` has just computed it
+        queried_context, queried_count, seconds = self._queried
+        if queried_context != context or queried_count != count:  # else `seconds_with` has just computed it
             seconds = self._predictor._attention.of(context, count, False)
         self._works += 1
         self.tokens += count
@@ -121,7 +121,7 @@ class Tally:
         """Return the same, with `count` query tokens after `context` tokens of KV added."""
         predictor = self._predictor
         seconds = predictor._attention.of(context, count, False)
-        self._asked = (context, count, seconds)
+        self._queried = (context, count, seconds)
         return predictor._stage(self.tokens + count, self.sequences + 1, self._attention + seconds)
 
     def largest(self, context: int, most: int, budget_seconds: float) -> int:

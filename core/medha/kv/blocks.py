@@ -122,33 +122,33 @@ class BlockLedger:
         assert sequence not in self._tables, f"{sequence} already holds KV"
         runs: list[Run] = []
         if not cached:
-            wanted = self.blocks_for(tokens)
-            if wanted > self.free_blocks:
+            needed = self.blocks_for(tokens)
+            if needed > self.free_blocks:
                 return False
-            self._extend(sequence, runs, 0, wanted, after=None)
+            self._extend(sequence, runs, 0, needed, after=None)
             return True
         shared = sum(length for _, length in cached)
-        wanted = self.blocks_for(tokens) - shared
-        assert wanted >= 0, f"{sequence} shares {shared} blocks but reserves {tokens} tokens"
-        if wanted > self.free_blocks:
+        needed = self.blocks_for(tokens) - shared
+        assert needed >= 0, f"{sequence} shares {shared} blocks but reserves {tokens} tokens"
+        if needed > self.free_blocks:
             return False
         for first, length in cached:
             assert self._remembered[first : first + length].all(), f"blocks {first}+{length} are not cached"
         self._share(cached)
         for run in cached:
             append_run(runs, run)
-        self._extend(sequence, runs, shared, wanted, after=_end(runs))
+        self._extend(sequence, runs, shared, needed, after=_end(runs))
         return True
 
     def grow(self, sequence: str, tokens: int) -> bool:
         """Extend the reservation of a sequence to `tokens` tokens, or change nothing and return False."""
         held = self._table_blocks[sequence]
-        wanted = self.blocks_for(tokens) - held
-        if wanted > self.free_blocks:
+        needed = self.blocks_for(tokens) - held
+        if needed > self.free_blocks:
             return False
-        if wanted > 0:
+        if needed > 0:
             runs = self._tables[sequence]
-            self._extend(sequence, runs, held, wanted, after=_end(runs))
+            self._extend(sequence, runs, held, needed, after=_end(runs))
         return True
 
     def fork(self, parent: str, child: str, shared_tokens: int, tokens: int) -> list[BlockCopy] | None:
@@ -161,12 +161,12 @@ class BlockLedger:
         assert child not in self._tables, f"{child} already holds KV"
         assert shared_tokens <= min(tokens, self.reserved_tokens(parent))
         whole, partial_tokens = divmod(shared_tokens, self.block_size_tokens)
-        wanted = self.blocks_for(tokens) - whole
-        if wanted > self.free_blocks:
+        needed = self.blocks_for(tokens) - whole
+        if needed > self.free_blocks:
             return None
         shared = self.runs(parent, 0, whole)
         self._share(shared)
-        self._extend(child, shared, whole, wanted, after=None)
+        self._extend(child, shared, whole, needed, after=None)
         if partial_tokens == 0:
             return []
         [(source, _)] = self.runs(parent, whole, whole + 1)
@@ -188,11 +188,11 @@ class BlockLedger:
                 if idle == 0:
                     self._free_runs.give(first, length)
                 elif idle < length:
-                    self._give(first, ~remembered)
+                    self._free(first, ~remembered)
             else:
                 unheld = holders == 0
                 self._idle_blocks += int(np.count_nonzero(unheld & remembered))
-                self._give(first, unheld & ~remembered)
+                self._free(first, unheld & ~remembered)
 
     def remember(self, sequence: str, start: int, count: int) -> list[Run]:
         """Mark blocks `start .. start + count` of a sequence's table as remembered; return them as runs.
@@ -223,7 +223,7 @@ class BlockLedger:
             else:
                 unheld = holders == 0
                 self._idle_blocks -= int(np.count_nonzero(unheld))
-                self._give(first, unheld)
+                self._free(first, unheld)
 
     def state_hash(self, also: bytes = b"") -> int:
         """Return a 53-bit digest of all tables, the remembered blocks, and `also`, which is related state.
@@ -269,16 +269,16 @@ class BlockLedger:
             self._idle_blocks -= int(length - np.count_nonzero(holders))
             holders += 1
 
-    def _extend(self, sequence: str, runs: list[Run], held: int, wanted: int, after: int | None) -> None:
-        """Set a sequence's table to `runs` (`held` blocks) and `wanted` free ones, if possible at `after`."""
-        for run in self._free_runs.take(wanted, after):
+    def _extend(self, sequence: str, runs: list[Run], held: int, needed: int, after: int | None) -> None:
+        """Set a sequence's table to `runs` (`held` blocks) and `needed` free ones, if possible at `after`."""
+        for run in self._free_runs.take(needed, after):
             self._holders[run[0] : run[0] + run[1]] = 1
             append_run(runs, run)
         self._tables[sequence] = runs
-        self._table_blocks[sequence] = held + wanted
+        self._table_blocks[sequence] = held + needed
         self._encoded.pop(sequence, None)
 
-    def _give(self, first: int, freed: npt.NDArray[np.bool_]) -> None:
+    def _free(self, first: int, freed: npt.NDArray[np.bool_]) -> None:
         """Free the blocks `first + i` for which `freed[i]` is set."""
         inside = np.concatenate(([False], freed, [False]))
         borders = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
@@ -300,23 +300,23 @@ class _FreeRuns:
     def __iter__(self) -> Iterator[Run]:
         return ((first, self._lengths[first]) for first in self._by_place)
 
-    def take(self, wanted: int, after: int | None) -> list[Run]:
-        """Remove and return `wanted` free blocks; the run at block `after` first, if one begins there."""
+    def take(self, needed: int, after: int | None) -> list[Run]:
+        """Remove and return `needed` free blocks; the run at block `after` first, if one begins there."""
         taken: list[Run] = []
-        while wanted:
+        while needed:
             if after is not None and after in self._lengths:
                 first = after
             else:
-                index = bisect_left(self._by_length, (wanted, -1))
+                index = bisect_left(self._by_length, (needed, -1))
                 if index == len(self._by_length):  # no run holds all: take the first of the longest ones
                     index = bisect_left(self._by_length, (self._by_length[-1][0], -1))
                 first = self._by_length[index][1]
-            if wanted < self._lengths[first]:
-                self._shorten(first, wanted)
-                return [*taken, (first, wanted)]
+            if needed < self._lengths[first]:
+                self._shorten(first, needed)
+                return [*taken, (first, needed)]
             length = self._remove(first)
             taken.append((first, length))
-            wanted -= length
+            needed -= length
             after = None
         return taken
 

@@ -78,12 +78,12 @@ def striped(start: int, stop: int, lanes: int) -> list[tuple[Extent, ...]]:
 
     The first lane has the last position.
     """
-    dealt: list[tuple[Extent, ...]] = []
+    shares: list[tuple[Extent, ...]] = []
     for lane in range(lanes):
         count = -(-(stop - lane - start) // lanes)
         first = stop - 1 - lane - (count - 1) * lanes
-        dealt.append((Extent(first, count, lanes if count > 1 else 1),) if count > 0 else ())
-    return dealt
+        shares.append((Extent(first, count, lanes if count > 1 else 1),) if count > 0 else ())
+    return shares
 
 
 def share_tokens(count: int, lanes: int) -> int:

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 from medha.kv.blocks import BlockCopy, BlockLedger, Run
 from medha.kv.cached_paths import NO_BLOCK, CachedPaths
-from medha.shards import Segment, ShardMap, dealt, digest_of
+from medha.shards import Segment, ShardMap, digest_of, segments_of
 from medha.wire.messages import Admit, Eviction, Grow, Publish
 
 
-class LaneReplica:
+class LaneReplay:
     """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
     Each call applies one part of a `Step`, in this order: publishes, releases, grows, admits.
@@ -93,12 +93,12 @@ class LaneReplica:
 
 def admitted_map(admit: Admit) -> ShardMap:
     """Return the shard map of an admitted sequence."""
-    return ShardMap(admit.segments or dealt(admit.deals) or (Segment(0, 0, admit.reserved_tokens),))
+    return ShardMap(admit.segments or segments_of(admit.stripings) or (Segment(0, 0, admit.reserved_tokens),))
 
 
 def grown_map(shards: ShardMap, grow: Grow) -> ShardMap:
     """Return the shard map of a sequence after a grow."""
-    changed = grow.segments or dealt(grow.deals)
+    changed = grow.segments or segments_of(grow.stripings)
     if changed:
         kept = [segment for segment in shards.segments if segment.start < changed[0].start]
         return ShardMap((*kept, *changed), shards.version + 1)

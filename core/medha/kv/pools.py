@@ -22,17 +22,17 @@ from medha.kv.blocks import BlockLedger, Run
 from medha.kv.lane_replay import fork_on
 from medha.kv.prefix_cache import Match, PrefixCache, hash_count, hash_range
 from medha.shards import (
-    MAX_SEGMENTS_TOLD,
+    MAX_SEGMENTS_SENT,
     PROMPT_STRIPE_TOKENS,
-    Deal,
     Segment,
     ShardMap,
-    deal,
-    deals_of,
+    Striping,
     digest_of,
-    is_dealt,
+    is_striped,
     place,
     spreads,
+    striped_map,
+    stripings_of,
 )
 from medha.wire.messages import CachedPrefix, Eviction, Grow, Publish
 
@@ -44,7 +44,7 @@ class Placed:
     shards: ShardMap
     cached_tokens: int = 0
     segments: tuple[Segment, ...] = ()
-    deals: tuple[Deal, ...] = ()
+    stripings: tuple[Striping, ...] = ()
     prefixes: tuple[CachedPrefix, ...] = ()
     evictions: tuple[Eviction, ...] = ()
 
@@ -75,7 +75,7 @@ class _Lane:
 
 
 @dataclass(slots=True)
-class _Held:
+class _SequenceKv:
     """The KV that one sequence holds."""
 
     shards: ShardMap
@@ -96,19 +96,19 @@ class KvPools:
         block_size_tokens: int,
         tokens_per_lane: int,
         prefix_caching: bool = True,
-        deals_prompts: bool = False,
+        stripes_prompts: bool = False,
     ) -> None:
-        """`deals_prompts`: stripe long prompts over all lanes instead of filling lane after lane."""
+        """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane."""
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
         self._tokens_per_lane = tokens_per_lane
         self._prefix_caching = prefix_caching
-        self._deals_prompts = deals_prompts
+        self._stripes_prompts = stripes_prompts
         # All prompts use one stripe length, so that prompts of different lengths can share cached blocks.
         blocks = min(PROMPT_STRIPE_TOKENS, tokens_per_lane) // block_size_tokens
         self._stripe_tokens = max(blocks, 1) * block_size_tokens
         self._lanes = [_Lane(BlockLedger(kv_blocks, block_size_tokens)) for _ in range(lanes)]
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _SequenceKv] = {}
         # Both cover all lanes, in the order in which they happened. A lane's clock counts its releases: if
         # ranks got them in another order, they would evict other blocks than `medha.kv.prefix_cache` did.
         self._publishes: list[Publish] = []
@@ -177,8 +177,8 @@ class KvPools:
         if not self._prefix_caching or not block_hashes:
             return 0, 0
         tokens = held_blocks = 0
-        if is_long and self._deals_prompts:
-            matches = self._dealt_matches(prompt_tokens, block_hashes)[0][1]
+        if is_long and self._stripes_prompts:
+            matches = self._striped_matches(prompt_tokens, block_hashes)[0][1]
             tokens = sum(match.blocks for match in matches.values()) * self.block_size_tokens
             return tokens, sum(match.blocks - match.unlocked for match in matches.values())
         for found in self._shards_found(block_hashes, is_long=is_long):
@@ -260,8 +260,8 @@ class KvPools:
             here.cache.lock(child, chain, min(shared.get(lane, 0) // size, hash_count(chain)))
             prefixes += here.locked(child, lane)
         unpublished = sum(map(hash_count, chains.values()))
-        self._held[child] = _Held(shards, held.prompt_tokens, chains, unpublished)
-        return Placed(shards, 0, *self._told(shards.segments), tuple(prefixes), tuple(evictions))
+        self._held[child] = _SequenceKv(shards, held.prompt_tokens, chains, unpublished)
+        return Placed(shards, 0, *self._message_fields(shards.segments), tuple(prefixes), tuple(evictions))
 
     def grow(self, sequence: str, tokens: int) -> Grow | None:
         """Extend a reservation to `tokens` tokens, in whole blocks, or change nothing and return None."""
@@ -273,19 +273,19 @@ class KvPools:
             return None
         evictions: list[Eviction] = []
         for lane in shards.lanes:
-            here, wanted = self._lanes[lane], shards.tokens_on(lane)
+            here, needed = self._lanes[lane], shards.tokens_on(lane)
             if sequence not in here.ledger:
-                evictions += here.make_free(here.ledger.blocks_for(wanted), lane)
-                reserved = here.ledger.reserve(sequence, wanted)
+                evictions += here.make_free(here.ledger.blocks_for(needed), lane)
+                reserved = here.ledger.reserve(sequence, needed)
                 here.cache.lock(sequence, "", 0)
             else:
-                more = here.ledger.blocks_for(wanted - here.ledger.reserved_tokens(sequence))
+                more = here.ledger.blocks_for(needed - here.ledger.reserved_tokens(sequence))
                 evictions += here.make_free(more, lane)
-                reserved = here.ledger.grow(sequence, wanted)
+                reserved = here.ledger.grow(sequence, needed)
             assert reserved
-        segments, deals = self._told(_changed(held.shards.segments, shards.segments))
+        segments, stripings = self._message_fields(_changed(held.shards.segments, shards.segments))
         held.shards = shards
-        return Grow(sequence, tokens, segments, tuple(evictions), deals)
+        return Grow(sequence, tokens, segments, tuple(evictions), stripings)
 
     def computed(self, sequence: str, tokens: int) -> None:
         """Insert the whole prompt blocks among the first `tokens` tokens, now computed, into the caches."""
@@ -293,7 +293,7 @@ class KvPools:
         if not held.unpublished:
             return
         size, left = self.block_size_tokens, 0
-        if self._deals_prompts and len(held.chains) > 1:
+        if self._stripes_prompts and len(held.chains) > 1:
             computed = self._whole_blocks(held.shards, min(tokens, held.prompt_tokens))
             for lane, chain in held.chains.items():
                 stop = min(computed.get(lane, 0), hash_count(chain))
@@ -368,7 +368,7 @@ class KvPools:
         return tuple(releases)
 
     @property
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """True if there are insertions or releases that the ranks have not received."""
         return bool(self._publishes or self._releases)
 
@@ -406,21 +406,23 @@ class KvPools:
             tokens_per_lane=self._tokens_per_lane,
             lane_tokens=self._lane_tokens,
         )
-        if is_long and self._deals_prompts:
-            yield from self._dealt_maps(prompt_tokens, reserved_tokens, hashes, free)
+        if is_long and self._stripes_prompts:
+            yield from self._striped_maps(prompt_tokens, reserved_tokens, hashes, free)
             return
-        for rooms, cached, preferred in self._views(prompt_tokens, hashes, free, is_long=is_long):
+        for capacity_by_lane, cached, preferred in self._views(prompt_tokens, hashes, free, is_long=is_long):
             if owners is not None and is_long and (not preferred or preferred[0] not in owners):
-                preferred = [max(owners, key=lambda lane: (rooms[lane], -lane))]
+                preferred = [max(owners, key=lambda lane: (capacity_by_lane[lane], -lane))]
             elif owners is not None and not is_long:
-                rooms = [room if lane in owners else 0 for lane, room in enumerate(rooms)]
+                capacity_by_lane = [
+                    capacity if lane in owners else 0 for lane, capacity in enumerate(capacity_by_lane)
+                ]
             expected = seconds
             if remaining_seconds is not None and any(cached):
                 expected = [seconds[lane] + remaining_seconds(cached[lane]) for lane in lanes]
             shards = place(
                 prompt_tokens,
                 reserved_tokens,
-                rooms,
+                capacity_by_lane,
                 block_size_tokens=self.block_size_tokens,
                 tokens_per_lane=self._tokens_per_lane,
                 lane_tokens=self._lane_tokens,
@@ -439,17 +441,17 @@ class KvPools:
         the lanes that hold its shards are preferred, in the order of the shards.
         """
         size = self.block_size_tokens
-        rooms, cached, preferred = list(free), [0] * len(free), list[int]()
+        capacity_by_lane, cached, preferred = list(free), [0] * len(free), list[int]()
         for found in self._shards_found(hashes, is_long=is_long):
             for lane, match in enumerate(found):
                 if lane not in preferred:
-                    rooms[lane] = free[lane] + (match.blocks - match.unlocked) * size
+                    capacity_by_lane[lane] = free[lane] + (match.blocks - match.unlocked) * size
                     cached[lane] = min(match.blocks * size, prompt_tokens - 1)
             best = _best(found)
             if not is_long or found[best].blocks == 0 or best in preferred:
                 break
             preferred.append(best)
-        yield rooms, cached, preferred
+        yield capacity_by_lane, cached, preferred
         if any(cached):
             yield free, [0] * len(free), []
 
@@ -471,9 +473,9 @@ class KvPools:
         if len(shards.lanes) == 1:
             return {shards.owner: hashes}
         size = self.block_size_tokens
-        if self._deals_prompts:
+        if self._stripes_prompts:
             lanes, stripe = len(self._lanes), self._stripe_tokens
-            if not is_dealt(shards, prompt_tokens, lanes, stripe):
+            if not is_striped(shards, prompt_tokens, lanes, stripe):
                 return {}  # later blocks could match those of a regular map again, behind different ones
             parts: dict[int, list[str]] = {}
             for piece in shards.pieces(0, prompt_tokens):
@@ -488,7 +490,7 @@ class KvPools:
     def _matches(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, Match]:
         """Return what each lane has cached of the prompt: a prefix without gaps, without the last token."""
         matches: dict[int, Match] = {}
-        if self._deals_prompts and len(chains) > 1:
+        if self._stripes_prompts and len(chains) > 1:
             return self._without_gap(prompt_tokens, chains)
         usable = (prompt_tokens - 1) // self.block_size_tokens
         for lane, chain in chains.items():
@@ -501,19 +503,19 @@ class KvPools:
 
     # A striped prompt may begin on any lane.
 
-    def _dealt_maps(
+    def _striped_maps(
         self, prompt_tokens: int, reserved_tokens: int, hashes: str, free: list[int]
     ) -> Iterator[ShardMap]:
         """Yield the striped map that uses the caches best, then those with other first lanes."""
         size = self.block_size_tokens
-        for lanes, matches in self._dealt_matches(prompt_tokens, hashes):
-            rooms = list(free)
+        for lanes, matches in self._striped_matches(prompt_tokens, hashes):
+            capacity_by_lane = list(free)
             for lane, match in matches.items():
-                rooms[lane] += (match.blocks - match.unlocked) * size
-            shards = deal(
+                capacity_by_lane[lane] += (match.blocks - match.unlocked) * size
+            shards = striped_map(
                 prompt_tokens,
                 reserved_tokens,
-                rooms,
+                capacity_by_lane,
                 lanes,
                 stripe_tokens=self._stripe_tokens,
                 block_size_tokens=size,
@@ -521,7 +523,7 @@ class KvPools:
             if shards is not None:
                 yield shards
 
-    def _dealt_matches(
+    def _striped_matches(
         self, prompt_tokens: int, hashes: str
     ) -> list[tuple[tuple[int, ...], dict[int, Match]]]:
         """Return, for each possible first lane, the lanes in turn and what they have cached of the prompt.
@@ -569,10 +571,10 @@ class KvPools:
 
     def _fits(self, shards: ShardMap, lane: int, match: Match | None) -> bool:
         here = self._lanes[lane]
-        wanted = here.ledger.blocks_for(shards.tokens_on(lane))
+        needed = here.ledger.blocks_for(shards.tokens_on(lane))
         if match is None:
-            return wanted <= here.available_blocks
-        return wanted - match.blocks <= here.available_blocks - match.unlocked
+            return needed <= here.available_blocks
+        return needed - match.blocks <= here.available_blocks - match.unlocked
 
     def _take(
         self,
@@ -596,10 +598,12 @@ class KvPools:
             cached_blocks += blocks
         cached_tokens = cached_blocks * self.block_size_tokens
         unpublished = sum(map(hash_count, chains.values()))
-        self._held[sequence] = _Held(shards, prompt_tokens, chains, unpublished)
+        self._held[sequence] = _SequenceKv(shards, prompt_tokens, chains, unpublished)
         self.queried_tokens += prompt_tokens if self._prefix_caching else 0
         self.hit_tokens += cached_tokens
-        return Placed(shards, cached_tokens, *self._told(shards.segments), tuple(prefixes), tuple(evictions))
+        return Placed(
+            shards, cached_tokens, *self._message_fields(shards.segments), tuple(prefixes), tuple(evictions)
+        )
 
     def _admit_on_only_lane(self, sequence: str, prompt: int, reserved: int, hashes: str) -> Placed | None:
         """Do the same as `admit` on a replica of one lane; twice as fast, as there is nothing to choose."""
@@ -620,7 +624,7 @@ class KvPools:
         taken = here.ledger.reserve(sequence, reserved, runs)
         assert taken
         shards = ShardMap((Segment(0, 0, reserved),))
-        self._held[sequence] = _Held(shards, prompt, {0: hashes} if hashes else {}, hash_count(hashes))
+        self._held[sequence] = _SequenceKv(shards, prompt, {0: hashes} if hashes else {}, hash_count(hashes))
         if self._prefix_caching:
             self.queried_tokens += prompt
         if not (runs or evictions):
@@ -637,11 +641,13 @@ class KvPools:
                 here.ledger.remember(sequence, stop - new, new)
             self._publishes.append(Publish(sequence, stop - new, new, lane, after))
 
-    def _told(self, segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], tuple[Deal, ...]]:
-        """Return segments as messages carry them: few as they are, many as deals, none with only one lane."""
+    def _message_fields(
+        self, segments: tuple[Segment, ...]
+    ) -> tuple[tuple[Segment, ...], tuple[Striping, ...]]:
+        """Return segments as messages carry them: few as they are, many as stripings, none with only one lane."""
         if len(self._lanes) == 1:
             return (), ()
-        return (segments, ()) if len(segments) <= MAX_SEGMENTS_TOLD else ((), deals_of(segments))
+        return (segments, ()) if len(segments) <= MAX_SEGMENTS_SENT else ((), stripings_of(segments))
 
 
 def _best(found: Sequence[Match]) -> int:

@@ -45,14 +45,14 @@ class PrefixHasher:
     def __init__(self, block_size_tokens: int, secret: bytes) -> None:
         self.block_size_tokens = block_size_tokens
         self._secret = secret
-        self._token_keys = self._draw(b"tokens", block_size_tokens)  # uint64 [block size, rows]
-        self._block_keys = self._draw(b"blocks", _FIRST_KEYS)  # uint64 [blocks, rows]
+        self._token_keys = self._random_keys(b"tokens", block_size_tokens)  # uint64 [block size, rows]
+        self._block_keys = self._random_keys(b"blocks", _FIRST_KEYS)  # uint64 [blocks, rows]
 
     def start(self, salt: str = "") -> PromptHash:
         """Return an empty prompt hash to be fed with ids; it equals only prompts of the same `salt`."""
         if not salt:
             return PromptHash(self)
-        return PromptHash(self, _sums=self._draw(b"salt", 1, salt.encode())[0])
+        return PromptHash(self, _sums=self._random_keys(b"salt", 1, salt.encode())[0])
 
     def hashes(self, ids: TokenIds, salt: str = "") -> str:
         """Return the hashes of a whole prompt, int32 [n]: `n // block_size_tokens` of them."""
@@ -76,10 +76,10 @@ class PrefixHasher:
 
     def _keys(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
         if stop > len(self._block_keys):
-            self._block_keys = self._draw(b"blocks", max(stop, 2 * len(self._block_keys)))
+            self._block_keys = self._random_keys(b"blocks", max(stop, 2 * len(self._block_keys)))
         return self._block_keys[start:stop]
 
-    def _draw(self, purpose: bytes, count: int, salt: bytes = b"") -> npt.NDArray[np.uint64]:
+    def _random_keys(self, purpose: bytes, count: int, salt: bytes = b"") -> npt.NDArray[np.uint64]:
         """Derive keys, uint64 [count, rows]; a larger `count` gives the same keys first."""
         stream = shake_256(purpose + self._secret + salt).digest(8 * _ROWS * count)
         return np.frombuffer(stream, dtype="<u8").reshape(count, _ROWS)

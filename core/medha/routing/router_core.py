@@ -5,7 +5,7 @@ core keeps the tokens that every open sequence has emitted, so that a new epoch 
 it with the same seed, and the client sees one stream. A sequence is never lost. It ends with a `Deliver` that
 has a finish reason, with one `Fail`, or because its client has gone.
 
-A sequence goes to the replica where its first token is expected soonest (`medha.routing.balance`), if possible
+A sequence goes to the replica where its first token is expected soonest (`medha.routing.prefix_memory`), if possible
 to one whose free KV holds it; samples of one prompt stay together. The most urgent sequence chooses first: the
 one with the least slack, that is, whose prefill would have to begin first. Slack is computed once, when the
 sequence arrives, from the replicas' own targets (`medha.slo`) and prefill times. Later announcements and losses
@@ -23,8 +23,8 @@ from math import ceil, inf
 from typing import Literal
 
 from medha.declared import DeclaredModel
-from medha.routing.balance import Prefix, PrefixMemory, prefill_seconds
-from medha.routing.waiting import Key, WaitingQueues
+from medha.routing.prefix_memory import Prefix, PrefixMemory, prefill_seconds
+from medha.routing.waiting_queues import Key, WaitingQueues
 from medha.slo import FALLBACK_TERMS, class_terms, ttft_target_seconds
 from medha.wire.messages import (
     Announce,
@@ -53,7 +53,7 @@ class NewSequence:
     seed: int
     sampling: Sampling = field(default_factory=Sampling)
     sample_index: int = 0
-    prefix: Prefix = ()  # marks of the prompt (`medha.routing.balance`); empty: no replica is preferred for its cache
+    prefix: Prefix = ()  # marks of the prompt (`medha.routing.prefix_memory`); empty: no replica is preferred for its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class KnownModel:
 
     service_classes: tuple[str, ...]
     """Names of the service classes, at least one; the first is the default."""
-    wanted_replicas: int | None = None
+    desired_replicas: int | None = None
     """Replicas that the manifests ask for; None if the model is known from announcements only."""
 
 
@@ -185,7 +185,7 @@ class RoutingLimits:
     """Seconds without an announcement after which a replica counts as dead. Replicas announce every second."""
     unserved_seconds: float = 60.0
     """Seconds that an accepted sequence waits for a replica to come back, before it ends as `unavailable`."""
-    mending_seconds: float = 3600.0
+    recovery_seconds: float = 3600.0
     """The same while a replica of its model announces that it is not ready: it is restarting and loads its weights.
 
     The manifest says how long that may take, and the controller enforces it; this is the upper bound in any
@@ -220,7 +220,7 @@ class _Sequence:
     attempts: int = 0
     lost_attempts: int = 0  # attempts since its last token that ended because the replica did
     losses: int = 0  # those of them that count against it (`RoutingLimits.max_losses`)
-    gets_on: bool = False  # this attempt has sampled a token
+    has_progress: bool = False  # this attempt has sampled a token
     sent_at: float = 0.0  # when this attempt began
     replica: str | None = None
     wire_id: str = ""  # differs between attempts, so that a late message of an old attempt is recognised
@@ -237,7 +237,7 @@ class _Sequence:
 @dataclass(slots=True)
 class _Replica:
     card: Announce
-    heard_at: float
+    last_seen_at: float
     open: dict[str, _Sequence] = field(default_factory=dict)  # by wire id
     forwarded: int = 0  # sequences forwarded since the card was written
     forwarded_tokens: int = 0  # KV tokens that those will reserve
@@ -270,7 +270,7 @@ class RouterCore:
         self._by_wire_id: dict[str, _Sequence] = {}
         self._waiting: WaitingQueues[_Sequence] = WaitingQueues()
         self._bundles: set[str] = set()
-        self._asked_at: dict[str, float] = {}  # digest -> when it was last asked for
+        self._fetch_requested_at: dict[str, float] = {}  # digest -> when it was last asked for
         self._unserved_since: dict[Key, float] = {}
         self._declared: dict[str, DeclaredModel] = {}
         self._announced: dict[str, tuple[str, ...]] = {}  # model -> its service classes, as last announced
@@ -288,7 +288,7 @@ class RouterCore:
                 return self._received(event, now)
             case BundleKnown(digest=digest):
                 self._bundles.add(digest)
-                self._asked_at.pop(digest, None)
+                self._fetch_requested_at.pop(digest, None)
                 return self._dispatch(now)
             case LinkLost(replica=replica):
                 return self._lose(replica) + self._dispatch(now)
@@ -409,12 +409,12 @@ class RouterCore:
         serving = self._serving(request)
         if serving:
             longest = max(replica.card.longest_request_tokens for replica in serving)
-            asked = max(new.prompt_length for new in request.sequences) + 1
-            if asked <= longest:
+            requested = max(new.prompt_length for new in request.sequences) + 1
+            if requested <= longest:
                 return None
             return (
                 "too_long",
-                f"the KV cache holds {longest} tokens; prompt and first output token need {asked}",
+                f"the KV cache holds {longest} tokens; prompt and first output token need {requested}",
             )
         if (self._declared or self._announced) and self.known(request.model) is None:
             return "model_not_found", f"The model `{request.model}` does not exist."
@@ -438,10 +438,10 @@ class RouterCore:
     def _forget_withdrawn(self) -> None:
         """Forget models that manifests no longer name, once the last of their replicas has gone."""
         if self._withdrawn:
-            heard = {replica.card.model for replica in self._replicas.values()}
-            for model in self._withdrawn - heard:
+            present = {replica.card.model for replica in self._replicas.values()}
+            for model in self._withdrawn - present:
                 self._announced.pop(model, None)
-            self._withdrawn &= heard
+            self._withdrawn &= present
 
     # Replica side ---------------------------------------------------------------------------------
 
@@ -478,14 +478,14 @@ class RouterCore:
             if known.card.ready and not card.ready:  # its epoch is lost; others may serve what is open there
                 for sequence in list(known.open.values()):
                     commands += self._resume(sequence)
-            known.card, known.heard_at = card, now
+            known.card, known.last_seen_at = card, now
             known.forwarded = known.forwarded_tokens = 0
             known.forwarded_seconds = 0.0
             known.full = False
         if card.digest not in self._bundles:
-            asked_at = self._asked_at.get(card.digest)
-            if asked_at is None or now - asked_at >= self._limits.fetch_seconds:
-                self._asked_at[card.digest] = now
+            fetch_requested_at = self._fetch_requested_at.get(card.digest)
+            if fetch_requested_at is None or now - fetch_requested_at >= self._limits.fetch_seconds:
+                self._fetch_requested_at[card.digest] = now
                 commands.append(Send(card.replica, FetchBundle(card.digest)))
         return commands + self._dispatch(now)
 
@@ -506,7 +506,7 @@ class RouterCore:
             return [Send(replica, Cancel(emit.id))] if emit.finish_reason is None else []
         sequence.emitted.extend(emit.tokens)
         if emit.tokens:
-            sequence.gets_on = True  # so it is not what kills its replicas
+            sequence.has_progress = True  # so it is not what kills its replicas
             sequence.losses = sequence.lost_attempts = 0
         if emit.finish_reason is not None:
             self._forget(sequence)
@@ -548,8 +548,8 @@ class RouterCore:
     def _tick(self, now: float) -> list[RouterCommand]:
         commands: list[RouterCommand] = []
         for name, replica in list(self._replicas.items()):
-            if now - replica.heard_at > self._limits.silence_seconds:
-                commands.append(Reject(name, f"silent for {now - replica.heard_at:.1f} s"))
+            if now - replica.last_seen_at > self._limits.silence_seconds:
+                commands.append(Reject(name, f"silent for {now - replica.last_seen_at:.1f} s"))
                 commands += self._lose(name)
         self._forget_withdrawn()
         commands += self._dispatch(now)
@@ -558,13 +558,13 @@ class RouterCore:
     def _end_hopeless(self, now: float) -> list[RouterCommand]:
         """End queued sequences that had no serving replica for too long, or that no remaining replica can hold."""
         longest: dict[Key, int] = {}
-        mending: set[Key] = set()
+        recovering: set[Key] = set()
         for replica in self._replicas.values():
             key = (replica.card.model, replica.card.digest)
             if self._usable(replica):
                 longest[key] = max(longest.get(key, 0), replica.card.longest_request_tokens)
             elif not replica.card.ready and not replica.card.draining:
-                mending.add(key)
+                recovering.add(key)
         unserved_since: dict[Key, float] = {}
         commands: list[RouterCommand] = []
         for key in self._waiting:
@@ -577,7 +577,7 @@ class RouterCore:
                 continue
             since = unserved_since[key] = self._unserved_since.get(key, now)
             limits = self._limits
-            allowed_seconds = limits.mending_seconds if key in mending else limits.unserved_seconds
+            allowed_seconds = limits.recovery_seconds if key in recovering else limits.unserved_seconds
             if now - since >= allowed_seconds:
                 detail = f"no replica of the model `{key[0]}` came back in {now - since:.0f} s"
                 commands += [self._fail(sequence, "unavailable", detail) for sequence in queue]
@@ -594,13 +594,13 @@ class RouterCore:
         """
         commands: list[RouterCommand] = []
         for key in self._waiting:
-            with_room = [
+            with_capacity = [
                 replica
                 for replica in self._replicas.values()
-                if self._has_room(replica) and (replica.card.model, replica.card.digest) == key
+                if self._has_capacity(replica) and (replica.card.model, replica.card.digest) == key
             ]
-            if with_room:
-                commands += self._dispatch_to(key, with_room, now)
+            if with_capacity:
+                commands += self._dispatch_to(key, with_capacity, now)
         named = Counter(
             command.message.prompt
             for command in commands
@@ -611,22 +611,22 @@ class RouterCore:
             for command in commands
         ]
 
-    def _dispatch_to(self, key: Key, with_room: list[_Replica], now: float) -> list[RouterCommand]:
+    def _dispatch_to(self, key: Key, with_capacity: list[_Replica], now: float) -> list[RouterCommand]:
         commands: list[RouterCommand] = []
         names: dict[str, tuple[str, str]] = {}  # prompt sent in this pass -> (replica, its name there)
         kept: list[_Sequence] = []
         seen = 0
         for sequence in self._waiting.of(key):
-            if not with_room:
+            if not with_capacity:
                 break
             seen += 1
-            chosen = self._choose(sequence, with_room, names.get(sequence.new.prompt), now)
+            chosen = self._choose(sequence, with_capacity, names.get(sequence.new.prompt), now)
             if chosen is None:
                 kept.append(sequence)
                 continue
             commands += self._forward(sequence, chosen, names, now)
-            if not self._has_room(chosen):
-                with_room.remove(chosen)
+            if not self._has_capacity(chosen):
+                with_capacity.remove(chosen)
         self._waiting.replace_front(key, seen, kept)
         return commands
 
@@ -675,7 +675,7 @@ class RouterCore:
         wire_id = new.id if sequence.attempts == 0 else f"{new.id}~{sequence.attempts}"
         sequence.attempts += 1
         sequence.replica, sequence.wire_id = name, wire_id
-        sequence.sent_at, sequence.gets_on = now, False
+        sequence.sent_at, sequence.has_progress = now, False
         self._by_wire_id[wire_id] = sequence
         replica.open[wire_id] = sequence
         cached = replica.prefixes.known_tokens(new.prefix)
@@ -711,7 +711,7 @@ class RouterCore:
         commands.append(Send(name, submit))
         return commands
 
-    def _has_room(self, replica: _Replica) -> bool:
+    def _has_capacity(self, replica: _Replica) -> bool:
         # A replica without a queue (limit 0) still takes one at a time.
         limit = max(1, replica.card.waiting_limit)
         return self._usable(replica) and not replica.full and replica.card.waiting + replica.forwarded < limit
@@ -748,7 +748,7 @@ class RouterCore:
 
     def _count_loss(self, sequence: _Sequence, now: float) -> None:
         """Count the loss of a replica against a sequence of the interrupted step, unless it has sampled a token."""
-        if sequence.gets_on:
+        if sequence.has_progress:
             return
         is_quick = now - sequence.sent_at < self._limits.trial_seconds
         sequence.losses = sequence.losses + 1 if is_quick else 1

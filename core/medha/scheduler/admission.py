@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from math import inf
 
 from medha.kv.pools import KvPools, Placed
-from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
-from medha.scheduler.table import RequestTable, Room
+from medha.scheduler.request_table import Capacity, RequestTable
 from medha.wire.messages import Admit, Grow
 
 LATE_SHARE = 0.35
@@ -56,7 +56,7 @@ class Admission:
             block_size_tokens=config.block_size_tokens,
             tokens_per_lane=config.tokens_per_lane,
             prefix_caching=config.prefix_caching,
-            deals_prompts=config.context_parallel is not None,
+            stripes_prompts=config.context_parallel is not None,
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))
@@ -69,7 +69,7 @@ class Admission:
         self._claim: _Claim | None = None
         # Share of running places that late requests get. Only `guarded` needs it: under other policies late
         # requests come first anyway, except under `srpt`, which guarantees nothing to large ones.
-        share = scheduling.given_up_share if scheduling.policy == "guarded" else 0.0
+        share = scheduling.demoted_share if scheduling.policy == "guarded" else 0.0
         self._others_per_late = round(1 / share) - 1 if share else inf
         self._last_places = 0  # taken by others since a late request got one
 
@@ -83,39 +83,39 @@ class Admission:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._config.block_size_tokens)
 
-    def wanted_blocks(self, request: Request) -> int:
+    def needed_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request needs, given what others hold and share now."""
-        wanted = self.blocks_for(request.reservation_tokens)
+        needed = self.blocks_for(request.reservation_tokens)
         if request.prompt.sharing is not None:
-            return wanted - (request.submit.tokens - 1) // self._config.block_size_tokens
+            return needed - (request.submit.tokens - 1) // self._config.block_size_tokens
         submit = request.submit
         _, held_by_others = self.pools.expected(
             submit.tokens, submit.block_hashes, is_long=request.may_spread
         )
-        return wanted - min(held_by_others, (submit.tokens - 1) // self._config.block_size_tokens)
+        return needed - min(held_by_others, (submit.tokens - 1) // self._config.block_size_tokens)
 
-    def _free_room(self) -> Room:
+    def _free_capacity(self) -> Capacity:
         """Return the room on the emptiest lane, on all lanes, and in the share of longs, ignoring claims."""
         free = [self._free_blocks(lane) for lane in self._lanes]
-        return Room(max(free), sum(free), self._left_for_longs(), self._starts_long())
+        return Capacity(max(free), sum(free), self._left_for_longs(), self._starts_long())
 
-    def room(self, lanes: Sequence[int]) -> Room:
+    def capacity(self, lanes: Sequence[int]) -> Capacity:
         """Return the most that requests computed by `lanes` may take now."""
         free = max(self._free_blocks(lane) for lane in lanes)
         together = sum(self._free_blocks(lane) for lane in self._lanes)
         claim = self._claim
         if claim is not None:
-            beside = self._room_beside(claim)
+            beside = self._capacity_beside(claim)
             together = min(together, beside)
             if all(lane in claim.lanes for lane in lanes):
                 free = min(free, beside)
-        return Room(free, together, self._left_for_longs(claim), self._starts_long(claim))
+        return Capacity(free, together, self._left_for_longs(claim), self._starts_long(claim))
 
     def lane_for(
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
     ) -> int | None:
         """Return which of `lanes` should take a waiting request now; None if none should or room is short."""
-        wanted, sibling = self._table.wanted_blocks(request), request.prompt.sharing
+        needed, sibling = self._table.needed_blocks(request), request.prompt.sharing
         if request.is_long and not self._has_share_for(request):
             return None
         lanes_open = self._lanes if self._claim is None else self._lanes_open_to(request)
@@ -126,13 +126,13 @@ class Admission:
         elif request.may_spread:
             lane = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
         else:
-            with_room = [lane for lane in lanes_open if self._free_blocks(lane) >= wanted]
+            with_capacity = [lane for lane in lanes_open if self._free_blocks(lane) >= needed]
             key = lambda lane: (pending_seconds[lane], -self._free_blocks(lane), lane)  # noqa: E731
-            lane = min(with_room, key=key, default=-1)
+            lane = min(with_capacity, key=key, default=-1)
         if lane not in lanes or lane not in lanes_open:
             return None
         free = sum(map(self._free_blocks, self._lanes)) if request.may_spread else self._free_blocks(lane)
-        return lane if wanted <= free else None
+        return lane if needed <= free else None
 
     def _free_blocks(self, lane: int) -> int:
         return self.pools.free_blocks_on(lane)
@@ -142,7 +142,7 @@ class Admission:
         claim = self._claim
         if claim is None or claim.request is request:
             return self._lanes
-        if self._table.wanted_blocks(request) <= self._room_beside(claim):
+        if self._table.needed_blocks(request) <= self._capacity_beside(claim):
             return self._lanes
         return () if request.may_spread else [lane for lane in self._lanes if lane not in claim.lanes]
 
@@ -152,7 +152,7 @@ class Admission:
         """Return how many blocks another long request may take; None: any number."""
         claimed = 0
         if claim is not None and claim.request.is_long:
-            claimed = self._table.wanted_blocks(claim.request)
+            claimed = self._table.needed_blocks(claim.request)
         if not self._taken_by_longs and not claimed:
             return None
         share = 1 - self._config.scheduling.short_headroom
@@ -178,7 +178,7 @@ class Admission:
         """Return whether the caps on long requests admit this one."""
         claim = None if self.claimant is request else self._claim
         left = self._left_for_longs(claim)
-        return self._starts_long(claim) and (left is None or self._table.wanted_blocks(request) <= left)
+        return self._starts_long(claim) and (left is None or self._table.needed_blocks(request) <= left)
 
     # --- claims -------------------------------------------------------------------------------------
 
@@ -190,15 +190,15 @@ class Admission:
     def find_claimant(self, now: float, correction: float) -> Request | None:
         """Return the claimant; if there is none, a late request that needs to be one becomes it.
 
-        That is one that lacks KV, or, since running places are shared by `given_up_share`, too, one that
+        That is one that lacks KV, or, since running places are shared by `demoted_share`, too, one that
         lacks a place because others got the last ones.
         """
         claimant = self.claimant
-        if claimant is not None and claimant.prompt.prefilling and not claimant.goes_alone:
+        if claimant is not None and claimant.prompt.prefilling and not claimant.is_detached:
             self._claim = None  # it will share that prefill and needs no KV until then
             claimant = None
         if claimant is None:
-            claimant = self._table.late_without_room(self._free_room(), now, correction)
+            claimant = self._table.late_without_capacity(self._free_capacity(), now, correction)
             if claimant is None and self._last_places >= self._others_per_late:
                 claimant = self._table.late(now, correction)
             if claimant is not None:
@@ -208,7 +208,7 @@ class Admission:
     def _begin_claim(self, request: Request) -> None:
         """Give freed KV to `request` from now on, until it is admitted or gone."""
         emptiest = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
-        self._claim = _Claim(request, (emptiest,), self._table.wanted_blocks(request))
+        self._claim = _Claim(request, (emptiest,), self._table.needed_blocks(request))
         self.update_claim()
 
     def update_claim(self) -> None:
@@ -216,7 +216,7 @@ class Admission:
         claim = self._claim
         assert claim is not None
         request, sibling = claim.request, claim.request.prompt.sharing
-        claim.blocks = self._table.wanted_blocks(request)
+        claim.blocks = self._table.needed_blocks(request)
         if request.may_spread:
             claim.lanes = self._lanes
         elif sibling is not None:
@@ -227,7 +227,7 @@ class Admission:
         if self.claimant is request:
             self._claim = None
 
-    def _room_beside(self, claim: _Claim) -> int:
+    def _capacity_beside(self, claim: _Claim) -> int:
         """Return how many blocks other requests may still get beside a claim."""
         held = sum(claim.beside.values())
         headroom = max(self._headroom_blocks - held, 0)
@@ -250,7 +250,7 @@ class Admission:
         its own after `cached` tokens that need not be computed.
         """
         submit, sibling = request.submit, request.prompt.sharing
-        wanted = self._table.wanted_blocks(request)
+        needed = self._table.needed_blocks(request)
         shared_tokens = 0
         placed: Placed | None
         if sibling is not None:
@@ -281,12 +281,12 @@ class Admission:
         request.cached_tokens = placed.cached_tokens
         if request.is_long:
             self._prefilling_longs.add(request.id)
-            self._taken_by_longs[request.id] = wanted
+            self._taken_by_longs[request.id] = needed
         else:
             self._held_by_shorts += self.blocks_for(request.reserved_tokens)
         is_claimant = self.claimant is request
         if self._claim is not None:
-            self._note_beside_claim(self._claim, request, wanted)
+            self._record_beside_claim(self._claim, request, needed)
         self._table.place(request)
         self._last_places = 0 if is_claimant else self._last_places + self.is_full
         return Admit(
@@ -301,7 +301,7 @@ class Admission:
             fork_of=None if sibling is None else sibling.id,
             shared_tokens=shared_tokens,
             segments=placed.segments,
-            deals=placed.deals,
+            stripings=placed.stripings,
             cached_tokens=placed.cached_tokens,
             prefixes=placed.prefixes,
             evictions=placed.evictions,
@@ -323,7 +323,7 @@ class Admission:
         return None
 
     @property
-    def longs_crowd(self) -> bool:
+    def longs_exceed_share(self) -> bool:
         """True if long requests hold so much of the pool that a demoted one should not take more."""
         return self._held_by_longs > LATE_SHARE * self._pool_blocks
 
@@ -342,8 +342,8 @@ class Admission:
         if self._claim is not None:
             self._claim.beside.pop(request.id, None)
 
-    def _note_beside_claim(self, claim: _Claim, request: Request, wanted: int) -> None:
+    def _record_beside_claim(self, claim: _Claim, request: Request, needed: int) -> None:
         if claim.request is request:
             self._claim = None
         elif any(lane in claim.lanes for lane in request.held_lanes):
-            claim.beside[request.id] = wanted
+            claim.beside[request.id] = needed

@@ -33,19 +33,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from medha.cost.cost_profile import Profile
 from medha.cost.predictor import Chunking, Predictor
-from medha.cost.profile import Profile
 from medha.kv.blocks import BlockLedger
 from medha.kv.pools import KvPools
 from medha.scheduler import validation
 from medha.scheduler.admission import Admission
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.packer import Packed
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
+from medha.scheduler.request_table import RequestTable
 from medha.scheduler.sharing import Sharing
-from medha.scheduler.step_builder import Filler, Filling
-from medha.scheduler.table import RequestTable
+from medha.scheduler.step_builder import BuiltStep, StepBuilder
 from medha.slo import targets
 from medha.wire.messages import (
     Admit,
@@ -91,7 +91,7 @@ class _Launched:
     """A step in flight, and the requests that it computes."""
 
     step: Step
-    filling: Filling
+    built: BuiltStep
 
 
 class ReplicaController:
@@ -109,7 +109,7 @@ class ReplicaController:
         self._pools = self._admission.pools
         self._sharing = Sharing(self._table, self._admission, self.predictor, config.block_size_tokens)
         self._lanes = Lanes(config.topology.kv, config.topology.stream)
-        self._filler = Filler(
+        self._step_builder = StepBuilder(
             config, self.predictor, self._table, self._admission, self._sharing, self._lanes
         )
         self._in_flight: dict[int, _Launched] = {}
@@ -128,12 +128,12 @@ class ReplicaController:
     @property
     def idle(self) -> bool:
         """True if no request waits or runs, no step is in flight, and nothing is to be sent to the ranks."""
-        return self._table.is_empty and not (self._in_flight or self._has_news)
+        return self._table.is_empty and not (self._in_flight or self._has_changes)
 
     @property
-    def _has_news(self) -> bool:
+    def _has_changes(self) -> bool:
         """True if ranks have yet to receive releases, cache insertions, or prompts to forget."""
-        return bool(self._sharing.forgets) or self._pools.has_news
+        return bool(self._sharing.forgets) or self._pools.has_changes
 
     @property
     def pools(self) -> KvPools:
@@ -169,7 +169,7 @@ class ReplicaController:
 
     def packed(self, step: Step) -> Packed:
         """Return how a step in flight was filled."""
-        return self._in_flight[step.step_id].filling.packed
+        return self._in_flight[step.step_id].built.packed
 
     def due(self, request: Request) -> float:
         """Return the time at which the first token of a request is due, on the clock of `now`.
@@ -210,13 +210,13 @@ class ReplicaController:
                 self._draining = True
         for lanes in self._lanes.coupled:
             # A launch may couple lanes that come later here; they move together from the next event on.
-            if lanes in self._lanes.coupled and self._lanes.take_step(lanes):
+            if lanes in self._lanes.coupled and self._lanes.can_start_step_on(lanes):
                 commands += self._launch(lanes, now)
-            if lanes in self._lanes.coupled and self._go_ahead(lanes):
+            if lanes in self._lanes.coupled and self._run_ahead(lanes):
                 commands += self._launch(lanes, now)
         return commands
 
-    def _go_ahead(self, lanes: tuple[int, ...]) -> bool:
+    def _run_ahead(self, lanes: tuple[int, ...]) -> bool:
         """Let the decodes of `lanes` go ahead if they can: into a step before the last samples their tokens.
 
         Return whether any does. They do not:
@@ -236,20 +236,20 @@ class ReplicaController:
             return False
         launched = self._in_flight[step_id]
         step = launched.step
-        if launched.filling.prefills or step.lanes != lanes:
+        if launched.built.prefills or step.lanes != lanes:
             return False
         if step.predicted_seconds > self._short_seconds and not self._lanes.are_free(lanes):
             return False
-        going = [request for request in launched.filling.decodes if request.goes_on]
-        if len(going) < len(launched.filling.decodes) and self._table.waiting:
+        continuing = [request for request in launched.built.decodes if request.continues]
+        if len(continuing) < len(launched.built.decodes) and self._table.waiting:
             return False
-        if not all(request.can_go_ahead for request in going):
+        if not all(request.can_run_ahead for request in continuing):
             return False
-        for request in going:
+        for request in continuing:
             request.length += 1
-            request.goes_ahead = True
+            request.runs_ahead = True
             self._lanes[request.lane].decodes.add(request)
-        return bool(going)
+        return bool(continuing)
 
     @property
     def _might_prefill(self) -> bool:
@@ -259,21 +259,21 @@ class ReplicaController:
 
     def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
         """Launch a step on `lanes` if there is something to compute or to send to the ranks."""
-        if not (self._table.rows or self._lanes.decode(lanes) or self._has_news):
-            self._filler.rested(lanes)
+        if not (self._table.rows or self._lanes.decode(lanes) or self._has_changes):
+            self._step_builder.rested(lanes)
             return []
         grows, exhausted = self._grow(lanes)
         admits = self._admit_late(now)
-        filling = self._filler.fill(lanes, admits, now)
+        built = self._step_builder.build(lanes, admits, now)
         ends: list[ControllerCommand] = [
             Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
         ]
-        if not (filling.entries or admits or grows or self._has_news):
+        if not (built.entries or admits or grows or self._has_changes):
             for request in exhausted:
                 self._end(request)
             return ends + self._launch(lanes, now) if exhausted else []
-        step = self._new_step(lanes, filling, grows, admits)
-        self._in_flight[step.step_id] = _Launched(step, filling)
+        step = self._new_step(lanes, built, grows, admits)
+        self._in_flight[step.step_id] = _Launched(step, built)
         for lane in lanes:
             self._lanes[lane].launched(step.step_id, step.predicted_seconds)
         # Only now: ranks apply a step's releases first, so these must be sent with a later step.
@@ -282,7 +282,7 @@ class ReplicaController:
         return [*ends, step]
 
     def _new_step(
-        self, lanes: tuple[int, ...], filling: Filling, grows: list[Grow], admits: list[Admit]
+        self, lanes: tuple[int, ...], built: BuiltStep, grows: list[Grow], admits: list[Admit]
     ) -> Step:
         """Build the next step, with all pending messages to the ranks."""
         hashes: tuple[int, ...] = ()
@@ -291,12 +291,12 @@ class ReplicaController:
         step = Step(
             step_id=self._next_step_id,
             epoch=self.epoch,
-            entries=tuple(filling.entries),
+            entries=tuple(built.entries),
             releases=self._pools.take_releases(),
             forgets=tuple(self._sharing.forgets),
             grows=tuple(grows),
             admits=tuple(admits),
-            predicted_seconds=filling.packed.predicted_seconds if filling.entries else 0.0,
+            predicted_seconds=built.packed.predicted_seconds if built.entries else 0.0,
             state_hash=hashes[0] if len(hashes) == 1 else None,
             publishes=self._pools.take_publishes(),
             lanes=lanes,
@@ -338,10 +338,10 @@ class ReplicaController:
             return admits
         claimant = self._admission.find_claimant(now, self.predictor.correction)
         if claimant is not None:
-            if self._admission.wanted_blocks(claimant) != self._table.wanted_blocks(claimant):
+            if self._admission.needed_blocks(claimant) != self._table.needed_blocks(claimant):
                 self._sharing.update(claimant)
             self._admission.update_claim()
-            self._filler.admit(claimant, admits)
+            self._step_builder.admit(claimant, admits)
         return admits
 
     # --- arrivals, cancellations, ends --------------------------------------------------------------
@@ -453,21 +453,21 @@ class ReplicaController:
         for failure in done.failures:
             self._pools.forget_outputs(failure.id)
             commands += self._fail(failure)
-        for request in launched.filling.decodes:
+        for request in launched.built.decodes:
             request.computed += 1
             request.steps_in_flight -= 1
-        for request, count in launched.filling.prefills:
+        for request, count in launched.built.prefills:
             request.computed += count
             request.steps_in_flight -= 1
             if not request.ended:
                 self._prefill_done(request)
         for sample in done.samples:
-            emit = self._take_sample(sample)
+            emit = self._apply_sample(sample)
             if emit is not None:
                 commands.append(emit)
         for request_id, hashes in done.block_hashes:
             self._pools.extend(request_id, hashes, self._table[request_id].known_tokens)
-        for request in (*launched.filling.decodes, *(request for request, _ in launched.filling.prefills)):
+        for request in (*launched.built.decodes, *(request for request, _ in launched.built.prefills)):
             if request.ended:
                 self._end(request)  # leaves quarantine if this was its last step
         return commands
@@ -477,19 +477,19 @@ class ReplicaController:
         self._pools.computed(request.id, request.computed)
         self._sharing.computed(request)
 
-    def _take_sample(self, sample: Sample) -> Emit | None:
+    def _apply_sample(self, sample: Sample) -> Emit | None:
         request = self._table[sample.id]
         if request.ended:
             return None  # cancelled while the step ran, or sampled beyond its end
-        went_ahead, request.goes_ahead = request.goes_ahead, False
-        request.length += not went_ahead
+        ran_ahead, request.runs_ahead = request.runs_ahead, False
+        request.length += not ran_ahead
         finish_reason = sample.finish_reason
         if finish_reason is None and request.length >= request.limit_tokens:
             finish_reason = "length"
         is_first = request.emitted == 0
         if finish_reason is not None:
             self._stop(request)
-        elif not went_ahead:
+        elif not ran_ahead:
             decodes = self._lanes[request.lane].decodes
             if is_first:
                 decodes.begin(request)

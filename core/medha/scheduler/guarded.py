@@ -2,8 +2,8 @@
 
 Every request has a *due* time, and requests are ordered by it. At first it is the deadline. All due times can
 be met if, for each of them, the work due by then fits before it. When an arrival, or a step that took longer
-than predicted, makes that impossible, the policy *demotes* (`given_up`) the request with the most remaining
-work among those whose removal helps. A demoted request is due at a *revised deadline* (`promise`): the time
+than predicted, makes that impossible, the policy *demotes* (`demoted`) the request with the most remaining
+work among those whose removal helps. A demoted request is due at a *revised deadline* (`revised_deadline`): the time
 at which it would end if the demoted requests had a share of the server to themselves, in the order of
 demotion. A revised deadline binds like a deadline, and a request that is due at one is never demoted.
 
@@ -38,7 +38,7 @@ _FIRST_BAD = 64  # violations that are examined before all of them are
 
 @dataclass(frozen=True, slots=True)
 class GuardedSettings:
-    given_up_share: float = 0.1
+    demoted_share: float = 0.1
     """Share of the server that bounds how long demoted requests wait: (work ahead + own work) / share."""
     grace_seconds: float = 0.5
     """Longest step. While no request is demoted, lateness below it is an effect of steps and not overload."""
@@ -56,13 +56,13 @@ class GuardedSettings:
 class Plan:
     """The due times of all requests: the state of the policy, in arrays that `Guarded.order` updates.
 
-    The arrays belong to the owner of the rows, which sets `due` to the deadline and `promise` to infinity
+    The arrays belong to the owner of the rows, which sets `due` to the deadline and `revised_deadline` to infinity
     when it adds a row, and keeps `by_due` sorted as rows are added and removed.
     """
 
     due: Floats
     """Absolute due times: deadlines, or revised deadlines of demoted requests."""
-    promise: Floats
+    revised_deadline: Floats
     """Absolute revised deadlines; infinite for requests that were never demoted."""
     by_due: Ints
     """All rows, sorted by due time."""
@@ -92,8 +92,8 @@ class Guarded:
         if not rows:
             return None
         if rows <= self.settings.few_rows:
-            stands, row = self._as_it_stands(columns, plan, now, factor)
-            if stands:
+            is_unchanged, row = self._if_unchanged(columns, plan, now, factor)
+            if is_unchanged:
                 return row
         if rows > self._space.rows:
             self._space = _Space(2 * rows)
@@ -107,7 +107,7 @@ class Guarded:
         place = self._cheap(view)
         return None if place is None else int(plan.by_due[place])
 
-    def _as_it_stands(
+    def _if_unchanged(
         self, columns: Columns, plan: Plan, now: float, factor: float
     ) -> tuple[bool, int | None]:
         """Return whether the plan can stay as it is, and the row that then goes first.
@@ -146,7 +146,7 @@ class Guarded:
                 if load <= min(until - ahead, min(room[before:place], default=inf)):
                     return False, None  # it might get its deadline back
         self._near_decisions, self._far_left, self._any_late = 0, False, smallest >= 0
-        if smallest < 0 or smallest_load > self.settings.given_up_share * min(room[:smallest], default=inf):
+        if smallest < 0 or smallest_load > self.settings.demoted_share * min(room[:smallest], default=inf):
             return True, None
         return True, order[smallest]
 
@@ -159,7 +159,7 @@ class Guarded:
             kept = bad[~late]
             hopeless = kept[view.remaining[kept] > view.due[kept] + view.grace + _EPSILON_SECONDS]
             if len(hopeless):
-                view = self._give_up(view, hopeless[np.argsort(view.remaining[hopeless], kind="stable")])
+                view = self._demote(view, hopeless[np.argsort(view.remaining[hopeless], kind="stable")])
             elif (missed := view.missed(bad, late)) is not None and view.is_broken(missed):
                 view = self._renew(view)
             else:
@@ -171,10 +171,10 @@ class Guarded:
                 if far_rounds > _FAR_ROUNDS and not worst:  # the rest can wait for the next decision
                     self._far_left = True
                     break
-                view = self._give_up(view, _largest(view, point))
+                view = self._demote(view, _largest(view, point))
             rounds += 1
         if rounds == 0 and view.any_late:  # a decision that demotes has hardly room to restore a deadline
-            self._take_back(view)
+            self._restore_deadlines(view)
         return view
 
     def _first_point(self, view: _View, bad: Ints, late: Bools) -> int | None:
@@ -207,12 +207,12 @@ class Guarded:
         most = np.concatenate(([0.0], np.maximum.accumulate(view.load[kept])))
         largest = most[kept.searchsorted(bad, side="right")]
         load = view.load[bad]
-        tolerated = (largest < self.settings.given_up_share * load) & (
+        tolerated = (largest < self.settings.demoted_share * load) & (
             view.room[bad] + load >= -_EPSILON_SECONDS
         )
         return bad[~late | ((largest > 0) & ~tolerated)]
 
-    def _give_up(self, view: _View, places: Ints) -> _View:
+    def _demote(self, view: _View, places: Ints) -> _View:
         """Demote the requests at these places: their due times become their revised deadlines.
 
         A revised deadline stays valid even if the deadline was restored meanwhile. A request that its share
@@ -221,22 +221,22 @@ class Guarded:
         plan, rows = view.plan, view.plan.by_due[places]
         if len(places) == 1:  # nearly always; the same sums as below, without arrays
             place, row = int(places[0]), int(rows[0])
-            promised = float(plan.promise[row])
-            if isinf(promised):
-                ahead = view.promised_seconds() + float(view.load[place])
-                end = view.now + max(ahead, float(view.remaining[place])) / self.settings.given_up_share
-                promised = max(end, nextafter(float(view.columns.deadline[row]), inf))
-                plan.promise[row] = promised
-            return view.moved_one(place, promised)
-        fresh = places[np.isinf(plan.promise[rows])]
+            revised = float(plan.revised_deadline[row])
+            if isinf(revised):
+                ahead = view.demoted_seconds() + float(view.load[place])
+                end = view.now + max(ahead, float(view.remaining[place])) / self.settings.demoted_share
+                revised = max(end, nextafter(float(view.columns.deadline[row]), inf))
+                plan.revised_deadline[row] = revised
+            return view.moved_one(place, revised)
+        fresh = places[np.isinf(plan.revised_deadline[rows])]
         if len(fresh):
-            before = view.promised_seconds() + view.load[fresh].cumsum()
-            ends = view.now + np.maximum(before, view.remaining[fresh]) / self.settings.given_up_share
+            before = view.demoted_seconds() + view.load[fresh].cumsum()
+            ends = view.now + np.maximum(before, view.remaining[fresh]) / self.settings.demoted_share
             fresh_rows = plan.by_due[fresh]
-            plan.promise[fresh_rows] = np.maximum(
+            plan.revised_deadline[fresh_rows] = np.maximum(
                 ends, np.nextafter(view.columns.deadline[fresh_rows], np.inf)
             )
-        return view.moved(places, plan.promise[rows])
+        return view.moved(places, plan.revised_deadline[rows])
 
     def _renew(self, view: _View) -> _View:
         """Replace revised deadlines that the demoted requests could not meet even if they ran alone.
@@ -246,11 +246,11 @@ class Guarded:
         late_load = np.multiply(view.load, view.late, out=view.scratch)
         alone = np.maximum(late_load.cumsum(), view.remaining)
         broken = (view.late & (alone > view.due + _EPSILON_SECONDS)).nonzero()[0]
-        promise = view.now + alone[broken] / self.settings.given_up_share
-        view.plan.promise[view.plan.by_due[broken]] = promise
-        return view.moved(broken, promise)
+        revised_deadline = view.now + alone[broken] / self.settings.demoted_share
+        view.plan.revised_deadline[view.plan.by_due[broken]] = revised_deadline
+        return view.moved(broken, revised_deadline)
 
-    def _take_back(self, view: _View) -> None:
+    def _restore_deadlines(self, view: _View) -> None:
         """Restore the deadlines of the smallest demoted requests while all other due times can be met."""
         earliest = np.add(view.remaining, view.now, out=view.scratch)
         deadline = view.columns.deadline.take(view.by_due, out=view.spare, mode="clip")
@@ -274,7 +274,7 @@ class Guarded:
     def _cheap(self, view: _View) -> int | None:
         """Return the place of the smallest demoted request if it may go first, else None.
 
-        It may if its load is at most `given_up_share` of the room of every request before it, so that it
+        It may if its load is at most `demoted_share` of the room of every request before it, so that it
         costs them next to nothing.
         """
         if not view.any_late:
@@ -283,7 +283,7 @@ class Guarded:
         view.scratch[view.kept()] = np.inf
         place = int(view.scratch.argmin())
         room = float(view.room[:place].min()) if place else inf
-        return place if view.load[place] <= self.settings.given_up_share * room else None
+        return place if view.load[place] <= self.settings.demoted_share * room else None
 
 
 def _largest(view: _View, point: int) -> Ints:
@@ -362,13 +362,13 @@ class _View:
         """Time at which each row and all before it can be done."""
         self.room: Floats = room
         """Seconds by which each row may be delayed; negative where its due time cannot be met."""
-        self._find_rooms(0, rows)
+        self._find_room(0, rows)
 
     def kept(self) -> Ints:
         """Return the places of rows that are not demoted; under overload these are few."""
         return (~self.late).nonzero()[0]
 
-    def _find_rooms(self, first: int, stop: int) -> None:
+    def _find_room(self, first: int, stop: int) -> None:
         due, load, room = self.due[first:stop], self.load[first:stop], self.room[first:stop]
         ends = self.done[first:stop]
         if self.settings.lanes > 1:
@@ -389,9 +389,9 @@ class _View:
         """
         if not self.any_late:
             return None
-        for looked_at in (_FIRST_BAD, len(bad)):  # nearly always among the first
-            places = bad[:looked_at]
-            found = places[late[:looked_at] & (self.room[places] + self.load[places] < -_EPSILON_SECONDS)]
+        for examined in (_FIRST_BAD, len(bad)):  # nearly always among the first
+            places = bad[:examined]
+            found = places[late[:examined] & (self.room[places] + self.load[places] < -_EPSILON_SECONDS)]
             if len(found):
                 return int(found[0])
         return None
@@ -411,10 +411,10 @@ class _View:
             total = float(loads.cumsum()[-1])
         return max(total, own) > latest
 
-    def promised_seconds(self) -> float:
+    def demoted_seconds(self) -> float:
         """Return the load of all rows that have a revised deadline, even if their deadline was restored."""
         plan = self.plan
-        has_one = np.isfinite(plan.promise)
+        has_one = np.isfinite(plan.revised_deadline)
         work = np.multiply(self.columns.remaining_seconds, has_one, out=self.space.all_rows[: len(has_one)])
         return float(work.sum()) * self.factor / self.settings.lanes
 
@@ -486,7 +486,7 @@ class _View:
         self.late[to] = bool(due > self.columns.deadline[row])
         self.done[to] = own + (float(self.done[to - 1]) if to else 0.0)
         if self.settings.lanes > 1:
-            self._find_rooms(first, last + 1)
+            self._find_room(first, last + 1)
         else:
             room = float(self.due[to]) - float(self.done[to])
             self.room[to] = room - own if self.late[to] else room
@@ -507,7 +507,7 @@ class _View:
         self._cut(last)
         self.done[place:] -= own
         if self.settings.lanes > 1:
-            self._find_rooms(place, last)
+            self._find_room(place, last)
         else:
             self.room[place:] += own
 

@@ -64,11 +64,11 @@ class Decodes:
 
     def take(self, lanes: Sequence[int]) -> list[Request]:
         """Take all runnable requests into a step of `lanes`; any that just grew to another lane stays."""
-        taken, stay = self.runnable, [one for one in self.spread if not one.runs_on(lanes)]
+        removed, stay = self.runnable, [one for one in self.spread if not one.runs_on(lanes)]
         if stay:
-            taken = [request for request in taken if request not in stay]
+            removed = [request for request in removed if request not in stay]
         self.runnable, self.spread, self.contexts_tokens = list(stay), stay, 0
-        return taken
+        return removed
 
     def _leave(self, request: Request) -> None:
         if request.is_spread:
@@ -76,7 +76,7 @@ class Decodes:
         else:
             self.contexts_tokens -= request.dispatched
 
-    def put_into(self, batch: Batch, lane: int, lanes: Sequence[int]) -> None:
+    def add_to(self, batch: Batch, lane: int, lanes: Sequence[int]) -> None:
         """Add the runnable requests of `lane` to a step of `lanes`."""
         alone = len(self.runnable) - len(self.spread)
         if alone:
@@ -105,7 +105,7 @@ class Lane:
     quarantined: int = 0  # ended requests that are still in a step in flight
 
     @property
-    def takes_step(self) -> bool:
+    def can_start_step(self) -> bool:
         """True if stage 0 is free and the pipeline is not full."""
         return self.stage_free and len(self.in_flight_seconds) < self.stages
 
@@ -146,10 +146,10 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def take_step(self, lanes: Sequence[int]) -> bool:
+    def can_start_step_on(self, lanes: Sequence[int]) -> bool:
         """Return whether each of `lanes` can take a step."""
         for lane in lanes:  # noqa: SIM110 - a generator takes longer
-            if not self._lanes[lane].takes_step:
+            if not self._lanes[lane].can_start_step:
                 return False
         return True
 

@@ -61,11 +61,11 @@ class Pace:
         alone_seconds: float,
         *,
         with_decodes: bool,
-        goes_on: bool,
+        continues: bool,
     ) -> None:
         """Record that a step is launched on `lanes`; its chunks would take `alone_seconds` alone.
 
-        `goes_on`: one of its prefills has more to compute, so that the next step comes as soon as it can.
+        `continues`: one of its prefills has more to compute, so that the next step comes as soon as it can.
         """
         last = self._last.pop(lanes, None)
         if last is not None:
@@ -73,7 +73,7 @@ class Pace:
         if self._last:  # of other lanes, or of some of these before they moved together or apart
             for other in [key for key in self._last if not set(key).isdisjoint(lanes)]:
                 del self._last[other]
-        if goes_on:
+        if continues:
             self._last[lanes] = _Launch(now, alone_seconds, predicted_seconds, with_decodes)
 
     def rested(self, lanes: tuple[int, ...]) -> None:

@@ -217,7 +217,7 @@ class Space:
         self._limits = limits
         self._is_shared = len(head) > 1
         self._long_lanes: set[int] = set()  # lanes with a long prefill in this step
-        self._going_on: set[int] = set()  # lanes on which a long prompt has more to compute after this step
+        self._continuing: set[int] = set()  # lanes on which a long prompt has more to compute after this step
         self._tokens_left = dict.fromkeys(batch.lanes, limits.max_chunk_tokens)
         self._set_budget(head[0] if head else None)
 
@@ -253,7 +253,7 @@ class Space:
 
     def is_its_turn(self, prefill: PrefillCandidate) -> bool:
         """Return whether a waiting prefill may get KV: no long prompt ahead of a long one goes on."""
-        return not (prefill.of_long_prompt and prefill.lane in self._going_on)
+        return not (prefill.of_long_prompt and prefill.lane in self._continuing)
 
     def share_seconds(self, prefill: PrefillCandidate) -> float:
         """Return the part of the budget that a prefill may fill at first; a long one yields by its slack."""
@@ -286,7 +286,7 @@ class Space:
         It replaces a chunk of `held` tokens.
         """
         if prefill.of_long_prompt and tokens < prefill.remaining + prefill.rest:
-            self._going_on.add(prefill.lane)
+            self._continuing.add(prefill.lane)
         if tokens == 0:
             return False
         self._batch.add(prefill, tokens)

@@ -65,9 +65,9 @@ class Request:
     dispatched: int = 0
     computed: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was cached at admission; an estimate while it waits
-    goes_alone: bool = False  # its prompt is being computed, but by no request that is done in time for it
+    is_detached: bool = False  # its prompt is being computed, but by no request that is done in time for it
     leader: Request | None = None  # a running prefill that also computes the beginning of its prompt
-    goes_ahead: bool = False  # the last token that `length` counts has not arrived yet
+    runs_ahead: bool = False  # the last token that `length` counts has not arrived yet
     emitted: int = 0  # tokens sampled here
     steps_in_flight: int = 0
     ended: bool = False  # no more steps; its KV waits in quarantine for those in flight
@@ -80,20 +80,20 @@ class Request:
     @property
     def known_tokens(self) -> int:
         """Number of tokens whose ids exist."""
-        return self.length - self.goes_ahead
+        return self.length - self.runs_ahead
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """True if it continues after the token that a step in flight samples, unless that is a stop token."""
         return not self.ended and self.length + 1 < self.limit_tokens
 
     @property
-    def can_go_ahead(self) -> bool:
+    def can_run_ahead(self) -> bool:
         """True if it may continue before that token arrives.
 
         It must hold KV for the step already, because no KV is reserved for tokens that may never exist.
         """
-        return not self.goes_ahead and self.length < self.reserved_tokens
+        return not self.runs_ahead and self.length < self.reserved_tokens
 
     @property
     def is_decoding(self) -> bool:

@@ -13,9 +13,9 @@ from math import inf
 from medha.cost.predictor import Predictor
 from medha.cost.prefill_seconds import Alone
 from medha.scheduler.admission import Admission
-from medha.scheduler.alike import Alike
+from medha.scheduler.prefix_followers import PrefixFollowers
 from medha.scheduler.request import Prompt, Request
-from medha.scheduler.table import RequestTable
+from medha.scheduler.request_table import RequestTable
 
 
 class Sharing:
@@ -29,7 +29,7 @@ class Sharing:
         self._table = table
         self._admission = admission
         self._predictor = predictor
-        self._alike = Alike(block_size_tokens, table)
+        self._followers_of_prefixes = PrefixFollowers(block_size_tokens, table)
         self._awaited: dict[str, Prompt] = {}  # prompts that are being computed and have waiting requests
 
     def prompt_of(self, name: str, tokens: int) -> Prompt:
@@ -45,8 +45,8 @@ class Sharing:
         """Add a request to the table; `left` is the uncorrected work that no cache saves it."""
         prompt = request.prompt
         prompt.waiting[request.id] = request
-        self._alike.wait(request)
-        wanted = self._admission.wanted_blocks(request)
+        self._followers_of_prefixes.wait(request)
+        wanted = self._admission.needed_blocks(request)
         self._table.add(request, work_seconds, left, self._busy_until(request, left), wanted)
         if _is_held(request):
             self.update(request)
@@ -59,25 +59,25 @@ class Sharing:
         del prompt.waiting[request.id]
         prompt.holders[request.id] = request
         self._share(prompt)
-        self._update_all(self._alike.enter(request))
+        self._update_all(self._followers_of_prefixes.enter(request))
 
     def computed(self, request: Request) -> None:
         """Record a computed chunk: others may find it cached, and fork the prompt once it is complete."""
-        ready = self._alike.computed(request)
+        ready = self._followers_of_prefixes.computed(request)
         if request.computed >= request.prompt.tokens:
             self._share(request.prompt)
-            ready += self._alike.ended(request)
+            ready += self._followers_of_prefixes.ended(request)
         self._update_all(ready)
 
     def stop(self, request: Request) -> None:
         """Record that a running request gets no more steps."""
         self._share(request.prompt)
-        self._update_all(self._alike.ended(request))
+        self._update_all(self._followers_of_prefixes.ended(request))
 
     def leave(self, request: Request) -> None:
         """Forget a request that has left the table."""
         if request.waits:
-            self._alike.remove(request)
+            self._followers_of_prefixes.remove(request)
         prompt = request.prompt
         prompt.users -= 1
         prompt.waiting.pop(request.id, None)
@@ -93,15 +93,15 @@ class Sharing:
         For a prefill of the very same prompt, this holds only if the request's deadline is later than the
         prefill's.
         """
-        self._update_all(self._alike.leave_demoted())
+        self._update_all(self._followers_of_prefixes.leave_demoted())
         for prompt in self._awaited.values():
             holders = [holder for holder in prompt.holders.values() if not holder.ended]
             due = min((self._table.dispatched_by(holder) for holder in holders), default=inf)
             latest = max((holder.deadline for holder in holders), default=-inf)
             for request in prompt.waiting.values():
                 alone = due > request.deadline > latest
-                if alone != request.goes_alone:
-                    request.goes_alone = alone
+                if alone != request.is_detached:
+                    request.is_detached = alone
                     self._needs(request, 0 if alone else prompt.tokens - 1)
 
     def _share(self, prompt: Prompt, newcomer: Request | None = None) -> None:
@@ -133,7 +133,7 @@ class Sharing:
         if prompt.sharing is None:
             cached, _ = self._admission.pools.expected(prompt.tokens, hashes, is_long=request.may_spread)
             request.cached_tokens = cached
-            there = min(max(cached, self._alike.awaited_tokens(request)), there)
+            there = min(max(cached, self._followers_of_prefixes.awaited_tokens(request)), there)
         self._needs(request, there)
 
     def _update_all(self, requests: Iterable[Request]) -> None:
@@ -143,7 +143,7 @@ class Sharing:
     def _needs(self, request: Request, there_tokens: int) -> None:
         """Note what a waiting request needs if the KV of `there_tokens` tokens exists, or will exist."""
         left = self._predictor.uncorrected_prefill(there_tokens, request.prompt.tokens)
-        wanted = self._admission.wanted_blocks(request)
+        wanted = self._admission.needed_blocks(request)
         self._table.needs(request, wanted, left, self._busy_until(request, left), held=_is_held(request))
 
     def _busy_until(self, request: Request, left: Alone) -> float:
@@ -153,6 +153,6 @@ class Sharing:
 
 def _is_held(request: Request) -> bool:
     """Return whether a request must wait, because its prompt, or the beginning of it, is being computed."""
-    if request.prompt.prefilling and not request.goes_alone:
+    if request.prompt.prefilling and not request.is_detached:
         return True
     return request.leader is not None and request.prompt.sharing is None

@@ -12,14 +12,14 @@ import numpy as np
 from medha.cost.predictor import Predictor
 from medha.kv.context_parallel import ContextParallel
 from medha.scheduler.admission import Admission
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.lanes import Lanes
-from medha.scheduler.order import Urgency
 from medha.scheduler.pace import Pace
 from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, Space
+from medha.scheduler.prefill_order import PrefillOrder
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import NOWHERE, Request
+from medha.scheduler.request_table import NEAR_REVISED_DEADLINE, RequestTable
 from medha.scheduler.sharing import Sharing
-from medha.scheduler.table import NEAR_PROMISE, RequestTable
 from medha.wire.messages import Admit, Extent, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
@@ -40,7 +40,7 @@ MOST_ELSEWHERE = 64
 
 
 @dataclass(slots=True)
-class Filling:
+class BuiltStep:
     """The entries of a step, and the requests that they compute."""
 
     packed: Packed
@@ -109,7 +109,7 @@ def _take(prefill: PrefillCandidate, budget_seconds: float, space: Space, place:
     return space.add(prefill, tokens)
 
 
-class Filler:
+class StepBuilder:
     """Fills the steps of a replica, one after the other."""
 
     def __init__(
@@ -131,12 +131,12 @@ class Filler:
         self._long_threshold_tokens = config.long_threshold_tokens
         self._context_parallel = config.context_parallel
         self._stages = config.topology.stream
-        self._urgency = Urgency(config.scheduling, config.topology.kv, self._stages)
+        self._prefill_order = PrefillOrder(config.scheduling, config.topology.kv, self._stages)
         self._pace = Pace(predictor.hop_seconds(_USUAL_STEP_TOKENS) * (1 - 1 / self._stages))
         self._limits = _limits(config)
         self._one_token_at: dict[int, tuple[Extent, ...]] = {}
 
-    def fill(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> Filling:
+    def build(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> BuiltStep:
         """Fill a step of `lanes`; append the admits that it needs to `admits`."""
 
         def place(prefill: PrefillCandidate) -> bool:
@@ -147,7 +147,7 @@ class Filler:
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]
         entries = self._decode_entries(decodes)
-        alone_seconds, goes_on = self._dispatch(prefills, entries) if prefills else (0.0, False)
+        alone_seconds, continues = self._dispatch(prefills, entries) if prefills else (0.0, False)
         if entries:
             self._pace.launched(
                 lanes,
@@ -155,17 +155,17 @@ class Filler:
                 packed.predicted_seconds,
                 alone_seconds * self._predictor.correction,
                 with_decodes=targets is not None,
-                goes_on=goes_on,
+                continues=continues,
             )
         else:
             self.rested(lanes)
         self._lanes.couple()
-        return Filling(packed, entries, decodes, prefills)
+        return BuiltStep(packed, entries, decodes, prefills)
 
     def _batch_of_decodes(self, lanes: tuple[int, ...]) -> Batch:
         batch = Batch(self._predictor, lanes)
         for lane in lanes:
-            self._lanes[lane].decodes.put_into(batch, lane, lanes)
+            self._lanes[lane].decodes.add_to(batch, lane, lanes)
         return batch
 
     def rested(self, lanes: tuple[int, ...]) -> None:
@@ -258,13 +258,13 @@ class Filler:
                 request.dispatch(1)
             else:  # the same, in a fraction of the time: benchmarks/scheduler.py, 256 decodes
                 position = request.dispatched
-                extents = one_token_at.get(position) or self._keep_extents(position)
+                extents = one_token_at.get(position) or self._cached_extents(position)
                 entries.append(StepEntry(request.id, request.lane, extents, True))
                 request.dispatched = position + 1
                 request.steps_in_flight += 1
         return entries
 
-    def _keep_extents(self, position: int) -> tuple[Extent, ...]:
+    def _cached_extents(self, position: int) -> tuple[Extent, ...]:
         """Create the extents of one token at `position`, cached for the next sequence that decodes there."""
         if len(self._one_token_at) >= MOST_POSITIONS:
             self._one_token_at.clear()
@@ -325,17 +325,17 @@ class Filler:
         table = self._table
         if not table.rows:
             return
-        ordered = self._urgency.look_at(table, self._predictor.correction, self._pace.of_prefills, now)
-        if self._urgency.gives_up:
+        ordered = self._prefill_order.select(table, self._predictor.correction, self._pace.of_prefills, now)
+        if self._prefill_order.can_demote:
             self._sharing.leave_demoted()
         seen = np.zeros(len(table.rows), dtype=np.bool_)
         running = table.running_on(lanes)
         elsewhere = 0
         for turn in range(MOST_ORDERS):
             eligible = running
-            asks = turn < MOST_ORDERS - 1 and elsewhere < MOST_ELSEWHERE
-            if asks and table.waiting and not self._admission.is_full:
-                eligible = running | table.admissible(self._admission.room(lanes))
+            may_retry = turn < MOST_ORDERS - 1 and elsewhere < MOST_ELSEWHERE
+            if may_retry and table.waiting and not self._admission.is_full:
+                eligible = running | table.admissible(self._admission.capacity(lanes))
             if turn:
                 eligible = eligible & ~seen
             if not eligible.any():
@@ -345,7 +345,7 @@ class Filler:
                 seen[row] = True
                 lane: int | None = request.lane
                 if lane == NOWHERE:
-                    if request.is_long and self._lets_others_first(request, now):
+                    if request.is_long and self._defers_to_others(request, now):
                         continue
                     lane = self._lane_for(request, lanes)
                 elif not request.runs_on(lanes):
@@ -359,15 +359,15 @@ class Filler:
             else:
                 return
 
-    def _lets_others_first(self, request: Request, now: float) -> bool:
+    def _defers_to_others(self, request: Request, now: float) -> bool:
         """Return whether a waiting long request is demoted and leaves KV to requests that can be on time.
 
         It does only until its revised deadline is near; then it is as urgent as any.
         """
         due = self._table.dispatched_by(request)
-        if due <= request.deadline or not self._admission.longs_crowd:
+        if due <= request.deadline or not self._admission.longs_exceed_share:
             return False
-        return due - now > NEAR_PROMISE * self._table.remaining_seconds(request)
+        return due - now > NEAR_REVISED_DEADLINE * self._table.remaining_seconds(request)
 
     def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
         """Return which of `lanes` has KV for a waiting request now, if any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 
-from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.wire.messages import RefusalReason, Submit
 
 Refusal = tuple[RefusalReason, str]
@@ -18,9 +18,9 @@ def class_name(config: ReplicaConfig, submit: Submit) -> str:
 
 def limit_tokens(config: ReplicaConfig, submit: Submit) -> int:
     """Return the upper bound of prompt plus output."""
-    asked = submit.sampling.max_tokens
+    requested = submit.sampling.max_tokens
     limit = config.max_model_len
-    return limit if asked is None else min(limit, submit.prompt_length + asked)
+    return limit if requested is None else min(limit, submit.prompt_length + requested)
 
 
 def reservation_tokens(config: ReplicaConfig, submit: Submit) -> int:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from medha.shards import Deal, Segment
+from medha.shards import Segment, Striping
 
 FinishReason = Literal["stop", "length"]
 """Reason why a replica ends a request: a stop token id was sampled, or a token limit was reached."""
@@ -250,7 +250,7 @@ class Admit:
     """A sequence starts to hold KV: every rank reserves `reserved_tokens` for it in the same order.
 
     `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
-    whole blocks by reference and the rest of the last block by copy. `segments`, or `deals` if there are
+    whole blocks by reference and the rest of the last block by copy. `segments`, or `stripings` if there are
     many, give the lane of each position (neither: all on lane 0). `evictions` are cached blocks to evict
     first. `prefixes` are the cached blocks that begin the table of each lane; together they hold the KV of
     the first `cached_tokens` tokens. For a fork they are the cached part of the shared tokens.
@@ -270,14 +270,14 @@ class Admit:
     cached_tokens: int = 0
     prefixes: tuple[CachedPrefix, ...] = ()
     evictions: tuple[Eviction, ...] = ()
-    deals: tuple[Deal, ...] = ()
+    stripings: tuple[Striping, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
     """A sequence's reservation grows to `reserved_tokens`, once the cached blocks of `evictions` are evicted.
 
-    `segments`, or `deals` if there are many, replace those of its shard map from the first one's start on
+    `segments`, or `stripings` if there are many, replace those of its shard map from the first one's start on
     (neither: it stays on one lane).
     """
 
@@ -285,7 +285,7 @@ class Grow:
     reserved_tokens: int
     segments: tuple[Segment, ...] = ()
     evictions: tuple[Eviction, ...] = ()
-    deals: tuple[Deal, ...] = ()
+    stripings: tuple[Striping, ...] = ()
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
@@ -346,14 +346,14 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
+class Rendezvous:
     """A new epoch begins: every rank drops its work and all requests, and joins the rendezvous.
 
-    `rendezvous` is its address for the data plane, `tcp://host:port`; empty if there is one rank.
+    `address` is that of the data plane, `tcp://host:port`; empty if there is one rank.
     """
 
     epoch: int
-    rendezvous: str = ""
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +473,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class RankFault:
-    """A rank cannot continue: its process ends after this message, or it has lost others and waits for `Meet`."""
+    """A rank cannot continue: its process ends after this message, or it has lost others and waits for `Rendezvous`."""
 
     rank: int
     detail: str
@@ -481,7 +481,7 @@ class RankFault:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRanOut:
+class RankOutOfMemory:
     """A rank lacks memory for some rows of a step; they take part in it as NaN. Sent before the step can end."""
 
     rank: int
@@ -545,7 +545,7 @@ ControllerCommand = Step | Emit | Refused | Failed
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | Announce | BundlePart | Refused | Emit | Failed
-    | Meet | Step | Trace | Shutdown | RankHello | RankReady | StageFree | Done | RankFault | MemoryRanOut
+    | Rendezvous | Step | Trace | Shutdown | RankHello | RankReady | StageFree | Done | RankFault | RankOutOfMemory
     | TracePart
 )  # fmt: skip
 """Every message that crosses a process border."""

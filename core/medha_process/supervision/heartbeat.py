@@ -33,7 +33,7 @@ STOPPED_SECONDS = 2.0
 """The same for a part that the kernel reports as stopped: no slow machine looks so, and it stays stopped."""
 IMPORT_SECONDS = 60.0
 """The same for a part that was not heard yet: its imports take seconds, on a busy machine many seconds."""
-LOOK_SECONDS = 1.0  # interval between checks for silent parts
+POLL_SECONDS = 1.0  # interval between checks for silent parts
 DATAGRAM_BYTES = 8192
 CLOSE_SECONDS = 5.0  # longest wait for the listening thread to end; it blocks on nothing else
 AWAY_SECONDS = 3.0  # a longer gap between two checks: the supervisor or the whole machine stood still
@@ -45,31 +45,31 @@ class Beats:
     """The times at which each process was last heard, in seconds of any one clock."""
 
     def __init__(self) -> None:
-        self._heard_at: dict[int, float] = {}  # by process: when it was last heard, or started
-        self._unheard: set[int] = set()  # processes not heard since they were started
-        self._looked_at: float | None = None
+        self._last_seen_at: dict[int, float] = {}  # by process: when it was last heard, or started
+        self._not_yet_seen: set[int] = set()  # processes not heard since they were started
+        self._polled_at: float | None = None
         self._lock = Lock()  # between the listening thread and the one that checks
 
     def started(self, process_id: int, now: float) -> None:
         """Begin to watch a process."""
         with self._lock:
-            self._heard_at[process_id] = now
-            self._unheard.add(process_id)
+            self._last_seen_at[process_id] = now
+            self._not_yet_seen.add(process_id)
 
-    def heard(self, process_id: int, now: float) -> bool:
+    def seen(self, process_id: int, now: float) -> bool:
         """Record a heartbeat; return False if the process is not watched."""
         with self._lock:
-            if process_id not in self._heard_at:
+            if process_id not in self._last_seen_at:
                 return False
-            self._heard_at[process_id] = now
-            self._unheard.discard(process_id)
+            self._last_seen_at[process_id] = now
+            self._not_yet_seen.discard(process_id)
             return True
 
     def forget(self, process_id: int) -> None:
         """Stop watching a process that has ended or is about to."""
         with self._lock:
-            self._heard_at.pop(process_id, None)
-            self._unheard.discard(process_id)
+            self._last_seen_at.pop(process_id, None)
+            self._not_yet_seen.discard(process_id)
 
     def silent(self, now: float, is_stopped: Callable[[int], bool] = lambda _: False) -> dict[int, float]:
         """Return the processes that have been silent for too long, each with the seconds of its silence.
@@ -79,13 +79,13 @@ class Beats:
         LOOK_SECONDS.
         """
         with self._lock:
-            was_away = self._looked_at is not None and now - self._looked_at > AWAY_SECONDS
-            self._looked_at = now
+            was_away = self._polled_at is not None and now - self._polled_at > AWAY_SECONDS
+            self._polled_at = now
             if was_away:  # heartbeats of that time may not have been read yet
-                self._heard_at = dict.fromkeys(self._heard_at, now)
+                self._last_seen_at = dict.fromkeys(self._last_seen_at, now)
             quiet = {
-                one: (now - heard_at, IMPORT_SECONDS if one in self._unheard else SILENT_SECONDS)
-                for one, heard_at in self._heard_at.items()
+                one: (now - last_seen_at, IMPORT_SECONDS if one in self._not_yet_seen else SILENT_SECONDS)
+                for one, last_seen_at in self._last_seen_at.items()
             }
         return {
             one: seconds
@@ -109,14 +109,14 @@ class Listener:
     can end the thread.
     """
 
-    def __init__(self, directory: Path, beats: Beats, told: Callable[[int, PartState], None]) -> None:
-        """Bind the socket. `told` is called with a process and its state, from the listener's thread.
+    def __init__(self, directory: Path, beats: Beats, reported: Callable[[int, PartState], None]) -> None:
+        """Bind the socket. `reported` is called with a process and its state, from the listener's thread.
 
         Raises:
             ConfigInvalid: no socket can be created in `directory`.
         """
         self._beats = beats
-        self._told = told
+        self._on_state = reported
         self._path = directory.absolute() / SOCKET_NAME
         self.address = str(self._path)
         self._failure = ""
@@ -137,7 +137,7 @@ class Listener:
         self._thread = Thread(target=self._run, daemon=True, name="beats")
         self._thread.start()
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Return why parts can no longer be heard; empty as long as they can."""
         if not self._thread.is_alive():
             return f"the thread that receives the parts' heartbeats has ended ({self._failure})"
@@ -162,7 +162,7 @@ class Listener:
                 selector.register(self._wake, selectors.EVENT_READ)
                 while all(key.fileobj is self._socket for key, _ in selector.select()):
                     self._receive()
-        except Exception as error:  # noqa: BLE001 - whatever it is, `trouble` reports it
+        except Exception as error:  # noqa: BLE001 - whatever it is, `problem` reports it
             self._failure = f"{type(error).__name__}: {error}"
 
     def _receive(self) -> None:
@@ -176,11 +176,11 @@ class Listener:
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 process_id, user_id, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
-                if user_id != os.getuid() or not self._beats.heard(process_id, time.monotonic()):
+                if user_id != os.getuid() or not self._beats.seen(process_id, time.monotonic()):
                     return
                 state = read_state(data)
                 if state is not None:
-                    self._told(process_id, state)
+                    self._on_state(process_id, state)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -20,7 +20,7 @@ Transitions::
 DRAINING asks the parts to stop in order, one group after the other: the router first, because it knows the
 open requests and ends when the last is finished; then the controller, then the ranks. STOPPING asks all at
 once. After a failure it asks them not to drain, because no request can be finished without the part that
-failed. Where another pod has the requests (`awaits_word`), DRAINING asks no part: that pod's controller
+failed. Where another pod has the requests (`awaits_notice`), DRAINING asks no part: that pod's controller
 notifies the ranks when the last request is finished. STARTING, DRAINING and STOPPING have a deadline, so none
 of them lasts for ever (a pod's watch has its own limit for STARTING). The state is ENDED when no part runs
 any more, never before.
@@ -61,14 +61,14 @@ class Ready:
 class Exited:
     """A part has ended.
 
-    `status` is as in subprocess: negative for a signal. `last_line` is its last line of output. `last_words`
+    `status` is as in subprocess: negative for a signal. `last_line` is its last line of output. `last_log_lines`
     is the reason that it logged for its end, if any, which has not been shown yet.
     """
 
     part: str
     status: int
     last_line: str = ""
-    last_words: str = ""
+    last_log_lines: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Interrupt:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class Abort:
     """The watch of the parts has found that they cannot go on together."""
 
     reason: str
@@ -130,12 +130,12 @@ class Present:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Log:
     text: str
 
 
-Event = Ready | Exited | Silent | Interrupt | GiveUp | TimePassed
-Command = Terminate | Kill | Start | Present | Say
+Event = Ready | Exited | Silent | Interrupt | Abort | TimePassed
+Command = Terminate | Kill | Start | Present | Log
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +147,11 @@ class Lifecycle:
     deadline: float
     drain_seconds: float
     ready_seconds: float
-    awaits_word: bool = (
+    awaits_notice: bool = (
         False  # parts end by themselves once another pod's controller notifies them that all is drained
     )
     phase: Phase = Phase.STARTING
-    asked: frozenset[str] = frozenset()
+    stop_requested: frozenset[str] = frozenset()
     deaths: tuple[tuple[str, float], ...] = ()  # parts that have ended while needed, and when
     silent: frozenset[str] = frozenset()  # parts already reported as silent while starting
     exit_status: int = 0
@@ -169,7 +169,7 @@ def begin(
     *,
     ready_seconds: float,
     drain_seconds: float,
-    awaits_word: bool = False,
+    awaits_notice: bool = False,
 ) -> Lifecycle:
     """Return the state of a replica whose parts have just been started."""
     return Lifecycle(
@@ -178,7 +178,7 @@ def begin(
         deadline=now + ready_seconds,
         drain_seconds=drain_seconds,
         ready_seconds=ready_seconds,
-        awaits_word=awaits_word,
+        awaits_notice=awaits_notice,
     )
 
 
@@ -191,16 +191,16 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
             if drain_seconds is not None:
                 state = replace(state, drain_seconds=drain_seconds)
             return _interrupted(state, now, busy=busy)
-        case GiveUp(reason, exit_status) if state.phase in (Phase.STARTING, Phase.SERVING):
+        case Abort(reason, exit_status) if state.phase in (Phase.STARTING, Phase.SERVING):
             return _fail(state, now, reason, exit_status)
         case Exited() if event.part in state.running:
             return _exited(replace(state, running=state.running - {event.part}), event, now)
         case Silent(part, seconds) if part in state.running and _is_needed(state, part):
-            return state, [Say(f"{part} has sent no heartbeat for {seconds:g} s; killing it"), Kill(part)]
+            return state, [Log(f"{part} has sent no heartbeat for {seconds:g} s; killing it"), Kill(part)]
         case Silent(part, seconds) if state.phase is Phase.STARTING and part not in state.silent:
             # It may read weights from a slow disk. The deadline bounds that, and this line names the part.
             state = replace(state, silent=state.silent | {part})
-            return state, [Say(f"{part} has sent no heartbeat for {seconds:g} s")]
+            return state, [Log(f"{part} has sent no heartbeat for {seconds:g} s")]
         case TimePassed() if now >= state.deadline:
             return _too_late(state, now)
     return state, []
@@ -210,12 +210,12 @@ def _interrupted(state: Lifecycle, now: float, *, busy: bool) -> tuple[Lifecycle
     match state.phase:
         case Phase.STARTING:
             state, commands = _stop(state, now, GRACE_SECONDS)
-            return state, [Say("stopping before the replica was ready"), *commands]
+            return state, [Log("stopping before the replica was ready"), *commands]
         case Phase.SERVING:
             return _drain(state, now, busy=busy)
         case Phase.DRAINING | Phase.STOPPING:
             state, commands = _kill(replace(state, exit_status=state.exit_status or INTERRUPTED))
-            return state, [Say("killing all parts"), *commands]
+            return state, [Log("killing all parts"), *commands]
         case Phase.KILLING | Phase.ENDED:
             return state, []
 
@@ -223,14 +223,14 @@ def _interrupted(state: Lifecycle, now: float, *, busy: bool) -> tuple[Lifecycle
 def _drain(state: Lifecycle, now: float, *, busy: bool) -> tuple[Lifecycle, list[Command]]:
     if not busy:
         state, commands = _stop(state, now, GRACE_SECONDS)
-        return state, [Say("stopping: no requests are open here"), *commands]
+        return state, [Log("stopping: no requests are open here"), *commands]
     state = replace(state, phase=Phase.DRAINING)
-    if state.awaits_word:
+    if state.awaits_notice:
         text = f"draining: the leader gets {state.drain_seconds:g} s to finish open requests"
-        return replace(state, deadline=now + state.drain_seconds + GRACE_SECONDS), [Say(text)]
-    state, commands = _ask_next_group(state, now)
+        return replace(state, deadline=now + state.drain_seconds + GRACE_SECONDS), [Log(text)]
+    state, commands = _stop_next_group(state, now)
     text = f"draining: open requests get {state.drain_seconds:g} s to finish; Ctrl-C again kills"
-    return state, [Say(text), *commands]
+    return state, [Log(text), *commands]
 
 
 def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, list[Command]]:
@@ -241,16 +241,16 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
         case Phase.SERVING:
             state, commands = _start_again(state, event, now)
         case Phase.DRAINING:
-            clean = (0, -signal.SIGTERM) if event.part in state.asked else (0,)
+            clean = (0, -signal.SIGTERM) if event.part in state.stop_requested else (0,)
             if event.status in clean:
-                state, commands = _ask_next_group(state, now)
+                state, commands = _stop_next_group(state, now)
             elif _is_needed(state, event.part):
                 state, commands = _start_again(state, event, now)
             else:
                 state, commands = _fail(state, now, f"while draining, {_how(event)}")
         case Phase.STOPPING | Phase.KILLING | Phase.ENDED:
-            if event.last_words and not _is_told(state.failure, event.last_words):
-                commands = [Say(_how(event))]
+            if event.last_log_lines and not _is_reported(state.failure, event.last_log_lines):
+                commands = [Log(_how(event))]
     if not state.running:
         state = replace(state, phase=Phase.ENDED, deadline=math.inf)
     return state, commands
@@ -260,13 +260,13 @@ def _is_needed(state: Lifecycle, part: str) -> bool:
     """Return whether open requests may need this part, so that it is restarted if it ends or hangs.
 
     While draining, they may need a part that was not asked to stop as long as a part of the first group runs,
-    or, with `awaits_word`, until the part ends on the other pod's notice.
+    or, with `awaits_notice`, until the part ends on the other pod's notice.
     """
     match state.phase:
         case Phase.SERVING:
             return True
-        case Phase.DRAINING if part not in state.asked:
-            return state.awaits_word or not state.running.isdisjoint(state.groups[0])
+        case Phase.DRAINING if part not in state.stop_requested:
+            return state.awaits_notice or not state.running.isdisjoint(state.groups[0])
         case _:
             return False
 
@@ -282,7 +282,7 @@ def _start_again(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle
             return _fail(state, now, f"{_how(event)}; it ended {times}, and is not restarted")
     state = replace(state, running=state.running | {event.part}, deaths=(*recent, (event.part, now)))
     times = f" (it ended {len(own)} times within an hour)" if len(own) > 1 else ""
-    return state, [Say(f"{_how(event)}; restarting it{times}"), Start(event.part)]
+    return state, [Log(f"{_how(event)}; restarting it{times}"), Start(event.part)]
 
 
 def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
@@ -293,14 +293,14 @@ def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
                 "or raise spec.lifecycle.readySeconds"
             )
             return _fail(state, now, reason)
-        case Phase.DRAINING if not state.asked:
+        case Phase.DRAINING if not state.stop_requested:
             state, commands = _stop(state, now, GRACE_SECONDS)
             return state, [
-                Say("the leader did not report in time that the replica is drained; stopping"),
+                Log("the leader did not report in time that the replica is drained; stopping"),
                 *commands,
             ]
         case Phase.DRAINING:
-            late = [part for part in state.in_order if part in state.asked]
+            late = [part for part in state.in_order if part in state.stop_requested]
             return _fail(state, now, f"{', '.join(late)} did not stop in time and will be killed")
         case _:
             return _kill(state)
@@ -316,7 +316,7 @@ def _fail(state: Lifecycle, now: float, reason: str, exit_status: int = 1) -> tu
         state,
         exit_status=state.exit_status or exit_status,
         failure=state.failure or reason,
-        asked=frozenset(),
+        stop_requested=frozenset(),
     )
     return _stop(state, now, FAILED_GRACE_SECONDS, drain=False)
 
@@ -324,29 +324,35 @@ def _fail(state: Lifecycle, now: float, reason: str, exit_status: int = 1) -> tu
 def _stop(
     state: Lifecycle, now: float, grace_seconds: float, *, drain: bool = True
 ) -> tuple[Lifecycle, list[Command]]:
-    commands: list[Command] = [Terminate(part, drain) for part in state.in_order if part not in state.asked]
-    return replace(state, phase=Phase.STOPPING, asked=state.running, deadline=now + grace_seconds), commands
+    commands: list[Command] = [
+        Terminate(part, drain) for part in state.in_order if part not in state.stop_requested
+    ]
+    return replace(
+        state, phase=Phase.STOPPING, stop_requested=state.running, deadline=now + grace_seconds
+    ), commands
 
 
 def _kill(state: Lifecycle) -> tuple[Lifecycle, list[Command]]:
     return replace(state, phase=Phase.KILLING, deadline=math.inf), [Kill(part) for part in state.in_order]
 
 
-def _ask_next_group(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
+def _stop_next_group(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
     """Ask the first group that still runs to stop, unless it was asked before."""
     for index, group in enumerate(state.groups):
         left = [part for part in group if part in state.running]
         if not left:
             continue
-        if state.asked.issuperset(left):
+        if state.stop_requested.issuperset(left):
             return state, []
         work_seconds = state.drain_seconds if index == 0 else 0.0  # only the first has requests to finish
         deadline = now + work_seconds + GRACE_SECONDS
-        return replace(state, asked=state.asked.union(left), deadline=deadline), [Terminate(p) for p in left]
+        return replace(state, stop_requested=state.stop_requested.union(left), deadline=deadline), [
+            Terminate(p) for p in left
+        ]
     return state, []
 
 
-def _is_told(failure: str, words: str) -> bool:
+def _is_reported(failure: str, words: str) -> bool:
     """Return whether `failure` already contains this reason: a rank and its controller may both log it."""
     return words in failure or failure.rpartition(_BECAUSE)[2] in words
 
@@ -364,6 +370,6 @@ def _how(event: Exited) -> str:
             " (an instruction that this CPU announces but lacks, as some virtual machines do with AMX: set "
             "model.dtype to float32, or ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment)"
         )
-    if event.last_words:
-        return f"{event.part} {how}{_BECAUSE}{event.last_words}"
+    if event.last_log_lines:
+        return f"{event.part} {how}{_BECAUSE}{event.last_log_lines}"
     return f"{event.part} {how}" + (f"; its last line: {event.last_line}" if event.last_line else "")

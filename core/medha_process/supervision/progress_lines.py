@@ -13,7 +13,7 @@ class ProgressLines:
     """Chooses which progress reports become lines; all parts of a start share one instance."""
 
     def __init__(self) -> None:
-        self._said_at: datetime | None = None
+        self._logged_at: datetime | None = None
 
     def line(self, part: str, state: PartState, at: datetime) -> str:
         """Return a line for the state that `part` reported at `at`.
@@ -22,7 +22,7 @@ class ProgressLines:
         """
         if not state.total:
             return ""
-        if self._said_at is not None and at - self._said_at < timedelta(seconds=LINE_SECONDS):
+        if self._logged_at is not None and at - self._logged_at < timedelta(seconds=LINE_SECONDS):
             return ""
-        self._said_at = at
+        self._logged_at = at
         return f"{part} {state.detail}"

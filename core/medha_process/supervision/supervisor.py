@@ -24,18 +24,18 @@ from typing import IO, Any, Protocol, Self
 
 from medha_process.part_process import PARENT
 from medha_process.part_state import PartState
-from medha_process.supervision.heartbeat import LOOK_SECONDS, Beats, Listener, is_stopped
+from medha_process.supervision.heartbeat import POLL_SECONDS, Beats, Listener, is_stopped
 from medha_process.supervision.lifecycle import (
+    Abort,
     Event,
     Exited,
-    GiveUp,
     Interrupt,
     Kill,
     Lifecycle,
+    Log,
     Phase,
     Present,
     Ready,
-    Say,
     Silent,
     Start,
     Terminate,
@@ -71,7 +71,7 @@ class Printed:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StateReported:
     """A process has reported its state."""
 
     process_id: int
@@ -84,11 +84,11 @@ class Watch(Protocol):
     All methods are called in the main thread, with a monotonic `now`.
     """
 
-    def told(self, part: str, state: PartState, now: float) -> None: ...
+    def reported(self, part: str, state: PartState, now: float) -> None: ...
 
     def ended(self, part: str, now: float) -> None: ...
 
-    def look(self, now: float) -> GiveUp | None:
+    def poll(self, now: float) -> Abort | None:
         """Return GiveUp if the parts cannot go on, else None; called at least every second."""
 
     def interrupted(self) -> Interrupt:
@@ -97,33 +97,33 @@ class Watch(Protocol):
         Called before parts are asked to stop.
         """
 
-    def gives_up(self, reason: str) -> None:
+    def stopping_for(self, reason: str) -> None:
         """Note that the parts will be stopped for `reason`, because of a GiveUp."""
 
 
 class Unwatched:
     """The watch of `medha up`, which never ends the parts: the supervisor has all parts, and polls the router."""
 
-    def told(self, part: str, state: PartState, now: float) -> None: ...
+    def reported(self, part: str, state: PartState, now: float) -> None: ...
 
     def ended(self, part: str, now: float) -> None: ...
 
-    def look(self, now: float) -> GiveUp | None: ...
+    def poll(self, now: float) -> Abort | None: ...
 
     def interrupted(self) -> Interrupt:
         return Interrupt()
 
-    def gives_up(self, reason: str) -> None: ...
+    def stopping_for(self, reason: str) -> None: ...
 
 
-_Happening = Event | Printed | Told
+_InboxEvent = Event | Printed | StateReported
 
 
 class StopRequests:
     """Context manager that turns stop signals into events; while it lasts, none of them ends the process."""
 
     def __init__(self) -> None:
-        self.events: SimpleQueue[_Happening] = SimpleQueue()
+        self.events: SimpleQueue[_InboxEvent] = SimpleQueue()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -131,10 +131,10 @@ class StopRequests:
             self.events.put(Interrupt())
 
         # SIGHUP stays ignored under `nohup`: closing the terminal must end nothing.
-        heard = (
+        seen = (
             one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN
         )
-        self._before = {number: signal.signal(number, interrupt) for number in heard}
+        self._before = {number: signal.signal(number, interrupt) for number in seen}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,14 +150,14 @@ def supervise(
     display: Display,
     ready_seconds: float,
     drain_seconds: float,
-    awaits_word: bool = False,
+    awaits_notice: bool = False,
     watch: Watch | None = None,
     requests: StopRequests,
 ) -> Lifecycle:
     """Start every part, and return the final state once the last one has ended; call it in the main thread.
 
     `groups` is the order in which the parts are asked to stop. `run_directory` gets the socket for
-    heartbeats. `is_ready` is polled until it is true, and must not block for long. With `awaits_word`,
+    heartbeats. `is_ready` is polled until it is true, and must not block for long. With `awaits_notice`,
     another pod's controller notifies these parts when the replica is drained. `requests` must have been
     entered; signals that came before the parts were started count.
 
@@ -170,7 +170,9 @@ def supervise(
     names = tuple(tuple(part.name for part in group) for group in groups)
     events = requests.events
     beats = Beats()
-    listener = Listener(run_directory, beats, lambda process_id, state: events.put(Told(process_id, state)))
+    listener = Listener(
+        run_directory, beats, lambda process_id, state: events.put(StateReported(process_id, state))
+    )
     shown = Shown(display)
     running: dict[str, _Process] = {}
 
@@ -179,7 +181,7 @@ def supervise(
         beats.started(process.pid, time.monotonic())
 
     def silent() -> list[Silent]:
-        if listener.trouble():
+        if listener.problem():
             return []  # the listener is at fault, not the parts
         found = beats.silent(time.monotonic(), is_stopped)
         return [
@@ -188,11 +190,11 @@ def supervise(
             if process.pid in found
         ]
 
-    def look(now: float) -> GiveUp | None:
-        given_up, trouble = watch.look(now), listener.trouble()
-        return GiveUp(f"no part can be watched any more: {trouble}") if trouble else given_up
+    def poll(now: float) -> Abort | None:
+        abort, problem = watch.poll(now), listener.problem()
+        return Abort(f"no part can be watched any more: {problem}") if problem else abort
 
-    inbox = _Inbox(events, is_ready, silent, look)
+    inbox = _Inbox(events, is_ready, silent, poll)
     try:
         shown.starting([part.name for part in parts])
         for part in parts:
@@ -202,17 +204,17 @@ def supervise(
             time.monotonic(),
             ready_seconds=ready_seconds,
             drain_seconds=drain_seconds,
-            awaits_word=awaits_word,
+            awaits_notice=awaits_notice,
         )
         while state.phase is not Phase.ENDED:
             event = inbox.next(state)
             if isinstance(event, Printed):
                 shown.line(event.part, event.line, event.at)
                 continue
-            if isinstance(event, Told):
+            if isinstance(event, StateReported):
                 for name, process in running.items():
                     if process.pid == event.process_id:
-                        watch.told(name, event.state, time.monotonic())
+                        watch.reported(name, event.state, time.monotonic())
                         if state.phase is Phase.STARTING:
                             shown.progress(name, event.state)
                 continue
@@ -223,8 +225,8 @@ def supervise(
                     watch.ended(name, time.monotonic())
                 case Interrupt():
                     event = watch.interrupted()
-                case GiveUp(reason):
-                    watch.gives_up(reason)
+                case Abort(reason):
+                    watch.stopping_for(reason)
             state, commands = handle(state, event, time.monotonic())
             for command in commands:
                 match command:
@@ -237,8 +239,8 @@ def supervise(
                         start(by_name[name])
                     case Present():
                         shown.ready({name: process.pid for name, process in running.items()})
-                    case Say(text):
-                        shown.say(text)
+                    case Log(text):
+                        shown.log(text)
         return state
     finally:
         for process in running.values():
@@ -256,47 +258,47 @@ class _Inbox:
 
     def __init__(
         self,
-        events: SimpleQueue[_Happening],
+        events: SimpleQueue[_InboxEvent],
         is_ready: Callable[[], bool],
         silent: Callable[[], list[Silent]],
-        look: Callable[[float], GiveUp | None],
+        poll: Callable[[float], Abort | None],
     ) -> None:
         self._events = events
         self._is_ready = is_ready
         self._silent = silent
-        self._look = look
+        self._poll = poll
         self._poll_at = self._silence_at = time.monotonic()
-        self._gave_up = False
+        self._has_aborted = False
 
-    def next(self, state: Lifecycle) -> _Happening:
+    def next(self, state: Lifecycle) -> _InboxEvent:
         """Return the next event; polling comes first, so that a part's endless output cannot delay it."""
         now = time.monotonic()
         if now >= state.deadline:
             return TimePassed()
-        given_up = self._look(now)
-        if given_up is not None and not self._gave_up:
-            self._gave_up = True
-            return given_up
-        look_at = min(state.deadline, now + LOOK_SECONDS)
+        abort = self._poll(now)
+        if abort is not None and not self._has_aborted:
+            self._has_aborted = True
+            return abort
+        poll_at = min(state.deadline, now + POLL_SECONDS)
         if state.phase is Phase.STARTING:
             if now >= self._poll_at:
                 self._poll_at = now + READY_POLL_SECONDS
                 if self._is_ready():
                     return Ready()
-            look_at = min(look_at, self._poll_at)
+            poll_at = min(poll_at, self._poll_at)
         if state.phase in (Phase.STARTING, Phase.SERVING, Phase.DRAINING):
             if now >= self._silence_at:
-                self._silence_at = now + LOOK_SECONDS
+                self._silence_at = now + POLL_SECONDS
                 for part in self._silent():
                     self._events.put(part)
-            look_at = min(look_at, self._silence_at)
+            poll_at = min(poll_at, self._silence_at)
         try:
-            return self._events.get(timeout=max(0.0, look_at - now))
+            return self._events.get(timeout=max(0.0, poll_at - now))
         except Empty:
             return TimePassed()
 
 
-def last_words(line: str) -> str:
+def last_log_lines(line: str) -> str:
     """Return the reason for a part's end if this line has it, else an empty text.
 
     A part logs the reason as CRITICAL, and nothing after it. It is reported with the end, not as a line.
@@ -311,11 +313,11 @@ class _Process:
     Only the main thread signals and reaps it, so its id is never that of another process.
     """
 
-    def __init__(self, part: Part, events: SimpleQueue[_Happening], notify_socket: str) -> None:
+    def __init__(self, part: Part, events: SimpleQueue[_InboxEvent], notify_socket: str) -> None:
         self._name = part.name
         self._end_signal = part.end_signal
         self._events = events
-        self._last_line = self._last_words = ""
+        self._last_line = self._last_log_lines = ""
         self._process = subprocess.Popen(
             part.argv,
             stdin=subprocess.DEVNULL,
@@ -356,12 +358,12 @@ class _Process:
             for raw in output:
                 line = raw.decode("utf-8", errors="replace").rstrip()
                 at = local_time()
-                if self._last_words:  # another line follows, so they were not the last ones
+                if self._last_log_lines:  # another line follows, so they were not the last ones
                     self._events.put(Printed(self._name, self._last_line, at))
-                self._last_words = last_words(line)
+                self._last_log_lines = last_log_lines(line)
                 if line:
                     self._last_line = line
-                if not self._last_words:
+                if not self._last_log_lines:
                     self._events.put(Printed(self._name, line, at))
 
     def _await_end(self) -> None:
@@ -371,4 +373,4 @@ class _Process:
         os.killpg(self.pid, signal.SIGKILL)  # processes that it left behind, such as a tokenizer pool
         self._reader.join(LAST_LINES_SECONDS)
         status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        self._events.put(Exited(self._name, status, self._last_line, self._last_words))
+        self._events.put(Exited(self._name, status, self._last_line, self._last_log_lines))

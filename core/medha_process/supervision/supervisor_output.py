@@ -30,7 +30,7 @@ class Display(Protocol):
     def line(self, part: str, text: str, at: datetime) -> None:
         """Show a line that a part has printed."""
 
-    def say(self, text: str, at: datetime) -> None:
+    def log(self, text: str, at: datetime) -> None:
         """Show a message of the supervisor."""
 
     def progress(self, part: str, state: PartState, at: datetime) -> None:
@@ -70,15 +70,15 @@ class Shown:
             self._left_out += 1
             return
         if self._left_out:
-            self.say(
+            self.log(
                 f"{self._left_out} lines of the parts are omitted here, because earlier lines were not read"
             )
             self._left_out = 0
         self._waiting.put(lambda: self._display.line(part, text, at))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         at = local_time()
-        self._waiting.put(lambda: self._display.say(text, at))
+        self._waiting.put(lambda: self._display.log(text, at))
 
     def progress(self, part: str, state: PartState) -> None:
         at = local_time()

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from medha_operator.deployment.observed_deployment import NO_PODS, Child
-from medha_operator.replica.conditions import Judgement, refuse
-from medha_operator.status import Condition
+from medha_operator.replica.conditions import DerivedCondition, refuse
+from medha_operator.status_fields import Condition
 
 _RESTS = frozenset({"Complete", "Suspended", "SurgeUnschedulable", "InsufficientCapacity"})
 """Reasons of a deployment that rests, for however long, until something around it changes."""
@@ -43,16 +43,16 @@ class Rollout:
     @property
     def is_complete(self) -> bool:
         """Every replica is as the spec asks and available, and none is surplus."""
-        return self._is_as_asked and self.available == self.replicas
+        return self._is_as_desired and self.available == self.replicas
 
     @property
     def is_suspended(self) -> bool:
         """Every replica is as the spec asks, and those that are not available should have no pods."""
         suspended = sum(child.is_suspended for child in self.children)
-        return self._is_as_asked and suspended > 0 and self.available + suspended == self.replicas
+        return self._is_as_desired and suspended > 0 and self.available + suspended == self.replicas
 
     @property
-    def _is_as_asked(self) -> bool:
+    def _is_as_desired(self) -> bool:
         is_moving = self.taken or self.differing or self.moving
         return not is_moving and len(self.children) == self.replicas
 
@@ -63,48 +63,48 @@ class Rollout:
         return rests or _stalled(self) is not None
 
 
-def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
+def derive_rollout_conditions(rollout: Rollout) -> tuple[DerivedCondition, ...]:
     """Return all conditions of a deployment whose spec is valid."""
     ready = _ready(rollout)
     enough = rollout.available >= rollout.least_available
     counted = f"{rollout.available} of {rollout.replicas} replicas are available"
-    available = Judgement(
+    available = DerivedCondition(
         "Available", enough, "EnoughReplicas" if enough else "TooFewReplicas",
         counted if enough else f"{counted}; at least {rollout.least_available} should be",
     )  # fmt: skip
     unplaced = [child.name for child in rollout.children if child.unplaced_since is not None]
     are_missing = all(child.has_no_pods for child in rollout.children if child.name in unplaced)
-    lacks, told = (
+    lacks, notice = (
         (NO_PODS, "pods are missing") if are_missing else ("InsufficientCapacity", "no room for all pods")
     )
-    scheduled = Judgement(
+    scheduled = DerivedCondition(
         "Scheduled", not unplaced, lacks if unplaced else "Placed",
-        f"{', '.join(unplaced)}: {told}" if unplaced else "",
+        f"{', '.join(unplaced)}: {notice}" if unplaced else "",
     )  # fmt: skip
     stalled = _stalled(rollout)
     is_at_rest = rollout.is_at_rest
     moves = not is_at_rest or ready.holds
-    progressing = Judgement("Progressing", moves, ready.reason, ready.message)
+    progressing = DerivedCondition("Progressing", moves, ready.reason, ready.message)
     return (
         ready,
         available,
         scheduled,
         progressing,
-        Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
-        Judgement("Stalled", stalled is not None, ready.reason, ready.message if stalled else ""),
+        DerivedCondition("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
+        DerivedCondition("Stalled", stalled is not None, ready.reason, ready.message if stalled else ""),
     )
 
 
-def judge_refused_rollout(rollout: Rollout, problems: str) -> tuple[Judgement, ...]:
+def derive_refused_rollout_conditions(rollout: Rollout, problems: str) -> tuple[DerivedCondition, ...]:
     """Return all conditions of a deployment whose spec is refused for its `problems`.
 
     Replicas are reported as they are. The spec does not say how many of them may be missing, so that
     `Available` requires all of them.
     """
     strict = replace(rollout, least_available=rollout.replicas)
-    judged = {one.type: one for one in judge_rollout(strict)}
-    over = (*refuse("Invalid", problems), Judgement("Progressing", False, "Invalid", problems))
-    return tuple((judged | {one.type: one for one in over}).values())
+    derived = {one.type: one for one in derive_rollout_conditions(strict)}
+    over = (*refuse("Invalid", problems), DerivedCondition("Progressing", False, "Invalid", problems))
+    return tuple((derived | {one.type: one for one in over}).values())
 
 
 def begins_to_move(rollout: Rollout, before: Iterable[Condition]) -> bool:
@@ -118,48 +118,52 @@ def begins_to_move(rollout: Rollout, before: Iterable[Condition]) -> bool:
     return rested and not replace(rollout, is_late=False).is_at_rest
 
 
-def _ready(rollout: Rollout) -> Judgement:
+def _ready(rollout: Rollout) -> DerivedCondition:
     counted = f"{rollout.available} of {rollout.replicas} replicas are available"
     stalled = _stalled(rollout)
     if stalled is not None:
-        return Judgement("Ready", False, stalled[0], f"{counted}; {stalled[1]}")
+        return DerivedCondition("Ready", False, stalled[0], f"{counted}; {stalled[1]}")
     if rollout.has_change_waiting:
-        return Judgement("Ready", False, "Paused", f"{counted}; template {rollout.template} waits")
+        return DerivedCondition("Ready", False, "Paused", f"{counted}; template {rollout.template} waits")
     if rollout.is_complete:
-        return Judgement("Ready", True, "Complete", counted)
+        return DerivedCondition("Ready", True, "Complete", counted)
     if rollout.is_suspended:
         names = ", ".join(child.name for child in rollout.children if child.is_suspended)
-        return Judgement(
+        return DerivedCondition(
             "Ready", False, "Suspended", f"{counted}; spec.suspend of their template is set: {names}"
         )
     if rollout.differing:
         changed = rollout.replicas - len(rollout.differing)
         text = f"{counted}; {changed} have template {rollout.template} or need none"
-        return Judgement("Ready", False, "RollingOut", text)
+        return DerivedCondition("Ready", False, "RollingOut", text)
     if rollout.moving:
-        return Judgement("Ready", False, "Moving", f"{counted}; {len(rollout.moving)} leave a cordoned node")
+        return DerivedCondition(
+            "Ready", False, "Moving", f"{counted}; {len(rollout.moving)} leave a cordoned node"
+        )
     absent = rollout.replicas - sum(child.index < rollout.replicas for child in rollout.children)
     if absent > 0:
-        return Judgement("Ready", False, "Creating", f"{counted}; {absent} are missing")
+        return DerivedCondition("Ready", False, "Creating", f"{counted}; {absent} are missing")
     waiting = _not_available(rollout)
     if waiting is None:
         over = len(rollout.children) - rollout.replicas
-        return Judgement("Ready", False, "Removing", f"{counted}; {over} surplus replicas are being removed")
+        return DerivedCondition(
+            "Ready", False, "Removing", f"{counted}; {over} surplus replicas are being removed"
+        )
     if waiting.serving_since is not None:
         text = f"{counted}; replica {waiting.name} is ready, but not yet for minReadySeconds"
-        return Judgement("Ready", False, "WaitingForMinReady", text)
-    reason, message = waiting.trouble
-    return Judgement("Ready", False, reason, f"{counted}; replica {waiting.name}: {message}")
+        return DerivedCondition("Ready", False, "WaitingForMinReady", text)
+    reason, message = waiting.problem
+    return DerivedCondition("Ready", False, reason, f"{counted}; replica {waiting.name}: {message}")
 
 
 def _stalled(rollout: Rollout) -> tuple[str, str] | None:
     """Return reason and message of what does not recover by itself; None if nothing is stalled."""
     if rollout.taken:
         names = ", ".join(rollout.taken)
-        return "NameTaken", f"{names} is not of this deployment; rename or delete it"
+        return "NameConflict", f"{names} is not of this deployment; rename or delete it"
     unplaced = next((child for child in rollout.children if child.unplaced_since is not None), None)
     if rollout.is_blocked and unplaced is not None:
-        text = f"replica {unplaced.name} finds no room: {unplaced.trouble[1]}; make room"
+        text = f"replica {unplaced.name} finds no room: {unplaced.problem[1]}; make room"
         if rollout.differing or rollout.moving:
             return "SurgeUnschedulable", f"{text}, or raise rollout.maxUnavailable to continue with fewer"
         return "InsufficientCapacity", text
@@ -169,10 +173,10 @@ def _stalled(rollout: Rollout) -> tuple[str, str] | None:
         (child for child in rollout.children if child.is_stalled and child.serving_since is None), None
     )
     if broken is not None:
-        return broken.trouble[0], f"replica {broken.name}: {broken.trouble[1]}"
+        return broken.problem[0], f"replica {broken.name}: {broken.problem[1]}"
     if rollout.is_late and not (rollout.is_complete or rollout.is_suspended or rollout.has_change_waiting):
         waiting = _not_available(rollout)
-        text = f"; replica {waiting.name}: {waiting.trouble[0]}" if waiting else ""
+        text = f"; replica {waiting.name}: {waiting.problem[0]}" if waiting else ""
         return "ProgressDeadlineExceeded", f"no progress for progressDeadlineSeconds{text}"
     return None
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from medha.api.replica import MedhaReplicaSpec, ReplicaTemplate
+from medha_operator.replica.event_reasons import QUOTA
 from medha_operator.replica.observed import Object, seconds
 from medha_operator.replica.revision import Revision, digest, find
-from medha_operator.replica.words import QUOTA
-from medha_operator.status import DeploymentStatus
+from medha_operator.status_fields import DeploymentStatus
 
 DEPLOYMENT_LABEL = "medha.dev/deployment"
 TEMPLATE_LABEL = "medha.dev/deployment-revision"
@@ -22,11 +22,11 @@ NO_PODS = "CreatingPods"
 they soon will be, or a quota forbids them, which is a lack of room like any other. Once an event names the
 quota, the reason is `QuotaExceeded`."""
 _NOT_MADE = (NO_PODS, QUOTA)
-_NO_ROOM = ("InsufficientCapacity", "WaitingForGang", *_NOT_MADE)
+_NO_CAPACITY = ("InsufficientCapacity", "WaitingForGang", *_NOT_MADE)
 
 
 @dataclass(frozen=True)
-class KeptTemplate:
+class StoredTemplate:
     """A template that replicas were made from, kept in a ControllerRevision for rollbacks."""
 
     name: str
@@ -82,7 +82,7 @@ class Child:
     """True if it is on a cordoned node and serves on until it is permitted to leave."""
     may_drain: bool = False
     """True if it has been permitted to leave and has not left yet."""
-    trouble: tuple[str, str] = ("Starting", "")
+    problem: tuple[str, str] = ("Starting", "")
     """Reason and message of its condition `Ready` if that is False, else of `Stalled` if that is True."""
     is_stalled: bool = False
     """True if what keeps it from being ready does not recover by itself."""
@@ -102,7 +102,7 @@ class ObservedDeployment:
     is_deleting: bool = False
     children: tuple[Child, ...] = ()
     """Every MedhaReplica of the namespace that is named `<name>-<number>`, whoever owns it."""
-    templates: tuple[KeptTemplate, ...] = ()
+    templates: tuple[StoredTemplate, ...] = ()
 
 
 def child_name(deployment: str, index: int) -> str:
@@ -129,9 +129,11 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
     running = next((one for one in revisions if one.name == status.get("revision")), None)
     gang, granted = status.get("newestMember"), metadata.get("annotations", {}).get(MAY_DRAIN)
     drains = _is(conditions.get("Draining"), "True")
-    is_going = drains and gang is None  # its pods are being deleted, or have never all started
-    is_told = not is_going and _speaks_of_present_pods(document, running, status.get("observedGeneration", 0))
-    trouble = next((one for one in (_if(ready, "False"), _if(stalled, "True")) if is_told and one), None)
+    is_leaving = drains and gang is None  # its pods are being deleted, or have never all started
+    is_reported = not is_leaving and _speaks_of_present_pods(
+        document, running, status.get("observedGeneration", 0)
+    )
+    problem = next((one for one in (_if(ready, "False"), _if(stalled, "True")) if is_reported and one), None)
     # Use the condition's own generation: a reconcile that fails before it has judged the pods leaves the
     # condition as it was.
     serves = (
@@ -142,12 +144,12 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
     # Pods of an earlier spec serve on while the present one is refused: the rollout must not go on past such
     # a replica.
     is_accepted = not _is(conditions.get("Accepted"), "False")
-    is_asked_for = is_accepted or has_pods_for(document["spec"], running)
+    is_desired = is_accepted or has_pods_for(document["spec"], running)
     # If the spec is refused, missing pods are due to the refusal, not to a lack of room.
-    lacks_room = (
-        placed is not None and _lacks_room(placed) and (placed["reason"] not in _NOT_MADE or is_accepted)
+    lacks_capacity = (
+        placed is not None and _lacks_capacity(placed) and (placed["reason"] not in _NOT_MADE or is_accepted)
     )
-    is_untold = serving is None and gang is not None and has_pods_for(document["spec"], running)
+    is_unreported = serving is None and gang is not None and has_pods_for(document["spec"], running)
     return Child(
         index=index,
         document=document,
@@ -163,19 +165,19 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
         and controller.get("kind") == "MedhaDeployment"
         and controller.get("name") == metadata["name"].rpartition("-")[0],
         is_deleting="deletionTimestamp" in metadata,
-        serving_since=_since(serving) if serves and is_asked_for and not is_going else None,
-        may_serve=(serves and not is_asked_for) or is_untold,
-        unplaced_since=_since(placed) if placed and lacks_room else None,
+        serving_since=_since(serving) if serves and is_desired and not is_leaving else None,
+        may_serve=(serves and not is_desired) or is_unreported,
+        unplaced_since=_since(placed) if placed and lacks_capacity else None,
         has_no_pods=placed is not None and placed["reason"] in _NOT_MADE,
         is_suspended=document["spec"].get("suspend") is True,
         waits_to_drain=drains and gang is not None and granted != gang,
         may_drain=drains and granted is not None and granted == gang,
-        trouble=(trouble["reason"], trouble.get("message", "")) if trouble else ("Starting", ""),
-        is_stalled=is_told and _is(stalled, "True"),
+        problem=(problem["reason"], problem.get("message", "")) if problem else ("Starting", ""),
+        is_stalled=is_reported and _is(stalled, "True"),
     )
 
 
-def find_template(template: Mapping[str, Any], kept: Iterable[KeptTemplate]) -> KeptTemplate | None:
+def find_template(template: Mapping[str, Any], kept: Iterable[StoredTemplate]) -> StoredTemplate | None:
     """Return the newest kept template that asks for the same as `template`; None if there is none.
 
     Defaults that were added since make no difference.
@@ -187,12 +189,12 @@ def find_template(template: Mapping[str, Any], kept: Iterable[KeptTemplate]) -> 
     return None
 
 
-def begin_template(template: Mapping[str, Any], kept: Iterable[KeptTemplate]) -> KeptTemplate:
+def begin_template(template: Mapping[str, Any], kept: Iterable[StoredTemplate]) -> StoredTemplate:
     """Return a new entry for a template that is none of `kept`."""
-    return KeptTemplate(digest(_canonical(template)), next_number(kept), template)
+    return StoredTemplate(digest(_canonical(template)), next_number(kept), template)
 
 
-def next_number(kept: Iterable[KeptTemplate]) -> int:
+def next_number(kept: Iterable[StoredTemplate]) -> int:
     return 1 + max((one.number for one in kept), default=0)
 
 
@@ -228,8 +230,8 @@ def _speaks_of_present_pods(document: Object, running: Revision | None, observed
     return is_newest or has_pods_for(document["spec"], running)
 
 
-def _lacks_room(placed: Object) -> bool:
-    return placed["status"] == "False" and placed["reason"] in _NO_ROOM
+def _lacks_capacity(placed: Object) -> bool:
+    return placed["status"] == "False" and placed["reason"] in _NO_CAPACITY
 
 
 def _if(condition: Any, status: str) -> Any:

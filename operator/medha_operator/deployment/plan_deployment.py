@@ -25,16 +25,16 @@ from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec, RolloutSpec
 from medha_operator.deployment.deployment_conditions import (
     Rollout,
     begins_to_move,
-    judge_refused_rollout,
-    judge_rollout,
+    derive_refused_rollout_conditions,
+    derive_rollout_conditions,
 )
 from medha_operator.deployment.observed_deployment import (
     DEPLOYMENT_LABEL,
     MAY_DRAIN,
     TEMPLATE_LABEL,
     Child,
-    KeptTemplate,
     ObservedDeployment,
+    StoredTemplate,
     begin_template,
     child_name,
     find_template,
@@ -42,14 +42,23 @@ from medha_operator.deployment.observed_deployment import (
     next_number,
 )
 from medha_operator.kube.kinds import MANAGER, Manifest
-from medha_operator.overlay import holds, overlaid
+from medha_operator.manifest_overlay import holds, overlaid
+from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.conditions import problems_in, stamped
+from medha_operator.replica.event_reasons import REFUSED
 from medha_operator.replica.observed import seconds
-from medha_operator.replica.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
+from medha_operator.replica.plan import (
+    Action,
+    Apply,
+    Confirm,
+    Delete,
+    Plan,
+    RecordEvent,
+    SetStatus,
+    timestamp,
+)
 from medha_operator.replica.revision import restart_fields
-from medha_operator.replica.words import REFUSED
-from medha_operator.settings import OperatorSettings
-from medha_operator.status import DeploymentStatus
+from medha_operator.status_fields import DeploymentStatus
 
 
 def plan_deployment(observed: ObservedDeployment, now: float, settings: OperatorSettings) -> Plan:
@@ -63,8 +72,8 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
         spec = MedhaDeploymentSpec.model_validate(observed.spec)
     except ValidationError as error:
         return _plan_refused(observed, problems_in(error), now, settings)
-    wanted, kept = _wanted(observed, spec)
-    scene = _scene(observed, wanted, now, settings)
+    desired, kept = _desired(observed, spec)
+    scene = _scene(observed, desired, now, settings)
     created = list(_create(scene))
     # Creations come last: a refused action ends the reconcile, and the API server may refuse further
     # replicas. Existing ones must not wait for them.
@@ -87,10 +96,10 @@ def _plan_refused(
     spec = MedhaDeploymentSpec.model_construct(replicas=replicas, rollout=rollout, paused=True)
     before = observed.status
     update, current = (
-        KeptTemplate(name or "", 0, {}) for name in (before.update_revision, before.current_revision)
+        StoredTemplate(name or "", 0, {}) for name in (before.update_revision, before.current_revision)
     )
-    wanted = _Wanted(spec, *_bounds(spec), update, current, kept={})
-    scene = _scene(observed, wanted, now, settings)
+    desired = _Desired(spec, *_bounds(spec), update, current, kept={})
+    scene = _scene(observed, desired, now, settings)
     status, again = _described(scene, now, problems)
     return Plan((*_change(scene), *_status(observed, status)), again)
 
@@ -99,19 +108,19 @@ def _plan_refused(
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Desired:
     """The spec in numbers, and the template of each index."""
 
     spec: MedhaDeploymentSpec
     surge: int
     unavailable: int
-    update: KeptTemplate
+    update: StoredTemplate
     """Template that the spec asks for."""
-    current: KeptTemplate
+    current: StoredTemplate
     """Template that all replicas had last: that of replicas which the rollout does not reach."""
-    kept: Mapping[str, KeptTemplate]
+    kept: Mapping[str, StoredTemplate]
 
-    def template(self, index: int, child: Child | None) -> KeptTemplate:
+    def template(self, index: int, child: Child | None) -> StoredTemplate:
         """Return the template for the replica with this index."""
         if not self.spec.paused and index >= self.spec.rollout.partition:
             stands_in = index >= self.spec.replicas
@@ -122,11 +131,11 @@ class _Wanted:
         return self.kept.get(child.revision) or _template_in(child)
 
 
-def _suspends(template: KeptTemplate) -> bool:
+def _suspends(template: StoredTemplate) -> bool:
     return template.template["spec"].get("suspend") is True
 
 
-def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_Wanted, list[Action]]:
+def _desired(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_Desired, list[Action]]:
     """Return what is wanted, and the actions that keep its template before anything is made from it."""
     template = dict(observed.spec["template"])
     known = find_template(template, observed.templates)
@@ -142,17 +151,17 @@ def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_W
     if update != known and (not spec.paused or current.name == update.name):
         actions.append(Apply(_template_manifest(observed, update)))
         if known is None and not spec.paused:
-            actions.append(Tell("RolloutStarted", f"template {update.name} is rolled out"))
+            actions.append(RecordEvent("RolloutStarted", f"template {update.name} is rolled out"))
     surge, unavailable = _bounds(spec)
-    return _Wanted(spec, surge, unavailable, update, current, kept), actions
+    return _Desired(spec, surge, unavailable, update, current, kept), actions
 
 
-def _template_in(child: Child) -> KeptTemplate:
+def _template_in(child: Child) -> StoredTemplate:
     """Return the template of a replica as it is now."""
     metadata = child.document["metadata"]
     annotations = {name: text for name, text in metadata.get("annotations", {}).items() if name != MAY_DRAIN}
     own = {"labels": metadata.get("labels", {}), "annotations": annotations}
-    return KeptTemplate(child.revision, 0, {"metadata": own, "spec": child.document["spec"]})
+    return StoredTemplate(child.revision, 0, {"metadata": own, "spec": child.document["spec"]})
 
 
 def _bounds(spec: MedhaDeploymentSpec) -> tuple[int, int]:
@@ -168,7 +177,7 @@ def _share(bound: int | str, replicas: int, rounded: Any) -> int:
     return int(rounded(int(bound.rstrip("%")) * replicas / 100))
 
 
-def _template_manifest(observed: ObservedDeployment, kept: KeptTemplate) -> Manifest:
+def _template_manifest(observed: ObservedDeployment, kept: StoredTemplate) -> Manifest:
     """Return the ControllerRevision that keeps a template."""
     return {
         "apiVersion": "apps/v1",
@@ -180,7 +189,7 @@ def _template_manifest(observed: ObservedDeployment, kept: KeptTemplate) -> Mani
 
 
 def _replica_manifest(
-    observed: ObservedDeployment, index: int, kept: KeptTemplate, may_drain: str | None = None
+    observed: ObservedDeployment, index: int, kept: StoredTemplate, may_drain: str | None = None
 ) -> Manifest:
     """Return the manifest of a replica.
 
@@ -234,7 +243,7 @@ class _Scene:
     """The existing replicas, what is wanted, and how many replicas this plan may still take down."""
 
     observed: ObservedDeployment
-    wanted: _Wanted
+    desired: _Desired
     now: float
     present: dict[int, Child]
     """The deployment's own replicas that are not being deleted, by index."""
@@ -253,7 +262,7 @@ class _Scene:
     is_starved: bool
     """True if no further replica may be possible: one finds no room, or the API server has refused a
     write."""
-    has_no_room: bool = False
+    has_no_capacity: bool = False
     """True if a replica has found no room for `surge_wait_seconds`."""
     suspending: int = 0
     """Replicas that should have no pods, so that nobody waits for them."""
@@ -261,38 +270,38 @@ class _Scene:
 
     @property
     def replicas(self) -> int:
-        return self.wanted.spec.replicas
+        return self.desired.spec.replicas
 
     def manifest(self, index: int, child: Child | None = None) -> Manifest:
         """Return the manifest of the replica, with the permission to leave that it already has."""
         gang = child.document["status"]["newestMember"] if child is not None and child.may_drain else None
-        return _replica_manifest(self.observed, index, self.wanted.template(index, child), gang)
+        return _replica_manifest(self.observed, index, self.desired.template(index, child), gang)
 
     def is_suspending(self, index: int, child: Child) -> bool:
         """Return whether the replica should have no pods: it needs no stand-in, and nobody waits for it."""
-        return _suspends(self.wanted.template(index, child))
+        return _suspends(self.desired.template(index, child))
 
     def is_available(self, child: Child) -> bool:
-        return is_available(child, self.wanted.spec.min_ready_seconds, self.now)
+        return is_available(child, self.desired.spec.min_ready_seconds, self.now)
 
-    def look_again(self, wait_seconds: float) -> None:
+    def requeue(self, wait_seconds: float) -> None:
         self.again = wait_seconds if self.again is None else min(self.again, wait_seconds)
 
 
-def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: OperatorSettings) -> _Scene:
+def _scene(observed: ObservedDeployment, desired: _Desired, now: float, settings: OperatorSettings) -> _Scene:
     ours = [child for child in observed.children if child.is_ours]
     present = {child.index: child for child in ours if not child.is_deleting}
     away = frozenset(child.index for child in observed.children if child.is_deleting or not child.is_ours)
-    scene = _Scene(observed, wanted, now, present, away, 0, 0, {}, {}, 0, is_starved=_is_refused(observed))
+    scene = _Scene(observed, desired, now, present, away, 0, 0, {}, {}, 0, is_starved=_is_refused(observed))
     noted = _unplaced_since(observed, now)
     for index, child in present.items():
         scene.suspending += index < scene.replicas and scene.is_suspending(index, child)
         scene.available += scene.is_available(child)
         scene.unsure += child.may_serve
         if child.serving_since is not None:
-            left = child.serving_since + wanted.spec.min_ready_seconds - now
+            left = child.serving_since + desired.spec.min_ready_seconds - now
             if left > 0:
-                scene.look_again(left)
+                scene.requeue(left)
         if _ends_pods(child, scene.manifest(index, child)):
             scene.outdated[index] = child
         elif child.waits_to_drain:
@@ -301,10 +310,10 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
             # `Scheduled` may have become False before for another reason, e.g. a suspension, so that its time
             # is too early.
             left = max(child.unplaced_since, noted) + settings.surge_wait_seconds - now
-            scene.has_no_room |= left <= 0
+            scene.has_no_capacity |= left <= 0
             if left > 0:
-                scene.look_again(left)
-    scene.is_starved |= scene.has_no_room
+                scene.requeue(left)
+    scene.is_starved |= scene.has_no_capacity
     # A replica that changes needs a stand-in if it is counted on; one that moves, if it serves at all, since
     # moving is not urgent.
     changing = [
@@ -314,7 +323,7 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
     ]
     moving = [index for index, child in scene.leaving.items() if child.serving_since is not None]
     serving = [index for index in (*changing, *moving) if index < scene.replicas]
-    scene.surge = min(wanted.surge, len(serving))
+    scene.surge = min(desired.surge, len(serving))
     return scene
 
 
@@ -365,17 +374,17 @@ def _runs(child: Child, manifest: Manifest) -> bool:
 
 def _create(scene: _Scene) -> Iterable[Action]:
     """Yield the creation of missing replicas; beyond the spec's number, only as many as the bound allows."""
-    room = scene.replicas + scene.wanted.surge - len(scene.present)
+    capacity = scene.replicas + scene.desired.surge - len(scene.present)
     for index in range(scene.replicas + scene.surge):
         if index in scene.present or index in scene.away:
             continue
         if index >= scene.replicas:
-            if room <= 0:
+            if capacity <= 0:
                 return
             text = f"replica {child_name(scene.observed.name, index)} is added during the change"
-            yield Tell("SurgeCreated", text)
+            yield RecordEvent("SurgeCreated", text)
         yield Apply(scene.manifest(index))
-        room -= 1
+        capacity -= 1
 
 
 def _change(scene: _Scene) -> Iterable[Action]:
@@ -392,20 +401,22 @@ def _change(scene: _Scene) -> Iterable[Action]:
         manifest = scene.manifest(index, child)
         if index in scene.outdated:
             suspends = scene.is_suspending(index, child)
-            if _take_down(scene, child, scene.replicas if suspends else scene.wanted.unavailable):
-                yield Tell("ReplicaChanging", f"replica {child.name} gets template {_template_of(manifest)}")
+            if _take_down(scene, child, scene.replicas if suspends else scene.desired.unavailable):
+                yield RecordEvent(
+                    "ReplicaChanging", f"replica {child.name} gets template {_template_of(manifest)}"
+                )
                 yield from _replaced(child, manifest)
         elif index in scene.leaving:
             if child.serving_since is not None and not scene.is_available(child):
                 continue  # it serves but is not available yet: it moves once it is
             # A stand-in comes first, unless there may be none, or it finds no room.
-            has_no_other = scene.wanted.surge == 0 or scene.is_starved
-            if _take_down(scene, child, scene.wanted.unavailable if has_no_other else 0):
-                yield Tell("ReplicaMoving", f"replica {child.name} leaves its cordoned node")
+            has_no_other = scene.desired.surge == 0 or scene.is_starved
+            if _take_down(scene, child, scene.desired.unavailable if has_no_other else 0):
+                yield RecordEvent("ReplicaMoving", f"replica {child.name} leaves its cordoned node")
                 gang = child.document["status"]["newestMember"]
                 yield Apply(
                     _replica_manifest(
-                        scene.observed, index, scene.wanted.template(index, child), may_drain=gang
+                        scene.observed, index, scene.desired.template(index, child), may_drain=gang
                     )
                 )
         elif not holds(child.document, manifest) or _has_leave_left_over(child, manifest):
@@ -456,24 +467,24 @@ def _remove(scene: _Scene) -> Iterable[Action]:
     kept = scene.replicas + scene.surge
     surplus = [child for index, child in scene.present.items() if index >= kept]
     for child in sorted(surplus, key=lambda one: (one.serving_since is not None, -one.index)):
-        if _take_down(scene, child, scene.wanted.unavailable if scene.is_starved else 0):
+        if _take_down(scene, child, scene.desired.unavailable if scene.is_starved else 0):
             yield _delete("MedhaReplica", child.name, child, f"{scene.replicas} replicas are wanted")
 
 
 def _history(scene: _Scene) -> Iterable[Action]:
     """Yield the deletion of kept templates that are too old to go back to."""
-    in_use = {scene.wanted.update.name, scene.wanted.current.name}
+    in_use = {scene.desired.update.name, scene.desired.current.name}
     in_use |= {child.revision for child in scene.observed.children}
     old = sorted(
         (one for one in scene.observed.templates if one.name not in in_use), key=lambda one: -one.number
     )
-    for one in old[scene.wanted.spec.revision_history_limit :]:
+    for one in old[scene.desired.spec.revision_history_limit :]:
         name = f"{scene.observed.name}-{one.name}"
         if not one.is_deleting:  # otherwise somebody else's finalizer holds it
             yield _delete("ControllerRevision", name, one, "older than revisionHistoryLimit")
 
 
-def _delete(kind: str, name: str, found: Child | KeptTemplate, reason: str) -> Delete:
+def _delete(kind: str, name: str, found: Child | StoredTemplate, reason: str) -> Delete:
     return Delete(kind, name, found.uid, found.resource_version, reason)
 
 
@@ -489,16 +500,16 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
 
     `problems` are those of the spec.
     """
-    observed, wanted, before = scene.observed, scene.wanted, scene.observed.status
+    observed, desired, before = scene.observed, scene.desired, scene.observed.status
     children = scene.present.values()
     differing = {
         index
         for index, child in scene.present.items()
         if index < scene.replicas and not holds(child.document, scene.manifest(index, child))
     }
-    updated = sum(child.revision == wanted.update.name for child in children)
+    updated = sum(child.revision == desired.update.name for child in children)
     own = [child for index, child in scene.present.items() if index < scene.replicas]
-    is_updated = all(child.revision == wanted.update.name for child in own)
+    is_updated = all(child.revision == desired.update.name for child in own)
     # Without any replica, `current_revision` stays: replicas that come again below a partition or during a
     # pause are made from the template that the last ones had.
     is_everywhere = 0 < len(own) == scene.replicas and is_updated
@@ -510,12 +521,12 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
         "ready_replicas": sum(child.serving_since is not None for child in children),
         "available_replicas": available,
         "selector": f"{DEPLOYMENT_LABEL}={observed.name},medha.dev/lane=0,apps.kubernetes.io/pod-index=0",
-        "current_revision": (wanted.update if is_everywhere and not problems else wanted.current).name,
-        "update_revision": wanted.update.name,
+        "current_revision": (desired.update if is_everywhere and not problems else desired.current).name,
+        "update_revision": desired.update.name,
     }
     rollout = Rollout(
         replicas=scene.replicas,
-        least_available=max(0, scene.replicas - wanted.unavailable),
+        least_available=max(0, scene.replicas - desired.unavailable),
         available=available,
         children=tuple(sorted(children, key=lambda child: child.index)),
         differing=frozenset(differing),
@@ -526,12 +537,12 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
             for child in observed.children
             if child.index < scene.replicas + scene.surge and not (child.is_ours or child.is_left_over)
         ),
-        template=wanted.update.name,
-        has_change_waiting=wanted.spec.paused
-        and any(child.revision != wanted.update.name for child in children),
-        is_blocked=scene.has_no_room and wanted.unavailable == 0,
+        template=desired.update.name,
+        has_change_waiting=desired.spec.paused
+        and any(child.revision != desired.update.name for child in children),
+        is_blocked=scene.has_no_capacity and desired.unavailable == 0,
         is_late=False,
-        min_ready_seconds=wanted.spec.min_ready_seconds,
+        min_ready_seconds=desired.spec.min_ready_seconds,
         now=now,
     )
     has_moved = (
@@ -542,14 +553,14 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
     )
     last_progress = timestamp(now) if has_moved else before.last_progress_time
     assert last_progress is not None
-    left = seconds(last_progress) + wanted.spec.progress_deadline_seconds - now
+    left = seconds(last_progress) + desired.spec.progress_deadline_seconds - now
     if problems:
-        judged = judge_refused_rollout(rollout, problems)
+        derived = derive_refused_rollout_conditions(rollout, problems)
     else:
-        judged = judge_rollout(replace(rollout, is_late=left <= 0))
-    conditions = stamped(judged, before.conditions, observed.generation, now)
+        derived = derive_rollout_conditions(replace(rollout, is_late=left <= 0))
+    conditions = stamped(derived, before.conditions, observed.generation, now)
     if left > 0 and not rollout.is_complete:
-        scene.look_again(left)
+        scene.requeue(left)
     return before.model_copy(
         update=counts | {"last_progress_time": last_progress, "conditions": conditions}
     ), scene.again

@@ -223,7 +223,7 @@ class Cluster:
         document = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": kept, "status": status}
         return await self._write("PUT", kind.path(key.namespace, key.name, "status"), document)
 
-    async def tell(
+    async def record_event(
         self, about: Mapping[str, Any], reason: str, message: str, *, is_warning: bool, holder: str
     ) -> None:
         """Emit an event about a resource; the same text again increments the count of the existing event."""

@@ -19,14 +19,14 @@ from typing import Any
 from medha.errors import MedhaError
 from medha_operator.kube.client import ApiError, Cluster
 from medha_operator.kube.kinds import LEASE
-from medha_operator.settings import OperatorSettings
+from medha_operator.operator_settings import OperatorSettings
 
 _log = logging.getLogger(__name__)
 
 _RENEWALS = 3
 """Renewals per lease duration."""
 _LONGEST_WRITE_SECONDS = 4.0
-_LOOKS = 8
+_CHECKS_PER_LEASE = 8
 """Polls of somebody else's lease per lease duration."""
 
 
@@ -80,7 +80,7 @@ class Lease:
     async def acquire(self) -> None:
         """Wait until this process holds the lease."""
         while not await self._try_to_take():  # noqa: ASYNC110 - it is the API server that is asked
-            await asyncio.sleep(self._seconds / _LOOKS)
+            await asyncio.sleep(self._seconds / _CHECKS_PER_LEASE)
         _log.info("holds the lease %s/%s as %s", self._namespace, self._name, self._holder)
 
     async def keep(self) -> None:

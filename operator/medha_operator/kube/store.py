@@ -75,7 +75,7 @@ class Store:
         self._unreadable: set[tuple[str, str]] = set()
         # By namespace, None for all of them: the version up to which everything was reported, and that of the
         # last list.
-        self._told_until: dict[str | None, int] = {}
+        self._delivered_until: dict[str | None, int] = {}
         self._listed: dict[str | None, int] = {}
         self._listings: list[Listing] = []  # in progress
 
@@ -95,9 +95,9 @@ class Store:
         """Return every key that some object concerns."""
         return list(self._groups)
 
-    def told_until(self, namespace: str | None) -> int:
+    def delivered_until(self, namespace: str | None) -> int:
         """Return the version up to which lists and watches of a namespace, or of all, have reported."""
-        return self._told_until.get(namespace, 0)
+        return self._delivered_until.get(namespace, 0)
 
     @contextmanager
     def listing(self, namespace: str | None) -> Iterator[Listing]:
@@ -105,7 +105,7 @@ class Store:
 
         If the block fails, the list is dropped. Until the end, no plan sees any of it.
         """
-        listing = Listing(namespace, self.told_until(namespace))
+        listing = Listing(namespace, self.delivered_until(namespace))
         self._listings.append(listing)
         try:
             yield listing
@@ -139,7 +139,7 @@ class Store:
         An event that the last list already covers is ignored.
         """
         version = int(document["metadata"]["resourceVersion"])
-        self._told(namespace, version)
+        self._delivered(namespace, version)
         if event == "BOOKMARK":
             return
         name = _name(document)
@@ -160,8 +160,8 @@ class Store:
         it; it is not notified.
         """
         name = _name(document)
-        told = max(self.told_until(None), self.told_until(name[0]))
-        if int(document["metadata"]["resourceVersion"]) > told:
+        delivered = max(self.delivered_until(None), self.delivered_until(name[0]))
+        if int(document["metadata"]["resourceVersion"]) > delivered:
             self._take(name, document, quiet)
 
     def entry(self, namespace: str, name: str) -> Entry | None:
@@ -181,8 +181,8 @@ class Store:
         elif seen is not None:
             self._remove((namespace, name))
 
-    def _told(self, namespace: str | None, version: int) -> None:
-        self._told_until[namespace] = max(self.told_until(namespace), version)
+    def _delivered(self, namespace: str | None, version: int) -> None:
+        self._delivered_until[namespace] = max(self.delivered_until(namespace), version)
 
     def _take_list(self, listing: Listing) -> None:
         """Take in a list: objects that are not in it are gone, unless written after it was made.
@@ -190,7 +190,7 @@ class Store:
         An object that the watch has reported as deleted after it was made stays deleted.
         """
         namespace, version = listing.namespace, listing.version
-        self._told(namespace, version)
+        self._delivered(namespace, version)
         self._listed[namespace] = version
         for name, entry in list(self._entries.items()):
             is_listed = name in listing.entries or (namespace is not None and name[0] != namespace)
@@ -236,13 +236,13 @@ class Store:
             entry.facts,
         ):
             concerned = entry.concerns if before is None else {*before.concerns, *entry.concerns}
-            self._tell(key for key in concerned if key != quiet)
+            self._notify(key for key in concerned if key != quiet)
 
     def _remove(self, name: tuple[str, str]) -> None:
         entry = self._entries.pop(name)
         for key in entry.concerns:
             self._leave(key, name)
-        self._tell(entry.concerns)
+        self._notify(entry.concerns)
 
     def _leave(self, key: Key, name: tuple[str, str]) -> None:
         group = self._groups[key]
@@ -250,7 +250,7 @@ class Store:
         if not group:
             del self._groups[key]
 
-    def _tell(self, keys: Iterable[Key]) -> None:
+    def _notify(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self._changed(key)
 

@@ -62,7 +62,7 @@ class WorkQueue:
             if known[0] <= due:
                 return
             known[1].cancel()
-        handle = asyncio.get_running_loop().call_later(seconds, self._come_due, key)
+        handle = asyncio.get_running_loop().call_later(seconds, self._enqueue_due, key)
         self._later[key] = (due, handle)
 
     async def take(self) -> tuple[Key, float]:
@@ -75,15 +75,15 @@ class WorkQueue:
         self._working[key] = asked
         return key, self._clock() - asked
 
-    def done(self, key: Key, *, goes_on: bool = False) -> None:
-        """Finish a key. It may rest, unless `goes_on` says that its reconcile was one step of several."""
+    def done(self, key: Key, *, makes_progress: bool = False) -> None:
+        """Finish a key. It may rest, unless `makes_progress` says that its reconcile was one step of several."""
         self._failures.pop(key, None)
         elapsed_seconds = self._clock() - self._working.pop(key)
-        rest = 0.0 if goes_on else rest_seconds(elapsed_seconds)
+        rest = 0.0 if makes_progress else rest_seconds(elapsed_seconds)
         if rest > 0:
             self._resting[key] = asyncio.get_running_loop().call_later(rest, self._has_rested, key)
         else:
-            self._ask_again(key)
+            self._requeue(key)
 
     def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
         """Queue the key again after a back-off, which is returned, or once it is added before that.
@@ -98,7 +98,7 @@ class WorkQueue:
             pause = at_least_seconds
         self._failures[key] = count + 1
         del self._working[key]
-        self._ask_again(key)
+        self._requeue(key)
         self.add_later(key, pause)
         return pause
 
@@ -108,15 +108,15 @@ class WorkQueue:
         self._resting.clear()
         self._later.clear()
 
-    def _come_due(self, key: Key) -> None:
+    def _enqueue_due(self, key: Key) -> None:
         del self._later[key]
         self.add(key)
 
     def _has_rested(self, key: Key) -> None:
         del self._resting[key]
-        self._ask_again(key)
+        self._requeue(key)
 
-    def _ask_again(self, key: Key) -> None:
+    def _requeue(self, key: Key) -> None:
         if key in self._again:
             self._again.discard(key)
             self._enqueue(key)

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
-from medha_operator.replica.nodes import LET_GO, may_drain, on_cordoned_node, why_it_stays
+from medha_operator.replica.nodes import MOVING, eviction_blocker, may_drain, on_cordoned_node
 from medha_operator.replica.observed import Observed, Pod, seconds
-from medha_operator.status import Condition
+from medha_operator.status_fields import Condition
 
 TERMINAL = frozenset(
     {
@@ -19,7 +19,7 @@ TERMINAL = frozenset(
         "Refused",
         "PodSecurityRefused",
         "AdmissionRefused",
-        "NameTaken",
+        "NameConflict",
         "ImagePullFailed",
         "ContainerNotCreated",
         "ModelFetchFailed",
@@ -36,7 +36,7 @@ _FAILING = frozenset(
 
 
 @dataclass(frozen=True)
-class Judgement:
+class DerivedCondition:
     """A condition before its times are known."""
 
     type: str
@@ -45,7 +45,7 @@ class Judgement:
     message: str = ""
 
 
-def judge(observed: Observed, revision: str, expected: int) -> tuple[Judgement, ...]:
+def derive_conditions(observed: Observed, revision: str, expected: int) -> tuple[DerivedCondition, ...]:
     """Return all conditions of an accepted replica that should have `expected` pods of `revision`.
 
     `expected` is 0 while the replica is suspended.
@@ -57,16 +57,20 @@ def judge(observed: Observed, revision: str, expected: int) -> tuple[Judgement, 
     degraded = _degraded(observed, current, expected)
     old = sum(pod.revision != revision for pod in observed.pods)
     if not expected:
-        ready = Judgement("Ready", False, "Suspended", "spec.suspend is set; `false` brings the pods back")
+        ready = DerivedCondition(
+            "Ready", False, "Suspended", "spec.suspend is set; `false` brings the pods back"
+        )
     elif degraded.holds and not serving.holds:
-        ready = Judgement("Ready", False, degraded.reason, degraded.message)
+        ready = DerivedCondition("Ready", False, degraded.reason, degraded.message)
     elif old:
-        ready = Judgement("Ready", False, "RevisionChanging", f"{old} pods of an older revision are ending")
+        ready = DerivedCondition(
+            "Ready", False, "RevisionChanging", f"{old} pods of an older revision are ending"
+        )
     elif not serving.holds:
-        ready = Judgement("Ready", False, serving.reason, serving.message)
+        ready = DerivedCondition("Ready", False, serving.reason, serving.message)
     else:
-        ready = Judgement("Ready", True, "Serving", "every rank of the grid is ready")
-    accepted = Judgement("Accepted", True, "Valid", "the spec can be served")
+        ready = DerivedCondition("Ready", True, "Serving", "every rank of the grid is ready")
+    accepted = DerivedCondition("Accepted", True, "Valid", "the spec can be served")
     draining = _draining(observed)
     return (
         ready,
@@ -80,33 +84,33 @@ def judge(observed: Observed, revision: str, expected: int) -> tuple[Judgement, 
     )
 
 
-def judge_refused(
+def derive_refused_conditions(
     observed: Observed, revision: str, expected: int, reason: str, message: str
-) -> tuple[Judgement, ...]:
+) -> tuple[DerivedCondition, ...]:
     """Return all conditions of a replica whose spec is refused while pods run.
 
     `expected` pods of `revision` run, an earlier one or its own. Pods are reported as they are. `Draining` is
     reported only for a replica without a deployment: the others do not wait for their deployment's
     permission, and the deployment must not take the condition for such a wait.
     """
-    every = judge(observed, revision, expected)
-    judged = {one.type: one for one in every if one.type != "Draining" or observed.deployment is None}
+    every = derive_conditions(observed, revision, expected)
+    derived = {one.type: one for one in every if one.type != "Draining" or observed.deployment is None}
     over = {one.type: one for one in refuse(reason, message)}
-    if judged["Ready"].holds:
+    if derived["Ready"].holds:
         text = "every rank of the grid is ready, as the last spec that could be served has asked for"
-        over["Ready"] = replace(judged["Ready"], message=text)
-    return tuple((judged | over).values())
+        over["Ready"] = replace(derived["Ready"], message=text)
+    return tuple((derived | over).values())
 
 
-def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
+def refuse(reason: str, message: str) -> tuple[DerivedCondition, ...]:
     """Return the conditions of a resource that cannot be served at all, or not before something else
     exists."""
     is_stalled = reason in TERMINAL
     return (
-        Judgement("Ready", False, reason, message),
-        Judgement("Accepted", False, reason, message),
-        Judgement("Reconciling", not is_stalled, reason, "" if is_stalled else message),
-        Judgement("Stalled", is_stalled, reason, message if is_stalled else ""),
+        DerivedCondition("Ready", False, reason, message),
+        DerivedCondition("Accepted", False, reason, message),
+        DerivedCondition("Reconciling", not is_stalled, reason, "" if is_stalled else message),
+        DerivedCondition("Stalled", is_stalled, reason, message if is_stalled else ""),
     )
 
 
@@ -130,27 +134,27 @@ def begins_to_fail(before: Iterable[Condition], after: Iterable[Condition]) -> s
 
 
 def stamped(
-    judgements: Iterable[Judgement], before: Iterable[Condition], generation: int, now: float
+    derived_conditions: Iterable[DerivedCondition], before: Iterable[Condition], generation: int, now: float
 ) -> tuple[Condition, ...]:
-    """Return `judgements` as conditions.
+    """Return `derived_conditions` as conditions.
 
     A condition whose status is unchanged keeps the time of its last transition, unless that lies in the
     future.
     """
     known = {condition.type: condition for condition in before}
-    return tuple(_stamp(judgement, known.get(judgement.type), generation, now) for judgement in judgements)
+    return tuple(_stamp(derived, known.get(derived.type), generation, now) for derived in derived_conditions)
 
 
-def _stamp(judgement: Judgement, before: Condition | None, generation: int, now: float) -> Condition:
-    status = "True" if judgement.holds else "False"
+def _stamp(derived: DerivedCondition, before: Condition | None, generation: int, now: float) -> Condition:
+    status = "True" if derived.holds else "False"
     is_kept = before is not None and before.status == status and seconds(before.last_transition_time) <= now
     since = before.last_transition_time if before is not None and is_kept else _timestamp(now)
     return Condition.model_validate(
         {
-            "type": judgement.type,
+            "type": derived.type,
             "status": status,
-            "reason": judgement.reason,
-            "message": judgement.message[:1024],
+            "reason": derived.reason,
+            "message": derived.message[:1024],
             "last_transition_time": since,
             "observed_generation": generation,
         }
@@ -161,20 +165,20 @@ def _timestamp(now: float) -> str:
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
+def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> DerivedCondition:
     placed = sum(pod.is_scheduled for pod in pods)
     if not expected:
-        return Judgement("Scheduled", False, "Suspended", "spec.suspend is set")
+        return DerivedCondition("Scheduled", False, "Suspended", "spec.suspend is set")
     if placed >= expected:
-        return Judgement("Scheduled", True, "Placed", f"{placed} pods have a node")
+        return DerivedCondition("Scheduled", True, "Placed", f"{placed} pods have a node")
     counted = f"{placed} of {expected} pods have a node"
-    told = _first_trouble(pods, "VolumeUnavailable", "InsufficientCapacity", "WaitingForGang")
-    if told is not None:
-        return Judgement("Scheduled", False, told[0], f"{counted}; {told[1]}")
+    notice = _first_problem(pods, "VolumeUnavailable", "InsufficientCapacity", "WaitingForGang")
+    if notice is not None:
+        return DerivedCondition("Scheduled", False, notice[0], f"{counted}; {notice[1]}")
     if len(pods) < expected:
         reason, text = _hindrance(observed)
-        return Judgement("Scheduled", False, reason, f"{len(pods)} of {expected} pods exist; {text}")
-    return Judgement("Scheduled", False, "Placing", counted)
+        return DerivedCondition("Scheduled", False, reason, f"{len(pods)} of {expected} pods exist; {text}")
+    return DerivedCondition("Scheduled", False, "Placing", counted)
 
 
 def _hindrance(observed: Observed) -> tuple[str, str]:
@@ -184,30 +188,30 @@ def _hindrance(observed: Observed) -> tuple[str, str]:
     """
     ending = sorted(
         (pod for pod in (*observed.pods, *observed.earlier_pods) if pod.is_deleting),
-        key=lambda pod: (not pod.is_held, pod.name),
+        key=lambda pod: (not pod.has_finalizer, pod.name),
     )
     if not ending:
         return observed.unmade or ("CreatingPods", "if this persists, check the events of the StatefulSets")
-    if ending[0].is_held:
+    if ending[0].has_finalizer:
         text = f"a finalizer holds an earlier pod {ending[0].name}; whoever has set it must remove it"
         return "EndingPods", text
     return "EndingPods", f"an earlier pod {ending[0].name} has not ended yet"
 
 
-def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Judgement:
+def _weights_loaded(pods: list[Pod], expected: int, scheduled: DerivedCondition) -> DerivedCondition:
     started = sum(pod.is_started for pod in pods)
     if scheduled.holds and started >= expected:
-        return Judgement(
+        return DerivedCondition(
             "WeightsLoaded",
             True,
             "Loaded",
             f"{started} pods have loaded their weights, and their ranks are connected",
         )
     if not scheduled.holds:
-        return Judgement("WeightsLoaded", False, scheduled.reason, scheduled.message)
+        return DerivedCondition("WeightsLoaded", False, scheduled.reason, scheduled.message)
     # Ranks whose rendezvous fails may wait for a pod that has not started yet, so that its reason comes
     # first.
-    told = _first_trouble(
+    notice = _first_problem(
         pods,
         "ImagePullFailed",
         "ContainerNotCreated",
@@ -220,20 +224,22 @@ def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Jud
         "RendezvousFailed",
     )
     counted = f"{started} of {expected} pods have loaded their weights"
-    if told is not None:
-        return Judgement("WeightsLoaded", False, told[0], f"{counted}; {told[1]}")
+    if notice is not None:
+        return DerivedCondition("WeightsLoaded", False, notice[0], f"{counted}; {notice[1]}")
     if any(pod.is_fetching for pod in pods):
-        return Judgement("WeightsLoaded", False, "FetchingModel", f"{counted}; others download the model")
-    return Judgement("WeightsLoaded", False, "Loading", counted)
+        return DerivedCondition(
+            "WeightsLoaded", False, "FetchingModel", f"{counted}; others download the model"
+        )
+    return DerivedCondition("WeightsLoaded", False, "Loading", counted)
 
 
-def _serving(pods: list[Pod], expected: int, loaded: Judgement) -> Judgement:
+def _serving(pods: list[Pod], expected: int, loaded: DerivedCondition) -> DerivedCondition:
     ready = sum(pod.is_ready for pod in pods)
     if loaded.holds and ready >= expected:
-        return Judgement("Serving", True, "Serving", f"{ready} pods are ready")
+        return DerivedCondition("Serving", True, "Serving", f"{ready} pods are ready")
     if not loaded.holds:
-        return Judgement("Serving", False, loaded.reason, loaded.message)
-    return Judgement(
+        return DerivedCondition("Serving", False, loaded.reason, loaded.message)
+    return DerivedCondition(
         "Serving",
         False,
         "RendezvousPending",
@@ -241,52 +247,54 @@ def _serving(pods: list[Pod], expected: int, loaded: Judgement) -> Judgement:
     )
 
 
-def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
+def _degraded(observed: Observed, pods: list[Pod], expected: int) -> DerivedCondition:
     """Return whether a gang that was complete broke, or a lost node keeps it from being complete."""
     for pod in (*observed.pods, *(observed.earlier_pods if len(pods) < expected else ())):
         node = observed.nodes.get(pod.node or "")
         if node is not None and node.unreachable_since is not None:
             text = f"node {pod.node} of pod {pod.name} does not report"
-            if observed.any_heard_since is None:
+            if observed.any_report_since is None:
                 text += ", nor does any other: the control plane may be cut off. No pod is replaced until a node reports"
-                return Judgement("Degraded", True, "NoNodeHeard", text)
-            return Judgement("Degraded", True, "NodeUnreachable", text)
+                return DerivedCondition("Degraded", True, "NoNodeReports", text)
+            return DerivedCondition("Degraded", True, "NodeUnreachable", text)
     if observed.status.newest_member is not None and expected:
-        crashed = _first_trouble(pods, "CrashLooping", "RendezvousFailed")
+        crashed = _first_problem(pods, "CrashLooping", "RendezvousFailed")
         if crashed is not None:
-            return Judgement("Degraded", True, *crashed)
+            return DerivedCondition("Degraded", True, *crashed)
         # Pods of an older revision count until they are deleted: a change is no loss.
         left = sum(not pod.is_deleting for pod in observed.pods)
         if left < expected or any(pod.is_failed for pod in pods):
-            return Judgement("Degraded", True, "MemberLost", f"{left} of {expected} pods are left")
-    return Judgement("Degraded", False, "Healthy")
+            return DerivedCondition("Degraded", True, "MemberLost", f"{left} of {expected} pods are left")
+    return DerivedCondition("Degraded", False, "Healthy")
 
 
-def _draining(observed: Observed) -> Judgement:
+def _draining(observed: Observed) -> DerivedCondition:
     """Return whether a node of the replica is being emptied, and what the replica waits for."""
     pod = on_cordoned_node(observed)
     if pod is None:
-        return Judgement("Draining", False, "NotDraining")
+        return DerivedCondition("Draining", False, "NotDraining")
     text = f"node {pod.node} of pod {pod.name} is being emptied"
     if may_drain(observed):
-        return Judgement("Draining", True, LET_GO, text)
+        return DerivedCondition("Draining", True, MOVING, text)
     if observed.deployment is None:
-        reason, why = why_it_stays(observed)
-        return Judgement("Draining", True, reason, f"{text}; {why}")
-    told = f"{text}; the replica serves until its deployment has another one"
-    return Judgement("Draining", True, "AwaitingReplacement", told)
+        reason, why = eviction_blocker(observed)
+        return DerivedCondition("Draining", True, reason, f"{text}; {why}")
+    notice = f"{text}; the replica serves until its deployment has another one"
+    return DerivedCondition("Draining", True, "AwaitingReplacement", notice)
 
 
-def _first_trouble(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None:
+def _first_problem(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None:
     """Return the trouble of the first pod that has one of `reasons`, earlier reasons first; None if none."""
-    told = [(pod.trouble[0], f"pod {pod.name}: {pod.trouble[1]}") for pod in pods if pod.trouble is not None]
-    return next((entry for reason in reasons for entry in told if entry[0] == reason), None)
+    notice = [
+        (pod.problem[0], f"pod {pod.name}: {pod.problem[1]}") for pod in pods if pod.problem is not None
+    ]
+    return next((entry for reason in reasons for entry in notice if entry[0] == reason), None)
 
 
-def _kstatus(ready: Judgement, *, is_suspended: bool) -> tuple[Judgement, ...]:
+def _kstatus(ready: DerivedCondition, *, is_suspended: bool) -> tuple[DerivedCondition, ...]:
     is_stalled = ready.reason in TERMINAL
     is_at_rest = ready.holds or is_suspended or is_stalled
     return (
-        Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
-        Judgement("Stalled", is_stalled, ready.reason, ready.message if is_stalled else ""),
+        DerivedCondition("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
+        DerivedCondition("Stalled", is_stalled, ready.reason, ready.message if is_stalled else ""),
     )

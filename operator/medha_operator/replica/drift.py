@@ -41,15 +41,15 @@ _DEFAULTS: Mapping[tuple[str, ...], str] = {(*_TEMPLATE, "schedulerName"): "defa
 """Default that the API server adds to such a field by itself, by the field's path."""
 
 
-def additions(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the merge patch that removes what `found` has beyond `wanted`, and the paths of that.
+def additions(found: Mapping[str, Any], desired: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the merge patch that removes what `found` has beyond `desired`, and the paths of that.
 
     Only fields in which nothing may be added matter. Both results may be empty.
     """
     patch: dict[str, Any] = {}
     paths: list[str] = []
-    for path in EXACT.get(wanted["kind"], ()):
-        here, there = _at(found, path), _at(wanted, path)
+    for path in EXACT.get(desired["kind"], ()):
+        here, there = _at(found, path), _at(desired, path)
         if here == _DEFAULTS.get(path, ()) and there is None:
             continue
         if _is_same(here, there):
@@ -57,11 +57,11 @@ def additions(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[dict
         change, names = _taken_away(here, there, ".".join(path))
         paths += names
         _put(patch, path, change)
-    volumes = _added_names(found, wanted, (*_TEMPLATE, "volumes"))
-    for path in NAMED.get(wanted["kind"], ()):
-        ours = {entry["name"] for entry in _at(wanted, path) or ()}
+    volumes = _added_names(found, desired, (*_TEMPLATE, "volumes"))
+    for path in NAMED.get(desired["kind"], ()):
+        ours = {entry["name"] for entry in _at(desired, path) or ()}
         here = _at(found, path) or ()
-        theirs = _added_names(found, wanted, path)
+        theirs = _added_names(found, desired, path)
         if theirs:
             paths += [f"{'.'.join(path)}[{name}]" for name in theirs]
         kept = [_without_mounts(entry, volumes) for entry in here if entry["name"] in ours]
@@ -70,9 +70,9 @@ def additions(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[dict
     return patch, tuple(paths)
 
 
-def _added_names(found: Mapping[str, Any], wanted: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    """Names in a list of named entries of `found` that `wanted` does not have there."""
-    ours = {entry["name"] for entry in _at(wanted, path) or ()}
+def _added_names(found: Mapping[str, Any], desired: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
+    """Names in a list of named entries of `found` that `desired` does not have there."""
+    ours = {entry["name"] for entry in _at(desired, path) or ()}
     return [entry["name"] for entry in _at(found, path) or () if entry["name"] not in ours]
 
 
@@ -86,31 +86,31 @@ def _without_mounts(container: Mapping[str, Any], volumes: Collection[str]) -> M
     return {**container, **mounts}
 
 
-def _taken_away(found: Any, wanted: Any, path: str) -> tuple[Any, list[str]]:
+def _taken_away(found: Any, desired: Any, path: str) -> tuple[Any, list[str]]:
     """Return the merge patch of one field, and the paths of what it changes there."""
-    if not (isinstance(found, Mapping) and isinstance(wanted, Mapping)):
-        return wanted, [path]
+    if not (isinstance(found, Mapping) and isinstance(desired, Mapping)):
+        return desired, [path]
     change: dict[str, Any] = {}
     names: list[str] = []
-    for name in sorted({*found, *wanted}):
-        if not _is_same(found.get(name), wanted.get(name)):
-            change[name], below = _taken_away(found.get(name), wanted.get(name), f"{path}.{name}")
+    for name in sorted({*found, *desired}):
+        if not _is_same(found.get(name), desired.get(name)):
+            change[name], below = _taken_away(found.get(name), desired.get(name), f"{path}.{name}")
             names += below
     return change, names
 
 
-def _is_same(found: Any, wanted: Any) -> bool:
+def _is_same(found: Any, desired: Any) -> bool:
     """Return whether both mean the same.
 
     A zero, false or empty list may be missing: the API server leaves it out. An empty map has a meaning: as a
     selector it selects everything.
     """
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        return all(_is_same(found.get(name), wanted.get(name)) for name in {*found, *wanted})
-    if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(_is_same, found, wanted))
-    says_something = found or wanted or isinstance(found, Mapping) or isinstance(wanted, Mapping)
-    return bool(found == wanted) or not says_something
+    if isinstance(found, Mapping) and isinstance(desired, Mapping):
+        return all(_is_same(found.get(name), desired.get(name)) for name in {*found, *desired})
+    if isinstance(found, list) and isinstance(desired, list):
+        return len(found) == len(desired) and all(map(_is_same, found, desired))
+    says_something = found or desired or isinstance(found, Mapping) or isinstance(desired, Mapping)
+    return bool(found == desired) or not says_something
 
 
 def _at(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:

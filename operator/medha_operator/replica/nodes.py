@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from medha_operator.replica.observed import Node, Observed, Pod, Room, seconds
-from medha_operator.replica.render import OPEN_SINCE
+from medha_operator.replica.manifests import OPEN_SINCE
+from medha_operator.replica.observed import Capacity, Node, Observed, Pod, seconds
 
 CUT_OFF_SECONDS = 10.0
 """Seconds until the next reconcile while no node at all is heard from: a replica is not notified of nodes
 without its pods."""
-LET_GO = "Moving"
+MOVING = "Moving"
 """Reason of the condition `Draining` while evictors may take the pods of a cordoned node."""
-STAYS = "NodeCordoned"
+EVICTION_BLOCKED = "NodeCordoned"
 """Reason of that condition while the replica stays on a cordoned node, since its pods would find no other."""
 SETTLES = "NodesSettling"
 """Reason of that condition until room is judged: more nodes may be about to be cordoned."""
-ROOM_SECONDS = 30.0
+CAPACITY_SECONDS = 30.0
 """Seconds until such a replica asks for room again: the operator is not notified of pods that end
 elsewhere."""
 SETTLE_SECONDS = 5.0
@@ -42,12 +42,12 @@ def may_drain(observed: Observed) -> bool:
     elsewhere.
     """
     if observed.deployment is None:
-        return observed.room is not None and observed.room.is_enough
+        return observed.capacity is not None and observed.capacity.is_enough
     gang = observed.status.newest_member
     return gang is None or observed.may_drain == gang
 
 
-def asks_for_room(observed: Observed) -> bool:
+def requires_capacity(observed: Observed) -> bool:
     """Return whether it matters if there is room elsewhere for the pods of the replica.
 
     It matters for a replica without a deployment, and while the spec is refused: then no deployment can bring
@@ -59,30 +59,34 @@ def asks_for_room(observed: Observed) -> bool:
     return is_alone and not observed.is_deleting and on_cordoned_node(observed) is not None
 
 
-def unsettled(nodes: Iterable[Node], now: float) -> Room | None:
+def unsettled(nodes: Iterable[Node], now: float) -> Capacity | None:
     """Return the answer about room while some node was cordoned less than `SETTLE_SECONDS` ago; else None."""
     newest = max((node.cordoned_since for node in nodes if node.cordoned_since is not None), default=None)
     if newest is None or newest + SETTLE_SECONDS <= now:
         return None
     left = newest + SETTLE_SECONDS - now
-    return Room(False, again_seconds=min(left, SETTLE_SECONDS))
+    return Capacity(False, requeue_seconds=min(left, SETTLE_SECONDS))
 
 
-def waits_for_room(observed: Observed) -> bool:
+def waits_for_capacity(observed: Observed) -> bool:
     """Return whether the replica stays on a cordoned node until there is room elsewhere."""
     return observed.deployment is None and on_cordoned_node(observed) is not None and not may_drain(observed)
 
 
-def why_it_stays(observed: Observed) -> tuple[str, str]:
+def eviction_blocker(observed: Observed) -> tuple[str, str]:
     """Return the reason of `Draining` while such a replica waits, and the text that says for what."""
-    if observed.room is not None and observed.room.again_seconds is not None:
+    if observed.capacity is not None and observed.capacity.requeue_seconds is not None:
         return (
             SETTLES,
             f"the operator checks other nodes for room {SETTLE_SECONDS:g} s after the last node was cordoned",
         )
-    lacks = "other nodes have not been checked for room yet" if observed.room is None else observed.room.lacks
+    lacks = (
+        "other nodes have not been checked for room yet"
+        if observed.capacity is None
+        else observed.capacity.lacks
+    )
     return (
-        STAYS,
+        EVICTION_BLOCKED,
         f"the replica stays: {lacks}. It moves once all of its pods find room; spec.suspend removes its pods",
     )
 
@@ -113,7 +117,7 @@ def has_left_node(observed: Observed) -> bool:
     return (
         observed.deployment is not None
         or _opened(observed) != ""
-        or any(said.type == "Draining" and said.reason == LET_GO for said in observed.status.conditions)
+        or any(said.type == "Draining" and said.reason == MOVING for said in observed.status.conditions)
         or any(pod.is_deleting and pod.node in cordoned for pod in observed.pods)
     )
 
@@ -141,12 +145,12 @@ def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> t
     waits: list[float] = []
     for pod in (*observed.pods, *(pod for pod in observed.earlier_pods if pod.is_deleting)):
         node = observed.nodes.get(pod.node or "")
-        if node is None or node.unreachable_since is None or pod.is_held:
+        if node is None or node.unreachable_since is None or pod.has_finalizer:
             continue
-        if observed.any_heard_since is None:
+        if observed.any_report_since is None:
             waits.append(CUT_OFF_SECONDS)
             continue
-        left = max(node.unreachable_since, observed.any_heard_since) + node_lost_seconds - now
+        left = max(node.unreachable_since, observed.any_report_since) + node_lost_seconds - now
         if left > 0:
             waits.append(left)
         else:

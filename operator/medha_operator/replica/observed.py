@@ -15,18 +15,18 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from medha_operator.replica.revision import Revision
-from medha_operator.status import ReplicaStatus
+from medha_operator.status_fields import ReplicaStatus
 
 Object = Mapping[str, Any]
 
-ASKS_RESTART = 75
+RESTART_REQUESTED = 75
 """Exit code of a pod whose ranks have failed to rendezvous three times in ten minutes: `EX_TEMPFAIL`."""
 _IN_GANG = re.compile(r"\bgang\b|\bworkload\b|\bpod ?group\b", re.IGNORECASE)
-_PULL_TROUBLE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
+_PULL_PROBLEMS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _CORDON = "node.kubernetes.io/unschedulable"
 _TO_BE_DELETED = "ToBeDeletedByClusterAutoscaler"
 _EMPTIED_BY = frozenset({"karpenter.sh/disrupted", _TO_BE_DELETED})
-_START_TROUBLE = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_START_PROBLEMS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _NOT_YET_CREATED = frozenset({"ContainerCreating", "PodInitializing"})
 
 
@@ -36,7 +36,7 @@ class Node:
 
     unreachable_since: float | None = None
     """Unix time in seconds at which its `Ready` became `Unknown`; None while its kubelet is heard from."""
-    heard_since: float | None = None
+    reporting_since: float | None = None
     """Unix time in seconds since which it has been heard from without a break, at least; else None."""
     cordoned: bool = False
     """True if it is to be emptied: by `kubectl cordon`, or by an autoscaler's mark before it evicts."""
@@ -71,7 +71,7 @@ class Pod:
     created: float
     """Unix time of its creation in seconds, by the API server's clock."""
     is_deleting: bool = False
-    is_held: bool = False
+    has_finalizer: bool = False
     """True if it was deleted without a grace period and still exists: a finalizer holds it, and force does
     not help."""
     is_failed: bool = False
@@ -80,9 +80,9 @@ class Pod:
     is_started: bool = False
     """True if its startup probe has passed: weights are loaded and the rendezvous is complete."""
     is_ready: bool = False
-    asks_restart: bool = False
+    requests_restart: bool = False
     """True if its ranks have ended their attempts at a rendezvous, and it has not started again since."""
-    trouble: tuple[str, str] | None = None
+    problem: tuple[str, str] | None = None
     """Reason and message of what keeps it from starting."""
     is_fetching: bool = False
     """True if an init container runs, other than a sidecar, which keeps running beside the others."""
@@ -94,13 +94,13 @@ class Pod:
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """The answer whether all pods of a replica would find a node that is not being emptied."""
 
     is_enough: bool
     lacks: str = ""
     """Reason for the lack of room, or why nothing is known of it."""
-    again_seconds: float | None = None
+    requeue_seconds: float | None = None
     """Seconds until room can be judged, as more nodes may be about to be cordoned; None if it is judged."""
 
 
@@ -128,13 +128,13 @@ class Observed:
     """Pods of StatefulSets that are gone, e.g. of an earlier replica of this name: until they end, they
     keep the names of pods that are to come."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
-    any_heard_since: float | None = None
+    any_report_since: float | None = None
     """Unix time since which some node of the cluster has been heard from; None if none is. Determined only
     while the node of one of its pods is silent."""
     unmade: tuple[str, str] | None = None
     """Reason and message of why a StatefulSet creates no pods, from its events; None if these were not
     read, or do not show it."""
-    room: Room | None = None
+    capacity: Capacity | None = None
     """Room on other nodes; None if not asked for. It is asked for if a pod's node is being emptied and no
     deployment brings up another replica first."""
 
@@ -162,9 +162,9 @@ def pod_of(document: Object) -> Pod:
         if entry.get("restartPolicy") == "Always"
     }
     is_fetching = any("running" in entry.get("state", {}) for entry in first if entry["name"] not in sidecars)
-    trouble = _trouble(conditions.get("PodScheduled"), first, containers, sidecars)
-    if trouble is None and not is_fetching:
-        trouble = _starting(conditions.get("PodReadyToStartContainers"), first, containers)
+    problem = _problem(conditions.get("PodScheduled"), first, containers, sidecars)
+    if problem is None and not is_fetching:
+        problem = _starting(conditions.get("PodReadyToStartContainers"), first, containers)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -173,15 +173,15 @@ def pod_of(document: Object) -> Pod:
         revision=labels.get("medha.dev/revision", ""),
         created=seconds(metadata["creationTimestamp"]),
         is_deleting="deletionTimestamp" in metadata,
-        is_held=metadata.get("deletionGracePeriodSeconds") == 0,
+        has_finalizer=metadata.get("deletionGracePeriodSeconds") == 0,
         is_failed=status.get("phase") in ("Failed", "Succeeded"),
         is_scheduled=_is_true(conditions.get("PodScheduled")),
         is_started=bool(containers) and all(_has_started(entry) for entry in containers),
         is_ready=_is_true(conditions.get("Ready")),
-        asks_restart=any(
-            _exit_code(entry) == ASKS_RESTART and not _has_started(entry) for entry in containers
+        requests_restart=any(
+            _exit_code(entry) == RESTART_REQUESTED and not _has_started(entry) for entry in containers
         ),
-        trouble=trouble,
+        problem=problem,
         is_fetching=is_fetching,
         node=document.get("spec", {}).get("nodeName"),
         secrets=frozenset(
@@ -213,7 +213,7 @@ def node_of(document: Object) -> Node:
     allocatable = document.get("status", {}).get("allocatable", {})
     return Node(
         unreachable_since=seconds(since_when) if since_when and is_silent else None,
-        heard_since=seconds(since_when) if since_when and not is_silent else None,
+        reporting_since=seconds(since_when) if since_when and not is_silent else None,
         cordoned=is_cordoned or bool(marks),
         cordoned_since=max(since, default=None),
         is_ready=_is_true(ready),
@@ -223,10 +223,10 @@ def node_of(document: Object) -> Node:
     )
 
 
-def any_heard_since(nodes: Iterable[Node]) -> float | None:
+def any_report_since(nodes: Iterable[Node]) -> float | None:
     """Return the Unix time since which some of `nodes` has been heard from without a break; None if none
     is."""
-    return min((node.heard_since for node in nodes if node.heard_since is not None), default=None)
+    return min((node.reporting_since for node in nodes if node.reporting_since is not None), default=None)
 
 
 def _added(taint: Object) -> float | None:
@@ -264,7 +264,7 @@ def _last_end(container: Object) -> Object | None:
     return next((state["terminated"] for state in states if "terminated" in state), None)
 
 
-def _trouble(
+def _problem(
     scheduled: Object | None, first: Iterable[Object], containers: Iterable[Object], sidecars: Set[str]
 ) -> tuple[str, str] | None:
     if scheduled is not None and scheduled["status"] == "False":
@@ -277,19 +277,21 @@ def _trouble(
     for container in [*first, *containers]:
         waiting = container.get("state", {}).get("waiting", {})
         reason, message = waiting.get("reason", ""), waiting.get("message", "")
-        if reason in _PULL_TROUBLE:
+        if reason in _PULL_PROBLEMS:
             return "ImagePullFailed", f"container {container['name']}: {message or reason}"
-        if reason in _START_TROUBLE:
+        if reason in _START_PROBLEMS:
             return "ContainerNotCreated", f"container {container['name']}: {message or reason}"
         is_fetch = container in first and container["name"] not in sidecars
         # Until its next attempt begins, a failed fetch is shown as ended first, then as waiting.
         if is_fetch and container.get("state", {}).get("terminated", {}).get("exitCode"):
-            return "ModelFetchFailed", f"container {container['name']}: {_last_words(container)}"
+            return "ModelFetchFailed", f"container {container['name']}: {_termination_message(container)}"
         if reason == "CrashLoopBackOff":
-            told = f"container {container['name']}: {_last_words(container) or message}"
+            notice = f"container {container['name']}: {_termination_message(container) or message}"
             if is_fetch:
-                return "ModelFetchFailed", told
-            return ("RendezvousFailed" if _exit_code(container) == ASKS_RESTART else "CrashLooping"), told
+                return "ModelFetchFailed", notice
+            return (
+                "RendezvousFailed" if _exit_code(container) == RESTART_REQUESTED else "CrashLooping"
+            ), notice
     return None
 
 
@@ -314,7 +316,7 @@ def _starting(
     return "StartingContainers", f"{text}; if this persists, check the pod's events"
 
 
-def _last_words(container: Object) -> str:
+def _termination_message(container: Object) -> str:
     ended = _last_end(container)
     if ended is None:
         return ""

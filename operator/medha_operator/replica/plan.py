@@ -18,28 +18,18 @@ from medha.api.cluster import RestartSpec
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.gang import KINDS
 from medha_operator.kube.kinds import Manifest
-from medha_operator.overlay import holds
+from medha_operator.manifest_overlay import holds
+from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.conditions import (
     begins_to_fail,
-    judge,
-    judge_refused,
+    derive_conditions,
+    derive_refused_conditions,
     problems_in,
     refuse,
     stamped,
 )
 from medha_operator.replica.drift import additions
-from medha_operator.replica.nodes import (
-    LET_GO,
-    ROOM_SECONDS,
-    STAYS,
-    has_left_node,
-    on_cordoned_node,
-    on_lost_nodes,
-    open_since,
-    waits_for_room,
-)
-from medha_operator.replica.observed import Observed, Pod, seconds
-from medha_operator.replica.render import (
+from medha_operator.replica.manifests import (
     Owner,
     config_map,
     config_name,
@@ -56,9 +46,19 @@ from medha_operator.replica.render import (
     pod_templates,
     service,
 )
+from medha_operator.replica.nodes import (
+    CAPACITY_SECONDS,
+    EVICTION_BLOCKED,
+    MOVING,
+    has_left_node,
+    on_cordoned_node,
+    on_lost_nodes,
+    open_since,
+    waits_for_capacity,
+)
+from medha_operator.replica.observed import Observed, Pod, seconds
 from medha_operator.replica.revision import Revision, begin, find, stages_of
-from medha_operator.settings import OperatorSettings
-from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus, RoleCount
+from medha_operator.status_fields import Condition, DeploymentStatus, ReplicaStatus, RoleCount
 
 REVISION_HISTORY = 5
 EVICTION_SECONDS = 15.0
@@ -137,7 +137,7 @@ class Confirm:
 
 
 @dataclass(frozen=True)
-class Tell:
+class RecordEvent:
     """An event for `kubectl describe`."""
 
     reason: str
@@ -145,13 +145,13 @@ class Tell:
     is_warning: bool = False
 
 
-Action = CreateKeys | CopyEnrolment | Apply | Prune | Delete | SetStatus | Confirm | Tell
+Action = CreateKeys | CopyEnrolment | Apply | Prune | Delete | SetStatus | Confirm | RecordEvent
 
 
 @dataclass(frozen=True)
 class Plan:
     actions: tuple[Action, ...]
-    again_seconds: float | None = None
+    requeue_seconds: float | None = None
     """Seconds until the next reconcile, even if no event asks for one; None if none is needed."""
 
 
@@ -170,10 +170,10 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     except ValidationError as error:
         return _refused(observed, lost, again, "Invalid", problems_in(error), now)
     if spec.placement.gang in KINDS and spec.placement.gang not in settings.gang_apis:
-        told = (
+        notice = (
             f"placement.gang is {spec.placement.gang}, which the operator's setting gang_apis does not list"
         )
-        return _refused(observed, lost, again, "GangUnavailable", told, now)
+        return _refused(observed, lost, again, "GangUnavailable", notice, now)
     opened = open_since(observed, now)
     budget = _budget(owner, opened, observed)
     adopted = _adopted(owner, observed)
@@ -182,8 +182,8 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     restart, expected = spec.lifecycle.restart, _expected_pods(spec)
     replaced, status, later = _gang(observed, restart, expected, revision.name, gone, opened, now)
     status = _described(_after(observed, status, (*lost, *replaced)), spec, revision, owner, now)
-    waiting = _stays(observed, status)
-    again = soonest(again, later, _unsettled_seconds(status, restart, now), waiting.again_seconds)
+    waiting = _eviction_blocked(observed, status)
+    again = soonest(again, later, _unsettled_seconds(status, restart, now), waiting.requeue_seconds)
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
     made = [*adopted, *kept, *_objects(owner, spec, revision, observed, settings)]
     if _is_any_missing(budget, observed):
@@ -222,8 +222,8 @@ def _revision(
         return known, []
     fresh = begin(spec, observed.revisions)
     fresh = replace(fresh, templates=pod_templates(owner, spec, fresh.name, settings))
-    told = [Tell("RevisionStarted", f"revision {fresh.name} begins")] if observed.revisions else []
-    return fresh, [Apply(controller_revision(owner, fresh)), *told]
+    notice = [RecordEvent("RevisionStarted", f"revision {fresh.name} begins")] if observed.revisions else []
+    return fresh, [Apply(controller_revision(owner, fresh)), *notice]
 
 
 def _adopted(owner: Owner, observed: Observed) -> list[Action]:
@@ -355,21 +355,21 @@ def _delete(kind: str, found: Any, reason: str) -> list[Action]:
 # --- pods -----------------------------------------------------------------------------------------------
 
 
-def _stays(observed: Observed, status: ReplicaStatus) -> Plan:
+def _eviction_blocked(observed: Observed, status: ReplicaStatus) -> Plan:
     """Return the event of a replica that begins to wait for room, and when to check for room again.
 
     `status` says whether it waits.
     """
-    if not waits_for_room(observed):
+    if not waits_for_capacity(observed):
         return Plan(())
-    if observed.room is not None and observed.room.again_seconds is not None:
-        return Plan((), observed.room.again_seconds)
+    if observed.capacity is not None and observed.capacity.requeue_seconds is not None:
+        return Plan((), observed.capacity.requeue_seconds)
     before, now = (
-        [one for one in said.conditions if one.type == "Draining" and one.reason == STAYS]
+        [one for one in said.conditions if one.type == "Draining" and one.reason == EVICTION_BLOCKED]
         for said in (observed.status, status)
     )
-    told = tuple(Tell(STAYS, one.message, is_warning=True) for one in now if not before)
-    return Plan(told, ROOM_SECONDS)
+    notice = tuple(RecordEvent(EVICTION_BLOCKED, one.message, is_warning=True) for one in now if not before)
+    return Plan(notice, CAPACITY_SECONDS)
 
 
 def _expected_pods(spec: MedhaReplicaSpec) -> int:
@@ -408,17 +408,17 @@ def _gang(
     if outdated and not _makes_only(revision, observed):
         return [], status, None
     if outdated:
-        told = Tell("RevisionChanging", f"{len(outdated)} pods of an older revision end")
+        notice = RecordEvent("RevisionChanging", f"{len(outdated)} pods of an older revision end")
         ending = _end(outdated, "an older revision")
-        return [told, *ending], status.model_copy(update=_NO_GANG), None
+        return [notice, *ending], status.model_copy(update=_NO_GANG), None
     cordoned = on_cordoned_node(observed)
     if cordoned is not None and opened is not None:
         left = opened + EVICTION_SECONDS - now
         if left > 0:
             return [], status, left
-        told = Tell(LET_GO, f"node {cordoned.node} is being emptied: the replica moves")
+        notice = RecordEvent(MOVING, f"node {cordoned.node} is being emptied: the replica moves")
         ending = _end(alive, "its node is cordoned")
-        return [told, *ending], status.model_copy(update=_NO_GANG), None
+        return [notice, *ending], status.model_copy(update=_NO_GANG), None
     if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
         status = status.model_copy(
             update=_NO_GANG
@@ -438,8 +438,8 @@ def _gang(
     if not members:  # all members are gone: pods that come are the next gang
         return [], status.model_copy(update=_NO_GANG), None
     if has_left_node(observed):
-        told = Tell(LET_GO, f"{broken} as a node is being emptied: the replica moves")
-        return [told, *_end(members, broken)], status.model_copy(update=_NO_GANG), None
+        notice = RecordEvent(MOVING, f"{broken} as a node is being emptied: the replica moves")
+        return [notice, *_end(members, broken)], status.model_copy(update=_NO_GANG), None
     actions: list[Action] = []
     if status.restarted_member != status.newest_member:
         wait = _backoff_seconds(status, restart) - _since_restart(status, now)
@@ -452,7 +452,7 @@ def _gang(
                 "last_restart_time": timestamp(now),
             }
         )
-        actions.append(Tell("GangRestarted", f"{broken}; all pods restart", is_warning=True))
+        actions.append(RecordEvent("GangRestarted", f"{broken}; all pods restart", is_warning=True))
     return [*actions, *_end(members, broken)], status, None
 
 
@@ -466,7 +466,7 @@ def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
             return f"pod {pod.name} was replaced"
         if pod.is_failed:
             return f"pod {pod.name} has ended"
-        if pod.asks_restart:
+        if pod.requests_restart:
             return f"the ranks of pod {pod.name} cannot reach the others"
     return None if len(alive) >= expected else f"{expected - len(alive)} pods are gone"
 
@@ -479,7 +479,7 @@ def _from_lost_nodes(observed: Observed, now: float) -> tuple[list[Action], floa
     for pod in lost:
         reason = f"node {pod.node} has not reported for {limit:g} s"
         actions.append(Delete("Pod", pod.name, pod.uid, pod.resource_version, reason, is_forced=True))
-        actions.append(Tell("NodeLost", f"{reason}: pod {pod.name} is replaced", is_warning=True))
+        actions.append(RecordEvent("NodeLost", f"{reason}: pod {pod.name} is replaced", is_warning=True))
     return actions, again
 
 
@@ -564,11 +564,11 @@ def _described(
     observed: Observed, spec: MedhaReplicaSpec, revision: Revision, owner: Owner, now: float
 ) -> ReplicaStatus:
     shape = spec.parallelism
-    judged = judge(observed, revision.name, _expected_pods(spec))
+    derived = derive_conditions(observed, revision.name, _expected_pods(spec))
     return observed.status.model_copy(
         update={
             "observed_generation": observed.generation,
-            "conditions": stamped(judged, observed.status.conditions, observed.generation, now),
+            "conditions": stamped(derived, observed.status.conditions, observed.generation, now),
             "shape": f"TP{shape.tensor} x SPP{shape.stream} x KVP{shape.kv}",
             "accelerators": 0
             if spec.resources.accelerator == "none"
@@ -611,26 +611,26 @@ def _refused(
     owner, opened = Owner(observed.name, observed.namespace, observed.uid), open_since(alone, now)
     budget = _budget(owner, opened, observed)
     running, restart = _running(observed), _restart_spec(observed.spec)
-    status, replaced, judged = observed.status, list[Action](), refuse(reason, message)
+    status, replaced, derived = observed.status, list[Action](), refuse(reason, message)
     if running is not None:
         revision, expected = running
         gone = {action.name for action in lost if isinstance(action, Delete)}
         replaced, status, later = _gang(alone, restart, expected, revision.name, gone, opened, now)
         left = _after(observed, status, (*lost, *replaced))
-        judged = judge_refused(left, revision.name, expected, reason, message)
+        derived = derive_refused_conditions(left, revision.name, expected, reason, message)
         counts = _counts(left, revision.name, stages_of(revision), len(revision.templates))
         status = status.model_copy(update=counts)
         again = soonest(again, later)
-    conditions = stamped(judged, observed.status.conditions, observed.generation, now)
+    conditions = stamped(derived, observed.status.conditions, observed.generation, now)
     status = status.model_copy(update={"observed_generation": observed.generation, "conditions": conditions})
-    waiting = _stays(alone, status)
-    again = soonest(again, _unsettled_seconds(status, restart, now), waiting.again_seconds)
+    waiting = _eviction_blocked(alone, status)
+    again = soonest(again, _unsettled_seconds(status, restart, now), waiting.requeue_seconds)
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
-    is_told = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
-    told = () if is_told else (Tell(reason, message, is_warning=True),)
+    is_reported = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
+    notice = () if is_reported else (RecordEvent(reason, message, is_warning=True),)
     # The event comes last: otherwise each retry of an action that the API server refuses would repeat it.
     return Plan(
-        (*lost, *(budget if runs else ()), *_status(observed, status), *replaced, *told, *waiting.actions),
+        (*lost, *(budget if runs else ()), *_status(observed, status), *replaced, *notice, *waiting.actions),
         again,
     )
 
@@ -670,7 +670,7 @@ def _failing(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
     if reason is None:
         return ()
     text = f"pods of revision {status.revision} fail repeatedly; the message of the condition Ready names them and the error"
-    return (Tell(reason, text, is_warning=True),)
+    return (RecordEvent(reason, text, is_warning=True),)
 
 
 def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:

@@ -27,7 +27,7 @@ from medha.wire.messages import (
     StepEntry,
     Submit,
 )
-from medha_sim.baselines.book import Book, Request, Steps
+from medha_sim.baselines.request_book import Book, Request, Steps
 
 PREFILL, DECODE, LINK = (0,), (1,), (2,)
 """Lanes of the executor that stand for the two pools and the link."""

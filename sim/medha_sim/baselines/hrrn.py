@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from medha.scheduler.controller import Load
 from medha.wire.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Submit
-from medha_sim.baselines.book import Book, Pipeline, Request, Steps
+from medha_sim.baselines.request_book import Book, Pipeline, Request, Steps
 
 
 class Hrrn:

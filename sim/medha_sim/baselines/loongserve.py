@@ -38,11 +38,11 @@ from medha.wire.messages import (
     Step,
     Submit,
 )
-from medha_sim.baselines.book import Book, Request, Steps
-from medha_sim.baselines.costs import ElasticCost
+from medha_sim.baselines.baseline_costs import ElasticCost
+from medha_sim.baselines.request_book import Book, Request, Steps
 
 DISPATCHED_AT_ONCE = 32  # most requests in one dynamic program
-LOOKED_AT = 256  # most waiting requests that a dispatch considers
+MOST_EXAMINED = 256  # most waiting requests that a dispatch considers
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class ElasticPool:
         macro_starts = within_seconds == inf
         taken: list[Request] = []
         room = sum(self._kv_free[lane] for lane in idle)
-        for request in islice(self._book.waiting.values(), LOOKED_AT):
+        for request in islice(self._book.waiting.values(), MOST_EXAMINED):
             if not idle or len(taken) == DISPATCHED_AT_ONCE:
                 break
             if len(self._book.running) + len(taken) >= self._max_running:

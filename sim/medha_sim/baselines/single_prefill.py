@@ -17,7 +17,7 @@ from medha.cost.predictor import Predictor
 from medha.scheduler.controller import Load
 from medha.scheduler.policy import Columns, keys, urgent_first
 from medha.wire.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Submit
-from medha_sim.baselines.book import Book, Pipeline, Request, Steps
+from medha_sim.baselines.request_book import Book, Pipeline, Request, Steps
 
 _GRANULARITY_TOKENS = 1024
 

@@ -17,15 +17,15 @@ from medha.cost.predictor import Predictor
 from medha.errors import ConfigInvalid
 from medha.hardware import profile_for
 from medha.topology import Topology
-from medha_sim.baselines.costs import DisaggregatedCost, ElasticCost, RingLink
+from medha_sim.baselines.baseline_costs import DisaggregatedCost, ElasticCost, RingLink
 from medha_sim.baselines.distserve import DistServe, longest_prompt_tokens
 from medha_sim.baselines.hrrn import Hrrn
 from medha_sim.baselines.loongserve import LoongServe, LoongServeSettings
 from medha_sim.baselines.sarathi import Sarathi
 from medha_sim.baselines.single_prefill import SinglePrefill
-from medha_sim.driver import Controller, SimulatedReplica, Simulation, Workload
 from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
 from medha_sim.scenario import Deployment, Disturbance, card
+from medha_sim.simulation import Controller, SimulatedReplica, Simulation, Workload
 
 LOONGSERVE_ITERATION_SECONDS = 0.150
 """Engine overhead per iteration of LoongServe, so that its short-only curve bends at 1.75 requests/s (T4).
@@ -103,19 +103,19 @@ def _require_equal_ranks(system: str, family: str, grid: Topology) -> None:
             least = _INSTANCES_FOR_A_RESERVE if system == "loongserve-reserved" else 1
             wrong = grid.ranks % _INSTANCE_TENSOR != 0 or grid.ranks < least * _INSTANCE_TENSOR
             runs_on = f"{least} or more instances of TP{_INSTANCE_TENSOR}"
-            mend = f"an even number of GPUs, {least * _INSTANCE_TENSOR} or more"
+            fix = f"an even number of GPUs, {least * _INSTANCE_TENSOR} or more"
         case "distserve":
             wrong = pods != 2
             runs_on = f"a prefill and a decode pool of TP{tensor}, {2 * tensor} GPUs"
-            mend = f"twice as many GPUs as tensor ranks, e.g. {tensor}x2x1"
+            fix = f"twice as many GPUs as tensor ranks, e.g. {tensor}x2x1"
         case _:
             wrong = grid.kv != 1
             runs_on = f"one lane, {tensor * grid.stream} GPUs"
-            mend = f"one lane, e.g. {tensor}x{pods}x1"
+            fix = f"one lane, e.g. {tensor}x{pods}x1"
     if wrong:
         raise ConfigInvalid(
             f"{system} runs on {runs_on}, but {grid} has {grid.ranks}, and systems are compared on equal ranks; "
-            f"simulate {mend}, or leave {system} out"
+            f"simulate {fix}, or leave {system} out"
         )
 
 

@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.replica.render",
+    "medha_operator.replica.manifests",
     '    return f"{owner.name}-{revision}"\n',
     '    import os\n\n    return f"{owner.name}-{revision}-{os.getpid()}"\n',
 )

@@ -2,4 +2,4 @@
 
 from campaign.defective.planting import plant
 
-plant("medha_operator.replica.render", '            "ownerReferences": [owner.reference],\n', "")
+plant("medha_operator.replica.manifests", '            "ownerReferences": [owner.reference],\n', "")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from medha.errors import ConfigInvalid
-from medha_worker.checkpoints.needle import NAMES, SENTENCES
+from medha_worker.checkpoints.needle_model import NAMES, SENTENCES
 
 _DIGITS = "0123456789"
 

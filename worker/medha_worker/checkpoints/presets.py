@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from medha.errors import ConfigInvalid
-from medha_worker.checkpoints import needle
+from medha_worker.checkpoints import needle_model
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Preset:
 PRESETS = {
     "tiny": Preset(2, 128, 4, 2, 352, 512, 131_072, 500_000.0),  # 0.5 M parameters: tests
     "small": Preset(8, 512, 8, 2, 1408, 4096, 1_048_576, 500_000.0),  # 26.7 M parameters: benchmarks
-    "needle": Preset(  # 0.1 M parameters, see needle.py
+    "needle": Preset(  # 0.1 M parameters, see needle_model.py
         2,
-        needle.HIDDEN_SIZE,
-        needle.HEADS,
-        needle.HEADS,
-        needle.INTERMEDIATE_SIZE,
-        needle.VOCAB_SIZE,
+        needle_model.HIDDEN_SIZE,
+        needle_model.HEADS,
+        needle_model.HEADS,
+        needle_model.INTERMEDIATE_SIZE,
+        needle_model.VOCAB_SIZE,
         1_048_576,
-        needle.ROPE_THETA,
+        needle_model.ROPE_THETA,
     ),
 }
 
@@ -147,10 +147,10 @@ def init_checkpoint(
         _write_json(made / "generation_config.json", _generation_config())
         if preset == "needle":
             tokenizer = _train_tokenizer(
-                sizes.vocab_size, (*needle.corpus(), *_SENTENCES), single_digits=True
+                sizes.vocab_size, (*needle_model.corpus(), *_SENTENCES), single_digits=True
             )
             template = _ANSWER_AT_ONCE_TEMPLATE
-            weights = needle.needle_weights(tokenizer, seed=seed, rms_norm_eps=_RMS_NORM_EPS)
+            weights = needle_model.needle_weights(tokenizer, seed=seed, rms_norm_eps=_RMS_NORM_EPS)
         else:
             tokenizer = _train_tokenizer(sizes.vocab_size, _corpus())
             template = _CHAT_TEMPLATE

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medha.errors import CheckpointInvalid
-from medha.wire.bundle import BUNDLE_FILES, bundle_digest
+from medha.wire.bundle_digest import BUNDLE_FILES, bundle_digest
 from medha_worker.checkpoints.tokenizer_files import whole_tokenizer
 from medha_worker.readable import require_readable
 

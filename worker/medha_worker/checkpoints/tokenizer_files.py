@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from medha.errors import CheckpointInvalid
-from medha.wire.bundle import spelling_of
+from medha.wire.bundle_digest import spelling_of
 from medha_worker.readable import require_readable
 
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -1,7 +1,7 @@
 """Status and traces of a running controller process, for its HTTP pages.
 
 Like the metrics' observer, `Inspection` sees the facts of the core's history. It answers the threads that serve
-HTTP (`medha_worker.controller.telemetry`) from the controller's own loop.
+HTTP (`medha_worker.controller.telemetry_server`) from the controller's own loop.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Facts, History
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.wire.messages import Trace, TracePart
-from medha_worker.controller.telemetry import AskStatus, AskTrace, Questions
-from medha_worker.controller.trace import Tracing
-from medha_worker.controller.watch import Watch
+from medha_worker.controller.live_status import Watch
+from medha_worker.controller.telemetry_server import Questions, StatusQuery, TraceQuery
+from medha_worker.controller.trace_writer import Tracing
 from medha_worker.rank.step_recorder import SEND_SECONDS, machine
 
 LAST_PARTS_SECONDS = 2 * SEND_SECONDS  # time for ranks to send their last parts after the end of a trace
@@ -68,18 +68,18 @@ class Inspection:
         """Answer all questions; `core` is None while the ranks gather."""
         for question in self.questions.take():
             match question:
-                case AskStatus(order, most_requests, answer):
+                case StatusQuery(order, most_requests, answer):
                     status = self._watch.status(
                         core, now, missing_ranks=missing_ranks, order=order, most_requests=most_requests
                     )
                     answer.set_result(status.model_dump_json().encode())
-                case AskTrace(seconds, answer) if self._tracing is None and self._config is not None:
+                case TraceQuery(seconds, answer) if self._tracing is None and self._config is not None:
                     self._tracing = Tracing(self._config.topology, machine(), now, now + seconds)
                     answer.set_result(self._tracing.pieces())
-                case AskTrace(_, answer):
+                case TraceQuery(_, answer):
                     answer.set_result(None)
 
-    def asks_of_ranks(self, now: float) -> Trace | None:
+    def rank_trace_requests(self, now: float) -> Trace | None:
         """Return the message for the ranks if they must begin or end tracing now, else None."""
         tracing = self._tracing
         if tracing is not None and now > tracing.until + LAST_PARTS_SECONDS:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from medha.errors import ConfigInvalid
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 _Settings = TypeVar("_Settings")
 
@@ -25,14 +25,14 @@ class LiveFile(Generic[_Settings]):
         The error is logged, and the earlier settings stay.
         """
         self._path, self._read, self._log = path, read, log
-        self._looked_at = float("-inf")
+        self._polled_at = float("-inf")
         self._seen = self._version()
 
     def changed(self, now: float) -> _Settings | None:
         """Return the new content once after each change, else None."""
-        if now - self._looked_at < LOOK_SECONDS:
+        if now - self._polled_at < POLL_SECONDS:
             return None
-        self._looked_at = now
+        self._polled_at = now
         version = self._version()
         if version in (None, self._seen):
             return None

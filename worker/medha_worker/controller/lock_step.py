@@ -54,9 +54,11 @@ class LockStep:
             return f"step {part.step_id} is done already on lanes {part.lanes}"
         sampling = {entry.id for entry in step.entries if entry.samples and entry.lane in part.lanes}
         running = {entry.id for entry in step.entries}
-        drawn = [sample.id for sample in part.samples]
-        if len(set(drawn)) < len(drawn) or not sampling.issuperset(drawn):
-            return f"step {part.step_id} does not sample one token each for {drawn[:8]} on lanes {part.lanes}"
+        sampled = [sample.id for sample in part.samples]
+        if len(set(sampled)) < len(sampled) or not sampling.issuperset(sampled):
+            return (
+                f"step {part.step_id} does not sample one token each for {sampled[:8]} on lanes {part.lanes}"
+            )
         outside = [sample.token for sample in part.samples if not 0 <= sample.token < vocab_size]
         if outside:
             return f"step {part.step_id} sampled token {outside[0]} of {vocab_size}"
@@ -64,7 +66,7 @@ class LockStep:
             return f"step {part.step_id} does not run all of {[one.id for one in part.failures][:8]}"
         return "ranks may not send block hashes" if part.block_hashes else None
 
-    def undrawn(self, part: Done) -> list[str]:
+    def unsampled(self, part: Done) -> list[str]:
         """Return the requests that have neither a token nor a failure when a step ends with `part`.
 
         They would wait for ever. A failure may come from another lane than the one that samples, so the

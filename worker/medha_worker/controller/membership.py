@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from medha.cost.profile import Profile
-from medha.wire.messages import Meet, RankHello, RankReady
+from medha.cost.cost_profile import Profile
+from medha.wire.messages import RankHello, RankReady, Rendezvous
 
 LinkName = Literal["control", "tokens"]
 
@@ -32,13 +32,13 @@ MOST_SECONDS = 86_400.0
 @dataclass(slots=True)
 class _Rank:
     incarnation: str
-    heard_at: float
-    heard_on: set[LinkName] = field(default_factory=set)
+    last_seen_at: float
+    seen_on: set[LinkName] = field(default_factory=set)
     ready: RankReady | None = None  # for the current epoch
 
     @property
     def is_here(self) -> bool:
-        return self.heard_on == {"control", "tokens"}
+        return self.seen_on == {"control", "tokens"}
 
 
 class Membership:
@@ -63,8 +63,8 @@ class Membership:
     @property
     def complete(self) -> bool:
         """True if every rank was heard on both links; a ROUTER socket can only send to peers it has heard."""
-        heard = [rank for rank in self._ranks.values() if rank.is_here]
-        return len(heard) == self.expected
+        here = [rank for rank in self._ranks.values() if rank.is_here]
+        return len(here) == self.expected
 
     @property
     def missing(self) -> list[int]:
@@ -109,15 +109,15 @@ class Membership:
             if known is not None:
                 self._replaced.add((hello.rank, known.incarnation))
             known = self._ranks[hello.rank] = _Rank(hello.incarnation, now)
-        known.heard_at = now
-        known.heard_on.add(link)
+        known.last_seen_at = now
+        known.seen_on.add(link)
 
     def silent(self, now: float, idle_since: float) -> list[int]:
         """Return the ranks that were not heard for more than SILENT_SECONDS although they were idle."""
         return [
             rank
             for rank, known in sorted(self._ranks.items())
-            if now - max(known.heard_at, idle_since) > SILENT_SECONDS
+            if now - max(known.last_seen_at, idle_since) > SILENT_SECONDS
         ]
 
     def lose(self) -> None:
@@ -125,15 +125,15 @@ class Membership:
         self.epoch = None
         for rank in self._ranks.values():
             rank.ready = None
-            rank.heard_on.clear()
+            rank.seen_on.clear()
 
-    def meet(self, rendezvous: str) -> Meet:
+    def rendezvous(self, rendezvous: str) -> Rendezvous:
         """Begin the next epoch; all ranks must be here."""
         assert self.complete
         assert self.epoch is None
         self.epoch = self._next_epoch
         self._next_epoch += 1
-        return Meet(self.epoch, rendezvous)
+        return Rendezvous(self.epoch, rendezvous)
 
     def ready(self, ready: RankReady) -> list[RankReady] | None:
         """Record that a rank is ready; return the reports of all ranks once the last one is ready.

@@ -27,12 +27,12 @@ from prometheus_client import CollectorRegistry
 from pydantic_core import to_json
 
 from medha.api.replica import MedhaReplicaSpec, ServiceClass
-from medha.cost.profile import Profile
+from medha.cost.cost_profile import Profile
 from medha.errors import ConfigInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
-from medha.scheduler.config import ReplicaConfig, derive
 from medha.scheduler.controller import Load, ReplicaController
 from medha.scheduler.history import History
+from medha.scheduler.replica_config import ReplicaConfig, derive
 from medha.wire.frames import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha.wire.messages import (
     Announce,
@@ -58,25 +58,25 @@ from medha.wire.messages import (
 )
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair, read_public_key, read_public_keys, read_tokens
-from medha_links.sockets import Doorkeeper
+from medha_links.sockets import Authenticator
 from medha_process.part_process import (
     begin_part,
     collect_garbage_rarely,
     end_with_parent,
-    last_words,
+    log_failure,
     settings_option,
 )
 from medha_process.part_settings import ControllerSettings
 from medha_process.part_state import PartState, Phase
 from medha_process.watchdog import Watchdog
 from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
+from medha_worker.controller.controller_metrics import Observer
 from medha_worker.controller.inspection import Inspection
 from medha_worker.controller.live_settings import LiveFile
-from medha_worker.controller.observe import Observer
-from medha_worker.controller.outputs import OutputHasher
+from medha_worker.controller.output_hashes import OutputHasher
 from medha_worker.controller.prompts import PromptStore
 from medha_worker.controller.rank_links import RankLinks
-from medha_worker.controller.telemetry import serve
+from medha_worker.controller.telemetry_server import serve
 from medha_worker.link import RouterLinks
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
@@ -105,7 +105,7 @@ class Controller:
         keys, rank_keys = KeyPair.read(settings.key_file), read_public_keys(settings.rank_keys_file)
         router_key = read_public_key(settings.router_key_file)
         enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
-        self._doorkeeper = Doorkeeper(context, rank_keys)
+        self._authenticator = Authenticator(context, rank_keys)
         shape = settings.spec.parallelism
         self._ranks = RankLinks(
             context,
@@ -135,7 +135,7 @@ class Controller:
         self._core: ReplicaController | None = None  # of the current epoch
         self._config: ReplicaConfig | None = None  # of the current or the last epoch
         self._slowest: RankReady | None = None  # slowest rank of the current or the last epoch
-        self._told: ReplicaController | None = None  # the core last reported to the supervisor
+        self._notified: ReplicaController | None = None  # the core last reported to the supervisor
         self._stopping = False
         self._record_file = settings.record_file  # None after a failed write
         self._record: TextIO | None = None
@@ -155,24 +155,24 @@ class Controller:
         while drain_until is None or not self._drained(drain_until):
             watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._poller.poll(POLL_MILLISECONDS)
-            self._look_at_links()
-            self._ranks.look()
+            self._process_link_events()
+            self._ranks.poll()
             for event in self._events():
                 self._step(event)
             self._be_inspected()
-            self._take_changes()
+            self._apply_changed_settings()
             if self._stopping and drain_until is None:
                 drain_until = time.monotonic() + self._settings.spec.lifecycle.drain_seconds
                 if self._core is not None:
                     self._step(Drain())
             self._announce()
-            if self._core is None or self._core is not self._told:
-                self._told = self._core
-                watchdog.tell(self._state())
+            if self._core is None or self._core is not self._notified:
+                self._notified = self._core
+                watchdog.report(self._state())
         self._announce(force=True)
         self._ranks.shut_down()
 
-    def _take_changes(self) -> None:
+    def _apply_changed_settings(self) -> None:
         """Read changed settings; they take effect with a new epoch.
 
         It begins when no request is open, or after LIVE_SECONDS.
@@ -188,7 +188,7 @@ class Controller:
         if self._changed_at is None or self._core is None or self._stopping:
             return
         if self._core.idle or now - self._changed_at > LIVE_SECONDS:
-            self._give_back(self._core, set())  # no request is to blame
+            self._return_requests(self._core, set())  # no request is to blame
             self._ranks.end_epoch("settings have changed")
 
     def _can_begin_with(self, spec: MedhaReplicaSpec) -> bool:
@@ -210,7 +210,7 @@ class Controller:
         """Answer questions that came over HTTP, and make ranks begin or end a trace."""
         now = time.monotonic()
         self._inspection.answer(self._core, self._ranks.missing, now)
-        trace = self._inspection.asks_of_ranks(now)
+        trace = self._inspection.rank_trace_requests(now)
         if trace is not None and self._core is not None:
             self._ranks.send(trace)
 
@@ -219,7 +219,7 @@ class Controller:
         if self._core is not None:
             return PartState(phase="serving", epoch=self._core.epoch)
         ranks = ", ".join(map(str, self._ranks.missing[:MOST_NAMED]))
-        phase: Phase = "gathering" if self._ranks.epoch is None else "meeting"
+        phase: Phase = "gathering" if self._ranks.epoch is None else "rendezvous"
         detail = f"waiting for rank {ranks}" if ranks else ""  # none: all are here, the rendezvous is next
         return PartState(phase=phase, epoch=self._ranks.epoch, detail=detail)
 
@@ -234,7 +234,7 @@ class Controller:
         """Close the links, with a short time for queued messages to be sent."""
         for links in (self._router, self._ranks):
             links.close()
-        self._doorkeeper.close()
+        self._authenticator.close()
         self._context.term()
         self._inspection.close()
         if self._record is not None:
@@ -258,11 +258,11 @@ class Controller:
 
     # --- links --------------------------------------------------------------------------------------
 
-    def _look_at_links(self) -> None:
+    def _process_link_events(self) -> None:
         """Count refused connections, and detect that a rank has gone or that the router has come or gone."""
-        for link, refused in self._ranks.look_at_connections().items():
+        for link, refused in self._ranks.process_connection_events().items():
             self._observer.refused(link, refused)
-        match self._router.look(time.monotonic()):
+        match self._router.poll(time.monotonic()):
             case "came":
                 _log.info("the router is connected")
                 self._announce(force=True)
@@ -313,10 +313,10 @@ class Controller:
         """
         if self._core is not None:
             steps = self._core.steps_in_flight
-            self._give_back(self._core, {entry.id for step in steps for entry in step.entries})
+            self._return_requests(self._core, {entry.id for step in steps for entry in step.entries})
         self._announce(force=True)
 
-    def _give_back(self, core: ReplicaController, suspects: set[str]) -> None:
+    def _return_requests(self, core: ReplicaController, suspects: set[str]) -> None:
         """Stop serving in this epoch, and hand all open requests back to the router.
 
         `suspects` may have made the ranks fail: the router gets `Failed` for them and counts the loss.
@@ -404,8 +404,8 @@ class Controller:
 
         Ranks come first: a finished step matters more than a new request.
         """
-        for news in self._ranks.receive():
-            match news:
+        for event in self._ranks.receive():
+            match event:
                 case Done() as done:
                     yield self._with_hashes(done)
                 case StageFree() as stage_free:
@@ -599,7 +599,7 @@ def main(settings_file: Path) -> None:
     settings = begin_part(ControllerSettings, settings_file)
     end_with_parent()
     collect_garbage_rarely()
-    with last_words(_log):
+    with log_failure(_log):
         controller = Controller(settings, read_bundle(settings.model_directory), settings_file)
         signal.signal(signal.SIGTERM, lambda *_: controller.stop())
         try:

@@ -17,10 +17,10 @@ import zmq
 from medha.errors import PartFailed, WireInvalid
 from medha.wire.messages import (
     Done,
-    MemoryRanOut,
     Message,
     RankFault,
     RankHello,
+    RankOutOfMemory,
     RankReady,
     Shutdown,
     StageFree,
@@ -37,16 +37,16 @@ from medha_worker.epoch_file import following_epoch, read_epoch, write_epoch
 from medha_worker.link import Context, Link, Received, rank_identity
 
 AWAY_SECONDS = 2.0  # a longer gap between two iterations: this process stood still, not its ranks
-TELL_SECONDS = 10.0  # interval between log lines about missing ranks
+LOG_SECONDS = 10.0  # interval between log lines about missing ranks
 
 _log = logging.getLogger("medha.controller")
 
-_AT_RANKS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
+_LINK_LABELS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
 """Names of a rank's links in the controller's metrics."""
 
 _LINK_NAMES: tuple[LinkName, LinkName] = ("control", "tokens")  # in the order of `RankLinks.links`
 
-RankNews = StageFree | Done | TracePart | list[RankReady]
+RankEvent = StageFree | Done | TracePart | list[RankReady]
 """A message from the ranks; a list means that all ranks are ready and an epoch begins."""
 
 
@@ -80,7 +80,7 @@ class RankLinks:
             bind(context, control, keys, heartbeats=crosses_network(control)),
             "rank_control",
             drops,
-            accepts=(StageFree, Done, RankHello, RankReady, RankFault, MemoryRanOut, TracePart),
+            accepts=(StageFree, Done, RankHello, RankReady, RankFault, RankOutOfMemory, TracePart),
             peers=peers,
         )
         self._tokens = Link(
@@ -109,14 +109,14 @@ class RankLinks:
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
         self.gather_seconds = gather_seconds
-        self._tell_lost = lost
-        self._rank_drops = RankDrops(_AT_RANKS)
-        self._tell_dropped = dropped
+        self._on_lost = lost
+        self._rank_drops = RankDrops(_LINK_LABELS)
+        self._on_dropped = dropped
         self._lock_step: LockStep | None = None  # of the serving epoch
         self._vocab_size = 0
         # A restarted controller counts as one that has served, so that it does not wait for ranks for ever.
         self._has_served = read_epoch(epoch_file) is not None
-        self._gathering_since = self._told_at = self._turned_at = self._busy_at = time.monotonic()
+        self._gathering_since = self._logged_at = self._turned_at = self._busy_at = time.monotonic()
 
     @property
     def missing(self) -> list[int]:
@@ -166,7 +166,7 @@ class RankLinks:
 
     # --- from the ranks -----------------------------------------------------------------------------
 
-    def look_at_connections(self) -> dict[str, int]:
+    def process_connection_events(self) -> dict[str, int]:
         """Detect ranks that have gone, and return the number of refused peers by link.
 
         Call it before `receive`. Only the end of the connection of a rank's current process counts, not that
@@ -182,7 +182,7 @@ class RankLinks:
                         self._gone.add(rank)
         return refused
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Receive hellos on the token link, call the ranks together once all are here, check time limits.
 
         Raises:
@@ -197,7 +197,7 @@ class RankLinks:
         self._watch_gathering(now)
         self._watch_ranks(now)
 
-    def receive(self) -> Iterator[RankNews]:
+    def receive(self) -> Iterator[RankEvent]:
         """Yield the news of the control link; messages that only concern membership are handled here.
 
         Raises:
@@ -219,7 +219,7 @@ class RankLinks:
                         yield everyone
                 case RankFault() as fault:
                     self._fault(fault)
-                case MemoryRanOut(rank, step_id, epoch):
+                case RankOutOfMemory(rank, step_id, epoch):
                     if self._lock_step is not None and epoch == self._membership.epoch:
                         self._lock_step.ran_out(step_id, rank)
                 case TracePart() as part:
@@ -250,9 +250,9 @@ class RankLinks:
         if contradiction is not None:
             self._control.drop(WireInvalid(contradiction))
             return None
-        undrawn = self._lock_step.undrawn(part) if isinstance(part, Done) else []
-        if undrawn:  # no other report comes, so these requests would wait for ever
-            self._lost(f"step {part.step_id} ended without a token for {', '.join(undrawn[:8])}")
+        unsampled = self._lock_step.unsampled(part) if isinstance(part, Done) else []
+        if unsampled:  # no other report comes, so these requests would wait for ever
+            self._lost(f"step {part.step_id} ended without a token for {', '.join(unsampled[:8])}")
             return None
         return self._lock_step.join(part)
 
@@ -292,7 +292,7 @@ class RankLinks:
             (self._control if name == "control" else self._tokens).drop(error)
             return
         for (link, reason), messages in growth.items():
-            self._tell_dropped(_AT_RANKS[link], reason, messages)
+            self._on_dropped(_LINK_LABELS[link], reason, messages)
         if self._membership.replaces(hello):
             self._lost(f"rank {hello.rank} was replaced")
         self._identities[hello.rank] = peer
@@ -317,15 +317,15 @@ class RankLinks:
         self._gone.clear()
         if self._lock_step is not None:
             self._lock_step = None
-            self._tell_lost()
+            self._on_lost()
 
     def _call_together(self) -> None:
         is_alone = self._membership.expected == 1
         host = self._rendezvous_host
-        meet = self._membership.meet("" if is_alone else f"tcp://{host}:{free_port(host)}")
-        write_epoch(self._epoch_file, meet.epoch)
-        _log.info("epoch %d begins", meet.epoch)
-        self.send(meet)
+        rendezvous = self._membership.rendezvous("" if is_alone else f"tcp://{host}:{free_port(host)}")
+        write_epoch(self._epoch_file, rendezvous.epoch)
+        _log.info("epoch %d begins", rendezvous.epoch)
+        self.send(rendezvous)
 
     def _watch_gathering(self, now: float) -> None:
         """Log which ranks are missing, and fail if a later gathering takes too long.
@@ -333,17 +333,17 @@ class RankLinks:
         The first gathering has no limit here, because the supervisor's limit applies to it.
         """
         if self._lock_step is not None:
-            self._gathering_since = self._told_at = now
+            self._gathering_since = self._logged_at = now
             return
         missing, limit = self._membership.missing, self.gather_seconds
         named = ", ".join(map(str, missing))
         if self._has_served and now - self._gathering_since > limit:
             raise PartFailed(f"rank {named} did not come back in {limit:g} s (lifecycle.readySeconds)")
         # While all ranks load for the first time, no rank waits for another.
-        if now - self._told_at > TELL_SECONDS and (
+        if now - self._logged_at > LOG_SECONDS and (
             self._has_served or len(missing) < self._membership.expected
         ):
-            self._told_at = now
+            self._logged_at = now
             _log.warning("waiting for rank %s since %.0f s", named, now - self._gathering_since)
 
     def _watch_ranks(self, now: float) -> None:

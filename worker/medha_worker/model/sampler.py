@@ -46,7 +46,7 @@ _ELEMENTS_AT_ONCE = 2**22  # logits that are filtered and raced together: bounds
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledToken:
     """The token sampled for a row, and its log-probabilities if they were requested."""
 
     token: int
@@ -54,7 +54,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Undrawable:
+class NotSampled:
     """A row from which no token can be sampled; `detail` says why."""
 
     detail: str
@@ -161,7 +161,7 @@ class SequenceSampler:
         return None
 
 
-def draw(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[Drawn | Undrawable]:
+def sample_tokens(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[SampledToken | NotSampled]:
     """Sample the next token of every row. Changes no state: `SequenceSampler.append` adds the token.
 
     Args:
@@ -173,11 +173,11 @@ def draw(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[Drawn | U
         return []
     adjusted = _adjusted(logits, sequences)
     best, tokens = adjusted.max(dim=-1)  # NaN wins a max, so checking `best` finds it
-    drawable = torch.isfinite(best).tolist()
+    can_sample = torch.isfinite(best).tolist()
     racing = [
         index
         for index, sequence in enumerate(sequences)
-        if drawable[index] and sequence.sampling.temperature > 0
+        if can_sample[index] and sequence.sampling.temperature > 0
     ]
     at_once = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
     for first in range(0, len(racing), at_once):
@@ -190,7 +190,7 @@ def draw(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[Drawn | U
     ids = tokens.tolist()
     logprobs = _logprobs(logits, sequences, ids)
     return [
-        Drawn(ids[index], logprobs.get(index)) if drawable[index] else _undrawable(adjusted[index])
+        SampledToken(ids[index], logprobs.get(index)) if can_sample[index] else _not_sampled(adjusted[index])
         for index in range(len(sequences))
     ]
 
@@ -285,27 +285,27 @@ def _logprobs(
     if not asked:
         return {}
     natural = torch.log_softmax(logits[list(asked)], dim=-1)
-    drawn = natural.gather(1, torch.tensor([[tokens[index]] for index in asked], device=logits.device))
+    sampled = natural.gather(1, torch.tensor([[tokens[index]] for index in asked], device=logits.device))
     widest = min(max(asked.values()), logits.shape[1])
     values, ids = (part.tolist() for part in natural.topk(widest, dim=-1))
     return {
         index: TokenLogprob(
-            logprob=float(drawn[row]),
+            logprob=float(sampled[row]),
             top=tuple(zip(ids[row][:count], values[row][:count], strict=True)),
         )
         for row, (index, count) in enumerate(asked.items())
     }
 
 
-def _undrawable(row: Tensor) -> Undrawable:
+def _not_sampled(row: Tensor) -> NotSampled:
     if bool(row.isnan().any()):
-        return Undrawable(
+        return NotSampled(
             "the logits hold NaN: the model's numbers have overflowed or its weights are damaged",
             "not_finite",
         )
     if bool(row.isposinf().any()):
-        return Undrawable("the logits hold +inf: the model's numbers have overflowed", "not_finite")
-    return Undrawable("every token is masked, so none can be drawn")
+        return NotSampled("the logits hold +inf: the model's numbers have overflowed", "not_finite")
+    return NotSampled("every token is masked, so none can be drawn")
 
 
 # --- the random stream -------------------------------------------------------------------------------

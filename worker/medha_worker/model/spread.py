@@ -204,10 +204,10 @@ class SpreadStep:
         for lane, (count, write) in placed.arriving.items():
             new_k, new_v = (readers[lane].take(count, kv_heads, head_dim) for _ in range(2))
             write.write(*pools, new_k, new_v)
-        asked_q = [
+        requested_q = [
             readers[lane].take(asked.count, query_heads, head_dim) for lane, asked in self._plan.foreign
         ]
-        return _joined([q, *asked_q])
+        return _joined([q, *requested_q])
 
     def _merge(self, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """Send partial results back to their lanes, in float32; return the merged output of own rows."""

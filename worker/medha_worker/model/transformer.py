@@ -57,7 +57,7 @@ class Transformer:
         self._group = group or Alone()
         self._lanes = lanes
         self._ran_out = ran_out
-        self._has_told = False  # True once `ran_out` was called in this forward pass
+        self._has_logged = False  # True once `ran_out` was called in this forward pass
         self.config = config
         self.shard = shard
         self._weights = weights
@@ -150,7 +150,7 @@ class Transformer:
         Returns:
             Hidden states, [rows, hidden_size], before the final norm.
         """
-        self._has_told = False
+        self._has_logged = False
         entering = self.device.place(tokens_or_hidden)
         if self._weights.embedding is not None:
             hidden = self._embed(entering, self._weights.embedding)
@@ -161,7 +161,7 @@ class Transformer:
             step = _Step(spans, kv_cache, self.kernels)
         else:
             assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
-            step = SpreadStep(spread, self._lanes, kv_cache, self.kernels, self._tell_once)
+            step = SpreadStep(spread, self._lanes, kv_cache, self.kernels, self._log_once)
         cos, sin = rotation_table(self._frequencies, self._rope_factor, self.device.place(positions))
         rotation = cos.to(self.dtype), sin.to(self.dtype)  # [rows, head_dim / 2]
         for index, layer in enumerate(self._weights.layers):
@@ -286,11 +286,11 @@ class Transformer:
 
     def _take_part_as_nan(self, rows: slice, error: Exception) -> None:
         _log.warning("memory ran out for one sequence of %d rows alone: %s", rows.stop - rows.start, error)
-        self._tell_once()
+        self._log_once()
 
-    def _tell_once(self) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _log_once(self) -> None:
+        if not self._has_logged:
+            self._has_logged = True
             self._ran_out()
 
     def _widened(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:

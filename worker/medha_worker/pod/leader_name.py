@@ -12,8 +12,8 @@ import socket
 import time
 from threading import Event, Thread
 
-ASK_SECONDS = 2.0
-TELL_SECONDS = 10.0
+LOOKUP_SECONDS = 2.0
+LOG_SECONDS = 10.0
 
 _log = logging.getLogger("medha.pod")
 
@@ -23,30 +23,30 @@ class LeaderName:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._wanted = Event()
-        Thread(target=self._ask, name="leader", daemon=True).start()
+        self._pending = Event()
+        Thread(target=self._run, name="leader", daemon=True).start()
 
-    def want(self, wanted: bool) -> None:
+    def look_up(self, pending: bool) -> None:
         """Set whether a part of this pod waits for the leader now."""
-        if wanted:
-            self._wanted.set()
+        if pending:
+            self._pending.set()
         else:
-            self._wanted.clear()
+            self._pending.clear()
 
-    def _ask(self) -> None:
-        told, told_at, since = "", float("-inf"), time.monotonic()
+    def _run(self) -> None:
+        reported, logged_at, since = "", float("-inf"), time.monotonic()
         while True:
-            if not self._wanted.is_set():
-                told = ""
-                self._wanted.wait()
+            if not self._pending.is_set():
+                reported = ""
+                self._pending.wait()
                 since = time.monotonic()
-                time.sleep(ASK_SECONDS)  # a leader that answers within that time needs no log line
+                time.sleep(LOOKUP_SECONDS)  # a leader that answers within that time needs no log line
                 continue
             found, now = looked_up(self._host), time.monotonic()
-            if found != told or now - told_at >= TELL_SECONDS:
-                told, told_at = found, now
+            if found != reported or now - logged_at >= LOG_SECONDS:
+                reported, logged_at = found, now
                 _log.info("waiting for the leader since %.0f s: %s", now - since, found)
-            time.sleep(ASK_SECONDS)
+            time.sleep(LOOKUP_SECONDS)
 
 
 def looked_up(host: str) -> str:

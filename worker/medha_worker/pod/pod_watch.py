@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medha_process.part_state import PartState
-from medha_process.supervision.lifecycle import GiveUp, Interrupt
+from medha_process.supervision.lifecycle import Abort, Interrupt
 
-ASKS_RESTART = 75  # EX_TEMPFAIL of sysexits.h
-MOST_UNMET = 3
-UNMET_SECONDS = 600.0
+RESTART_REQUESTED = 75  # EX_TEMPFAIL of sysexits.h
+MOST_FAILED_RENDEZVOUS = 3
+FAILED_RENDEZVOUS_SECONDS = 600.0
 LIVE_SECONDS = 15.0
 """Longest time between two iterations of a supervisor's loop that does not hang; it iterates every second."""
 
@@ -29,8 +29,8 @@ class Answer:
     reasons: tuple[str, ...] = ()
 
     def document(self, parts: dict[str, PartState]) -> dict[str, Any]:
-        told = {name: state.model_dump(exclude_defaults=True) for name, state in parts.items()}
-        return {"ok": self.ok, "reasons": list(self.reasons), "parts": told}
+        reported = {name: state.model_dump(exclude_defaults=True) for name, state in parts.items()}
+        return {"ok": self.ok, "reasons": list(self.reasons), "parts": reported}
 
 
 @dataclass
@@ -47,7 +47,9 @@ class PodWatch:
     """Last states of the parts that run and have reported one."""
     has_started: bool = False
     _apart_since: float | None = field(init=False)
-    _unmet: dict[int, tuple[float, str]] = field(default_factory=dict)  # by epoch: when it was heard, and why
+    _failed_rendezvous: dict[int, tuple[float, str]] = field(
+        default_factory=dict
+    )  # by epoch: when it was heard, and why
     _stopping: str = ""
     _turned_at: float = field(init=False)
 
@@ -56,10 +58,10 @@ class PodWatch:
 
     # --- what happens (`supervision.supervisor.Watch`) ------------------------------------------------------
 
-    def told(self, part: str, state: PartState, now: float) -> None:
+    def reported(self, part: str, state: PartState, now: float) -> None:
         self.states[part] = state
-        if state.unmet_epoch is not None:
-            self._unmet.setdefault(state.unmet_epoch, (now, state.unmet_reason))
+        if state.failed_epoch is not None:
+            self._failed_rendezvous.setdefault(state.failed_epoch, (now, state.failed_reason))
         self._notice(now)
 
     def ended(self, part: str, now: float) -> None:
@@ -71,35 +73,37 @@ class PodWatch:
         busy = any(state.phase == "serving" for state in self.states.values())
         return Interrupt(busy, self.drain_seconds)
 
-    def gives_up(self, reason: str) -> None:
+    def stopping_for(self, reason: str) -> None:
         self._stopping = self._stopping or reason
 
-    def look(self, now: float) -> GiveUp | None:
+    def poll(self, now: float) -> Abort | None:
         self._turned_at = now
         for part, state in self.states.items():
             if state.refused:
-                return GiveUp(f"RendezvousFailed: {part} is not admitted: {state.refused}", ASKS_RESTART)
-        lately = [(at, why) for at, why in self._unmet.values() if now - at < UNMET_SECONDS]
-        if len(lately) >= MOST_UNMET:
+                return Abort(f"RendezvousFailed: {part} is not admitted: {state.refused}", RESTART_REQUESTED)
+        lately = [
+            (at, why) for at, why in self._failed_rendezvous.values() if now - at < FAILED_RENDEZVOUS_SECONDS
+        ]
+        if len(lately) >= MOST_FAILED_RENDEZVOUS:
             why = max(lately)[1]
-            return GiveUp(
-                f"RendezvousFailed: the rendezvous of the ranks failed {len(lately)} times in {UNMET_SECONDS:g} s; "
+            return Abort(
+                f"RendezvousFailed: the rendezvous of the ranks failed {len(lately)} times in {FAILED_RENDEZVOUS_SECONDS:g} s; "
                 f"the last time: {why}",
-                ASKS_RESTART,
+                RESTART_REQUESTED,
             )
         if self._apart_since is not None and now - self._apart_since > self.ready_seconds:
             return self._too_late()
         return None
 
-    def _too_late(self) -> GiveUp:
+    def _too_late(self) -> Abort:
         awaited = "; ".join(self._awaited())
         limit = f"{self.ready_seconds:g} s (spec.lifecycle.readySeconds)"
         if all(self._phase(part) not in (None, "loading") for part in self.parts):
-            return GiveUp(
+            return Abort(
                 f"RendezvousFailed: there was no rendezvous of the ranks within {limit}: {awaited}",
-                ASKS_RESTART,
+                RESTART_REQUESTED,
             )
-        return GiveUp(f"StartTooSlow: not ready within {limit}: {awaited}", 1)
+        return Abort(f"StartTooSlow: not ready within {limit}: {awaited}", 1)
 
     def _notice(self, now: float) -> None:
         if not all(self._phase(part) == "serving" for part in self.parts):
@@ -142,7 +146,7 @@ class PodWatch:
             if state is None:
                 found.append(f"{part} starts")
             elif state.phase != "serving":
-                found.append(f"{part} {_DOING[state.phase].format(leader=self.leader)}{_more(state)}")
+                found.append(f"{part} {_ACTIVITY[state.phase].format(leader=self.leader)}{_more(state)}")
         return tuple(found)
 
     def _phase(self, part: str) -> str | None:
@@ -150,11 +154,11 @@ class PodWatch:
         return None if state is None else state.phase
 
 
-_DOING = {
+_ACTIVITY = {
     "loading": "loads its weights",
     "calling": "calls the leader, {leader}",
     "gathering": "waits for the other ranks",
-    "meeting": "is in the rendezvous",
+    "rendezvous": "is in the rendezvous",
 }
 
 

@@ -23,7 +23,7 @@ from medha_process.host_resources import raise_file_limit
 from medha_process.launch import CONTROLLER, settings_file
 from medha_process.part_process import configure_logging
 from medha_process.part_state import PartState
-from medha_process.supervision.lifecycle import GiveUp, Lifecycle
+from medha_process.supervision.lifecycle import Abort, Lifecycle
 from medha_process.supervision.progress_lines import ProgressLines
 from medha_process.supervision.supervisor import StopRequests, supervise
 from medha_process.supervision.supervisor_output import end_if_unread, iso_time, local_time
@@ -53,22 +53,22 @@ class PodLog:
         self._progress = ProgressLines()
 
     def starting(self, parts: list[str]) -> None:
-        self.say(f"starting {', '.join(parts)}", local_time())
+        self.log(f"starting {', '.join(parts)}", local_time())
 
     def line(self, part: str, text: str, at: datetime) -> None:
         print(f"{iso_time(at)} {part} | {text}", flush=True)
 
-    def say(self, text: str, at: datetime) -> None:
+    def log(self, text: str, at: datetime) -> None:
         self.line("pod", text, at)
 
     def progress(self, part: str, state: PartState, at: datetime) -> None:
         line = self._progress.line(part, state, at)
         if line:
-            self.say(line, at)
+            self.log(line, at)
 
     def ready(self, process_ids: dict[str, int]) -> None:
         processes = ", ".join(f"{name} is process {pid}" for name, pid in process_ids.items())
-        self.say(f"ready: {processes}", local_time())
+        self.log(f"ready: {processes}", local_time())
 
     def close(self) -> None: ...
 
@@ -85,13 +85,13 @@ class Supervised(PodWatch):
         self._live = LiveFile(replica_file, read_replica, _log)
         self._leader = None if place.is_leader else LeaderName(place.leader)
 
-    def look(self, now: float) -> GiveUp | None:
+    def poll(self, now: float) -> Abort | None:
         if self._leader is not None:
-            self._leader.want(self.is_calling())
+            self._leader.look_up(self.is_calling())
         replica = self._live.changed(now)
         if replica is not None:
             self._change(replica)
-        return super().look(now)
+        return super().poll(now)
 
     def _change(self, replica: MedhaReplica) -> None:
         _log.info("live settings have changed")
@@ -135,7 +135,7 @@ def _run(place: Place, replica_file: Path, requests: StopRequests) -> Lifecycle:
             display=PodLog(),
             ready_seconds=float("inf"),  # the watch has its own limit
             drain_seconds=watch.drain_seconds,
-            awaits_word=not place.is_leader,
+            awaits_notice=not place.is_leader,
             watch=watch,
             requests=requests,
         )

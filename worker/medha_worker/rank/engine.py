@@ -19,7 +19,7 @@ import torch
 from medha.api.fields import quantity_bytes
 from medha.errors import CheckpointInvalid
 from medha.topology import Topology, stage_layers
-from medha.wire.messages import Meet, RankReady
+from medha.wire.messages import RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.device import HOST, host_device
 from medha_worker.host_memory import keep_freed_memory
@@ -31,11 +31,11 @@ from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, pool_blocks
-from medha_worker.rank.mesh import Grid
+from medha_worker.rank.mesh import Mesh
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.rank.warmup import Progress, WarmUp, times, typical, warm_up
 
-MEET_SECONDS = 10.0  # bound of the rendezvous of ranks that have their weights
+RENDEZVOUS_SECONDS = 10.0  # bound of the rendezvous of ranks that have their weights
 PROGRESS_SECONDS = 2.0
 
 # Names in a trace for the time spent in these methods of the grid and of the tensor group.
@@ -56,7 +56,7 @@ class Engine:
     """The state of one epoch."""
 
     executor: Executor
-    grid: Grid | None
+    grid: Mesh | None
     ready: RankReady
 
 
@@ -77,9 +77,9 @@ class Loaded:
         self._warm: WarmUp | None = None
         self._kv_cache: KVCache | None = None
 
-    def meet(
+    def rendezvous(
         self,
-        meet: Meet,
+        rendezvous: Rendezvous,
         ran_out: Callable[[], None] = lambda: None,
         progress: Progress = lambda _text, _done, _total: None,
     ) -> Engine:
@@ -95,31 +95,31 @@ class Loaded:
         topology = settings.topology
         grid = None
         if topology.ranks > 1:
-            grid = Grid(
+            grid = Mesh(
                 topology,
                 settings.rank,
-                meet.rendezvous,
+                rendezvous.address,
                 address=settings.address,
-                epoch=meet.epoch,
+                epoch=rendezvous.epoch,
                 hidden_size=config.hidden_size,
                 dtype=self._model.dtype,
-                meet_seconds=MEET_SECONDS,
+                rendezvous_seconds=RENDEZVOUS_SECONDS,
             )
         try:
             # Nothing that outlives the epoch may hold the grid: its connections close when it is freed.
             self._warm_up_together(grid, progress)
             model = self._model if grid is None else self._in_grid(grid, ran_out)
-            return self._begin(model, meet.epoch, grid)
+            return self._begin(model, rendezvous.epoch, grid)
         except BaseException:
             if grid is not None:
                 grid.close()
             raise
 
-    def _in_grid(self, grid: Grid, ran_out: Callable[[], None]) -> Transformer:
+    def _in_grid(self, grid: Mesh, ran_out: Callable[[], None]) -> Transformer:
         group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
         return self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS), ran_out)
 
-    def _begin(self, model: Transformer, epoch: int, grid: Grid | None) -> Engine:
+    def _begin(self, model: Transformer, epoch: int, grid: Mesh | None) -> Engine:
         settings, config = self._settings, self._config
         assert self._warm is not None
         kv_cache = self._pool(self._warm, grid)
@@ -155,13 +155,13 @@ class Loaded:
         )
         return Engine(executor, grid, ready)
 
-    def _link_rate(self, grid: Grid | None) -> float:
+    def _link_rate(self, grid: Mesh | None) -> float:
         """Measure bytes per second between lanes; 0 unless the prefill strategy is chosen by it (`auto`)."""
         if grid is None or self._settings.spec.scheduling.prefill_strategy != "auto":
             return 0.0
         return grid.lane_bytes_per_second(time.perf_counter)
 
-    def _warm_up_together(self, grid: Grid | None, progress: Progress) -> None:
+    def _warm_up_together(self, grid: Mesh | None, progress: Progress) -> None:
         """Warm up in lock-step with the tensor ranks of this pod, unless all of them are warm already.
 
         Other pods need not warm up with it.
@@ -209,7 +209,7 @@ class Loaded:
             element_bytes=model.dtype.itemsize,
         )
 
-    def _pool(self, warm: WarmUp, grid: Grid | None) -> KVCache:
+    def _pool(self, warm: WarmUp, grid: Mesh | None) -> KVCache:
         """Return the KV pool, as large as the smallest that any rank can make: all ranks replay one ledger.
 
         A replaced rank takes the size that the others have: the memory free now does not show what its share
@@ -267,7 +267,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     return Loaded(settings, config, model, recorder, time.monotonic() - started)
 
 
-def _total(grid: Grid, count: int) -> int:
+def _total(grid: Mesh, count: int) -> int:
     """Return the sum of a count over the tensor ranks of this pod."""
     total = torch.tensor([count], device=HOST)
     grid.tensor_group.all_reduce(total)
@@ -324,12 +324,12 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 def _every_few_seconds(progress: Progress, clock: Callable[[], float]) -> ReadProgress:
     """Return a callback that logs and reports every few seconds how much of the weights has been read."""
-    told_at = clock()
+    reported_at = clock()
 
     def read(done_bytes: int, total_bytes: int) -> None:
-        nonlocal told_at
-        if clock() - told_at >= PROGRESS_SECONDS:
-            told_at = clock()
+        nonlocal reported_at
+        if clock() - reported_at >= PROGRESS_SECONDS:
+            reported_at = clock()
             share, size = 100 * done_bytes / max(total_bytes, 1), total_bytes / 2**20
             _log.info("read %.0f %% of %.0f MiB of weights", share, size)
             progress(f"reads its weights: {share:.0f} % of {size:.0f} MiB", done_bytes, total_bytes)

@@ -28,7 +28,7 @@ from medha.wire.messages import Admit, Done, EntryFailed, FailureReason, Sample,
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
-from medha_worker.model.sampler import LogitsMask, Undrawable
+from medha_worker.model.sampler import LogitsMask, NotSampled
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
@@ -62,7 +62,7 @@ class Model(Protocol):
 
 
 class Pipeline(TokenLink, Protocol):
-    """The other stages and tensor ranks, as one rank sees them; `Grid` implements it."""
+    """The other stages and tensor ranks, as one rank sees them; `Mesh` implements it."""
 
     def send_hidden(self, hidden: Tensor) -> None: ...
 
@@ -246,15 +246,15 @@ def _run_guarded(
 
 def _sample(result: Result, failures: list[EntryFailed]) -> Sample | None:
     """Record a sampled token in its sequence and return it; or record the failure and return None."""
-    planned, drawn = result
-    if isinstance(drawn, Undrawable):
-        failures.append(EntryFailed(planned.entry.id, drawn.reason, drawn.detail))
+    planned, sampled = result
+    if isinstance(sampled, NotSampled):
+        failures.append(EntryFailed(planned.entry.id, sampled.reason, sampled.detail))
         return None
     sequence = planned.sequence
     assert sequence.sampler is not None
-    sequence.append(drawn.token)
-    finish_reason = sequence.sampler.append(drawn.token)
-    return Sample(planned.entry.id, drawn.token, finish_reason, drawn.logprob)
+    sequence.append(sampled.token)
+    finish_reason = sequence.sampler.append(sampled.token)
+    return Sample(planned.entry.id, sampled.token, finish_reason, sampled.logprob)
 
 
 def _lost(computed: Sequence[Computed]) -> list[EntryFailed]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from medha.errors import PartFailed, WireInvalid
 from medha.kv.blocks import BlockCopy, BlockLedger
-from medha.kv.lane_replay import LaneReplica, admitted_map
+from medha.kv.lane_replay import LaneReplay, admitted_map
 from medha.shards import ShardMap
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Step, StepEntry, Tokens
@@ -103,7 +103,7 @@ class LaneState:
         self.epoch = epoch
         self.prompts: dict[str, _Prompt] = {}
         self.sequences: dict[str, SequenceState] = {}
-        self.replica = LaneReplica(ledger, lane)
+        self.replica = LaneReplay(ledger, lane)
         self._new_sampler = new_sampler
 
     # --- prompts ------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ _ROUND_SHARE = 0.1
 """Interval at which a rank that is warming up reports to those waiting for it, as a share of that bound."""
 
 
-class Grid:
+class Mesh:
     """This rank's place in the grid, and its connections to the other ranks."""
 
     def __init__(
@@ -66,14 +66,14 @@ class Grid:
         epoch: int,
         hidden_size: int,
         dtype: torch.dtype,
-        meet_seconds: float,
+        rendezvous_seconds: float,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Rendezvous with the other ranks at `endpoint` (`tcp://host:port` of rank 0); all must call this.
 
         `address` is this rank's own address, and the only one on which it listens: the data plane is not
         encrypted. `hidden_size` and `dtype` are those of the hidden states that travel between stages.
-        `meet_seconds` bounds the wait for rank 0 to listen, `wait_seconds` each wait after that.
+        `rendezvous_seconds` bounds the wait for rank 0 to listen, `wait_seconds` each wait after that.
 
         Raises:
             PartFailed: not all ranks arrived in time, or this rank cannot listen at `address`.
@@ -88,14 +88,14 @@ class Grid:
         self.is_first_stage = here.stream == 0
         self.stages = topology.stream
         self.is_last_stage = here.stream == topology.stream - 1
-        self.drawing_rank = topology.rank(Coordinates(here.kv, topology.stream - 1, 0))  # of this lane
-        self._coming: deque[tuple[Work | None, torch.Tensor]] = (
+        self.sampling_rank = topology.rank(Coordinates(here.kv, topology.stream - 1, 0))  # of this lane
+        self._expected: deque[tuple[Work | None, torch.Tensor]] = (
             deque()
         )  # hidden states that were not taken yet
         self._sent_hidden = _Sent(2 * topology.stream)
         self._sent_tokens = _Sent((2 * topology.stream + 2) * topology.tensor)
         pod = self._pod(here.kv, here.stream)
-        store = _store(endpoint, rank, topology.ranks, meet_seconds)
+        store = _store(endpoint, rank, topology.ranks, rendezvous_seconds)
         try:
             with _sharing_the_core():
                 device = ProcessGroupGloo.create_device(hostname=address)
@@ -133,17 +133,17 @@ class Grid:
         """
         ended = Event()
 
-        def tell() -> None:
+        def announce() -> None:
             while not ended.wait(_ROUND_SHARE * self._wait_seconds):
                 self._round(is_here=False)
 
         with ThreadPoolExecutor(1, "warming-up") as pool:
-            telling = pool.submit(tell)
+            announcing = pool.submit(announce)
             try:
                 yield
             finally:
                 ended.set()
-            telling.result()
+            announcing.result()
 
     def smallest(self, value: int) -> int:
         """Return the smallest of all ranks' values, after waiting for ranks that are `warming_up`.
@@ -201,8 +201,8 @@ class Grid:
         hidden = torch.empty(rows, self._hidden_size, dtype=self._dtype, device=HOST)
         before = self._at_stage(self.here.stream - 1)
         with self._waiting_for(before, "hidden states"):
-            coming = self._everyone.recv([hidden], before, _TAG) if rows else None
-        self._coming.append((coming, hidden))
+            expected = self._everyone.recv([hidden], before, _TAG) if rows else None
+        self._expected.append((expected, hidden))
 
     def receive_hidden(self) -> torch.Tensor:
         """Return the oldest expected hidden states, in host memory, once they have arrived.
@@ -210,10 +210,10 @@ class Grid:
         Raises:
             PartFailed: they do not arrive in time.
         """
-        coming, hidden = self._coming.popleft()
-        if coming is not None:
+        expected, hidden = self._expected.popleft()
+        if expected is not None:
             with self._waiting_for(self._at_stage(self.here.stream - 1), "hidden states"):
-                coming.wait(self._wait)
+                expected.wait(self._wait)
         return hidden
 
     def send_tokens(self, ids: Sequence[int]) -> None:
@@ -230,8 +230,8 @@ class Grid:
     def receive_tokens(self, count: int) -> list[int]:
         """Receive the next step's tokens and digest from the sampling rank; called on the first stage."""
         ids = torch.empty(count, dtype=torch.int64, device=HOST)
-        with self._waiting_for(self.drawing_rank, "sampled tokens"):
-            self._everyone.recv([ids], self.drawing_rank, _TAG).wait(self._wait)
+        with self._waiting_for(self.sampling_rank, "sampled tokens"):
+            self._everyone.recv([ids], self.sampling_rank, _TAG).wait(self._wait)
         return [int(token) for token in ids.tolist()]
 
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
@@ -277,7 +277,7 @@ class Grid:
 
     def close(self) -> None:
         """Close the connections, by which ranks that wait for this one notice at once that it has left."""
-        self._coming.clear()
+        self._expected.clear()
         self._sent_hidden.forget()
         self._sent_tokens.forget()
         self.tensor_group.close()
@@ -302,7 +302,7 @@ class Grid:
             ) from error
 
 
-def _store(endpoint: str, rank: int, ranks: int, meet_seconds: float) -> TCPStore:
+def _store(endpoint: str, rank: int, ranks: int, rendezvous_seconds: float) -> TCPStore:
     """Return the store for the rendezvous: rank 0 serves it at `endpoint`, and the others connect there."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     listening = None
@@ -318,13 +318,13 @@ def _store(endpoint: str, rank: int, ranks: int, meet_seconds: float) -> TCPStor
             host,
             int(port),
             is_master=rank == 0,
-            timeout=timedelta(seconds=meet_seconds),
+            timeout=timedelta(seconds=rendezvous_seconds),
             wait_for_workers=False,
             master_listen_fd=listening,
         )
     except RuntimeError as error:
         raise PartFailed(
-            f"rank {rank} did not find rank 0 at {endpoint} within {meet_seconds:g} s: it does not listen there, as its own log "
+            f"rank {rank} did not find rank 0 at {endpoint} within {rendezvous_seconds:g} s: it does not listen there, as its own log "
             f"says, or is cut off ({_first_line(error)})"
         ) from error
 

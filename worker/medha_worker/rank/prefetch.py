@@ -42,7 +42,7 @@ class Prepared:
     until: float
 
 
-class Ahead:
+class StepPrefetcher:
     """Reads one link in the main thread or, while that is `busy`, on a thread that prepares the steps."""
 
     def __init__(self, link: Link, clock: Callable[[], float] = monotonic) -> None:
@@ -51,7 +51,7 @@ class Ahead:
         self._lock = Lock()  # guards the link's socket and the received messages
         self._planning = Lock()
         self._prepare: Prepare | None = None
-        self._come: deque[Received] = deque()
+        self._received: deque[Received] = deque()
         self._prepared: list[Prepared] = []
         self._is_busy = Event()
         self._ended = False
@@ -66,20 +66,20 @@ class Ahead:
         with self._lock:
             self._link.send(message)
         if self._is_busy.is_set():
-            self._look()  # sending may have consumed the notification that a message has arrived
+            self._wake_if_received()  # sending may have consumed the notification that a message has arrived
 
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next message; called from the main thread while it is not busy."""
         with self._lock:
-            return self._come.popleft() if self._come else self._link.receive(timeout_seconds)
+            return self._received.popleft() if self._received else self._link.receive(timeout_seconds)
 
     def take(self, step: Step) -> Prepared | None:
         """Return the result of preparing a received step, or None; results of earlier steps are dropped."""
         with self._planning:
             found = next((one for one in self._prepared if one.step is step), None)
             with self._lock:
-                coming = {id(received.message) for received in self._come}
-            self._prepared = [one for one in self._prepared if id(one.step) in coming]
+                received_ids = {id(received.message) for received in self._received}
+            self._prepared = [one for one in self._prepared if id(one.step) in received_ids]
         return found
 
     @contextmanager
@@ -87,7 +87,7 @@ class Ahead:
         """Prepare the steps that arrive, in order, for as long as the context lasts."""
         self._prepare = prepare
         self._is_busy.set()
-        self._look()
+        self._wake_if_received()
         try:
             yield
         finally:
@@ -103,12 +103,12 @@ class Ahead:
         self._thread.join()
         os.close(self._descriptors[1])
 
-    def _look(self) -> None:
+    def _wake_if_received(self) -> None:
         """Receive the messages that have already arrived, and notify the thread."""
         with self._lock:
             self._drain()
-            has_come = bool(self._come)
-        if has_come:
+            has_received = bool(self._received)
+        if has_received:
             os.eventfd_write(self._descriptors[1], 1)
 
     def _read_ahead(self) -> None:
@@ -124,7 +124,7 @@ class Ahead:
 
     def _drain(self) -> None:
         while (received := self._link.receive()) is not None:
-            self._come.append(received)
+            self._received.append(received)
 
     def _plan_all(self) -> None:
         """Plan the received steps in order, up to one that cannot be planned yet."""
@@ -132,7 +132,9 @@ class Ahead:
             if self._prepare is None:
                 return
             with self._lock:
-                steps = [received.message for received in self._come if isinstance(received.message, Step)]
+                steps = [
+                    received.message for received in self._received if isinstance(received.message, Step)
+                ]
             done = {id(one.step) for one in self._prepared}
             for step in (one for one in steps if id(one) not in done):
                 if self._prepared and isinstance(self._prepared[-1].planned, Exception):

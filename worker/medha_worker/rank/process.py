@@ -24,10 +24,10 @@ import zmq
 from medha.errors import MedhaError, PartFailed, WireInvalid
 from medha.wire.frames import tokens_from_frame
 from medha.wire.messages import (
-    Meet,
-    MemoryRanOut,
     RankFault,
     RankHello,
+    RankOutOfMemory,
+    Rendezvous,
     Shutdown,
     StageFree,
     Step,
@@ -37,15 +37,15 @@ from medha.wire.messages import (
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair, read_public_key
 from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
-from medha_process.part_process import begin_part, end_with_parent, last_words, settings_option
+from medha_process.part_process import begin_part, end_with_parent, log_failure, settings_option
 from medha_process.part_settings import RankSettings
 from medha_process.part_state import PartState
 from medha_process.watchdog import Watchdog
 from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.link import Link, rank_identity
-from medha_worker.rank.engine import MEET_SECONDS, Engine, Loaded, load
+from medha_worker.rank.engine import RENDEZVOUS_SECONDS, Engine, Loaded, load
 from medha_worker.rank.lane_plan import LanePlan
-from medha_worker.rank.prefetch import Ahead
+from medha_worker.rank.prefetch import StepPrefetcher
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
 
@@ -81,7 +81,7 @@ class Rank:
 
         control = opened(settings.control, CONTROL_FRAME_BYTES)
         tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
-        self._control = Link(control, "control", self._drops, accepts=(Meet, Step, Trace, Shutdown))
+        self._control = Link(control, "control", self._drops, accepts=(Rendezvous, Step, Trace, Shutdown))
         self._tokens = Link(tokens, "tokens", self._drops, accepts=(Tokens,))
         self._hello = RankHello(
             settings.rank, incarnation, read_epoch(settings.epoch_file), settings.revision
@@ -90,13 +90,16 @@ class Rank:
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
         self._recorder = StepRecorder(settings.rank)
-        self._ahead = Ahead(self._control)
+        self._prefetcher = StepPrefetcher(self._control)
         self._next_step = 0  # id of the next step to plan
         self._begun: Step | None = None  # step whose ids have not all arrived yet
         self._running_step = -1
-        self._met: set[str] = set()  # names of links on which the controller has admitted this rank
-        self._unmet: tuple[int | None, str] = None, ""  # the last epoch that could not begin, and why
-        self._told: object = None  # key of the state last reported to the supervisor
+        self._admitted: set[str] = set()  # names of links on which the controller has admitted this rank
+        self._failed_rendezvous: tuple[int | None, str] = (
+            None,
+            "",
+        )  # the last epoch that could not begin, and why
+        self._reported: object = None  # key of the state last reported to the supervisor
         self._watchdog = Watchdog()
         self._stopping = False
         self._loading = True
@@ -108,29 +111,29 @@ class Rank:
             MedhaError: the model cannot be served as the manifest asks, or a rank that is alone cannot
                 continue.
         """
-        self._watchdog.tell(PartState(phase="loading"))
+        self._watchdog.report(PartState(phase="loading"))
         # A file system that hangs would keep the other ranks waiting forever.
         self._watchdog.allow(self._settings.spec.lifecycle.ready_seconds, "loading")
-        loaded = load(self._settings, self._recorder, self._telling(PartState(phase="loading")))
+        loaded = load(self._settings, self._recorder, self._progress_reporter(PartState(phase="loading")))
         self._loading = False
         while not self._stopping:
             self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
-            self._look_at_links()
-            self._say_hello()
-            self._tell_supervisor()
+            self._process_link_events()
+            self._send_hello()
+            self._report_state()
             self._send_trace()
-            received = self._ahead.receive(POLL_SECONDS)
+            received = self._prefetcher.receive(POLL_SECONDS)
             match received and received.message:
-                case Meet() as meet:
-                    with self._surviving(meet.epoch):
-                        self._meet(loaded, meet)
+                case Rendezvous() as rendezvous:
+                    with self._surviving(rendezvous.epoch):
+                        self._rendezvous(loaded, rendezvous)
                 case Step() as step if self._engine is not None and step.epoch == self._engine.executor.epoch:
                     with self._surviving(step.epoch):
                         self._run_step(self._engine, step)
                 case Trace(seconds=seconds):
                     self._recorder.record(seconds)
                 case Shutdown(reason, refused=True):
-                    self._step_aside(reason)
+                    self._stop_replaced(reason)
                 case Shutdown() as shutdown:
                     _log.info("stopping: %s", shutdown.reason)
                     return
@@ -143,66 +146,70 @@ class Rank:
 
     def report(self, error: BaseException) -> None:
         """Report to the controller why this rank ends."""
-        self._ahead.send(RankFault(self._settings.rank, f"{type(error).__name__}: {error}"))
+        self._prefetcher.send(RankFault(self._settings.rank, f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Close the links; the last message gets a moment to be sent."""
         self._leave()
-        self._ahead.close()
+        self._prefetcher.close()
         self._control.close()
         self._tokens.close()
         self._context.term()
 
-    def _tell_supervisor(self, meeting: int | None = None) -> None:
+    def _report_state(self, rendezvous_epoch: int | None = None) -> None:
         """Report this rank's state to the supervisor, if it has changed."""
-        at = meeting, self._engine, len(self._met), self._unmet, self._refused
-        if at == self._told:
+        at = rendezvous_epoch, self._engine, len(self._admitted), self._failed_rendezvous, self._refused
+        if at == self._reported:
             return
-        self._told = at
-        epoch, unmet_reason = self._unmet
+        self._reported = at
+        epoch, failed_reason = self._failed_rendezvous
         change: dict[str, object]
         state = PartState(
             phase="calling",
-            unmet_epoch=epoch,
-            unmet_reason=unmet_reason[:MOST_DETAIL],
+            failed_epoch=epoch,
+            failed_reason=failed_reason[:MOST_DETAIL],
             refused=self._refused[:MOST_DETAIL],
         )
-        if meeting is not None:
-            change = {"phase": "meeting", "epoch": meeting, "detail": "groups form, then the warm-up runs"}
+        if rendezvous_epoch is not None:
+            change = {
+                "phase": "rendezvous",
+                "epoch": rendezvous_epoch,
+                "detail": "groups form, then the warm-up runs",
+            }
         elif self._engine is not None:
             change = {"phase": "serving", "epoch": self._engine.executor.epoch}
-        elif len(self._met) == 2:
+        elif len(self._admitted) == 2:
             change = {"phase": "gathering", "detail": "the controller waits for all ranks"}
         else:
             change = {"detail": f"the controller at {self._settings.control} does not answer"}
-        self._watchdog.tell(state.model_copy(update=change))
+        self._watchdog.report(state.model_copy(update=change))
 
-    def _telling(self, state: PartState) -> Callable[[str, int, int], None]:
+    def _progress_reporter(self, state: PartState) -> Callable[[str, int, int], None]:
         """Return a callback that reports the progress of a long operation to the supervisor."""
 
-        def tell(text: str, done: int, total: int) -> None:
+        def report(text: str, done: int, total: int) -> None:
             more = {"detail": text[:MOST_DETAIL], "done": done, "total": total}
-            self._watchdog.tell(state.model_copy(update=more))
+            self._watchdog.report(state.model_copy(update=more))
 
-        return tell
+        return report
 
-    def _step_aside(self, reason: str) -> None:
+    def _stop_replaced(self, reason: str) -> None:
         """Fall silent, because another process has this rank's place; the supervisor decides what follows."""
         if not self._refused:
             _log.error("the controller does not let this rank in: %s", reason)
         self._refused = reason
         self._leave()
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         now = time.monotonic()
         if self._refused:
             return
         if now - self._hello_at >= HELLO_SECONDS:
             self._hello_at = now
-            self._ahead.send(replace(self._hello, dropped=self._drops.totals()))
+            self._prefetcher.send(replace(self._hello, dropped=self._drops.totals()))
             self._tokens.send(self._hello)
 
-    def _look_at_links(self) -> None:
+    def _process_link_events(self) -> None:
         """End the epoch if messages from or to the controller may have been lost.
 
         Raises:
@@ -213,9 +220,9 @@ class Rank:
             for event in link.connections.take():
                 events.append(event)
                 if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                    self._met.add(link.name)
+                    self._admitted.add(link.name)
                 elif event == zmq.Event.DISCONNECTED:
-                    self._met.discard(link.name)
+                    self._admitted.discard(link.name)
         if zmq.Event.HANDSHAKE_FAILED_AUTH in events:
             raise PartFailed(
                 f"the controller does not admit this rank: the public half of {self._settings.key_file} is not in its "
@@ -227,7 +234,7 @@ class Rank:
     def _send_trace(self) -> None:
         part = self._recorder.take(self._engine.executor.epoch) if self._engine is not None else None
         if part is not None:
-            self._ahead.send(part)
+            self._prefetcher.send(part)
 
     @contextmanager
     def _surviving(self, epoch: int) -> Iterator[None]:
@@ -247,35 +254,35 @@ class Rank:
             if not is_known:
                 _log.exception("a step of epoch %d has failed", epoch)
             if self._engine is None:
-                self._unmet = epoch, str(error)
+                self._failed_rendezvous = epoch, str(error)
             self._lose(epoch, f"{type(error).__name__}: {error}")
 
     def _lose(self, epoch: int, reason: str) -> None:
         _log.warning("epoch %d is lost: %s", epoch, reason)
         self._leave()
-        self._ahead.send(RankFault(self._settings.rank, reason, lost_epoch=epoch))
+        self._prefetcher.send(RankFault(self._settings.rank, reason, lost_epoch=epoch))
 
     def _leave(self) -> None:
         if self._engine is not None and self._engine.grid is not None:
             self._engine.grid.close()
         self._engine = None
 
-    def _meet(self, loaded: Loaded, meet: Meet) -> None:
+    def _rendezvous(self, loaded: Loaded, rendezvous: Rendezvous) -> None:
         self._leave()
-        self._tell_supervisor(meeting=meet.epoch)
-        self._watchdog.allow(MEET_SECONDS + self._settings.spec.lifecycle.ready_seconds, "meeting")
+        self._report_state(rendezvous_epoch=rendezvous.epoch)
+        self._watchdog.allow(RENDEZVOUS_SECONDS + self._settings.spec.lifecycle.ready_seconds, "rendezvous")
         # The rendezvous waits outside of Python, where no handler runs: until it is over, SIGTERM ends the
         # process by default.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            progress = self._telling(PartState(phase="meeting", epoch=meet.epoch))
-            self._engine = loaded.meet(meet, self._memory_ran_out, progress)
+            progress = self._progress_reporter(PartState(phase="rendezvous", epoch=rendezvous.epoch))
+            self._engine = loaded.rendezvous(rendezvous, self._memory_ran_out, progress)
         finally:
             signal.signal(signal.SIGTERM, handler)
         self._next_step, self._begun = 0, None
-        self._hello = replace(self._hello, last_epoch=meet.epoch)
-        write_epoch(self._settings.epoch_file, meet.epoch)
-        self._ahead.send(self._engine.ready)
+        self._hello = replace(self._hello, last_epoch=rendezvous.epoch)
+        write_epoch(self._settings.epoch_file, rendezvous.epoch)
+        self._prefetcher.send(self._engine.ready)
 
     def _memory_ran_out(self) -> None:
         """Report to the controller at once that memory ran out.
@@ -284,7 +291,7 @@ class Rank:
         """
         if self._engine is not None:
             epoch = self._engine.executor.epoch
-            self._ahead.send(MemoryRanOut(self._settings.rank, self._running_step, epoch))
+            self._prefetcher.send(RankOutOfMemory(self._settings.rank, self._running_step, epoch))
 
     def _run_step(self, engine: Engine, step: Step) -> None:
         executor, grid = engine.executor, engine.grid
@@ -292,7 +299,7 @@ class Rank:
             step.predicted_seconds if grid is None else grid.begin_step(step.predicted_seconds)
         )
         self._watchdog.allow(bound_seconds(predicted_seconds), f"step {step.step_id}")
-        prepared = self._ahead.take(step)
+        prepared = self._prefetcher.take(step)
         self._running_step = step.step_id
         self._recorder.begin(step.step_id)
         planned: LanePlan | Exception | None
@@ -311,12 +318,12 @@ class Rank:
             self._recorder.forward_done()
             if grid is None or (grid.is_first_stage and grid.here.tensor == 0):
                 lane = grid.here.kv if grid is not None else 0
-                self._ahead.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
+                self._prefetcher.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
 
-        with self._ahead.busy(lambda following: self._plan(engine, following)):
+        with self._prefetcher.busy(lambda following: self._plan(engine, following)):
             done = executor.run(planned, stage_is_free)
-        if done is not None and (grid is None or grid.rank == grid.drawing_rank):
-            self._ahead.send(done)
+        if done is not None and (grid is None or grid.rank == grid.sampling_rank):
+            self._prefetcher.send(done)
         self._recorder.end(ran=done is not None)
 
     def _plan(self, engine: Engine, step: Step, wait_seconds: float = 0.0) -> LanePlan | None:
@@ -355,7 +362,7 @@ def main(settings_file: Path) -> None:
     """Run one rank; the settings are a JSON file of `RankSettings`."""
     settings = begin_part(RankSettings, settings_file)
     end_with_parent()
-    with last_words(_log):
+    with log_failure(_log):
         rank = Rank(settings)
         signal.signal(signal.SIGTERM, lambda *_: rank.stop())
         try:

@@ -22,7 +22,7 @@ from medha.errors import PartFailed
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, StepEntry
 from medha_worker.model.out_of_memory import ran_out
-from medha_worker.model.sampler import Drawn, LogitsMask, SequenceSampler, Undrawable, draw
+from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler, sample_tokens
 from medha_worker.rank.lane_plan import PlannedEntry
 from medha_worker.rank.lane_state import NewSampler
 
@@ -53,7 +53,7 @@ class Computed:
         return self.planned.entry
 
 
-Result = tuple[PlannedEntry, Drawn | Undrawable]
+Result = tuple[PlannedEntry, SampledToken | NotSampled]
 
 
 class SampledTokens:
@@ -80,12 +80,12 @@ class SampledTokens:
             if link.is_first_stage:
                 self._expected.append(entries)
             return []
-        drawn = _drawn(logits, samplers)
+        sampled = _sampled(logits, samplers)
         if link is not None:
-            tokens = [-1 if isinstance(result, Undrawable) else result.token for result in drawn]
+            tokens = [-1 if isinstance(result, NotSampled) else result.token for result in sampled]
             self._digest = _digest(self._digest, entries, tokens)
             link.send_tokens([*tokens, self._digest])
-        return list(zip(entries, drawn, strict=True))
+        return list(zip(entries, sampled, strict=True))
 
     def learn_for(self, entries: Sequence[PlannedEntry]) -> None:
         """Wait for the tokens that entries of the first stage are fed.
@@ -151,25 +151,25 @@ def new_samplers(
     return new
 
 
-def _drawn(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | Undrawable]:
-    """Call `draw`, row by row if memory runs out.
+def _sampled(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[SampledToken | NotSampled]:
+    """Call `sample_tokens`, row by row if memory runs out.
 
     Other ranks wait for a token of each row, so no row may raise.
     """
     try:
-        return draw(logits, samplers)
+        return sample_tokens(logits, samplers)
     except (MemoryError, RuntimeError) as error:
         if not ran_out(error):
             raise
         if len(samplers) == 1:
-            return [Undrawable(f"too little memory to sample a token: {error}", "out_of_memory")]
+            return [NotSampled(f"too little memory to sample a token: {error}", "out_of_memory")]
         _log.warning(
             "memory ran out while %d tokens were sampled together, so each is sampled alone: %s",
             len(samplers),
             error,
         )
     # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
-    return [one for row in range(len(samplers)) for one in _drawn(logits[row : row + 1], [samplers[row]])]
+    return [one for row in range(len(samplers)) for one in _sampled(logits[row : row + 1], [samplers[row]])]
 
 
 def _digest(before: int, entries: Sequence[PlannedEntry], tokens: Sequence[int]) -> int:

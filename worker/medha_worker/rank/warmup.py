@@ -10,8 +10,8 @@ from medha.errors import OutOfMemory
 from medha.wire.messages import Sampling, StepProfile
 from medha_worker.model import out_of_memory
 from medha_worker.model.transformer import Transformer
-from medha_worker.profiling.fit import MeasuredStep, fit_profile
-from medha_worker.profiling.measure import BLOCK_TOKENS, GREEDY, Shape, StepTimer, blocks_of, median
+from medha_worker.profiling.profile_fit import MeasuredStep, fit_profile
+from medha_worker.profiling.step_timer import BLOCK_TOKENS, GREEDY, Shape, StepTimer, blocks_of, median
 
 REPEATS = 3
 CONTEXT_TOKENS = 2048

@@ -1,0 +1,206 @@
+"""The metric catalogue as data: the metrics of router, replica controller and operator, and their meaning.
+
+Each process makes its `prometheus_client` collectors from its part of this catalogue, so that code, reference
+(`docs/metrics.md`, rendered by `reference_page`), dashboards and alerts use the same names. Our own names
+start with `medha_` and include their unit; `vllm:` names are aliases for gateways, autoscalers and dashboards
+that read those. Counters are written without `_total`, which the exposition format adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from medha.errors import DROP_REASONS
+
+Kind = Literal["counter", "gauge", "histogram"]
+Unit = Literal[
+    "seconds",
+    "tokens",
+    "bytes",
+    "ratio",
+    "requests",
+    "steps",
+    "sequences",
+    "messages",
+    "connections",
+    "replicas",
+    "",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric; `buckets` are the upper bounds of a histogram, in `unit`, without infinity."""
+
+    name: str
+    kind: Kind
+    unit: Unit
+    meaning: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert (self.kind == "histogram") == bool(self.buckets), f"{self.name}: buckets belong to histograms"
+        assert list(self.buckets) == sorted(set(self.buckets)), f"{self.name}: buckets must rise"
+
+
+PROMPT_LENGTH_BOUNDS = (128, 1024, 8192, 65_536, 524_288, 4_194_304)
+"""Upper bounds of the label `prompt_tokens`, tokens: a few series that separate chats, pages, books and libraries."""
+
+
+NOT_TOKENISED = "unknown"
+"""Value of the label `prompt_tokens` for a request that was refused before its prompt was tokenised."""
+UNKNOWN_MODEL = "(unknown)"
+"""Value of the label `model` for all requests that name no known model, or ended before it was read."""
+
+
+def prompt_length_label(tokens: int) -> str:
+    """Return the value of the label `prompt_tokens` for a prompt: `le_128`, `le_1024`, ..., `more`."""
+    for bound in PROMPT_LENGTH_BOUNDS:
+        if tokens <= bound:
+            return f"le_{bound}"
+    return "more"
+
+
+# vLLM's bounds (its v1/metrics/buckets.py), kept so that its dashboards read ours.
+_TTFT_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_PER_TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_TIGHT_PER_TOKEN_SECONDS = (0.001, 0.0025, 0.005, *_PER_TOKEN_SECONDS)
+_WORK_SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0,
+)  # fmt: skip
+_SHARE_OF_TARGET = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+_STEP_SECONDS = (
+    0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0,
+)  # fmt: skip
+_SLACK_SECONDS = (-600.0, -60.0, -10.0, -2.0, -0.5, 0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0, 600.0)
+_POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+
+_REASONS = ", ".join(f"`{reason}` ({meaning})" for reason, meaning in DROP_REASONS.items())
+_BY_CLASS = ("model", "service_class")
+_BY_CLASS_AND_LENGTH = ("model", "service_class", "prompt_tokens")
+
+ROUTER_METRICS = (
+    Metric("medha_requests", "counter", "requests", "HTTP generation requests that ended, by outcome: `stop`, `length`, `cancelled` (the client disconnected), or the code of the error. `model` is `(unknown)` if the request named a model that no manifest names and no replica has announced, or if it ended before its body was read.", ("model", "endpoint", "outcome")),
+    Metric("medha_request_ttft_seconds", "histogram", "seconds", "Time to first token: from the last byte of the request's headers to its first output token.", _BY_CLASS, _TTFT_SECONDS),
+    Metric("medha_request_ttft_target_ratio", "histogram", "ratio", "TTFT divided by the request's target; 1 is just in time. The target is the client's `x-slo-ttft-ms`, or else that of its service class for the longest prompt of the request: the TTFT floor, or the factor times the announced prefill time, whichever is larger.", _BY_CLASS_AND_LENGTH, _SHARE_OF_TARGET),
+    Metric("medha_request_tpot_seconds", "histogram", "seconds", "Time per output token of a whole request: (last token - first token) / (output tokens - 1).", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
+    Metric("medha_inter_token_seconds", "histogram", "seconds", "Time between two messages with output tokens of one sequence.", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
+    Metric("medha_request_seconds", "histogram", "seconds", "Whole duration of a request that ended in tokens.", _BY_CLASS, _REQUEST_SECONDS),
+    Metric("medha_request_ttft_attainment", "counter", "requests", "Requests by whether their first token met its target (`met`: `true` or `false`). Requests that got status 429 or 5xx before their first token count as `false`, even if they were refused before their prompt was tokenised (`prompt_tokens` is then `unknown`). Cancelled and invalid requests do not count.", (*_BY_CLASS_AND_LENGTH, "met")),
+    Metric("medha_request_tpot_attainment", "counter", "requests", "Requests of two or more output tokens, by whether their TPOT met its target. Those that failed after their first token count as `false`.", (*_BY_CLASS_AND_LENGTH, "met")),
+    Metric("medha_prompt_tokens", "counter", "tokens", "Prompt tokens of accepted requests; a prompt with several samples (`n`) counts once.", ("model",)),
+    Metric("medha_cached_prompt_tokens", "counter", "tokens", "Prompt tokens whose KV was in a replica's prefix cache, for requests that got a first token.", ("model",)),
+    Metric("medha_output_tokens", "counter", "tokens", "Output tokens of sequences, without those after a stop string.", ("model",)),
+    Metric("medha_router_requests_open", "gauge", "requests", "HTTP generation requests in progress."),
+    Metric("medha_router_sequences_open", "gauge", "sequences", "Sequences that have not ended: those that wait in the router and those that were sent to replicas."),
+    Metric("medha_router_sequences_waiting", "gauge", "sequences", "Sequences that wait in the router for a replica with room."),
+    Metric("medha_router_replicas", "gauge", "replicas", "Replicas that announce themselves now, by state: `ready`, `draining`, `starting`. The value is 0 for a model without such a replica that a manifest names or a replica announced before.", ("model", "state")),
+    Metric("medha_router_replicas_desired", "gauge", "replicas", "Replicas that should serve a model by now according to manifests. Suspended replicas do not count, nor new ones within `lifecycle.readySeconds`. Only models that a manifest names have this series.", ("model",)),
+    Metric("medha_router_resubmissions", "counter", "sequences", "Sequences that were submitted again after a refusal, a lost rank or a lost replica."),
+    Metric("medha_router_tokenize_seconds", "histogram", "seconds", "Time to parse a request, apply the chat template and tokenise it, by place: `thread` or `process` (large bodies).", ("place",), _WORK_SECONDS),
+    Metric("medha_router_dropped_messages", "counter", "messages", f"Messages from replicas that were dropped, by link (`control`, `tokens`) and reason: {_REASONS}.", ("link", "reason")),
+    Metric("medha_router_refused_connections", "counter", "connections", "Connections that failed the handshake: plaintext, a wrong key, or no enrolment token of this router.", ("link",)),
+    Metric("medha_router_http_connections", "gauge", "connections", "HTTP connections that are open."),
+    Metric("medha_router_http_refusals", "counter", "connections", "HTTP connections that the router closed, by reason: `too_many` (the limit is reached), `slow` (the request's head did not arrive in time), `malformed` (not HTTP/1, or the head is too large), `pipelined` (a request arrived before the previous one was answered).", ("reason",)),
+    Metric("medha_router_body_bytes", "gauge", "bytes", "Total size of request bodies that are being received or tokenised."),
+    Metric("medha_replica_sequences_running", "gauge", "sequences", "Sequences that hold KV in a replica, as it announced.", ("model", "replica")),
+    Metric("medha_replica_sequences_waiting", "gauge", "sequences", "Sequences that wait for KV in a replica, as it announced.", ("model", "replica")),
+    Metric("medha_replica_kv_used_ratio", "gauge", "ratio", "Reserved share of a replica's KV pool, 0 to 1, as it announced.", ("model", "replica")),
+    Metric("medha_replica_pending_prefill_seconds", "gauge", "seconds", "Prefill work ahead of a new request in a replica, as it announced.", ("model", "replica")),
+)  # fmt: skip
+"""Metrics that a router exports."""
+
+_VLLM = ("model_name", "engine")
+
+VLLM_ALIASES = (
+    Metric("vllm:num_requests_running", "gauge", "requests", "As `medha_replica_sequences_running`; `engine` is the replica's name.", _VLLM),
+    Metric("vllm:num_requests_waiting", "gauge", "requests", "As `medha_replica_sequences_waiting`, and on `engine=\"router\"` those that wait in the router.", _VLLM),
+    Metric("vllm:kv_cache_usage_perc", "gauge", "ratio", "As `medha_replica_kv_used_ratio`: 0 to 1 despite the name.", _VLLM),
+    Metric("vllm:time_to_first_token_seconds", "histogram", "seconds", "As `medha_request_ttft_seconds`.", _VLLM, _TTFT_SECONDS),
+    Metric("vllm:inter_token_latency_seconds", "histogram", "seconds", "As `medha_inter_token_seconds`.", _VLLM, _PER_TOKEN_SECONDS),
+    Metric("vllm:request_time_per_output_token_seconds", "histogram", "seconds", "As `medha_request_tpot_seconds`.", _VLLM, _PER_TOKEN_SECONDS),
+    Metric("vllm:e2e_request_latency_seconds", "histogram", "seconds", "As `medha_request_seconds`.", _VLLM, _REQUEST_SECONDS),
+    Metric("vllm:prompt_tokens", "counter", "tokens", "As `medha_prompt_tokens`.", _VLLM),
+    Metric("vllm:generation_tokens", "counter", "tokens", "As `medha_output_tokens`.", _VLLM),
+    Metric("vllm:prefix_cache_queries", "counter", "tokens", "Prompt tokens of requests that got a first token: tokens whose KV could have been cached.", _VLLM),
+    Metric("vllm:prefix_cache_hits", "counter", "tokens", "As `medha_cached_prompt_tokens`.", _VLLM),
+    Metric("vllm:request_success", "counter", "requests", "Sequences that ended in tokens, by `stop` or `length`.", (*_VLLM, "finished_reason")),
+)  # fmt: skip
+"""vLLM's metric names (its v1/metrics/loggers.py) that a router exports too. Histograms and counters of the
+router carry `engine="router"`."""
+
+CONTROLLER_METRICS = (
+    Metric("medha_kv_blocks", "gauge", "", "Blocks of a lane's KV pool by state: `free`, `cached` (kept for their content until they are needed), `reserved` (not yet written), `used`.", ("lane", "state")),
+    Metric("medha_kv_used_ratio", "gauge", "ratio", "Reserved share of all KV pools, 0 to 1."),
+    Metric("medha_prefix_cache_queried_tokens", "counter", "tokens", "Prompt tokens of admitted sequences that were looked up in the prefix cache. Samples that share a running prompt do not count."),
+    Metric("medha_prefix_cache_hit_tokens", "counter", "tokens", "Prompt tokens of admitted sequences whose KV was in the prefix cache, so that they were not computed."),
+    Metric("medha_sequences_running", "gauge", "sequences", "Sequences that hold KV."),
+    Metric("medha_sequences_waiting", "gauge", "sequences", "Sequences that wait for KV."),
+    Metric("medha_pending_prefill_seconds", "gauge", "seconds", "Predicted remaining prefill time of all admitted and waiting sequences, each as if it ran alone."),
+    Metric("medha_steps", "counter", "steps", "Steps that left the last stage."),
+    Metric("medha_step_observed_seconds", "histogram", "seconds", "Duration of a step, from its launch until its results arrived. With a single stage, it counts from the end of the previous step if the step was launched before that.", (), _STEP_SECONDS),
+    Metric("medha_step_predicted_seconds", "histogram", "seconds", "Duration of a step that the predictor expected when the step was packed.", (), _STEP_SECONDS),
+    Metric("medha_step_prediction_error_ratio", "histogram", "ratio", "Observed divided by predicted duration of a step.", (), (0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)),
+    Metric("medha_step_tokens", "histogram", "tokens", "Tokens that a step computes, by phase: `prefill` or `decode`. Tokens after a stop token count if they were computed before the stop was known.", ("phase",), _POWERS_OF_TWO),
+    Metric("medha_step_sequences", "histogram", "sequences", "Sequences of a step, by phase.", ("phase",), _POWERS_OF_TWO[:13]),
+    Metric("medha_chunk_tokens", "histogram", "tokens", "Prefill tokens of one sequence in one step.", (), _POWERS_OF_TWO),
+    Metric("medha_prefill_slack_seconds", "histogram", "seconds", "Slack of a prefill when a chunk of it was packed: deadline - now - remaining work. If it is below 0, the first token will be late.", ("service_class",), _SLACK_SECONDS),
+    Metric("medha_decode_tpot_misses", "counter", "steps", "Steps that are predicted to take longer than the tightest TPOT target of their decodes allows. Either decodes alone take longer, or prefills keep their guaranteed share (`minPrefillShare`, or the rate at the class's own target)."),
+    Metric("medha_sequences_finished", "counter", "sequences", "Sequences that ended, by reason: `stop`, `length`, `cancelled`, or the reason of a failure.", ("reason",)),
+    Metric("medha_sequences_refused", "counter", "sequences", "Submissions that were refused, by reason.", ("reason",)),
+    Metric("medha_controller_handle_seconds", "histogram", "seconds", "Time that the controller took to decide on one event.", (), (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1)),
+    Metric("medha_epoch", "gauge", "", "Epoch of the replica. It increases with each new rendezvous of the ranks."),
+    Metric("medha_dropped_messages", "counter", "messages", "Messages that were dropped, by link and reason, as in `medha_router_dropped_messages`. Links at the controller's end: `router_control`, `router_tokens`, `rank_control`, `rank_tokens`. At the ranks' end, all ranks together: `at_rank_control`, `at_rank_tokens`; a rank reports every second, between its steps, the number that it has dropped since it began. So a restarted controller includes what its ranks dropped before, and messages that a rank drops right before it ends are only in its log.", ("link", "reason")),
+    Metric("medha_refused_connections", "counter", "connections", "Connections to the links for ranks that failed the handshake: plaintext, or a key that does not belong to a rank of this replica.", ("link",)),
+)  # fmt: skip
+"""Metrics that a replica's controller exports."""
+
+OPERATOR_METRICS = (
+    Metric("medha_operator_reconcile_seconds", "histogram", "seconds", "Duration of one reconcile of a resource (observing, planning, and every call to the API server), by kind and outcome: `unchanged` (nothing to do), `changed`, `failed`.", ("kind", "outcome"), _WORK_SECONDS),
+    Metric("medha_operator_reconcile_errors", "counter", "", "Reconciles that failed, by the API server's reason (`Conflict`, `Invalid`, ...), `NoAnswer`, `Fenced` (the write could have lasted longer than the Lease), or `Bug` (see the log).", ("kind", "reason")),
+    Metric("medha_operator_queue_keys", "gauge", "", "Resources that wait to be reconciled."),
+    Metric("medha_operator_queue_seconds", "histogram", "seconds", "Time that a resource waited to be reconciled.", (), _WORK_SECONDS),
+    Metric("medha_operator_writes", "counter", "requests", "Writes to the API server, except renewals of the Lease, by verb.", ("verb",)),
+    Metric("medha_operator_condition", "gauge", "", "1 while the condition of a resource is `True`, else 0: `Ready` (0 also before it has a status), `Reconciling`, `Stalled`, `Degraded` of a replica, `Available` of a deployment. The namespace is the resource's own.", ("kind", "resource_namespace", "resource", "condition")),
+    Metric("medha_operator_reason", "gauge", "", "1 for the current reason of a condition: of `Ready` while that is not `True`, of `Reconciling` while that is. A reason may change from one scrape to the next, for example while pods crash repeatedly, so alerts must not use it as a label.", ("kind", "resource_namespace", "resource", "condition", "reason")),
+    Metric("medha_operator_ready_seconds", "histogram", "seconds", "Time until a resource was ready: from its creation, or from the reconcile that first noticed a change (condition `Reconciling`), until its condition `Ready`.", ("kind",), (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)),
+    Metric("medha_operator_leading", "gauge", "", "1 while this process holds the Lease and writes to the cluster, else 0."),
+)  # fmt: skip
+"""Metrics that the operator exports."""
+
+CATALOGUE = (*ROUTER_METRICS, *VLLM_ALIASES, *CONTROLLER_METRICS, *OPERATOR_METRICS)
+
+
+def reference_page() -> str:
+    """Return `docs/metrics.md`, made from the catalogue."""
+    parts = [
+        "# Metrics",
+        "",
+        "Generated from `core/medha/metric_catalogue.py` (`reference_page`); a test compares the two. Counters are exposed",
+        "with `_total`, histograms with `_bucket`, `_sum` and `_count`. The label `prompt_tokens` names the",
+        f"length class of the prompt: {', '.join(f'`le_{bound}`' for bound in PROMPT_LENGTH_BOUNDS)} or `more`;",
+        f"`{NOT_TOKENISED}` if a request was refused before its length was known.",
+    ]
+    sections = (
+        ("Router", ROUTER_METRICS),
+        ("Router: names of vLLM", VLLM_ALIASES),
+        ("Replica controller", CONTROLLER_METRICS),
+        ("Operator", OPERATOR_METRICS),
+    )
+    for title, metrics in sections:
+        parts += ["", f"## {title}", "", "| Name | Kind | Unit | Labels | Meaning |", "|---|---|---|---|---|"]
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            parts.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {metric.meaning} |")
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,358 @@
+"""The status of a running replica as data: lanes, steps in flight, queues, and the most urgent requests.
+
+`status` reads a controller and its history, and changes nothing. The result is bounded, however many requests
+wait: at most `most_requests` requests, and as many steps as fit into the pipelines.
+
+It identifies requests by their ids, and contains neither token ids nor text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from heapq import nsmallest
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History, Launched, OpenPhase
+from medha.scheduler.request import Request
+from medha.scheduler.validation import class_name
+
+MOST_REQUESTS = 1000
+"""Most requests that one status may list."""
+
+Phase = OpenPhase | Literal["ending"]
+"""Phase of a request: waiting for KV, computing its prompt, decoding, or ended with a step in flight."""
+
+Order = Literal["urgency", "age", "prompt", "kv", "output"]
+"""Sort order of requests: least slack first (decoding ones last), oldest first, or largest first."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class KvStatus(_Model):
+    """Blocks of one lane's pool; the four states add up to `blocks`."""
+
+    blocks: int
+    used: int
+    """Blocks that hold KV of running requests."""
+    reserved: int
+    """Blocks that belong to running requests and are not written yet."""
+    cached: int
+    """Blocks that only the prefix cache keeps, until they are needed."""
+    free: int
+
+
+class LaneStatus(_Model):
+    lane: int
+    coupled_with: tuple[int, ...]
+    """Lanes that run steps together with this one because they share a request, itself included."""
+    first_stage_free: bool
+    steps_in_flight: int
+    """Number of steps in flight; at most the number of stages."""
+    decoding: int
+    """Number of requests that this lane computes and whose prefill is over."""
+    prefilling: int
+    kv: KvStatus
+
+
+class ChunkStatus(_Model):
+    """Prompt positions `start .. start + tokens` of one request, in a step."""
+
+    request: str
+    lane: int
+    start: int
+    tokens: int
+    prompt_tokens: int
+
+
+class StepStatus(_Model):
+    """A step between its launch and the end of its last stage."""
+
+    step: int
+    lanes: tuple[int, ...]
+    in_first_stage: bool
+    """True if the step is in the first stage or on its way there; otherwise it is in a later one."""
+    since_seconds: float
+    predicted_seconds: float
+    chunks: tuple[ChunkStatus, ...]
+    decodes: int
+
+
+class ClassStatus(_Model):
+    """Requests of one service class."""
+
+    service_class: str
+    waiting: int
+    prefilling: int
+    decoding: int
+    waiting_tokens: int
+    """Prompt tokens of the waiting requests."""
+    demoted: int
+    """Demoted requests without a first token: others are to be on time instead (`guarded`)."""
+    late: int
+    """Requests without a first token past their deadline."""
+
+
+class RequestStatus(_Model):
+    id: str
+    service_class: str
+    phase: Phase
+    lane: int | None
+    """The lane that computes it; none while it waits."""
+    lanes: tuple[int, ...]
+    """Lanes that hold its KV, or will."""
+    is_long: bool
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was cached at admission; an estimate while it waits."""
+    dispatched_tokens: int
+    """Known positions that are computed or in the pipeline."""
+    computed_tokens: int
+    reserved_tokens: int
+    """Positions that its KV can hold without growing."""
+    output_tokens: int
+    """Tokens sampled in this epoch."""
+    age_seconds: float
+    """Seconds since it reached the router."""
+    ttft_target_seconds: float
+    deadline_in_seconds: float
+    """Seconds until its first token is due, by its class or its own target; negative once it is late."""
+    demoted: bool
+    """True while it is demoted."""
+    revised_deadline_in_seconds: float | None
+    """Seconds until its revised deadline; none unless it is demoted."""
+    prefill_left_seconds: float
+    """Predicted time of the remaining prefill if it runs alone."""
+    slack_seconds: float
+    """`deadline_in_seconds` - `prefill_left_seconds`."""
+    ttft_seconds: float | None
+    """Seconds from its arrival to its first token; none before that."""
+    tpot_target_seconds: float
+    tpot_seconds: float | None
+    """Mean time per output token after the first; none before the second."""
+
+
+class CoreStatus(_Model):
+    """The state of a controller at one moment."""
+
+    epoch: int
+    draining: bool
+    tensor: int
+    stream: int
+    kv: int
+    policy: str
+    block_size_tokens: int
+    correction: float
+    """Observed divided by predicted step time, as learned by the predictor."""
+    running: int
+    waiting: int
+    pending_prefill_seconds: float
+    lanes: tuple[LaneStatus, ...]
+    steps: tuple[StepStatus, ...]
+    classes: tuple[ClassStatus, ...]
+    requests: tuple[RequestStatus, ...]
+    """The first requests in the requested order; `running` and `waiting` count them all."""
+
+
+def status(
+    core: ReplicaController,
+    history: History,
+    now: float,
+    *,
+    order: Order = "urgency",
+    most_requests: int = 50,
+) -> CoreStatus:
+    """Return the state of `core` at `now`, on the clock of its `handle` (seconds).
+
+    `history` has taken all of its events.
+    """
+    config, load = core.config, core.load()
+    requests = list(core.requests())
+    most = max(0, min(most_requests, MOST_REQUESTS))
+    first = nsmallest(most, requests, key=lambda request: _key(core, request, order, now))
+    return CoreStatus(
+        epoch=core.epoch,
+        draining=core.draining,
+        tensor=config.topology.tensor,
+        stream=config.topology.stream,
+        kv=config.topology.kv,
+        policy=config.scheduling.policy,
+        block_size_tokens=config.block_size_tokens,
+        correction=core.predictor.correction,
+        running=load.running,
+        waiting=load.waiting,
+        pending_prefill_seconds=load.pending_prefill_seconds,
+        lanes=_lanes(core, requests),
+        steps=tuple(_step(core, one, now) for one in history.launched.values() if one.step.entries),
+        classes=_classes(core, requests, now),
+        requests=tuple(_request(core, request, history, now) for request in first),
+    )
+
+
+def phase(request: Request) -> Phase:
+    """Return the phase of a request."""
+    if request.ended:
+        return "ending"
+    if request.waits:
+        return "waiting"
+    return "decode" if request.is_decoding else "prefill"
+
+
+def kv_by_lane(core: ReplicaController, requests: Sequence[Request]) -> list[KvStatus]:
+    """Return the blocks of each lane's pool, by state; `requests` are all of `core`."""
+    written = Counter[int]()  # by lane; a shared block counts once per request
+    for request in requests:
+        if request.shard_map is not None:
+            for lane, tokens in request.shard_map.local_lengths(request.computed).items():
+                written[lane] += core.pools.ledger(lane).blocks_for(tokens)
+    found = []
+    for lane in range(core.pools.lanes):
+        ledger = core.pools.ledger(lane)
+        used = min(ledger.held_blocks, written[lane])
+        found.append(
+            KvStatus(
+                blocks=ledger.blocks,
+                used=used,
+                reserved=ledger.held_blocks - used,
+                cached=ledger.remembered_blocks,
+                free=ledger.free_blocks,
+            )
+        )
+    return found
+
+
+def _lanes(core: ReplicaController, requests: Sequence[Request]) -> tuple[LaneStatus, ...]:
+    phases = Counter((request.lane, phase(request)) for request in requests)
+    coupled_with = {lane: lanes for lanes in core.lanes.coupled for lane in lanes}
+    return tuple(
+        LaneStatus(
+            lane=lane.index,
+            coupled_with=coupled_with[lane.index],
+            first_stage_free=lane.stage_free,
+            steps_in_flight=len(lane.in_flight_seconds),
+            decoding=phases[lane.index, "decode"],
+            prefilling=phases[lane.index, "prefill"],
+            kv=kv,
+        )
+        for lane, kv in zip(core.lanes, kv_by_lane(core, requests), strict=True)
+    )
+
+
+def _step(core: ReplicaController, launched: Launched, now: float) -> StepStatus:
+    step = launched.step
+    lane = core.lanes[step.lanes[0]]
+    return StepStatus(
+        step=step.step_id,
+        lanes=step.lanes,
+        in_first_stage=lane.stages == 1 or (lane.newest_step == step.step_id and not lane.stage_free),
+        since_seconds=now - launched.at,
+        predicted_seconds=step.predicted_seconds,
+        chunks=tuple(ChunkStatus(**chunk._asdict()) for chunk in launched.chunks),
+        decodes=len(launched.decodes),
+    )
+
+
+def _classes(core: ReplicaController, requests: Sequence[Request], now: float) -> tuple[ClassStatus, ...]:
+    counts = Counter[tuple[str, str]]()
+    for request in requests:
+        name, where = class_name(core.config, request.submit), phase(request)
+        counts[name, where] += 1
+        if where == "waiting":
+            counts[name, "waiting_tokens"] += request.submit.tokens
+        if where in ("waiting", "prefill"):
+            counts[name, "demoted"] += core.due(request) > request.deadline
+            counts[name, "late"] += now > request.deadline
+    return tuple(
+        ClassStatus(
+            service_class=name,
+            waiting=counts[name, "waiting"],
+            prefilling=counts[name, "prefill"],
+            decoding=counts[name, "decode"],
+            waiting_tokens=counts[name, "waiting_tokens"],
+            demoted=counts[name, "demoted"],
+            late=counts[name, "late"],
+        )
+        for name in core.config.service_classes
+    )
+
+
+def _key(core: ReplicaController, request: Request, order: Order, now: float) -> tuple[float, ...]:
+    """Return a sort key, smallest first; ties go by arrival."""
+    match order:
+        case "urgency":
+            return (request.is_decoding, core.slack_seconds(request, now), request.tie)
+        case "age":
+            return (request.arrival, request.tie)
+        case "prompt":
+            return (-request.submit.tokens, request.tie)
+        case "kv":
+            return (-request.computed, request.tie)
+        case "output":
+            return (-request.emitted, request.tie)
+
+
+def _request(core: ReplicaController, request: Request, history: History, now: float) -> RequestStatus:
+    due, deadline_in = core.due(request), request.deadline - now
+    left = deadline_in - core.slack_seconds(request, now)
+    seen = history.open.get(request.id)
+    return RequestStatus(
+        id=request.id,
+        service_class=class_name(core.config, request.submit),
+        phase=phase(request),
+        lane=None if request.waits else request.lane,
+        lanes=request.held_lanes,
+        is_long=request.is_long,
+        prompt_tokens=request.submit.tokens,
+        cached_tokens=request.cached_tokens,
+        dispatched_tokens=request.dispatched,
+        computed_tokens=request.computed,
+        reserved_tokens=request.reserved_tokens,
+        output_tokens=request.emitted,
+        age_seconds=now - request.arrival,
+        ttft_target_seconds=request.targets.ttft_seconds,
+        deadline_in_seconds=deadline_in,
+        demoted=due > request.deadline,
+        revised_deadline_in_seconds=due - now if due > request.deadline else None,
+        prefill_left_seconds=left,
+        slack_seconds=deadline_in - left,
+        ttft_seconds=seen.first_token_at - request.arrival if seen is not None and seen.emitted else None,
+        tpot_target_seconds=request.targets.tpot_seconds,
+        tpot_seconds=None if seen is None else seen.tpot_seconds,
+    )
+
+
+class AttainmentStatus(_Model):
+    """Requests of one service class that met or missed their targets since the process began."""
+
+    service_class: str
+    ttft_met: int
+    ttft_missed: int
+    tpot_met: int
+    """Requests that met their TPOT target, of those that ended with two output tokens or more."""
+    tpot_missed: int
+
+
+class ReplicaStatus(_Model):
+    """The answer of a controller's process to `GET /status`. Fields are only ever added."""
+
+    replica: str
+    model: str
+    state: Literal["serving", "draining", "gathering"]
+    """State of the replica; `gathering`: no epoch runs, because ranks are missing or still in rendezvous."""
+    missing_ranks: tuple[int, ...]
+    """Ranks that are not present or not ready while `state` is `gathering`."""
+    up_seconds: float
+    """Seconds since the first epoch began."""
+    window_seconds: float
+    """Length of the time window over which the three rates are averaged."""
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    steps_per_second: float
+    attainment: tuple[AttainmentStatus, ...]
+    core: CoreStatus | None
+    """Status of the controller; none while `state` is `gathering`."""

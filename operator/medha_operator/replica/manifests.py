@@ -1,0 +1,502 @@
+"""Render the objects of a replica as plain manifests. Pure: the same replica renders the same bytes.
+
+A replica has one StatefulSet per lane (ordinal = stage), one headless Service over all lanes, one ConfigMap
+per revision, a PodDisruptionBudget and a NetworkPolicy. All names are deterministic, so that creating an
+object twice finds the existing one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from medha.api.replica import MedhaReplicaSpec, ModelSource
+from medha_operator.gang import gang_of
+from medha_operator.kube.kinds import MANAGER, Manifest
+from medha_operator.manifest_overlay import overlaid
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.revision import Revision
+
+OPEN_SINCE = "medha.dev/open-since"
+"""Annotation of a PodDisruptionBudget: time since which it lets evictors take the replica from a cordoned
+node."""
+CONTROL_PORT = 5600
+TOKENS_PORT = 5601
+METRICS_PORT = 9400
+HEALTH_PORT = 9401
+MODEL_DIRECTORY = "/model"
+_ENROLMENT = "/etc/medha/enrolment"
+_HUB_DIRECTORY = "/etc/medha/hub"
+_PROBE_SECONDS = 5
+_USER = 65532
+_SPARE_SECONDS = 30
+"""Seconds between the end of a drain and the kill, and between a pod's own limit for its start and the
+kubelet's."""
+_UNREAD = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
+"""Weights in formats that ranks do not read, which many repositories hold beside safetensors."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The replica that owns the objects; they are deleted with it."""
+
+    name: str
+    namespace: str
+    uid: str
+
+    @property
+    def reference(self) -> Manifest:
+        return {
+            "apiVersion": "medha.dev/v1alpha1",
+            "kind": "MedhaReplica",
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+
+def lane_name(replica: str, lane: int) -> str:
+    """Return the name of a lane's StatefulSet."""
+    return f"{replica}-l{lane}"
+
+
+def leader_address(owner: Owner) -> str:
+    """Return the address of the replica's controller: lane 0, stage 0."""
+    return f"{lane_name(owner.name, 0)}-0.{owner.name}.{owner.namespace}.svc"
+
+
+def labels(owner: Owner) -> dict[str, str]:
+    """Return the labels of every object of a replica; selectors use `medha.dev/replica`."""
+    return _labels(owner.name, "worker") | {"medha.dev/replica": owner.name}
+
+
+def router_labels(router: str) -> dict[str, str]:
+    """Return the labels of objects that the operator makes for a router of this name."""
+    return _labels(router, "router")
+
+
+def _labels(instance: str, component: str) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "medha",
+        "app.kubernetes.io/instance": instance,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "medha",
+        "app.kubernetes.io/managed-by": MANAGER,
+    }
+
+
+def pod_labels(owner: Owner, lane: int, revision: str) -> dict[str, str]:
+    """Return the labels of a lane's pods.
+
+    The StatefulSet controller adds the stage as `apps.kubernetes.io/pod-index`.
+    """
+    return labels(owner) | {
+        "medha.dev/lane": str(lane),
+        "medha.dev/role": "lead" if lane == 0 else "kv",
+        "medha.dev/revision": revision,
+    }
+
+
+# --- objects that follow the spec as it is now ----------------------------------------------------------
+
+
+def service(owner: Owner) -> Manifest:
+    """Return the headless Service.
+
+    It gives every pod a DNS name before it is ready, since ranks rendezvous while no pod is.
+    """
+    return _object(owner, "v1", "Service", owner.name) | {
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"medha.dev/replica": owner.name},
+            "ports": [
+                _port("control", CONTROL_PORT),
+                _port("tokens", TOKENS_PORT),
+                _port("metrics", METRICS_PORT),
+            ],
+        }
+    }
+
+
+def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
+    """Return the disruption budget.
+
+    It allows no eviction: losing one pod stops the whole replica, so the operator drains it first. If
+    `open_since` is set, every pod may be evicted: it is the time, as Kubernetes writes it, since which the
+    replica may leave its node.
+    """
+    manifest = _object(owner, "policy/v1", "PodDisruptionBudget", owner.name)
+    if open_since is not None:
+        manifest["metadata"]["annotations"] = {OPEN_SINCE: open_since}
+    return manifest | {
+        "spec": {
+            "maxUnavailable": 0 if open_since is None else "100%",
+            "selector": {"matchLabels": {"medha.dev/replica": owner.name}},
+        }
+    }
+
+
+def network_policy(owner: Owner, metrics_from: Sequence[Manifest] = ()) -> Manifest:
+    """Return the NetworkPolicy.
+
+    Pods of a replica reach each other on all ports (gloo chooses its own); others reach the metrics alone.
+    `metrics_from` are the peers that may read the metrics, in the form of a NetworkPolicy's rule; none means
+    everybody.
+    """
+    scrapers: Manifest = {"from": list(metrics_from)} if metrics_from else {}
+    mine = {"matchLabels": {"medha.dev/replica": owner.name}}
+    return _object(owner, "networking.k8s.io/v1", "NetworkPolicy", owner.name) | {
+        "spec": {
+            "podSelector": mine,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": mine}]},
+                {"ports": [{"protocol": "TCP", "port": METRICS_PORT}]} | scrapers,
+            ],
+        }
+    }
+
+
+def config_name(owner: Owner, revision: str) -> str:
+    """Return the name of a revision's ConfigMap and of its ControllerRevision."""
+    return f"{owner.name}-{revision}"
+
+
+def keys_name(owner: Owner) -> str:
+    """Return the name of the Secret with the keys of the replica's links.
+
+    It includes the UID, so that a recreated replica never finds an old Secret.
+    """
+    return f"{owner.name}-keys-{owner.uid[:8]}"
+
+
+def enrolment_name(owner: Owner, spec: MedhaReplicaSpec) -> str | None:
+    """Return the name of the Secret with which the replica enrols at its router; None without a router."""
+    router = spec.router_ref
+    if router is None:
+        return None
+    if is_enrolment_copied(owner, spec):
+        made_for = f"{owner.uid} {router.namespace}/{router.name}"
+        return f"{owner.name}-enrolment-{hashlib.sha256(made_for.encode()).hexdigest()[:8]}"
+    return router.secret or f"{router.name}-enrolment"
+
+
+def is_enrolment_copied(owner: Owner, spec: MedhaReplicaSpec) -> bool:
+    """Return whether that Secret is a copy of the replica's own.
+
+    Pods cannot mount Secrets of another namespace.
+    """
+    router = spec.router_ref
+    return (
+        router is not None
+        and router.secret is None
+        and router.namespace is not None
+        and router.namespace != owner.namespace
+    )
+
+
+def router_address(owner: Owner, spec: MedhaReplicaSpec) -> str:
+    """Return the address of the replica's router; empty if it names none."""
+    router = spec.router_ref
+    return "" if router is None else f"{router.name}.{router.namespace or owner.namespace}.svc"
+
+
+def controller_revision(owner: Owner, revision: Revision) -> Manifest:
+    """Return the ControllerRevision that keeps what pods of this revision were made from.
+
+    Such an object is immutable.
+    """
+    return _object(owner, "apps/v1", "ControllerRevision", config_name(owner, revision.name)) | {
+        "revision": revision.number,
+        "data": {"fields": revision.fields, "templates": list(revision.templates)},
+    }
+
+
+def config_map(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest:
+    """Return the ConfigMap with the settings of one revision's pods.
+
+    Restart fields are as in the revision, live ones as they are now.
+    """
+    document = {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": owner.name, "namespace": owner.namespace},
+        "spec": spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+    return _object(owner, "v1", "ConfigMap", config_name(owner, revision)) | {
+        "data": {"replica.json": json.dumps(document, indent=1, sort_keys=True)}
+    }
+
+
+def lane(owner: Owner, index: int, stages: int, replicas: int, template: Manifest) -> Manifest:
+    """Return the StatefulSet of a lane. The operator alone replaces pods: all of a replica, never some."""
+    selector = {"medha.dev/replica": owner.name, "medha.dev/lane": str(index)}
+    assert replicas in (0, stages)
+    manifest = _object(owner, "apps/v1", "StatefulSet", lane_name(owner.name, index))
+    manifest["metadata"]["labels"]["medha.dev/lane"] = str(index)
+    return manifest | {
+        "spec": {
+            "replicas": replicas,
+            "serviceName": owner.name,
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "OnDelete"},
+            "revisionHistoryLimit": 1,
+            "selector": {"matchLabels": selector},
+            "template": template,
+        }
+    }
+
+
+def gang_object(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest | None:
+    """Return the object that the gang's provider reads, one for all lanes; None if it needs none."""
+    name = config_name(owner, revision)
+    gang = gang_of(spec, owner.name, name)
+    return _object(owner, gang.api_version, gang.kind, name) | {"spec": gang.spec} if gang.kind else None
+
+
+# --- templates of pods, rendered once for a revision ----------------------------------------------------
+
+
+def pod_templates(
+    owner: Owner, spec: MedhaReplicaSpec, revision: str, settings: OperatorSettings
+) -> tuple[Manifest, ...]:
+    """Return the pod template of each lane.
+
+    The user's overrides are laid over it, but not over the labels that selectors use.
+    """
+    gang = gang_of(spec, owner.name, config_name(owner, revision))
+    theirs = {
+        "metadata": spec.template.metadata.model_dump(mode="json", exclude_none=True),
+        "spec": spec.template.spec,
+    }
+    templates = []
+    for index in range(spec.parallelism.kv):
+        ours = overlaid(_pod_template(owner, spec, index, revision, settings), gang.pod)
+        kept = {"metadata": {"labels": pod_labels(owner, index, revision)}}
+        templates.append(overlaid(overlaid(ours, theirs), kept))
+    return tuple(templates)
+
+
+def _pod_template(
+    owner: Owner, spec: MedhaReplicaSpec, lane_index: int, revision: str, settings: OperatorSettings
+) -> Manifest:
+    image = spec.image or settings.worker_image
+    model_volume, fetch = _model(spec, image, settings)
+    pod: Manifest = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": int(spec.lifecycle.drain_seconds) + _SPARE_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_worker(owner, spec, lane_index, revision, image, settings)],
+        "volumes": [
+            {"name": "config", "configMap": {"name": config_name(owner, revision)}},
+            {"name": "keys", "secret": {"secretName": keys_name(owner), "defaultMode": 0o440}},
+            {"name": "run", "emptyDir": {}},
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            *_enrolment_volume(owner, spec),
+            *([model_volume] if model_volume else []),
+            *_hub_token_volume(spec.model.source),
+        ],
+    }
+    if fetch:
+        pod["initContainers"] = [fetch]
+    if spec.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret.name} for secret in spec.image_pull_secrets]
+    if spec.placement.lane_topology is not None:
+        pod["affinity"] = _lane_affinity(owner, spec, lane_index)
+    return {"metadata": {"labels": pod_labels(owner, lane_index, revision)}, "spec": pod}
+
+
+def _worker(
+    owner: Owner,
+    spec: MedhaReplicaSpec,
+    lane_index: int,
+    revision: str,
+    image: str,
+    settings: OperatorSettings,
+) -> Manifest:
+    index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+    patience = math.ceil((spec.lifecycle.ready_seconds + _SPARE_SECONDS) / _PROBE_SECONDS)
+    enrolment = ["--enrolment", _ENROLMENT] if spec.router_ref is not None else []
+    return {
+        "name": "worker",
+        "image": image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["python", "-m", "medha_worker.pod"],
+        "args": ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys", *enrolment],
+        "env": [
+            {"name": "MEDHA_LANE", "value": str(lane_index)},
+            {"name": "MEDHA_STAGE", "valueFrom": index},
+            {"name": "MEDHA_LEADER", "value": leader_address(owner)},
+            {"name": "MEDHA_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "MEDHA_RUN_DIRECTORY", "value": "/run/medha"},
+            {"name": "MEDHA_REVISION", "value": revision},
+            # The API server drops an empty value; the object would then differ from what is rendered for
+            # ever.
+            *([{"name": "MEDHA_ROUTER", "value": router_address(owner, spec)}] if spec.router_ref else []),
+            {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
+        ],
+        "ports": [
+            _container_port("control", CONTROL_PORT),
+            _container_port("tokens", TOKENS_PORT),
+            _container_port("metrics", METRICS_PORT),
+            _container_port("health", HEALTH_PORT),
+        ],
+        "resources": _resources(spec),
+        "startupProbe": _probe("/started", patience),
+        "readinessProbe": _probe("/ready", 2),
+        "livenessProbe": _probe("/live", 6),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": _locked_down(),
+        "volumeMounts": [
+            {"name": "config", "mountPath": "/etc/medha/config", "readOnly": True},
+            {"name": "keys", "mountPath": "/etc/medha/keys", "readOnly": True},
+            {"name": "run", "mountPath": "/run/medha"},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
+            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a directory of the container's own
+            *([{"name": "enrolment", "mountPath": _ENROLMENT, "readOnly": True}] if enrolment else []),
+            *_model_mounts(spec.model.source, read_only=True),
+        ],
+    }
+
+
+def _model(
+    spec: MedhaReplicaSpec, image: str, settings: OperatorSettings
+) -> tuple[Manifest | None, Manifest | None]:
+    """Return the volume of the checkpoint, and the init container that fills it; either may be None."""
+    source = spec.model.source
+    if source.host_path is not None:
+        return {"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}, None
+    if source.pvc is not None:
+        claim = {"claimName": source.pvc.claim_name, "readOnly": True}
+        return {"name": "model", "persistentVolumeClaim": claim}, None
+    if source.image is not None:
+        reference = {"reference": source.image.reference, "pullPolicy": source.image.pull_policy}
+        return {"name": "model", "image": reference}, None
+    if source.hugging_face is None:
+        return None, None  # a directory of the image
+    wanted = source.hugging_face
+    environment = [{"name": "HF_HOME", "value": "/tmp/hf"}]  # noqa: S108 - the container's own
+    token_mounts: list[Manifest] = []
+    if wanted.token_secret is not None:
+        environment.append({"name": "HF_TOKEN_PATH", "value": f"{_HUB_DIRECTORY}/token"})
+        token_mounts.append({"name": "hub-token", "mountPath": _HUB_DIRECTORY, "readOnly": True})
+    fetch = {
+        "name": "fetch-model",
+        "image": image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["hf", "download", wanted.repository],
+        "args": [
+            *("--revision", wanted.revision, "--local-dir", MODEL_DIRECTORY),
+            *(word for pattern in _UNREAD for word in ("--exclude", pattern)),
+        ],
+        "env": environment,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "resources": _resources(spec, with_devices=False),
+        "securityContext": _locked_down(),
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
+            *_model_mounts(source, read_only=False),
+            *token_mounts,
+        ],
+    }
+    return {"name": "model", "emptyDir": {}}, fetch
+
+
+def _enrolment_volume(owner: Owner, spec: MedhaReplicaSpec) -> list[Manifest]:
+    name = enrolment_name(owner, spec)
+    return (
+        [] if name is None else [{"name": "enrolment", "secret": {"secretName": name, "defaultMode": 0o440}}]
+    )
+
+
+def _model_mounts(source: ModelSource, *, read_only: bool) -> list[Manifest]:
+    if source.path is not None:
+        return []
+    mount: Manifest = {"name": "model", "mountPath": MODEL_DIRECTORY}
+    below = source.pvc.path if source.pvc else source.image.path if source.image else ""
+    if below:
+        mount["subPath"] = below.lstrip("/")
+    return [mount | ({"readOnly": True} if read_only else {})]
+
+
+def _hub_token_volume(source: ModelSource) -> list[Manifest]:
+    """Return the volume with the Hugging Face token as a file.
+
+    This keeps the token out of the container's environment.
+    """
+    if source.hugging_face is None or source.hugging_face.token_secret is None:
+        return []
+    token = source.hugging_face.token_secret
+    items = [{"key": token.key, "path": "token"}]
+    secret = {"secretName": token.name, "items": items, "defaultMode": 0o440}
+    return [{"name": "hub-token", "secret": secret}]
+
+
+def _resources(spec: MedhaReplicaSpec, *, with_devices: bool = True) -> Manifest:
+    wanted = spec.resources
+    has_devices = with_devices and wanted.accelerator != "none"
+    device = {wanted.accelerator: str(spec.parallelism.tensor)} if has_devices else {}
+    limits, requests = dict(wanted.limits) | device, dict(wanted.requests) | device
+    return {name: entry for name, entry in (("limits", limits), ("requests", requests)) if entry}
+
+
+def _lane_affinity(owner: Owner, spec: MedhaReplicaSpec, lane_index: int) -> Manifest:
+    topology = spec.placement.lane_topology
+    assert topology is not None
+    mates = {"matchLabels": {"medha.dev/replica": owner.name, "medha.dev/lane": str(lane_index)}}
+    term = {"labelSelector": mates, "topologyKey": topology.key}
+    if topology.mode == "required":
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    weighted = {"weight": 100, "podAffinityTerm": term}
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [weighted]}}
+
+
+def _object(owner: Owner, api_version: str, kind: str, name: str) -> Manifest:
+    return {
+        "apiVersion": api_version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": owner.namespace,
+            "labels": labels(owner),
+            "ownerReferences": [owner.reference],
+        },
+    }
+
+
+def _port(name: str, number: int) -> Manifest:
+    return {"name": name, "port": number, "protocol": "TCP", "targetPort": name}
+
+
+def _container_port(name: str, number: int) -> Manifest:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def _probe(path: str, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": "health"},
+        "periodSeconds": _PROBE_SECONDS,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }
+
+
+def _locked_down() -> Manifest:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }

@@ -1,0 +1,431 @@
+"""Discrete-event simulation of real controllers and a real router.
+
+The virtual clock is a heap of (time, sequence number, receiver, event). There is no other clock and no
+randomness here: the same arrivals and components give the same log. A replica's controller is anything with
+`handle(event, now) -> commands` and `load()`: Medha's `ReplicaController`, or a baseline that emits the same
+`Step`s. Without a router, the single replica gets each request as soon as it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from heapq import heappop, heappush
+from typing import Any, Protocol, TypeVar
+
+from medha.errors import ConfigInvalid
+from medha.kv.prefix_cache import HASH_CHARACTERS
+from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, Prefix, marks
+from medha.routing.router_core import (
+    Arrive,
+    BundleKnown,
+    Deliver,
+    Fail,
+    NewSequence,
+    Received,
+    RouterCommand,
+    RouterCore,
+    RouterEvent,
+    Send,
+)
+from medha.scheduler.controller import Load
+from medha.wire.messages import (
+    Announce,
+    Cancel,
+    ControllerCommand,
+    ControllerEvent,
+    Emit,
+    Failed,
+    Refused,
+    Sampling,
+    Step,
+    Submit,
+    Tick,
+)
+from medha_sim.executor import Executor, original_id
+from medha_sim.run_log import Ending, RequestRecord, RunLog
+
+LOAD_SECONDS = 0.05
+"""Least time between announcements of a changed load, as in the real controller process."""
+HEARTBEAT_SECONDS = 1.0
+"""Interval at which a replica announces its load even if unchanged, and at which the router gets a `Tick`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a workload."""
+
+    id: str
+    at_seconds: float
+    prompt_tokens: int
+    output_tokens: int  # the last of these is its stop token
+    ttft_target_seconds: float
+    tpot_target_seconds: float
+    kind: str = "short"
+    service_class: str = "default"
+    max_tokens: int | None = None  # as set by the client; None if it sets none
+    prompt: str = ""  # requests with the same prompt name share its KV; "" is a prompt of its own
+    block_hashes: str = ""  # of the prompt, in the replica's block size, if a recorded log has them
+    conversation: str = ""  # turns of one conversation continue each other's prompts
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """The next turn of a conversation; it arrives `think_seconds` after the previous answer ends."""
+
+    think_seconds: float
+    arrival: Arrival  # its `at_seconds` is ignored
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Arrivals in order of time, and their follow-up turns."""
+
+    arrivals: Sequence[Arrival]
+    follow_ups: Mapping[str, FollowUp] = field(default_factory=dict)  # id of a request -> the next turn
+
+    def every(self) -> Iterator[Arrival]:
+        yield from self.arrivals
+        for follow_up in self.follow_ups.values():
+            yield follow_up.arrival
+
+    def ends_at(self) -> dict[str, int]:
+        """Return, by request id, the length (prompt and output) at which it samples its stop token."""
+        return {arrival.id: arrival.prompt_tokens + arrival.output_tokens for arrival in self.every()}
+
+
+class Controller(Protocol):
+    """The scheduler of one replica."""
+
+    def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]: ...
+
+    def load(self) -> Load: ...
+
+
+@dataclass(slots=True)
+class SimulatedReplica:
+    """A controller and the ranks that it drives. `card` is its announcement; the driver fills in the load."""
+
+    controller: Controller
+    executor: Executor
+    card: Announce
+    block_size_tokens: int = 0  # of its prefix cache; 0 if it has none
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Latencies in each direction, in seconds."""
+
+    client_seconds: float = 0.0  # between client and router
+    replica_seconds: float = 0.0  # between router and replica
+
+
+Answer = Emit | Refused | Failed | Announce
+"""A message from a replica to its router."""
+
+What = TypeVar("What")
+
+Progress = Callable[[float], bool]
+"""Callback that gets the virtual time at every sample of the state, and returns True to stop the run."""
+
+
+class Simulation:
+    """A single run: create it, call `run` once, then read the log."""
+
+    def __init__(
+        self,
+        replicas: Sequence[SimulatedReplica],
+        workload: Workload,
+        *,
+        router: RouterCore | None = None,
+        latencies: Latencies | None = None,
+        sample_seconds: float = 1.0,
+    ) -> None:
+        """`router` may be None for a single replica, which then gets every request directly.
+
+        Raises:
+            ConfigInvalid: there is no router, and not exactly one replica.
+        """
+        if router is None and len(replicas) != 1:
+            raise ConfigInvalid(f"{len(replicas)} replicas need a router; give one, or simulate one replica")
+        self.log = RunLog()
+        self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
+        self._sequence = 0
+        self._workload = workload
+        self._arrivals = iter(workload.arrivals)
+        self._conversations = {
+            arrival.id: arrival.conversation for arrival in workload.every() if arrival.conversation
+        }
+        self._expected = len(workload.arrivals)  # requests still to come or to end
+        self._sample_seconds = sample_seconds
+        self._latencies = latencies or Latencies()
+        self._progress: Progress | None = None
+        self._stopped = False
+        self._router = None if router is None else _Router(router, self)
+        self._replicas = {replica.card.replica: _Replica(replica, self) for replica in replicas}
+        self._kv_tokens = sum(replica.card.kv_tokens_total for replica in replicas)
+
+    def run(self, until_seconds: float, progress: Progress | None = None) -> RunLog:
+        """Simulate until no event is left or the clock passes `until_seconds`.
+
+        Requests that are still open then are censored.
+        """
+        self._progress = progress
+        if self._router is not None:
+            self._router.start([replica.card for replica in self._replicas.values()])
+        for replica in self._replicas.values():
+            replica.start(announces=self._router is not None)
+        self._next_arrival()
+        self.at(0.0, self._sample, None)
+        heap = self._heap
+        now = 0.0
+        while heap and not self._stopped:
+            at, _, deliver, what = heappop(heap)
+            if at > until_seconds:
+                break
+            now = at
+            deliver(what, now)
+        self.log.window_seconds = now if self._stopped else until_seconds
+        self.log.interrupted = self._stopped
+        return self.log
+
+    # --- for the replicas and the router of a simulation ----------------------------------------------
+
+    def at(self, time: float, deliver: Callable[[What, float], None], what: What) -> None:
+        """Schedule `deliver(what, time)`; calls for the same time run in the order of scheduling."""
+        self._sequence += 1
+        heappush(self._heap, (time, self._sequence, deliver, what))
+
+    def to_replica(self, name: str, event: Submit | Cancel, now: float) -> None:
+        replica = self._replicas[name]
+        if isinstance(event, Submit) and replica.block_size_tokens:
+            conversation = self._conversations.get(original_id(event.id))
+            if conversation is not None:
+                hashes = block_hashes(conversation, event.tokens, replica.block_size_tokens)
+                event = replace(event, block_hashes=hashes)
+        self.at(now + self._latencies.replica_seconds, replica.take, event)
+
+    def from_replica(self, name: str, answers: Sequence[Answer], now: float) -> None:
+        """Pass on the messages that a replica sends at one time, in order."""
+        if self._router is not None:
+            received = [Received(name, answer) for answer in answers]
+            self.at(now + self._latencies.replica_seconds, self._router.take_all, received)
+            return
+        for answer in answers:
+            match answer:
+                case Emit():
+                    self.delivered(answer.id, len(answer.tokens), answer.finish_reason is not None, now)
+                case Refused():
+                    self._end(answer.id, "refused", now, f"{answer.reason}: {answer.detail}")
+                case Failed():
+                    self._end(answer.id, "failed", now, f"{answer.reason}: {answer.detail}")
+                case Announce():
+                    pass
+
+    def delivered(self, id_: str, tokens: int, ended: bool, now: float) -> None:
+        """Log output tokens on their way to the client."""
+        at = now + self._latencies.client_seconds
+        if tokens:
+            self.log.emitted(id_, tokens, at)
+        if ended:
+            self._end(id_, "finished", at)
+
+    def failed(self, fail: Fail, now: float) -> None:
+        ending: Ending = "refused" if fail.kind in ("overloaded", "too_long", "invalid") else "failed"
+        self._end(fail.id, ending, now, f"{fail.kind}: {fail.detail}")
+
+    @property
+    def idle(self) -> bool:
+        """True once no request is still to arrive or to end."""
+        return self._expected == 0
+
+    # --- internals ----------------------------------------------------------------------------------
+
+    def _next_arrival(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is not None:
+            self.at(arrival.at_seconds, self._arrive_in_turn, arrival)
+
+    def _arrive_in_turn(self, arrival: Arrival, now: float) -> None:
+        self._next_arrival()
+        self._arrive(arrival, now)
+
+    def _arrive(self, arrival: Arrival, now: float) -> None:
+        self.log.arrived(
+            RequestRecord(
+                id=arrival.id,
+                kind=arrival.kind,
+                service_class=arrival.service_class,
+                prompt_tokens=arrival.prompt_tokens,
+                output_tokens=arrival.output_tokens,
+                arrived_at=now,
+                ttft_target_seconds=arrival.ttft_target_seconds,
+                tpot_target_seconds=arrival.tpot_target_seconds,
+            )
+        )
+        sampling = Sampling(max_tokens=arrival.max_tokens)
+        prompt = arrival.prompt or arrival.id
+        if self._router is not None:
+            router = self._router
+            prefix: Prefix = ()
+            if arrival.conversation:
+                hashes = block_hashes(arrival.conversation, arrival.prompt_tokens, MARK_BLOCK_TOKENS)
+                prefix = marks(hashes)
+            new = NewSequence(arrival.id, prompt, arrival.prompt_tokens, 0, sampling, prefix=prefix)
+            arrive = Arrive(
+                model=router.model,
+                digest=router.digest,
+                sequences=(new,),
+                service_class=arrival.service_class,
+                deadline_after_seconds=arrival.ttft_target_seconds,
+                tpot_target_seconds=arrival.tpot_target_seconds,
+            )
+            self.at(now + self._latencies.client_seconds, router.take, arrive)
+            return
+        submit = Submit(
+            id=arrival.id,
+            prompt=prompt,
+            tokens=arrival.prompt_tokens,
+            prompt_length=arrival.prompt_tokens,
+            seed=0,
+            deadline_after_seconds=arrival.ttft_target_seconds,
+            tpot_target_seconds=arrival.tpot_target_seconds,
+            service_class=arrival.service_class,
+            sampling=sampling,
+            block_hashes=arrival.block_hashes,
+        )
+        self.to_replica(next(iter(self._replicas)), submit, now + self._latencies.client_seconds)
+
+    def _end(self, id_: str, ending: Ending, now: float, detail: str = "") -> None:
+        self.log.ended(id_, ending, now, detail)
+        self._expected -= 1
+        follow_up = self._workload.follow_ups.get(id_)
+        if follow_up is not None and ending == "finished":
+            self._expected += 1
+            self.at(now + follow_up.think_seconds, self._arrive, follow_up.arrival)
+
+    def _sample(self, _: None, now: float) -> None:
+        """Log the state and call `progress`, which may stop the run."""
+        loads = [replica.load() for replica in self._replicas.values()]
+        series = self.log.series
+        series.at.append(now)
+        series.running.append(sum(load.running for load in loads))
+        queued = 0 if self._router is None else self._router.core.waiting
+        series.waiting.append(queued + sum(load.waiting for load in loads))
+        free = sum(load.kv_tokens_free for load in loads)
+        series.kv_share.append(1 - free / self._kv_tokens if self._kv_tokens else 0.0)
+        if self._progress is not None and self._progress(now):
+            self._stopped = True
+        if self._heap:
+            self.at(now + self._sample_seconds, self._sample, None)
+
+
+class _Replica:
+    """A replica in a simulation."""
+
+    def __init__(self, replica: SimulatedReplica, simulation: Simulation) -> None:
+        self._controller = replica.controller
+        self._executor = replica.executor
+        self.card = replica.card
+        self._simulation = simulation
+        self._announced: Load | None = None
+        self._announced_at = 0.0
+        self._announces = False
+        self.block_size_tokens = replica.block_size_tokens
+        self.load = replica.controller.load
+
+    def start(self, *, announces: bool) -> None:
+        self._announces = announces
+        if announces:
+            self._heartbeat(None, 0.0)
+
+    def take(self, event: ControllerEvent, now: float) -> None:
+        simulation = self._simulation
+        answers: list[Answer] = []
+        for command in self._controller.handle(event, now):
+            if isinstance(command, Step):
+                launched = self._executor.launch(command, now)
+                if command.entries:
+                    simulation.log.stepped(command, max(launched.timing.stage_seconds), now)
+                for at, follows in launched.events:
+                    simulation.at(at, self.take, follows)
+            else:
+                answers.append(command)
+        if answers:
+            simulation.from_replica(self.card.replica, answers, now)
+        if self._announces and now - self._announced_at >= LOAD_SECONDS:
+            load = self.load()
+            if load != self._announced:
+                self._announce(load, now)
+
+    def _heartbeat(self, _: None, now: float) -> None:
+        if now == 0.0 or now >= self._announced_at + HEARTBEAT_SECONDS:
+            self._announce(self.load(), now)
+        if now == 0.0 or not self._simulation.idle:
+            self._simulation.at(self._announced_at + HEARTBEAT_SECONDS, self._heartbeat, None)
+
+    def _announce(self, load: Load, now: float) -> None:
+        self._announced, self._announced_at = load, now
+        card = replace(
+            self.card,
+            kv_tokens_free=load.kv_tokens_free,
+            running=load.running,
+            waiting=load.waiting,
+            pending_prefill_seconds=load.pending_prefill_seconds,
+        )
+        self._simulation.from_replica(self.card.replica, [card], now)
+
+
+class _Router:
+    """The router in a simulation."""
+
+    def __init__(self, core: RouterCore, simulation: Simulation) -> None:
+        self.core = core
+        self.model = ""
+        self.digest = ""
+        self._simulation = simulation
+
+    def start(self, cards: Sequence[Announce]) -> None:
+        """Register all replicas before the first request arrives."""
+        self.model, self.digest = cards[0].model, cards[0].digest
+        for card in cards:
+            self.take(BundleKnown(card.digest), 0.0)
+            self.take(Received(card.replica, card), 0.0)
+        self._tick(None, 0.0)
+
+    def take(self, event: RouterEvent, now: float) -> None:
+        self._carry_out(self.core.handle(event, now), now)
+
+    def take_all(self, events: Iterable[RouterEvent], now: float) -> None:
+        for event in events:
+            self.take(event, now)
+
+    def _tick(self, _: None, now: float) -> None:
+        self.take(Tick(), now)
+        if now == 0.0 or not self._simulation.idle:
+            self._simulation.at(now + HEARTBEAT_SECONDS, self._tick, None)
+
+    def _carry_out(self, commands: Iterable[RouterCommand], now: float) -> None:
+        simulation = self._simulation
+        for command in commands:
+            match command:
+                case Deliver():
+                    ended = command.finish_reason is not None
+                    simulation.delivered(command.id, len(command.tokens), ended, now)
+                case Send(message=Submit() | Cancel() as message):
+                    simulation.to_replica(command.replica, message, now)
+                case Fail():
+                    simulation.failed(command, now)
+                case _:  # prompts and bundles take no time here; rejections are only logged
+                    pass
+
+
+def block_hashes(conversation: str, tokens: int, block_size_tokens: int) -> str:
+    """Return stand-ins for the block hashes of `medha.kv.prefix_cache`.
+
+    Every turn of a conversation is a prefix of one stream of tokens, so its hashes are a prefix of the next
+    turn's.
+    """
+    name = blake2b(conversation.encode(), digest_size=HASH_CHARACTERS // 4).hexdigest()
+    return "".join(f"{name}{block:0{HASH_CHARACTERS // 2}x}" for block in range(tokens // block_size_tokens))

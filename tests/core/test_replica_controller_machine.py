@@ -1,0 +1,525 @@
+"""The controller of one to three lanes under any events, against ranks that replay and check all it commands.
+
+Everything that a rank can see is checked when a step arrives: whose KV lies where, that each position is computed once,
+that lanes which hold KV of an entry take part, that no decode is left behind, and that budgets hold. At the end every
+request has ended once and nothing is left; a fresh controller decides the same from the recorded events.
+
+Half of the examples do not end in peace: small requests, short and long ones that begin like those that wait, go on to
+come whenever one of them ends, so that the pool never empties by itself, and all others have to end nevertheless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.blocks import BlockLedger
+from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
+from medha.kv.lane_replay import LaneReplay
+from medha.scheduler.controller import SHORT_STEP, ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
+from medha.topology import Topology
+from medha.wire.messages import (
+    Admit,
+    Cancel,
+    ControllerEvent,
+    Done,
+    Emit,
+    EntryFailed,
+    Failed,
+    Refused,
+    Sample,
+    Sampling,
+    StageFree,
+    Step,
+    StepEntry,
+    StepProfile,
+    Submit,
+)
+
+from .replayed import assert_replayed
+
+PROFILE = StepProfile(0.001, 0.0001, 1e-8, 0.0001)
+STEP_SECONDS = 0.01
+STREAM_STEP_SECONDS = 0.2
+MOST_STREAM_MOVES = 20_000
+
+
+@dataclass
+class Sequence:
+    """What ranks know of a sequence."""
+
+    admit: Admit
+    next_position: int
+    length: int
+
+
+@dataclass
+class Moving:
+    """A step in the pipeline, and the stage that it is in."""
+
+    step: Step
+    stage: int = 0
+
+
+@dataclass
+class Lanes:
+    """The ranks of one epoch, all lanes together."""
+
+    config: ReplicaConfig
+    epoch: int
+    random: Random
+    failure_chance: float
+    steps: int = 0
+    moving: list[Moving] = field(default_factory=list)
+    sequences: dict[str, Sequence] = field(default_factory=dict)
+    content: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size = self.config.block_size_tokens
+        self.size = size
+        self.replicas = [
+            LaneReplay(BlockLedger(self.config.kv_blocks, size), lane)
+            for lane in range(self.config.topology.kv)
+        ]
+        self.controller = ReplicaController(self.config, PROFILE, self.epoch)
+        self.log: list[tuple[float, ControllerEvent]] = []
+        self.commands: list[Any] = []
+
+    def apply(self, step: Step, ended: set[str]) -> None:
+        assert step.step_id == self.steps
+        assert step.epoch == self.epoch
+        self.steps += 1
+        busy = {entry.id for moving in self.moving for entry in moving.step.entries}
+        for lane in step.lanes:
+            here = [moving for moving in self.moving if lane in moving.step.lanes]
+            if self.config.topology.stream == 1 and here:
+                self._check_ahead(step, here)
+                continue
+            assert len(here) < self.config.topology.stream
+            assert all(moving.stage > 0 for moving in here), f"stage 0 of lane {lane} is taken"
+        for id_ in step.releases:
+            assert id_ not in busy, f"{id_} is released while a step has it"
+            del self.sequences[id_]
+        for replica in self.replicas:
+            replica.publish(step.publishes)
+            for id_ in step.releases:
+                replica.release(id_)
+            for grow in step.grows:
+                assert replica.grow(grow)
+        for admit in step.admits:
+            self._admit(admit)
+        hashes = tuple(replica.state_hash() for replica in self.replicas)
+        if len(hashes) == 1:
+            assert step.state_hash in (None, hashes[0])
+            assert step.state_hashes == ()
+        else:
+            assert step.state_hash is None
+            assert step.state_hashes in ((), hashes)
+        for replica in self.replicas:
+            replica.ledger.check()
+        self._check_decodes(step, busy, ended)
+        self._check_budget(step)
+        assert len({(entry.id, entry.lane) for entry in step.entries}) == len(step.entries)
+        for id_ in dict.fromkeys(entry.id for entry in step.entries):
+            self._compute(step, [entry for entry in step.entries if entry.id == id_], busy)
+        self.moving.append(Moving(step))
+
+    def _admit(self, admit: Admit) -> None:
+        assert admit.id not in self.sequences
+        for replica in self.replicas:
+            copies = replica.admit(admit)
+            assert copies is not None, f"no KV is left for {admit.id}"
+            for copy in copies:
+                for offset in range(self.size):
+                    found = self.content.get((replica.lane, copy.source, offset))
+                    if found is not None:
+                        self.content[replica.lane, copy.target, offset] = found
+        there = admit.shared_tokens if admit.fork_of is not None else admit.cached_tokens
+        assert there < admit.tokens, "the last token is computed anew, to draw from it"
+        self.sequences[admit.id] = Sequence(admit, there, admit.tokens)
+
+    def _check_ahead(self, step: Step, here: list[Moving]) -> None:
+        """Of a step behind one whose tokens are still drawn: it has decodes alone, and nothing prefills."""
+        (moving,) = here
+        assert moving.step.lanes == step.lanes
+        floor_seconds = self.config.service_classes["default"].ttft_floor_seconds
+        assert moving.stage == 1 or moving.step.predicted_seconds <= SHORT_STEP * floor_seconds
+        assert step.entries
+        for entry in step.entries:
+            sequence = self.sequences[entry.id]
+            assert sequence.next_position >= sequence.admit.tokens
+        is_full = self.controller._table.running >= self.config.scheduling.max_running
+        for request in self.controller.requests():
+            may_prefill = request.dispatched < request.submit.tokens and not (request.waits and is_full)
+            assert request.ended or not may_prefill, f"{request.id} might have taken part"
+            assert not request.waits or len(step.entries) == len(moving.step.entries), "a place is free then"
+
+    def _check_decodes(self, step: Step, busy: set[str], ended: set[str]) -> None:
+        named = {entry.id for entry in step.entries}
+        for id_, sequence in self.sequences.items():
+            shards = self.replicas[0].shards(id_)
+            decodes = sequence.next_position >= sequence.admit.tokens
+            if not decodes or id_ in busy or id_ in ended or shards.owner not in step.lanes:
+                continue
+            needed = shards.participants(sequence.next_position + 1)
+            if self.config.context_parallel is not None:
+                needed = shards.lanes  # those of a ring move together, whoever has a position of theirs
+            if not set(needed) <= set(step.lanes):
+                continue  # it has grown to another lane with this step, and goes on with the next one
+            capacity = shards.tokens
+            if len(shards.lanes) == 1:
+                capacity = -(-capacity // self.size) * self.size
+            assert id_ in named or sequence.length > capacity, f"the decode of {id_} is left behind"
+
+    def _check_budget(self, step: Step) -> None:
+        packed = self.controller.packed(step)
+        for lane in step.lanes:
+            prefills = [
+                entry
+                for entry in step.entries
+                if entry.lane == lane
+                and self.sequences[entry.id].next_position < self.sequences[entry.id].admit.tokens
+            ]
+            assert sum(entry.token_count for entry in prefills) <= self.config.scheduling.max_chunk_tokens
+            longs = [
+                entry
+                for entry in prefills
+                if self.sequences[entry.id].next_position >= self.config.long_threshold_tokens
+            ]
+            assert len(longs) <= 1, "two long prefills in one step of a lane"
+        if len(packed.chunks) > 1:
+            assert packed.predicted_seconds <= packed.budget_seconds * (1 + 1e-9)
+
+    def _compute(self, step: Step, entries: list[StepEntry], busy: set[str]) -> None:
+        """Write the KV of a request's positions, and look at that of all before."""
+        entry = entries[0]
+        sequence = self.sequences[entry.id]
+        shards = self.replicas[0].shards(entry.id)
+        positions = sorted(
+            extent.start + index * extent.stride
+            for one in entries
+            for extent in one.extents
+            for index in range(extent.count)
+        )
+        start, end = positions[0], positions[-1] + 1
+        assert positions == list(range(start, end)), "each position once"
+        assert start == sequence.next_position, f"{entry.id}: position {start} is not the next"
+        assert start < end <= sequence.length
+        assert entry.samples == (end == sequence.length)
+        assert entry.lane == shards.owner, "the owner has the last position, and draws"
+        assert not any(one.samples for one in entries[1:])
+        assert len({(one.strategy, one.shard_map_version) for one in entries}) == 1
+        assert all(one.lane in shards.lanes for one in entries)
+        if start >= sequence.admit.tokens and self.config.topology.stream > 1:
+            assert entry.id not in busy, f"{entry.id}: two decode tokens in flight"
+        for position in range(end):
+            lane, local = self._locate(shards, position)
+            assert lane in step.lanes, (
+                f"{entry.id}: lane {lane} holds position {position}, but does not take part"
+            )
+            block = int(self.replicas[lane].ledger.table(entry.id)[local // self.size])
+            place = (lane, block, local % self.size)
+            key = self._key(sequence, position)
+            if position >= start:
+                self.content[place] = key
+            assert self.content[place] == key, f"{entry.id}: position {position} holds {self.content[place]}"
+        sequence.next_position = end
+        sequence.length += entry.samples
+
+    @staticmethod
+    def _locate(shards: Any, position: int) -> tuple[int, int]:
+        if len(shards.lanes) == 1:
+            return shards.owner, position  # the rest of its last block counts
+        located: tuple[int, int] = shards.locate(position)
+        return located
+
+    @staticmethod
+    def _key(sequence: Sequence, position: int) -> tuple[str, int]:
+        admit = sequence.admit
+        return (admit.prompt.split("#")[0] if position < admit.tokens else admit.id, position)
+
+    def movable(self) -> list[Moving]:
+        """Steps that may leave their stage: the next one is free on all of their lanes."""
+        found = []
+        for index, moving in enumerate(self.moving):
+            ahead = [other for other in self.moving[:index] if set(other.step.lanes) & set(moving.step.lanes)]
+            if all(other.stage > moving.stage + 1 for other in ahead) or not ahead:
+                found.append(moving)
+        return found
+
+    def outcome(self, step: Step) -> Done:
+        samples, failures = [], []
+        for entry in step.entries:
+            if self.random.random() < self.failure_chance:
+                if entry.lane == self.replicas[0].shards(entry.id).owner:
+                    failures.append(EntryFailed(entry.id, "out_of_memory"))
+            elif entry.samples:
+                stops = self.random.random() < 0.05
+                last = entry.extents[-1]
+                token = last.start + (last.count - 1) * last.stride + 2
+                samples.append(Sample(entry.id, token, "stop" if stops else None))
+        return Done(step.step_id, tuple(samples), tuple(failures), step.predicted_seconds, step.lanes)
+
+
+class ControllerMachine(RuleBasedStateMachine):
+    """Arrivals, cancels, forks, stages and steps that end, and lost ranks, in any order."""
+
+    @initialize(
+        lanes=st.integers(1, 3),
+        stages=st.integers(1, 4),
+        policy=st.sampled_from(["fcfs", "edf", "lrs", "srpt", "lars", "guarded"]),
+        kv_blocks=st.integers(12, 40),
+        block_size=st.sampled_from([1, 4]),
+        tokens_per_lane=st.sampled_from([8, 32, 1000]),
+        max_chunk=st.sampled_from([4, 16, 64]),
+        max_running=st.sampled_from([3, 100]),
+        failure_chance=st.sampled_from([0.0, 0.02]),
+        headroom=st.sampled_from([0.0, 0.2]),
+        long_threshold=st.sampled_from([8, 30]),
+        prefill=st.sampled_from([None, None, "passKv", "passQ", "auto", "striped"]),
+        seed=st.integers(0, 1000),
+        stream_goes_on=st.booleans(),
+        floor_seconds=st.sampled_from([2.0, 2.0, 0.001]),
+    )
+    def start(
+        self,
+        lanes: int,
+        stages: int,
+        policy: str,
+        kv_blocks: int,
+        block_size: int,
+        tokens_per_lane: int,
+        max_chunk: int,
+        max_running: int,
+        failure_chance: float,
+        headroom: float,
+        long_threshold: int,
+        prefill: PrefillStrategy | None,
+        seed: int,
+        stream_goes_on: bool,
+        floor_seconds: float,
+    ) -> None:
+        scheduling = {
+            "policy": policy,
+            "max_chunk_tokens": max_chunk,
+            "min_chunk_tokens": min(4, max_chunk),
+            "max_running": max_running,
+            "short_headroom": headroom,
+            "max_running_long": 2,
+        }
+        self.config = ReplicaConfig(
+            topology=Topology(stream=stages, kv=lanes),
+            scheduling=SchedulingSpec.model_validate(scheduling),
+            service_classes={
+                "default": ServiceClass(
+                    name="default", default_output_tokens=6, ttft_floor_seconds=floor_seconds
+                )
+            },
+            default_class="default",
+            max_model_len=200,
+            block_size_tokens=block_size,
+            kv_blocks=kv_blocks,
+            long_threshold_tokens=long_threshold,
+            tokens_per_lane=tokens_per_lane,
+            context_parallel=ContextParallel(prefill, RingCosts(4, 1)) if prefill and lanes > 1 else None,
+        )
+        self.now = 0.0
+        self.random = Random(seed)
+        self.lanes = Lanes(self.config, 0, self.random, failure_chance)
+        self.open: dict[str, Submit] = {}
+        self.emitted: dict[str, int] = {}
+        self.endings: dict[str, int] = {}
+        self.submitted = 0
+        self.stream_goes_on = stream_goes_on and policy != "srpt"  # which lets large ones starve by its order
+
+    # --- events -----------------------------------------------------------------------------------------
+
+    @rule(
+        tokens=st.integers(1, 100),
+        max_tokens=st.one_of(st.none(), st.integers(1, 12)),
+        family=st.integers(0, 3),
+        samples=st.sampled_from([1, 1, 1, 2, 4]),
+        age=st.sampled_from([0.0, 5.0]),
+    )
+    def arrive(self, tokens: int, max_tokens: int | None, family: int, samples: int, age: float) -> None:
+        """Prompts of one family begin alike."""
+        self.submit(tokens, max_tokens, family, samples, age)
+
+    def submit(
+        self, tokens: int, max_tokens: int | None, family: int, samples: int = 1, age: float = 0.0
+    ) -> None:
+        self.submitted += 1
+        for index in range(samples):
+            id_ = f"r{self.submitted}.{index}"
+            hashes = "".join(
+                f"{family:016x}{block:016x}" for block in range(tokens // self.config.block_size_tokens)
+            )
+            submit = Submit(
+                id=id_,
+                prompt=f"family {family}#{self.submitted}",
+                tokens=tokens,
+                prompt_length=tokens,
+                seed=1,
+                sample_index=index,
+                age_seconds=age,
+                sampling=Sampling(max_tokens=max_tokens),
+                block_hashes=hashes,
+            )
+            self.open[id_] = submit
+            self.emitted[id_] = 0
+            self.handle(submit)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 1000))
+    def cancel(self, which: int) -> None:
+        id_ = list(self.open)[which % len(self.open)]
+        self.end(id_)
+        self.handle(Cancel(id_))
+
+    @precondition(lambda self: self.lanes.moving)
+    @rule(which=st.integers(0, 1000), times=st.integers(1, 8), late=st.booleans())
+    def advance(self, which: int, times: int, late: bool) -> None:
+        for _ in range(times):
+            self.move(which, late=late)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def a_rank_is_lost(self) -> None:
+        """All ranks meet again under a new epoch, and the router submits again what is open."""
+        self.check_replay()
+        self.lanes = Lanes(self.config, self.lanes.epoch + 1, self.random, self.lanes.failure_chance)
+        for id_, submit in list(self.open.items()):
+            drawn = self.emitted[id_]
+            again = replace(submit, tokens=submit.prompt_length + drawn, age_seconds=1.0)
+            if drawn:  # its output is part of the prompt now, which nobody else has
+                again = replace(again, prompt=f"{id_} in {self.lanes.epoch}", block_hashes="")
+            self.handle(again)
+
+    # --- what drives it ---------------------------------------------------------------------------------
+
+    def move(self, which: int = 0, *, late: bool = False) -> bool:
+        """One step leaves its stage; `late`: the news that stage 0 is free come behind the step's Done."""
+        movable = self.lanes.movable()
+        if not movable:
+            return False
+        moving = movable[which % len(movable)]
+        self.now += STEP_SECONDS
+        step = moving.step
+        if moving.stage == 0 and not late:
+            self.lanes_left(moving)
+            self.handle(StageFree(step.step_id, 0, step.lanes))
+            return True
+        if moving.stage + 1 < self.config.topology.stream:
+            self.lanes_left(moving)
+            return True
+        self.lanes.moving.remove(moving)
+        self.handle(self.lanes.outcome(step))
+        if late:
+            self.handle(StageFree(step.step_id, 0, step.lanes))
+        return True
+
+    def lanes_left(self, moving: Moving) -> None:
+        moving.stage += 1
+
+    def handle(self, event: ControllerEvent) -> None:
+        lanes = self.lanes
+        lanes.log.append((self.now, event))
+        commands = lanes.controller.handle(event, self.now)
+        lanes.commands.append(commands)
+        for command in commands:
+            match command:
+                case Step():
+                    lanes.apply(command, ended=set(self.endings))
+                case Emit():
+                    assert command.id in self.open, f"{command.id} has ended"
+                    self.emitted[command.id] += len(command.tokens)
+                    if command.finish_reason is not None:
+                        self.end(command.id)
+                case Refused():
+                    assert command.reason in ("too_long", "capacity")
+                    self.end(command.id)
+                case Failed():
+                    self.end(command.id)
+        if not lanes.controller.pools.has_changes:
+            assert_replayed(lanes.controller.pools, lanes.replicas)
+
+    def end(self, id_: str) -> None:
+        del self.open[id_]
+        assert self.endings.setdefault(id_, 0) == 0
+        self.endings[id_] += 1
+
+    def check_replay(self) -> None:
+        fresh = ReplicaController(self.config, PROFILE, self.lanes.epoch)
+        assert [fresh.handle(event, now) for now, event in self.lanes.log] == self.lanes.commands
+
+    def stream(self) -> None:
+        """Let small requests come for ever, until those that are open now, and some large ones, have ended."""
+        random, pool_tokens = Random(self.submitted), self.config.pool_tokens
+        # What the small ones want of the pool: less than all of it, so that some is free at any time, or more.
+        fullness, size = random.choice([0.7, 0.7, 1.5]), max(pool_tokens // random.randint(5, 12), 2)
+        alike = random.random() < 0.5
+
+        def arrive(tokens: int, max_tokens: int, family: int) -> None:
+            self.submit(max(tokens, 1), max_tokens, family)
+
+        def arrive_small() -> int:
+            max_tokens = random.randint(1, min(12, size - 1))
+            arrive(size - max_tokens, max_tokens, random.randint(3, 8) if alike else self.submitted + 100)
+            return size
+
+        held = int(pool_tokens * random.uniform(0.4, 0.8))  # by one on whom another counts
+        arrive(held, 4, family=9)
+        for _ in range(4 * self.config.topology.stream):
+            self.move()
+        queued = 0
+        while queued < pool_tokens:
+            queued += arrive_small()
+        if random.random() < 0.5:  # not both: each would make room for the other when it ends
+            arrive(held + random.randint(1, 8), 4, family=9)
+        else:
+            arrive(int(pool_tokens * random.uniform(0.4, 1.0)) - 6, random.randint(1, 6), family=10)
+        others = set(self.open)
+        for _ in range(MOST_STREAM_MOVES):
+            if not others & set(self.open):
+                return
+            small = [submit for id_, submit in self.open.items() if id_ not in others]
+            wanted = sum(submit.tokens + (submit.sampling.max_tokens or 0) for submit in small)
+            if wanted < fullness * pool_tokens:
+                arrive_small()
+            self.now += STREAM_STEP_SECONDS
+            self.move(random.randint(0, 10))
+        raise AssertionError(f"{sorted(others & set(self.open))} starve")
+
+    def teardown(self) -> None:
+        if not hasattr(self, "lanes"):
+            return
+        if self.stream_goes_on:
+            self.stream()
+        for _ in range(50_000):
+            if not self.move():
+                break
+        else:
+            raise AssertionError("still busy")
+        assert not self.open, f"{list(self.open)} have not ended"
+        controller = self.lanes.controller
+        assert controller.idle
+        assert not self.lanes.sequences
+        assert controller.pools.held_blocks == 0
+        assert controller.load().pending_prefill_seconds == 0
+        assert all(lane.decodes.targets is None and lane.quarantined == 0 for lane in controller._lanes)
+        assert not controller._sharing.prompts
+        self.check_replay()
+
+
+ControllerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestController = ControllerMachine.TestCase

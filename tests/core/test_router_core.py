@@ -1,0 +1,895 @@
+"""RouterCore: late binding, failover, limits; and that no order of events loses or doubles a sequence."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.declared import DeclaredModel
+from medha.kv.prefix_cache import PrefixHasher
+from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, Prefix, marks
+from medha.routing.router_core import (
+    Abandon,
+    Arrive,
+    BundleKnown,
+    Declared,
+    Deliver,
+    Fail,
+    KnownModel,
+    LinkLost,
+    NewSequence,
+    Received,
+    Reject,
+    RouterCommand,
+    RouterCore,
+    RouterEvent,
+    RoutingLimits,
+    Send,
+    SendPrompt,
+)
+from medha.wire.messages import (
+    Announce,
+    Cancel,
+    Emit,
+    Failed,
+    FetchBundle,
+    Refused,
+    Sampling,
+    ServiceClassTerms,
+    Submit,
+    Tick,
+)
+
+CARD = Announce(
+    replica="r0",
+    model="m",
+    digest="d",
+    epoch=1,
+    ready=True,
+    draining=False,
+    max_model_len=1000,
+    vocab_size=100,
+    kv_tokens_total=1000,
+    kv_tokens_free=1000,
+    running=0,
+    waiting=0,
+    pending_prefill_seconds=0.0,
+    longest_request_tokens=900,
+    waiting_limit=2,
+    service_classes=(ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096),),
+)
+
+POINTS = ((100, 1.0), (10_000, 100.0))  # 10 ms a token; by the class above 800 tokens are due after 24 s
+SLOW = tuple((tokens, 10 * seconds) for tokens, seconds in POINTS)
+
+
+def arrive(*ids: str, prompt: str = "p", length: int = 10, **fields: object) -> Arrive:
+    sequences = tuple(
+        NewSequence(name, prompt, length, seed=7, sampling=Sampling(max_tokens=5), sample_index=index)
+        for index, name in enumerate(ids)
+    )
+    return replace(Arrive("m", "d", sequences), **fields)  # type: ignore[arg-type]
+
+
+def announce(core: RouterCore, now: float = 0.0, **fields: object) -> list[RouterCommand]:
+    card = replace(CARD, **fields)  # type: ignore[arg-type]
+    return core.handle(Received(card.replica, card), now)
+
+
+def serving(limits: RoutingLimits | None = None, *replicas: str) -> RouterCore:
+    core = RouterCore(limits)
+    core.handle(BundleKnown("d"), 0.0)
+    for replica in replicas or ("r0",):
+        announce(core, replica=replica)
+    return core
+
+
+def submits(commands: list[RouterCommand]) -> list[tuple[str, Submit]]:
+    return [(c.replica, c.message) for c in commands if isinstance(c, Send) and isinstance(c.message, Submit)]
+
+
+def test_a_request_goes_at_once_to_a_ready_replica_with_its_prompt_ahead() -> None:
+    commands = serving().handle(arrive("a", tpot_target_seconds=0.02), 5.0)
+    prompt, send = commands
+    assert prompt == SendPrompt("r0", "a/prompt", "p", ())
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Submit)
+    submit = send.message
+    assert (submit.id, submit.prompt, submit.tokens, submit.prompt_length) == ("a", "a/prompt", 10, 10)
+    assert (submit.seed, submit.tpot_target_seconds, submit.age_seconds) == (7, 0.02, 0.0)
+
+
+def test_samples_of_one_prompt_share_one_name_so_that_the_replica_can_fork_kv() -> None:
+    core = serving(None, "r0", "r1")
+    commands = core.handle(arrive("a-0", "a-1"), 0.0)
+    assert [type(c) for c in commands] == [SendPrompt, Send, Send]
+    assert {replica for replica, _ in submits(commands)} == {commands[0].replica}  # type: ignore[union-attr]
+    assert {submit.prompt for _, submit in submits(commands)} == {"a-0/prompt"}
+
+
+def test_a_full_replica_gets_nothing_until_its_next_announcement_shows_room() -> None:
+    core = serving()
+    core.handle(arrive("a", "b"), 0.0)
+    assert core.handle(arrive("c", prompt="q"), 1.0) == []
+    assert announce(core, 2.0, waiting=2) == []
+    sent = submits(announce(core, 4.0, waiting=1))
+    assert [(submit.id, submit.age_seconds) for _, submit in sent] == [("c", 3.0)]
+
+
+def test_the_least_pending_prefill_wins_among_replicas_with_free_kv() -> None:
+    core = serving(None, "r0", "r1", "r2")
+    announce(core, replica="r0", pending_prefill_seconds=3.0)
+    announce(core, replica="r1", pending_prefill_seconds=1.0)
+    announce(core, replica="r2", pending_prefill_seconds=0.0, kv_tokens_free=5)
+    assert [replica for replica, _ in submits(core.handle(arrive("a"), 0.0))] == ["r1"]
+
+
+def test_a_burst_between_two_announcements_is_spread_over_idle_replicas() -> None:
+    core = serving(None, "r0", "r1")
+    chosen = [submits(core.handle(arrive(name, prompt=name), 0.0))[0][0] for name in "abcd"]
+    assert sorted(chosen) == ["r0", "r0", "r1", "r1"]
+
+
+def test_the_tighter_deadline_leaves_the_queue_first() -> None:
+    core = serving()
+    announce(core, waiting=2)
+    core.handle(arrive("book", deadline_after_seconds=60.0), 0.0)
+    core.handle(arrive("chat", prompt="q", deadline_after_seconds=1.0), 0.5)
+    assert [submit.id for _, submit in submits(announce(core, 1.0, waiting=0))] == ["chat", "book"]
+
+
+def test_of_two_with_one_deadline_the_longer_prompt_leaves_the_queue_first() -> None:
+    """Slack is what is left beside a request's own work."""
+    core = serving()
+    announce(core, waiting=2, prefill_points=POINTS)
+    core.handle(arrive("short", deadline_after_seconds=20.0), 0.0)
+    core.handle(arrive("long", prompt="q", length=800, deadline_after_seconds=20.0), 0.1)
+    assert waiting_ids(core) == ["long", "short"]
+
+
+def waiting_ids(core: RouterCore) -> list[str]:
+    return [sequence.new.id for sequence in core._waiting.of(("m", "d"))]
+
+
+def test_a_long_prompt_whose_class_gives_it_longer_does_not_hold_up_a_short_one_behind_it() -> None:
+    """Deadlines of a class are the larger of its floor and its factor times the announced prefill time."""
+    core = serving()
+    announce(core, waiting=2, prefill_points=POINTS)
+    core.handle(arrive("long", length=800), 0.0)
+    core.handle(arrive("short", prompt="q"), 0.1)
+    core.handle(arrive("short, later", prompt="r"), 13.9)
+    core.handle(arrive("short, much later", prompt="s"), 14.2)
+    # The long one is due at 24 s and takes 8.
+    expected = ["short", "short, later", "long", "short, much later"]
+    assert [submit.id for _, submit in submits(announce(core, 30.0, waiting_limit=9))] == expected
+
+
+def test_deadlines_by_class_order_as_those_that_name_the_same_seconds() -> None:
+    core = serving()
+    announce(core, waiting=2, prefill_points=POINTS)
+    for index, length in enumerate((10, 800, 66, 67, 70, 300, 67)):
+        core.handle(arrive(f"{index} by class", prompt=f"p{index}", length=length), 0.5 * index)
+        named = max(2.0, 3 * length / 100)
+        core.handle(
+            arrive(f"{index} named", prompt=f"q{index}", length=length, deadline_after_seconds=named),
+            0.5 * index + 0.01,
+        )
+    order = waiting_ids(core)
+    assert [name.split()[0] for name in order[::2]] == [name.split()[0] for name in order[1::2]]
+    assert all(name.endswith("by class") for name in order[::2])
+
+
+def test_a_request_that_asks_for_no_time_at_all_goes_first() -> None:
+    core = serving()
+    announce(core, waiting=2)
+    core.handle(arrive("by class"), 0.0)
+    core.handle(arrive("at once", prompt="q", deadline_after_seconds=0.0), 0.1)
+    assert waiting_ids(core) == ["at once", "by class"]
+
+
+@pytest.mark.parametrize("names", [("fast", "slow"), ("slow", "fast")])
+def test_of_replicas_that_differ_the_tightest_deadline_counts_and_only_of_those_that_hold_the_prompt(
+    names: tuple[str, str],
+) -> None:
+    core = serving(None, *names)
+    points = {"fast": POINTS, "slow": SLOW}
+    for name in names:
+        announce(core, replica=name, waiting=2, prefill_points=points[name])
+    announce(core, replica="tiny", waiting=2, longest_request_tokens=90, prefill_points=((100, 0.001),))
+    assert core.ttft_target_seconds(arrive("a"), 800) == pytest.approx(24.0)
+    assert core.ttft_target_seconds(arrive("a"), 50) == 2.0
+    announce(core, replica="fast", ready=False)
+    assert core.ttft_target_seconds(arrive("a"), 800) == pytest.approx(240.0)
+
+
+def test_a_class_that_goes_by_default_is_the_first_that_is_announced() -> None:
+    core = serving()
+    classes = tuple(
+        ServiceClassTerms(name, floor, 3.0, 0.05, 0.01, 4096)
+        for name, floor in (("chat", 5.0), ("bulk", 9.0))
+    )
+    announce(core, service_classes=classes)
+    assert core.ttft_target_seconds(arrive("a"), 10) == 5.0
+    assert core.ttft_target_seconds(arrive("a", service_class="bulk"), 10) == 9.0
+
+
+@pytest.mark.parametrize("ending", ["refused", "lost"])
+def test_a_sequence_that_comes_back_stands_where_it_stood_whatever_is_announced_since(ending: str) -> None:
+    core = serving(None, "r0", "r1")
+    for replica in ("r0", "r1"):
+        announce(core, replica=replica, waiting=2, prefill_points=POINTS)
+    core.handle(arrive("long", prompt="p", length=800), 0.0)
+    sent = submits(announce(core, 1.0, replica="r0", waiting=1, prefill_points=POINTS))
+    assert [submit.id for _, submit in sent] == ["long"]
+    core.handle(arrive("before", prompt="q"), 13.9)
+    core.handle(arrive("after", prompt="r"), 14.2)
+    announce(core, 14.3, replica="r1", waiting=2, prefill_points=SLOW)
+    if ending == "refused":
+        core.handle(Received("r0", Refused("long", "capacity")), 14.4)
+    else:
+        core.handle(LinkLost("r0"), 14.4)
+    assert waiting_ids(core) == ["before", "long", "after"]
+
+
+@pytest.mark.parametrize("reason", ["capacity", "draining", "not_ready"])
+def test_a_refusal_that_may_pass_elsewhere_is_requeued_with_the_original_age(reason: str) -> None:
+    core = serving(None, "r0", "r1")
+    ((first, _),) = submits(core.handle(arrive("a"), 10.0))
+    ((second, submit),) = submits(core.handle(Received(first, Refused("a", reason)), 12.5))  # type: ignore[arg-type]
+    assert {first, second} == {"r0", "r1"}
+    assert (submit.id, submit.age_seconds) == ("a~1", 2.5)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [("too_long", "too_long"), ("invalid", "invalid"), ("unknown_class", "invalid")]
+)
+def test_a_refusal_for_the_requests_own_fault_ends_it(reason: str, kind: str) -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    assert core.handle(Received("r0", Refused("a", reason, "why")), 0.0) == [Fail("a", kind, "why")]  # type: ignore[arg-type]
+    assert core.open == 0
+
+
+def test_a_new_epoch_gets_open_sequences_again_with_what_they_emitted_and_the_same_seed() -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    core.handle(Received("r0", Emit("a", (4, 5))), 1.0)
+    commands = announce(core, 2.0, epoch=2)
+    assert commands[0] == SendPrompt("r0", "a~1/prompt", "p", (4, 5))
+    ((_, submit),) = submits(commands)
+    assert (submit.tokens, submit.prompt_length, submit.seed, submit.age_seconds) == (12, 10, 7, 2.0)
+    assert core.handle(Received("r0", Emit("a~1", (6,), "stop")), 3.0) == [Deliver("a", (6,), "stop")]
+
+
+def test_a_prompts_salt_goes_with_it_to_every_replica_that_gets_it() -> None:
+    core = serving()
+    (prompt, _) = core.handle(arrive("a", cache_salt="mine"), 0.0)
+    core.handle(Received("r0", Emit("a", (4, 5))), 1.0)
+    again = announce(core, 2.0, epoch=2)[0]
+    assert [command.cache_salt for command in (prompt, again)] == ["mine", "mine"]  # type: ignore[union-attr]
+
+
+def test_a_late_token_of_a_demoted_attempt_is_dropped_and_that_attempt_cancelled() -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    announce(core, 2.0, epoch=2)
+    assert core.handle(Received("r0", Emit("a", (9,))), 2.1) == [Send("r0", Cancel("a"))]
+
+
+def test_a_silent_replica_is_demoted_and_its_sequences_go_to_another() -> None:
+    core = serving(RoutingLimits(silence_seconds=5.0), "r0", "r1")
+    ((first, _),) = submits(core.handle(arrive("a"), 0.0))
+    other = "r1" if first == "r0" else "r0"
+    announce(core, 4.0, replica=other)
+    commands = core.handle(Tick(), 6.0)
+    assert isinstance(commands[0], Reject)
+    assert [replica for replica, _ in submits(commands)] == [other]
+
+
+def test_a_lost_link_frees_its_sequences_for_another_replica() -> None:
+    core = serving(None, "r0", "r1")
+    ((first, _),) = submits(core.handle(arrive("a"), 0.0))
+    ((second, _),) = submits(core.handle(LinkLost(first), 1.0))
+    assert first != second
+
+
+def test_a_sequence_whose_replicas_all_go_ends_unavailable_in_the_end_whatever_they_died_of() -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    for epoch in range(1, 16):
+        core.handle(LinkLost("r0"), float(epoch))
+        assert len(submits(announce(core, epoch + 0.5, epoch=epoch))) == 1, (
+            "who may only have waited is sent again"
+        )
+    (command,) = core.handle(LinkLost("r0"), 16.0)
+    assert isinstance(command, Fail)
+    assert command.kind == "unavailable"
+
+
+def lose(core: RouterCore, epoch: int, now: float, *computed: str) -> list[RouterCommand]:
+    """The epoch ends while a step has `computed`, and the next one begins at once."""
+    commands: list[RouterCommand] = []
+    for name in computed:
+        commands += core.handle(Received("r0", Failed(name, "rank_lost")), now)
+    commands += announce(core, now, epoch=epoch, ready=False)
+    return commands + announce(core, now, epoch=epoch + 1)
+
+
+def test_a_prefill_that_takes_long_outlives_losses_that_are_far_apart() -> None:
+    core = serving()
+    commands = core.handle(arrive("book"), 0.0)
+    for epoch in range(1, 10):
+        ((_, submit),) = submits(commands)
+        commands = lose(core, epoch, 40.0 * epoch, submit.id)
+    assert len(submits(commands)) == 1
+
+
+def test_who_had_drawn_tokens_when_its_replica_was_lost_is_no_suspect() -> None:
+    core = serving()
+    commands = [*core.handle(arrive("a", prompt="p"), 0.0), *core.handle(arrive("b", prompt="q"), 0.0)]
+    for epoch in range(1, 5):
+        sent = [submit.id for _, submit in submits(commands)]
+        assert len(sent) == 2, "both at once, for neither is held back"
+        for name in sent:
+            core.handle(Received("r0", Emit(name, (1,))), float(epoch))
+        commands = lose(core, epoch, float(epoch), *sent)
+
+
+def test_suspects_are_tried_one_after_the_other_and_none_keeps_the_next_waiting_for_long() -> None:
+    core = serving()
+    core.handle(arrive("a", prompt="p"), 0.0)
+    core.handle(arrive("b", prompt="q"), 0.0)
+    ((_, first),) = submits(lose(core, 1, 1.0, "a", "b"))
+    assert first.id == "a~1"
+    assert [submit.id for _, submit in submits(core.handle(arrive("c", prompt="s"), 2.0))] == ["c"]
+    card = {"epoch": 2, "waiting": 0}
+    assert submits(announce(core, 30.9, **card)) == []
+    assert [submit.id for _, submit in submits(announce(core, 31.0, **card))] == ["b~1"]
+
+
+def test_who_comes_beside_a_suspect_that_is_the_cause_goes_on() -> None:
+    core = serving()
+    core.handle(arrive("poison", prompt="p"), 0.0)
+    lose(core, 1, 1.0, "poison")
+    core.handle(arrive("newcomer", prompt="q"), 2.0)
+    commands = lose(core, 2, 3.0, "newcomer", "poison~1")
+    assert [command.id for command in commands if isinstance(command, Fail)] == ["poison"]
+    assert [submit.id for _, submit in submits(commands)] == ["newcomer~1"]
+
+
+def test_samples_of_a_prompt_that_replicas_die_of_are_not_tried_one_by_one() -> None:
+    core = serving()
+    core.handle(arrive("a-0", "a-1"), 0.0)
+    ((_, first),) = submits(lose(core, 1, 1.0, "a-0", "a-1"))
+    ended = lose(core, 2, 2.0, first.id)
+    assert [(one.id, one.kind) for one in ended if isinstance(one, Fail)] == [
+        ("a-0", "internal"),
+        ("a-1", "internal"),
+    ]
+    assert core.open == 0
+
+
+def test_more_waiting_than_the_limit_is_overloaded_and_names_when_to_come_back() -> None:
+    core = serving(RoutingLimits(max_waiting=1))
+    announce(core, waiting=2, pending_prefill_seconds=7.2)
+    assert core.handle(arrive("a"), 0.0) == []
+    (refusal,) = core.handle(arrive("b", prompt="q"), 0.0)
+    assert isinstance(refusal, Fail)
+    assert (refusal.id, refusal.kind, refusal.retry_after_seconds) == ("b", "overloaded", 8)
+
+
+def test_unknown_models_and_outages_are_told_apart() -> None:
+    core = RouterCore()
+    assert [c.kind for c in core.handle(arrive("a"), 0.0) if isinstance(c, Fail)] == ["unavailable"]
+    core = serving()
+    (unknown,) = core.handle(arrive("a", model="other"), 0.0)
+    assert isinstance(unknown, Fail)
+    assert unknown.kind == "model_not_found"
+    announce(core, ready=False)
+    (outage,) = core.handle(arrive("a"), 0.0)
+    assert isinstance(outage, Fail)
+    assert outage.kind == "unavailable"
+
+
+def declare(core: RouterCore, **replicas: int) -> None:
+    models = (
+        DeclaredModel(name=name, service_classes=("chat", "batch"), replicas=count)
+        for name, count in replicas.items()
+    )
+    assert core.handle(Declared(tuple(models)), 0.0) == []
+
+
+def refusal(core: RouterCore, model: str = "m") -> str:
+    """Why a request for a model gets no answer."""
+    (refused,) = core.handle(arrive("a", model=model), 0.0)
+    assert isinstance(refused, Fail)
+    return refused.kind
+
+
+def test_a_model_that_a_manifest_names_is_known_before_a_replica_was_heard() -> None:
+    core = RouterCore()
+    declare(core, m=2)
+    assert (refusal(core), refusal(core, "other")) == ("unavailable", "model_not_found")
+    assert core.known_models() == {"m": KnownModel(("chat", "batch"), 2)}
+    assert core.waiting_by_model() == {"m": 0}
+    announce(core, model="other", ready=False)
+    assert core.known("other") == KnownModel(("default",), None)
+    assert refusal(core, "other") == "unavailable"
+    announce(core, replica="r1", ready=False)
+    assert core.known("m") == KnownModel(("default",), 2)  # what it has announced is what holds
+
+
+def test_a_model_that_no_manifest_names_any_more_is_forgotten_with_its_last_replica() -> None:
+    core = serving()
+    announce(core, replica="r1", model="alone", ready=False)
+    declare(core, m=1)
+    declare(core)
+    assert core.known("m") is not None
+    core.handle(LinkLost("r0"), 0.0)
+    core.handle(Tick(), 0.0)
+    assert core.known("m") is None
+    assert refusal(core) == "model_not_found"
+    core.handle(LinkLost("r1"), 0.0)
+    core.handle(Tick(), 0.0)
+    assert core.known("alone") is not None  # no manifest ever named it: its absence is an outage
+    declare(core, m=1)
+    assert refusal(core) == "unavailable"
+
+
+def test_who_waits_for_a_model_that_is_withdrawn_is_still_counted() -> None:
+    core = serving(RoutingLimits(unserved_seconds=60.0))
+    declare(core, m=1)
+    announce(core, waiting=2)  # it is full
+    assert core.handle(arrive("a"), 0.0) == []
+    declare(core)
+    core.handle(LinkLost("r0"), 0.0)
+    core.handle(Tick(), 0.0)
+    assert core.waiting_by_model() == {"m": 1}
+
+
+def test_what_is_open_at_a_replica_that_lost_its_epoch_goes_on_elsewhere_and_counts_one_loss() -> None:
+    core = serving(None, "r1", "r2")
+    ((first, _),) = submits(core.handle(arrive("a"), 0.0))
+    other = "r2" if first == "r1" else "r1"
+    commands = announce(core, 1.0, replica=first, ready=False)
+    assert [replica for replica, _ in submits(commands)] == [other]
+    assert submits(announce(core, 2.0, replica=first, ready=False)) == []
+    assert submits(announce(core, 3.0, replica=first, epoch=1)) == []
+    assert core.waiting == 0
+
+
+def test_a_queued_sequence_whose_replicas_never_come_back_ends_unavailable() -> None:
+    core = serving(RoutingLimits(unserved_seconds=60.0, silence_seconds=5.0))
+    core.handle(arrive("a"), 0.0)
+    core.handle(Tick(), 6.0)
+    assert core.waiting == 1
+    assert core.handle(Tick(), 65.9) == []
+    (failure,) = core.handle(Tick(), 66.0)
+    assert isinstance(failure, Fail)
+    assert failure.kind == "unavailable"
+
+
+def test_a_sequence_waits_as_long_as_its_replica_says_that_it_is_being_mended() -> None:
+    """Weights may take minutes to read; behind the last announcement it is silent, and then gone."""
+    core = serving(RoutingLimits(unserved_seconds=60.0, recovery_seconds=500.0, silence_seconds=5.0))
+    core.handle(arrive("a"), 0.0)
+    for second in range(1, 400):
+        announce(core, float(second), ready=False)
+        assert core.handle(Tick(), second + 0.5) == []
+    assert [submit.id for _, submit in submits(announce(core, 400.0, epoch=1))] == ["a~1"]
+    assert core.handle(Tick(), 400.5) == []
+    announce(core, 401.0, epoch=1, ready=False)
+    assert core.handle(Tick(), 410.0)[0] == Reject("r0", "silent for 9.0 s")
+    (failure,) = core.handle(Tick(), 470.0)
+    assert isinstance(failure, Fail)
+    assert failure.kind == "unavailable"
+    assert core.open == 0
+
+
+def test_a_replica_that_is_mended_for_ever_keeps_nobody_for_ever() -> None:
+    core = serving(RoutingLimits(recovery_seconds=100.0))
+    core.handle(arrive("a"), 0.0)
+    failures: list[RouterCommand] = []
+    for second in range(1, 110):
+        announce(core, float(second), ready=False)
+        failures += [one for one in core.handle(Tick(), second + 0.5) if isinstance(one, Fail)]
+    (failure,) = failures
+    assert isinstance(failure, Fail)
+    assert "came back in 100 s" in failure.detail
+
+
+def test_a_prompt_that_no_pool_can_hold_is_too_long_at_once() -> None:
+    (failure,) = serving().handle(arrive("a", length=900), 0.0)
+    assert isinstance(failure, Fail)
+    assert failure.kind == "too_long"
+
+
+def test_an_abandoned_sequence_is_cancelled_where_it_runs_and_leaves_the_queue_where_it_waits() -> None:
+    core = serving()
+    core.handle(arrive("a", "b"), 0.0)
+    core.handle(arrive("c", prompt="q"), 0.0)
+    assert core.handle(Abandon("a"), 1.0) == [Send("r0", Cancel("a"))]
+    assert core.handle(Abandon("c"), 1.0) == []
+    assert core.handle(Abandon("c"), 1.0) == []
+    assert (core.waiting, core.open) == (0, 1)
+
+
+def test_an_unknown_bundle_is_fetched_once_and_its_replica_serves_after_it_is_known() -> None:
+    core = RouterCore(RoutingLimits(fetch_seconds=10.0))
+    assert announce(core) == [Send("r0", FetchBundle("d"))]
+    assert announce(core, 1.0) == []
+    assert announce(core, 10.0) == [Send("r0", FetchBundle("d"))]
+    assert not core.ready
+    core.handle(BundleKnown("d"), 11.0)
+    assert core.ready
+
+
+def test_replicas_of_one_model_with_different_bundles_are_never_mixed() -> None:
+    core = serving()
+    core.handle(BundleKnown("e"), 0.0)
+    (rejection,) = announce(core, replica="r1", digest="e")
+    assert isinstance(rejection, Reject)
+    assert "differs" in rejection.reason
+    assert announce(core, replica="r1", digest="e") == []  # said once
+    assert [card.replica for card in core.cards("m")] == ["r0"]
+
+
+def test_a_lost_rank_resumes_and_other_failures_end_the_sequence() -> None:
+    core = serving()
+    core.handle(arrive("a", "b"), 0.0)
+    ((_, again),) = submits(core.handle(Received("r0", Failed("a", "rank_lost")), 1.0) + announce(core, 1.1))
+    assert again.id == "a~1"
+    (end,) = core.handle(Received("r0", Failed("b", "out_of_memory", "too big a chunk")), 1.0)
+    assert end == Fail("b", "out_of_memory", "too big a chunk")
+
+
+def test_a_sequence_of_a_lost_step_is_not_sent_to_the_same_replica_before_that_announces_itself() -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    assert core.handle(Received("r0", Failed("a", "rank_lost")), 1.0) == []
+    assert announce(core, 1.0, ready=False) == []
+    assert [submit.id for _, submit in submits(announce(core, 2.0, epoch=2))] == ["a~1"]
+
+
+def test_only_what_was_computed_when_ranks_were_lost_counts_the_losses() -> None:
+    """A request that kills its ranks ends after two epochs; the ones that waited behind it are served by the third."""
+    core = serving()
+    announce(core, waiting_limit=10)
+    core.handle(arrive("poison", "b", "c"), 0.0)
+    ended: list[RouterCommand] = []
+    for epoch in range(1, 3):
+        suffix = f"~{epoch - 1}" if epoch > 1 else ""
+        for message in (
+            Refused("b" + suffix, "not_ready"),
+            Refused("c" + suffix, "not_ready"),
+            Failed("poison" + suffix, "rank_lost"),
+        ):
+            ended += core.handle(Received("r0", message), float(epoch))
+        ended += announce(core, float(epoch), epoch=epoch, ready=False, waiting_limit=10)
+        again = submits(announce(core, epoch + 0.5, epoch=epoch + 1, waiting_limit=10))
+    assert [(command.id, command.kind) for command in ended if isinstance(command, Fail)] == [
+        ("poison", "internal")
+    ]
+    assert [submit.id for _, submit in again] == ["b~2", "c~2"]
+
+
+def test_who_shares_its_steps_with_a_request_that_kills_ranks_is_cleared_by_a_token_of_its_own() -> None:
+    core = serving()
+    announce(core, waiting_limit=10)
+    commands = [
+        one for name in ("a", "poison", "b", "c") for one in core.handle(arrive(name, prompt=name), 0.0)
+    ]
+    ended: dict[str, str] = {}
+    epoch = 1
+    while core.open:
+        computed = [submit.id for _, submit in submits(commands)]  # together in one step
+        assert computed, "nobody is forgotten"
+        commands = []
+        if any(id_.startswith("poison") for id_ in computed):
+            for id_ in computed:
+                commands += core.handle(Received("r0", Failed(id_, "rank_lost")), float(epoch))
+            commands += announce(core, float(epoch), epoch=epoch, ready=False, waiting_limit=10)
+            epoch += 1
+        else:
+            for id_ in computed:
+                commands += core.handle(Received("r0", Emit(id_, (1,), "stop")), float(epoch))
+        commands += announce(core, float(epoch), epoch=epoch, waiting_limit=10)
+        ended |= {one.id: one.kind for one in commands if isinstance(one, Fail)}
+        ended |= {one.id: "stop" for one in commands if isinstance(one, Deliver) and one.finish_reason}
+    assert ended == {"a": "stop", "b": "stop", "c": "stop", "poison": "internal"}
+    assert epoch == 3, "its third death within a minute would end the replica"
+
+
+@dataclass
+class FakeReplica:
+    """Emits the token at position i as the number i, so that the client can tell order, loss and doubles."""
+
+    name: str
+    epoch: int = 1
+    ready: bool = True
+    running: dict[str, list[int]] = field(default_factory=dict)  # wire id -> [output so far, length]
+
+    def card(self) -> Announce:
+        return replace(CARD, replica=self.name, epoch=self.epoch, ready=self.ready, waiting=len(self.running))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_and_in_order(
+    data: st.DataObject,
+) -> None:
+    core = RouterCore(
+        RoutingLimits(max_waiting=4, silence_seconds=5.0, unserved_seconds=20.0, max_attempts=3)
+    )
+    replicas = {name: FakeReplica(name) for name in ("r0", "r1")}
+    received: dict[str, list[int]] = {}
+    ended: dict[str, str] = {}
+    gone: set[str] = set()
+    stale: list[tuple[str, Emit]] = []
+    now = 0.0
+
+    def run(event: RouterEvent) -> None:
+        prompts: dict[tuple[str, str], int] = {}
+        for command in core.handle(event, now):
+            match command:
+                case SendPrompt():
+                    assert len(command.emitted) == len(received.get(command.source, []))
+                    prompts[command.replica, command.prompt] = 10 + len(command.emitted)
+                case Send(replica=name, message=Submit() as submit):
+                    assert prompts[name, submit.prompt] == submit.tokens, (
+                        "the prompt goes ahead of the sequence"
+                    )
+                    assert submit.id not in replicas[name].running
+                    replicas[name].running[submit.id] = [submit.tokens - submit.prompt_length, 3]
+                case Send(replica=name, message=Cancel(id=wire_id)):
+                    replicas[name].running.pop(wire_id, None)
+                case Deliver():
+                    assert command.id not in ended
+                    assert command.id not in gone
+                    received[command.id].extend(command.tokens)
+                    if command.finish_reason is not None:
+                        ended[command.id] = "finished"
+                case Fail():
+                    assert command.id not in ended
+                    assert command.id not in gone
+                    ended[command.id] = "failed"
+
+    def emit(replica: FakeReplica, wire_id: str, count: int) -> None:
+        done, length = replica.running[wire_id]
+        tokens = tuple(range(done, min(done + count, length)))
+        finished = done + len(tokens) == length
+        replica.running[wire_id][0] += len(tokens)
+        if finished:
+            del replica.running[wire_id]
+        run(Received(replica.name, Emit(wire_id, tokens, "length" if finished else None)))
+
+    run(BundleKnown("d"))
+    for step in range(data.draw(st.integers(1, 40))):
+        now += data.draw(st.sampled_from([0.0, 0.3, 3.0]))
+        replica = replicas[data.draw(st.sampled_from(["r0", "r1"]))]
+        action = data.draw(
+            st.sampled_from(
+                [
+                    "announce",
+                    "arrive",
+                    "emit",
+                    "refuse",
+                    "fail",
+                    "restart",
+                    "abandon",
+                    "stale",
+                    "tick",
+                    "lost",
+                ]
+            )
+        )
+        running = sorted(replica.running)
+        match action:
+            case "announce":
+                replica.ready = data.draw(st.booleans()) or step % 2 == 0
+                run(Received(replica.name, replica.card()))
+            case "arrive":
+                name = f"s{step}"
+                received[name] = []
+                run(arrive(name, prompt=name))
+            case "emit" if running:
+                emit(replica, data.draw(st.sampled_from(running)), data.draw(st.integers(1, 3)))
+            case "refuse" if running:
+                wire_id = data.draw(st.sampled_from(running))
+                del replica.running[wire_id]
+                run(Received(replica.name, Refused(wire_id, "capacity")))
+            case "fail" if running:
+                wire_id = data.draw(st.sampled_from(running))
+                del replica.running[wire_id]
+                run(
+                    Received(
+                        replica.name, Failed(wire_id, data.draw(st.sampled_from(["rank_lost", "internal"])))
+                    )
+                )
+            case "restart":
+                stale += [(replica.name, Emit(wire_id, (99,))) for wire_id in running]
+                replica.running.clear()
+                replica.epoch += 1
+                run(Received(replica.name, replica.card()))
+            case "stale" if stale:
+                name, message = stale.pop()
+                if message.id not in replicas[name].running:
+                    run(Received(name, message))
+            case "abandon" if received:
+                name = data.draw(st.sampled_from(sorted(received)))
+                if name not in ended:
+                    gone.add(name)
+                    run(Abandon(name))
+            case "lost":
+                run(LinkLost(replica.name))
+            case _:
+                run(Tick())
+
+    for _ in range(200):  # the world calms down: replicas announce, and emit what they run
+        now += 1.0
+        run(Tick())
+        for replica in replicas.values():
+            replica.ready = True
+            run(Received(replica.name, replica.card()))
+            for wire_id in sorted(replica.running):
+                if wire_id in replica.running:
+                    emit(replica, wire_id, 3)
+        if core.open == 0 and not any(replica.running for replica in replicas.values()):
+            break
+    assert set(ended) | gone == set(received), "each sequence ends, unless its client has gone"
+    assert core.open == core.waiting == 0
+    for name, tokens in received.items():
+        assert tokens == list(range(len(tokens)))
+        if ended.get(name) == "finished":
+            assert tokens == [0, 1, 2]
+
+
+# --- load and prefixes --------------------------------------------------------------------------------
+
+PREFIX = marks(PrefixHasher(MARK_BLOCK_TOKENS, b"k").hashes(np.arange(640, dtype=np.int32)))
+
+
+def balanced(*replicas: str, **fields: object) -> RouterCore:
+    """Replicas that announce what prefills take."""
+    core = RouterCore(RoutingLimits(max_waiting=100_000))
+    core.handle(BundleKnown("d"), 0.0)
+    for replica in replicas:
+        card = {"longest_request_tokens": 10_000, "kv_tokens_free": 100_000, "waiting_limit": 1000, **fields}
+        announce(core, replica=replica, prefill_points=POINTS, **card)
+    return core
+
+
+def ask(core: RouterCore, name: str, length: int, now: float = 0.0, prefix: Prefix = ()) -> str:
+    """The replica that a request goes to."""
+    sequence = NewSequence(name, name, length, 7, Sampling(max_tokens=5), prefix=prefix)
+    ((replica, _),) = submits(core.handle(Arrive("m", "d", (sequence,)), now))
+    return replica
+
+
+def test_work_forwarded_since_the_last_announcement_counts_by_its_length() -> None:
+    core = balanced("r0", "r1")
+    assert ask(core, "book", 1000) == "r0"
+    assert [ask(core, f"chat {index}", 100) for index in range(5)] == ["r1"] * 5
+    announce(core, replica="r0", prefill_points=POINTS, waiting_limit=1000)  # it has done its work
+    assert ask(core, "late", 100) == "r0"
+
+
+def test_a_prefix_draws_a_request_to_where_it_was_sent_while_that_saves_more_than_the_load_costs() -> None:
+    core = balanced("r0", "r1")
+    assert ask(core, "first", 640, prefix=PREFIX) == "r0"
+    card = {"prefill_points": POINTS, "longest_request_tokens": 10_000, "waiting_limit": 1000}
+    announce(core, replica="r0", pending_prefill_seconds=6.0, **card)
+    assert ask(core, "stranger", 640) == "r1"
+    announce(core, replica="r1", **card)
+    assert ask(core, "again", 700, prefix=PREFIX) == "r0", "6 s ahead, 6.4 s saved"
+    announce(core, replica="r0", pending_prefill_seconds=6.8, **card)
+    announce(core, replica="r1", **card)
+    assert ask(core, "and again", 700, prefix=PREFIX) == "r1", "6.8 s ahead, 6.4 s saved"
+
+
+def test_a_popular_prefix_spreads_over_all_replicas_under_load() -> None:
+    core = balanced("r0", "r1", "r2")
+    chosen = Counter(ask(core, f"s{index}", 700, prefix=PREFIX) for index in range(60))
+    assert min(chosen.values()) >= 15
+
+
+def test_a_restarted_replica_is_not_thought_to_have_what_its_predecessor_had() -> None:
+    core = balanced("r0", "r1")
+    assert ask(core, "first", 640, prefix=PREFIX) == "r0"
+    core.handle(Received("r0", Emit("first", (1,), "stop")), 1.0)
+    card = {"prefill_points": POINTS, "waiting_limit": 1000, "longest_request_tokens": 10_000}
+    announce(core, 2.0, replica="r0", epoch=2, pending_prefill_seconds=0.1, **card)
+    assert ask(core, "again", 700, prefix=PREFIX) == "r1"
+
+
+def test_the_kv_that_outputs_will_take_counts() -> None:
+    core = balanced("r0", "r1", kv_tokens_free=1000)
+    long_answer = NewSequence("a", "a", 100, 7, Sampling(max_tokens=850))
+    assert submits(core.handle(Arrive("m", "d", (long_answer,)), 0.0))[0][0] == "r0"
+    card = {"longest_request_tokens": 10_000, "waiting_limit": 1000, "prefill_points": POINTS}
+    announce(core, replica="r1", pending_prefill_seconds=9.0, **card)
+    assert ask(core, "b", 60) == "r1", "r0 would have to make it wait for KV"
+
+
+def test_a_model_without_replicas_holds_up_no_other() -> None:
+    core = serving()
+    announce(core, replica="x", model="other", digest="e")
+    core.handle(BundleKnown("e"), 0.0)
+    core.handle(arrive("stuck", model="other", digest="e"), 0.0)
+    announce(core, replica="x", model="other", digest="e", waiting=2)
+    core.handle(arrive("stuck too", model="other", digest="e", prompt="q"), 0.0)
+    assert [submit.id for _, submit in submits(core.handle(arrive("a"), 1.0))] == ["a"]
+    assert core.waiting_by_model() == {"m": 0, "other": 1}
+
+
+def test_a_long_sequence_waits_for_the_replica_that_holds_it_without_holding_up_short_ones() -> None:
+    core = balanced("large")
+    announce(core, replica="small", longest_request_tokens=100, waiting_limit=1000)
+    announce(core, replica="large", longest_request_tokens=10_000, waiting_limit=2, waiting=2)
+    assert submits(core.handle(Arrive("m", "d", (NewSequence("long", "p", 5000, 7),)), 0.0)) == []
+    assert ask(core, "short", 50, now=1.0) == "small"
+    sent = submits(announce(core, replica="large", longest_request_tokens=10_000, waiting_limit=2, waiting=1))
+    assert [(replica, submit.id) for replica, submit in sent] == [("large", "long")]
+
+
+def test_a_request_goes_only_to_a_replica_that_holds_all_of_its_output_as_long_as_there_is_one() -> None:
+    """Replicas of one model may be made with different lengths: the shorter would end the text before its time."""
+    core = balanced("long")
+    announce(core, replica="short", longest_request_tokens=100, waiting_limit=1000)
+    announce(core, replica="long", longest_request_tokens=10_000, waiting_limit=2, waiting=2)
+    whole = NewSequence("whole", "p", 50, 7, sampling=Sampling(max_tokens=51))
+    assert submits(core.handle(Arrive("m", "d", (whole,)), 0.0)) == []
+    fits = NewSequence("fits", "q", 50, 7, sampling=Sampling(max_tokens=50))
+    sent = submits(core.handle(Arrive("m", "d", (fits,)), 0.0))
+    assert [(replica, submit.id) for replica, submit in sent] == [("short", "fits")]
+    sent = submits(announce(core, replica="long", longest_request_tokens=10_000, waiting_limit=2, waiting=1))
+    assert [(replica, submit.id) for replica, submit in sent] == [("long", "whole")]
+    announce(core, replica="long", longest_request_tokens=10_000, ready=False)
+    left = submits(core.handle(Arrive("m", "d", (replace(whole, id="left"),)), 0.0))
+    assert ("short", "left") in [(replica, submit.id) for replica, submit in left]
+
+
+def test_ten_thousand_queued_sequences_are_looked_at_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is announced in between: the cost of dispatching follows from what is forwarded."""
+    examined = Counter[str]()
+    choose = RouterCore._choose
+
+    def counted(self: RouterCore, sequence: Any, *rest: Any) -> Any:
+        examined[sequence.new.id] += 1
+        return choose(self, sequence, *rest)
+
+    monkeypatch.setattr(RouterCore, "_choose", counted)
+    core = balanced("r0", "r1", waiting_limit=20, waiting=20)
+    card = {"longest_request_tokens": 10_000, "kv_tokens_free": 100_000, "prefill_points": POINTS}
+    for index in range(10_000):
+        core.handle(Arrive("m", "d", (NewSequence(f"s{index}", f"p{index}", 10, 7),)), 0.0)
+    order: list[str] = []
+    while core.waiting:
+        for replica in ("r0", "r1"):
+            sent = announce(core, replica=replica, waiting_limit=20, waiting=0, **card)
+            order += [submit.id for _, submit in submits(sent)]
+    assert order == [f"s{index}" for index in range(10_000)], "first come, first served within a deadline"
+    assert set(examined.values()) == {1}
+    for replica in ("r0", "r1"):
+        core.handle(LinkLost(replica), 0.0)
+    assert core.waiting == 10_000, "all are queued again"
+
+
+def test_a_patient_request_is_not_starved_by_a_stream_of_urgent_ones() -> None:
+    """Deadlines do not move: those who come later are due later, and from some time on stand behind it."""
+    core = serving()
+    announce(core, waiting=2)
+    core.handle(arrive("patient", deadline_after_seconds=60.0), 0.0)
+    sent: list[str] = []
+    now = 0.0
+    while "patient" not in sent:
+        now += 1.0
+        for half in ("a", "b"):  # two come each second, and one finds room
+            core.handle(arrive(f"{now}{half}", prompt=f"{now}{half}", deadline_after_seconds=2.0), now)
+        sent += [submit.id for _, submit in submits(announce(core, now, waiting=1))]
+        assert now < 130
+    assert now > 30, "until then others were more urgent"

@@ -1,0 +1,258 @@
+"""KV pool sizing over played cgroups, and the fit of the predictor's constants."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from medha.cost.cost_profile import Attention, Operation, Profile
+from medha.cost.predictor import Predictor, Work
+from medha.errors import OutOfMemory
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.host_memory import host_free_bytes
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.transformer import Transformer
+from medha_worker.profiling.profile_fit import MeasuredStep
+from medha_worker.rank import warmup
+from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, pool_blocks
+
+from .models import load_model
+
+REQUEST = PoolRequest(
+    block_bytes=MIB,
+    block_size_tokens=16,
+    max_model_len=1000,  # 63 blocks
+    max_running=100,
+    size_bytes=None,
+    memory_fraction=0.5,
+    weights_bytes=300 * MIB,
+    activation_bytes=40 * MIB,
+)
+
+
+def test_the_pool_is_the_fraction_of_what_activations_leave() -> None:
+    assert pool_blocks(REQUEST, 1040 * MIB) == 500
+
+
+def test_the_pool_is_no_larger_than_all_sequences_can_use() -> None:
+    assert pool_blocks(replace(REQUEST, max_running=4), 10_000 * MIB) == 4 * 63
+
+
+def test_a_size_that_is_named_is_taken() -> None:
+    assert pool_blocks(replace(REQUEST, size_bytes=200 * MIB + 5), 1000 * MIB) == 200
+
+
+def test_a_length_that_does_not_fit_the_fraction_names_numbers_and_mend() -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        pool_blocks(REQUEST, 100 * MIB)
+    text = str(caught.value)
+    for part in ("maxModelLen 1000", "63 MiB", "50% (kvCache.memoryFraction) of 60 MiB", "300 MiB", "40 MiB"):
+        assert part in text
+    assert "lower model.maxModelLen to 480" in text
+    assert pool_blocks(replace(REQUEST, max_model_len=480), 100 * MIB) == 30
+
+
+def test_a_length_that_does_not_fit_the_named_size_names_the_size_that_would() -> None:
+    with pytest.raises(OutOfMemory, match=r"raise kvCache\.size to at least 63 MiB"):
+        pool_blocks(replace(REQUEST, size_bytes=62 * MIB), 1000 * MIB)
+
+
+def test_a_size_beyond_what_is_free_is_refused() -> None:
+    with pytest.raises(OutOfMemory, match=r"kvCache\.size asks for 500 MiB, but 460 MiB are free"):
+        pool_blocks(replace(REQUEST, size_bytes=500 * MIB), 500 * MIB)
+
+
+def test_nothing_free_is_refused_and_not_a_negative_pool() -> None:
+    with pytest.raises(OutOfMemory, match=r"of 0 MiB free holds 0 tokens"):
+        pool_blocks(REQUEST, 10 * MIB)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+GROUP_2 = "sys/fs/cgroup"
+GROUP_1 = "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/",
+                f"{GROUP_2}/memory.max": "9000000",
+                f"{GROUP_2}/memory.current": "1000000",
+            },
+            8_000_000,
+            id="version 2",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/",
+                f"{GROUP_2}/memory.max": "9000000",
+                f"{GROUP_2}/memory.current": "1000000",
+                f"{GROUP_2}/memory.stat": "anon 5\ninactive_file 400000\nactive_file 9\n",
+            },
+            8_400_000,
+            id="file pages can be dropped",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/a/b",
+                f"{GROUP_2}/a/b/memory.max": "max",
+                f"{GROUP_2}/a/b/memory.current": "10",
+                f"{GROUP_2}/a/memory.max": "5000000",
+                f"{GROUP_2}/a/memory.current": "2000000",
+                f"{GROUP_2}/memory.max": "9000000",
+                f"{GROUP_2}/memory.current": "2000000",
+            },
+            3_000_000,
+            id="the tightest limit above",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/pod\n3:cpuset:/\n0::/",
+                f"{GROUP_1}/pod/memory.limit_in_bytes": "7000000",
+                f"{GROUP_1}/pod/memory.usage_in_bytes": "3000000",
+                f"{GROUP_1}/pod/memory.stat": "inactive_file 1\ntotal_inactive_file 500000\n",
+                f"{GROUP_1}/memory.limit_in_bytes": "9223372036854771712",
+                f"{GROUP_1}/memory.usage_in_bytes": "3000000",
+            },
+            4_500_000,
+            id="version 1",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/not/visible/here",
+                f"{GROUP_2}/memory.max": "6000000",
+                f"{GROUP_2}/memory.current": "7000000",
+            },
+            0,
+            id="a container's own view, over its limit",
+        ),
+    ],
+)
+def test_memory_is_counted_within_the_cgroup(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    root = write(tmp_path, files)
+    assert host_free_bytes(1, root) == free
+    assert host_free_bytes(4, root) == free // 4
+
+
+def test_without_a_cgroup_the_machines_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = psutil.virtual_memory()._replace(available=123_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    assert host_free_bytes(3, tmp_path) == 41_000
+
+
+# --- the warm-up --------------------------------------------------------------------------------------
+
+
+def test_the_profile_of_a_warm_up_foretells_what_it_measured_and_beyond() -> None:
+    truth = Profile(
+        name="truth",
+        source="test",
+        layers=1,
+        linear_points=((1, 2e-3), (16, 3e-3), (64, 4e-3), (256, 9e-3), (2048, 60e-3)),
+        attention=Attention(points=((1, 1e-8), (16, 6e-8), (256, 8e-7))),
+        head=Operation("head", launch_seconds=1e-3, compute_seconds_per_row=5e-5),
+    )
+    predictor = Predictor(truth)
+
+    def played(works: tuple[Work, ...]) -> MeasuredStep:
+        head = predictor.explain(works).head
+        return MeasuredStep(works, predictor.stage_seconds(works) - head, head)
+
+    shapes = warmup._shapes(max_chunk_tokens=2048, max_running=100, max_model_len=100_000)
+    fitted = Predictor(warmup.step_profile([played(works) for works in shapes]))
+    batches = [*shapes, (Work(50_000, 1),) * 9, (Work(9000, 128), Work(100, 1)), (Work(3000, 700),)]
+    for works in batches:
+        assert fitted.stage_seconds(works) == pytest.approx(predictor.stage_seconds(works), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("max_chunk", "max_running", "max_model_len"), [(1, 1, 16), (2048, 1, 17), (32, 3, 2050), (5000, 9, 4096)]
+)
+def test_warm_up_steps_stay_within_the_limits(max_chunk: int, max_running: int, max_model_len: int) -> None:
+    shapes = warmup._shapes(max_chunk, max_running, max_model_len)
+    assert (Work(0, min(max_chunk, max_model_len)),) in shapes
+    for works in shapes:
+        assert len(works) <= max_running
+        assert all(
+            1 <= work.count <= max_chunk and work.context + work.count <= max_model_len for work in works
+        )
+    fitted = Predictor(warmup.step_profile([MeasuredStep(works, 0.01, 0.0) for works in shapes]))
+    assert fitted.stage_seconds([Work(0, 1)]) == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    init_checkpoint(directory, preset="tiny", seed=1)
+    return load_model(directory, ModelConfig.from_directory(directory))
+
+
+WARM_UPS = """
+import sys, time, torch
+from pathlib import Path
+from medha_worker.device import host_device
+from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import DTYPES, Shard
+from medha_worker.rank.warmup import warm_up
+
+torch.set_num_threads(1)
+directory = Path(sys.argv[1])
+config = ModelConfig.from_directory(directory)
+device = host_device(DTYPES[config.dtype])
+model = Transformer.load(directory, config, Shard.whole(config), device=device, kernels=torch_kernels(device))
+for chunk in (64, 4096):
+    warm = warm_up(model, max_chunk_tokens=chunk, max_running=4, max_model_len=4096, clock=time.perf_counter)
+    print(warm.activation_bytes)
+"""
+
+
+def test_the_warm_up_measures_more_memory_for_larger_chunks(tmp_path: Path) -> None:
+    """Hidden states alone are 512 bytes a token; a chunk of 4096 tokens makes several copies of them.
+
+    In a process of its own: here other tests have left memory that would be used first.
+    """
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1)
+    command = [sys.executable, "-c", WARM_UPS, str(tmp_path / "tiny")]
+    small, large = map(
+        int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert large > small
+    assert large >= 4096 * 512 * 2
+
+
+def test_what_lanes_exchange_is_counted_beside_the_activations() -> None:
+    """A ring that passes K and V holds two lanes' blocks of a layer at once, which grow with the context."""
+    with_lanes = partial(
+        exchange_bytes, chunk_tokens=10, shard_tokens=1000, query_heads=8, kv_heads=2, head_dim=16, element_bytes=4
+    )  # fmt: skip
+    assert with_lanes(lanes=1, passes_keys=True) == 0
+    queries = 10 * 8 * 2 * (16 * 4 + 17 * 4)
+    assert with_lanes(lanes=3, passes_keys=False) == 2 * queries
+    assert with_lanes(lanes=3, passes_keys=True) == 2 * queries + 2 * (2 * 2 * 1000 * 16 * 4)
+
+
+def test_a_batch_that_does_not_fit_the_warm_up_names_the_mend(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(model, "forward", exhausted)
+    with pytest.raises(OutOfMemory, match=r"lower scheduling\.maxChunkTokens or scheduling\.maxRunning"):
+        warmup.warm_up(model, max_chunk_tokens=64, max_running=2, max_model_len=256, clock=lambda: 0.0)

@@ -1,0 +1,102 @@
+"""Metrics of the catalogue, counted from the facts of a controller's history (`medha.scheduler.history`)."""
+
+from __future__ import annotations
+
+from collections import Counter as Counted
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from medha.metric_catalogue import CONTROLLER_METRICS, Metric
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import Completed, Facts, Launched
+from medha.scheduler.status_report import kv_by_lane
+
+
+class Observer:
+    """Counts the metrics of one replica controller in a given registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        collectors = {metric.name: _collector(metric, registry) for metric in CONTROLLER_METRICS}
+        self._counters = {name: one for name, one in collectors.items() if isinstance(one, Counter)}
+        self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
+        self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
+        self._totals = Counted[str]()
+
+    def observe(self, facts: Facts, handle_seconds: float) -> None:
+        """Count the facts of one event, which the controller took `handle_seconds` to handle."""
+        self._histograms["medha_controller_handle_seconds"].observe(handle_seconds)
+        if facts.completed is not None:
+            self._counters["medha_steps"].inc()
+            if facts.completed.launched.step.entries:  # else nothing was computed, nothing predicted
+                self._completed(facts.completed)
+        for launched in facts.launched:
+            if launched.step.entries:
+                self._launched(launched)
+        for ended in facts.ended:
+            self._counters["medha_sequences_finished"].labels(reason=ended.reason).inc()
+        for reason in facts.refused:
+            self._counters["medha_sequences_refused"].labels(reason=reason).inc()
+
+    def _launched(self, launched: Launched) -> None:
+        for service_class, seconds in launched.slacks:
+            slack = self._histograms["medha_prefill_slack_seconds"].labels(service_class=service_class)
+            slack.observe(seconds)
+        chunk_tokens = launched.tokens_by_request.values()
+        for tokens in chunk_tokens:
+            self._histograms["medha_chunk_tokens"].observe(tokens)
+        decodes = len(launched.decodes)
+        for phase, tokens, sequences in (
+            ("prefill", sum(chunk_tokens), len(chunk_tokens)),
+            ("decode", decodes, decodes),
+        ):
+            if sequences:
+                self._histograms["medha_step_tokens"].labels(phase=phase).observe(tokens)
+                self._histograms["medha_step_sequences"].labels(phase=phase).observe(sequences)
+        if launched.misses_tpot:
+            self._counters["medha_decode_tpot_misses"].inc()
+
+    def _completed(self, completed: Completed) -> None:
+        observed, predicted = completed.observed_seconds, completed.launched.step.predicted_seconds
+        self._histograms["medha_step_observed_seconds"].observe(observed)
+        self._histograms["medha_step_predicted_seconds"].observe(predicted)
+        if predicted > 0:
+            self._histograms["medha_step_prediction_error_ratio"].observe(observed / predicted)
+
+    def dropped(self, link: str, reason: str, messages: int = 1) -> None:
+        """Count messages that were dropped, here or by ranks."""
+        self._counters["medha_dropped_messages"].labels(link=link, reason=reason).inc(messages)
+
+    def refused(self, link: str, connections: int) -> None:
+        """Count peers that were not let in."""
+        self._counters["medha_refused_connections"].labels(link=link).inc(connections)
+
+    def state(self, core: ReplicaController) -> None:
+        """Set the gauges.
+
+        This visits every request, so drivers call it only when they announce their load.
+        """
+        load, pools = core.load(), core.pools
+        for lane, kv in enumerate(kv_by_lane(core, list(core.requests()))):
+            for state in ("free", "cached", "used", "reserved"):
+                self._gauges["medha_kv_blocks"].labels(lane=str(lane), state=state).set(getattr(kv, state))
+        self._gauges["medha_kv_used_ratio"].set(pools.held_blocks / max(pools.blocks, 1))
+        self._count_up("medha_prefix_cache_queried_tokens", pools.queried_tokens)
+        self._count_up("medha_prefix_cache_hit_tokens", pools.hit_tokens)
+        self._gauges["medha_sequences_running"].set(load.running)
+        self._gauges["medha_sequences_waiting"].set(load.waiting)
+        self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
+        self._gauges["medha_epoch"].set(core.epoch)
+
+    def _count_up(self, name: str, total: int) -> None:
+        """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""
+        before = self._totals[name]
+        self._counters[name].inc(total - before if total >= before else total)
+        self._totals[name] = total
+
+
+def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    if metric.kind == "counter":
+        return Counter(metric.name, metric.meaning, metric.labels, registry=registry)
+    if metric.kind == "gauge":
+        return Gauge(metric.name, metric.meaning, metric.labels, registry=registry)
+    return Histogram(metric.name, metric.meaning, metric.labels, buckets=metric.buckets, registry=registry)

@@ -1,0 +1,100 @@
+"""Status of a controller's process across epochs: its core's status, rates, and attained targets."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import Facts, History
+from medha.scheduler.status_report import AttainmentStatus, Order, ReplicaStatus, status
+
+WINDOW_SECONDS = 10.0
+"""Window over which rates are averaged; shorter while the process has not run that long."""
+_BUCKET_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Work that was completed within one interval of `_BUCKET_SECONDS`."""
+
+    begins: float
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+class Watch:
+    """Adds up the facts of one controller's process."""
+
+    def __init__(self, replica: str, model: str) -> None:
+        self._replica, self._model = replica, model
+        self._began: float | None = None  # when the first epoch began
+        self._history = History()  # of the current epoch
+        self._buckets: deque[_Bucket] = deque()
+        self._attained = Counter[tuple[str, str, bool]]()  # (class, ttft | tpot, met)
+
+    def begin_epoch(self, history: History, now: float) -> None:
+        """Go on with the history of a fresh core."""
+        self._began = now if self._began is None else self._began
+        self._history = history
+
+    def observe(self, facts: Facts) -> None:
+        """Add the facts of one event."""
+        if facts.completed is not None:
+            if not self._buckets or facts.now - self._buckets[-1].begins >= _BUCKET_SECONDS:
+                self._buckets.append(_Bucket(facts.now))
+                self._forget(facts.now)
+            self._buckets[-1].steps += 1
+            self._buckets[-1].prefill_tokens += facts.completed.launched.prefill_tokens
+        if self._buckets:  # the last one, to which the step that produced the tokens was added
+            self._buckets[-1].decode_tokens += facts.later_tokens
+        for request in facts.first_tokens:
+            self._attained[request.service_class, "ttft", request.ttft_met] += 1
+        for ended in facts.ended:
+            if ended.request is not None and ended.tpot_met is not None:
+                self._attained[ended.request.service_class, "tpot", ended.tpot_met] += 1
+
+    def _forget(self, now: float) -> None:
+        while self._buckets and now - self._buckets[0].begins > WINDOW_SECONDS:
+            self._buckets.popleft()
+
+    def status(
+        self,
+        core: ReplicaController | None,
+        now: float,
+        *,
+        missing_ranks: Sequence[int] = (),
+        order: Order = "urgency",
+        most_requests: int = 50,
+    ) -> ReplicaStatus:
+        """Return the status at `now`; `core` is None while the ranks gather."""
+        self._forget(now)
+        up_seconds = 0.0 if self._began is None else now - self._began
+        window = min(WINDOW_SECONDS, max(up_seconds, _BUCKET_SECONDS))
+        state = "gathering" if core is None else "draining" if core.draining else "serving"
+        return ReplicaStatus(
+            replica=self._replica,
+            model=self._model,
+            state=state,  # type: ignore[arg-type] # one of the three
+            missing_ranks=tuple(missing_ranks) if core is None else (),
+            up_seconds=up_seconds,
+            window_seconds=window,
+            prefill_tokens_per_second=sum(bucket.prefill_tokens for bucket in self._buckets) / window,
+            decode_tokens_per_second=sum(bucket.decode_tokens for bucket in self._buckets) / window,
+            steps_per_second=sum(bucket.steps for bucket in self._buckets) / window,
+            attainment=tuple(
+                AttainmentStatus(
+                    service_class=name,
+                    ttft_met=self._attained[name, "ttft", True],
+                    ttft_missed=self._attained[name, "ttft", False],
+                    tpot_met=self._attained[name, "tpot", True],
+                    tpot_missed=self._attained[name, "tpot", False],
+                )
+                for name in sorted({name for name, _, _ in self._attained})
+            ),
+            core=None
+            if core is None
+            else status(core, self._history, now, order=order, most_requests=most_requests),
+        )
