@@ -127,7 +127,7 @@ def test_a_rank_of_another_revision_is_a_stranger_and_one_that_does_not_tell_is_
 
 def test_a_rank_of_pods_that_were_replaced_is_refused_by_its_last_epoch() -> None:
     membership = Membership(2, first_epoch=100, oldest_epoch=100)
-    assert "epoch 99" in membership.refuses(RankHello(0, "thawed", last_epoch=99))
+    assert "its last epoch is 99" in membership.refuses(RankHello(0, "thawed", last_epoch=99))
     assert not membership.refuses(RankHello(0, "new"))
     assert not membership.refuses(RankHello(0, "started again in its pod", last_epoch=100))
 
