@@ -1,7 +1,7 @@
 """Accelerators and models as data, and the profiles derived from them.
 
-Figures of accelerators are from their data sheets; `medha.fitted_hardware` holds the fractions that are reached. Rates
-are of one device, one direction, dense bfloat16.
+Figures of accelerators are from their data sheets; `medha.fitted_hardware` holds the fractions that are
+reached. Rates are of one device, one direction, dense bfloat16.
 """
 
 from __future__ import annotations

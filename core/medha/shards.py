@@ -171,9 +171,9 @@ class ShardMap:
     def cut(
         self, shared_tokens: int, tokens: int, free_by_lane: Sequence[int], *, block_size_tokens: int
     ) -> ShardMap | None:
-        """Return a map of `tokens` positions that equals this one for `shared_tokens`; None if room is short.
+        """Return a map of `tokens` positions that equals this one for `shared_tokens`; None if KV is short.
 
-        `free_by_lane` (tokens) includes the room of the shared positions.
+        `free_by_lane` (tokens) includes the KV of the shared positions.
         """
         segments = [Segment(p.lane, p.start, p.stop) for p in self.pieces(0, max(shared_tokens, 1))]
         capacity_by_lane = {
@@ -207,8 +207,8 @@ class ShardMap:
 def stripings_of(segments: Sequence[Segment]) -> tuple[Striping, ...]:
     """Return the same placement as stripings: their number grows with the lanes, not with the length of the prompt.
 
-    When a lane is full and leaves the round, a new striping over the other lanes begins. The stripes of the output,
-    which are shorter, also begin a new striping.
+    When a lane is full, a new striping over the other lanes begins. The stripes of the output, which are
+    shorter, also begin a new striping.
     """
     stripings: list[Striping] = []
     index = 0
@@ -248,7 +248,7 @@ def segments_of(stripings: Sequence[Striping]) -> tuple[Segment, ...]:
 def digest_of(maps: Mapping[str, ShardMap]) -> bytes:
     """Return an eight-byte digest of the maps of these sequences, including their order, versions and lengths.
 
-    Replicas that have applied the same operations in the same order have the same digest.
+    Ledgers that have applied the same operations in the same order have the same digest.
     """
     digest = blake2b(
         repr(list(maps)).encode(), digest_size=8
@@ -279,8 +279,9 @@ def place(
     """Return places for a request of `prompt_tokens` that reserves `reserved_tokens` in all, or None if it must wait.
 
     A request whose prompt fits one shard goes to the lane with the least `pending_seconds` of prefill among
-    those with room (ties: most free KV). A longer one takes lanes in the order of free KV. `preferred` lanes
-    hold a cached prefix of the request; where they have room they come first, in the given order.
+    those with enough free KV (ties: most free KV). A longer one takes lanes in the order of free KV.
+    `preferred` lanes hold a cached prefix of the request; those with enough free KV come first, in the given
+    order.
 
     Args:
         free_by_lane: free KV of each lane, tokens.
@@ -340,7 +341,7 @@ def striped_map(
     stripe_tokens: int,
     block_size_tokens: int,
 ) -> ShardMap | None:
-    """Return a map whose prompt is striped over `lanes` round-robin, for context parallelism; None if room is short.
+    """Return a map whose prompt is striped over `lanes` round-robin, for context parallelism; None if KV is short.
 
     At any point of the prefill each lane holds an equal part. `stripe_tokens` are whole blocks. A full lane
     is skipped, and the map is then no longer regular (`is_striped`).
@@ -387,10 +388,10 @@ def _append_stripes(
     lanes: Sequence[int],
     block_size_tokens: int,
 ) -> bool:
-    """Append stripes up to position `tokens`, each to the lane with the fewest tokens; return False if room is short.
+    """Append stripes up to position `tokens`, each to the lane with the fewest tokens; return False if KV is short.
 
-    `capacity_by_lane` are whole blocks beyond those that `segments` touch. A lane that holds nothing yet is used only
-    when the lanes in use have no room left.
+    `capacity_by_lane` (tokens, in whole blocks) excludes the blocks that `segments` touch. A lane that holds
+    nothing yet is used only when the lanes in use have no free KV left.
     """
     position = segments[-1].stop
     size = block_size_tokens

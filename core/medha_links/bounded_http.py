@@ -52,7 +52,7 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
         Thread(target=self.serve_forever, name=name, daemon=True).start()
 
     def has_asked(self, connection: socket.socket) -> None:
-        """Note that the request has arrived; called by the handler."""
+        """Record that the request has arrived; called by the handler."""
         with self._lock:
             if self._reading.pop(connection, None) is not None:
                 self._answering.add(connection)

@@ -1,4 +1,4 @@
-"""Encrypted sockets (CURVE, ZeroMQ RFC 26), and who may connect to them.
+"""Encrypted sockets (CURVE, ZeroMQ RFC 26), and the choice of peers that may connect to them.
 
 A link is a bound ROUTER and the DEALERs that connect to it. Its queues are unlimited: dropping a message
 would fork replicated state, and the open requests bound what waits. The size of a frame is limited: a larger
@@ -110,7 +110,7 @@ def bind(
     largest_frame_bytes: int = CONTROL_FRAME_BYTES,
     heartbeats: bool = True,
 ) -> Opened[_Socket]:
-    """Return a socket for peers that a `Authenticator` of this context admits; without one, nobody can connect."""
+    """Return a socket for peers that an `Authenticator` of this context admits; without one, nobody can connect."""
     opened = _open(context, zmq.ROUTER, largest_frame_bytes, heartbeats=heartbeats)
     socket = opened.socket
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
@@ -167,7 +167,7 @@ def _open(
 
 
 class Authenticator:
-    """The authenticator: decides who may connect to a context's bound sockets (ZAP, ZeroMQ RFC 27), in its own thread.
+    """Decides which peers may connect to a context's bound sockets (ZAP, ZeroMQ RFC 27), in its own thread.
 
     Make it before the first socket is bound. Public keys are not secret, so a plain lookup suffices.
     """

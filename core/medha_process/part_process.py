@@ -1,4 +1,4 @@
-"""What every part does as a process: begin, end with its parent, say last words, collect garbage rarely."""
+"""The duties of every part as a process: begin, end with its parent, log why it fails, collect garbage rarely."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def end_with_parent(parent: int | None = None, end_signal: signal.Signals = sign
 
 @contextmanager
 def log_failure(log: logging.Logger) -> Iterator[None]:
-    """End this process with status 1 on an error that is not a bug, after a last line that a supervisor quotes."""
+    """On an error that is not a bug, log it as the last line, which a supervisor quotes, and exit with status 1."""
     try:
         yield
     except MedhaError as error:

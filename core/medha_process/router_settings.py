@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from medha_process.part_settings import PartSettings
 
 _SMALL_SHARE = 8
-"""Inverse of the share of the room for bodies that is reserved for small ones."""
+"""Small bodies have one of this many equal parts of the budget for bodies to themselves."""
 
 
 def large_body_budget(budget_bytes: int) -> int:
-    """Return the part of the room for all bodies that large ones may take."""
+    """Return the bytes that large bodies may take of the budget for all bodies."""
     return budget_bytes - budget_bytes // _SMALL_SHARE
 
 
@@ -82,7 +82,7 @@ class RouterSettings(PartSettings):
 
     @property
     def bodies_budget_bytes(self) -> int:
-        """The most that all bodies together may hold."""
+        """Budget for all bodies that are being received and tokenised."""
         return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
 
     @model_validator(mode="after")

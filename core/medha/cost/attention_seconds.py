@@ -9,7 +9,7 @@ from bisect import bisect_left
 
 
 class AttentionSeconds:
-    """The longer of computing a sequence's pairs and reading its KV, or measured times. See `profile.Attention`."""
+    """The longer of computing a sequence's pairs and reading its KV, or measured times. See `Attention` of `cost_profile`."""
 
     def __init__(
         self,

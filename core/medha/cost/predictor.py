@@ -1,8 +1,8 @@
 """Predicted time of a whole step, and of a whole prefill, on one lane.
 
 The cost of a step's linear layers depends on its tokens, that of its attention is a sum over its sequences,
-and that of its output head depends on the number of sequences; `medha.cost.cost_profile` holds the numbers. A step
-is cheaper than the sum of its parts: two chunks share the reading of the weights. A second prefill can
+and that of its output head depends on the number of sequences; `medha.cost.cost_profile` holds the numbers.
+A step is cheaper than the sum of its parts: two chunks share the reading of the weights. A second prefill can
 therefore be nearly free (paper B §4.2), and the packer asks for the time of whole batches. `Tally` answers
 that question in constant time.
 

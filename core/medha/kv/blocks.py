@@ -155,7 +155,7 @@ class BlockLedger:
         """Let `child` share the first `shared_tokens` tokens of `parent`, and reserve `tokens` in all.
 
         Whole blocks are shared by reference. A block that is shared only in part would be written by both, so
-        the child gets its own, and the copy to make is returned. Return None, and change nothing, if room is
+        the child gets its own, and the copy to make is returned. Return None, and change nothing, if KV is
         short.
         """
         assert child not in self._tables, f"{child} already holds KV"
@@ -228,7 +228,7 @@ class BlockLedger:
     def state_hash(self, also: bytes = b"") -> int:
         """Return a 53-bit digest of all tables, the remembered blocks, and `also`, which is related state.
 
-        It is equal on all replicas of this ledger.
+        It is equal on all copies of this ledger.
         """
         tables: list[bytes] = []
         for sequence in sorted(self._tables):

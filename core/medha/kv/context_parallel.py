@@ -65,7 +65,7 @@ def prefers_pass_kv(new_tokens: int, cached_tokens: int, lanes: int, costs: Ring
 
 
 def balanced(start: int, stop: int, lanes: int) -> list[tuple[Extent, ...]]:
-    """Split positions `start .. stop` (exclusive) into 2N runs; lane i gets the i-th and i-th last (§3.5.1).
+    """Split positions `start .. stop` (exclusive) into 2N runs; lane i gets the i-th and the i-th last (§3.5.1).
 
     The first lane has the last position. A lane may get nothing of a chunk shorter than 2N.
     """

@@ -1,4 +1,4 @@
-"""A rank's replica of its lane's ledger, which replays the decisions of `medha.kv.pools`.
+"""A rank's copy of its lane's ledger, which replays the decisions of `medha.kv.pools`.
 
 A rank applies the numbers that `Admit`, `Grow`, `Publish` and a release carry to the ledger of its own lane.
 It needs no token ids, no hashes and no eviction policy, so it cannot decide differently from the controller;

@@ -171,7 +171,7 @@ class KvPools:
     def expected(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> tuple[int, int]:
         """Return how many tokens of a prompt are cached now, and how many of their blocks sequences hold.
 
-        Blocks that sequences hold need no free room. Both numbers are estimates for waiting requests: caches
+        Blocks that sequences hold need no free KV. Both numbers are estimates for waiting requests: caches
         change, and a request may be placed on other lanes.
         """
         if not self._prefix_caching or not block_hashes:
@@ -209,7 +209,7 @@ class KvPools:
         The reservation, and so the shard map, is rounded up to whole blocks. A short request goes to the lane
         where its first token is expected soonest: where the prefill ahead of it (`pending_seconds`) plus its
         own, `remaining_seconds(cached tokens)`, is least. If `owners` is given, one of these lanes must own
-        the request. Return None, and change nothing, if room is short.
+        the request. Return None, and change nothing, if KV is short.
         """
         assert sequence not in self._held, f"{sequence} already holds KV"
         if sequence in self._releases:
@@ -241,7 +241,7 @@ class KvPools:
         free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
         shared = held.shards.local_lengths(shared_tokens)
         size = self.block_size_tokens
-        for lane, tokens in shared.items():  # shared whole blocks need no free room
+        for lane, tokens in shared.items():  # shared whole blocks need no free KV
             free[lane] += tokens // size * size
         shards = held.shards.cut(shared_tokens, reserved_tokens, free, block_size_tokens=size)
         if shards is None:
@@ -435,9 +435,9 @@ class KvPools:
     def _views(
         self, prompt_tokens: int, hashes: str, free: list[int], *, is_long: bool
     ) -> Iterable[tuple[list[int], list[int], list[int]]]:
-        """Yield room and cached tokens of each lane, and preferred lanes: with the caches, then without them.
+        """Yield free tokens by lane, cached tokens by lane, and preferred lanes: with the caches, then without.
 
-        Cached blocks of this prompt that other sequences hold need no room on their lane. For a long prompt,
+        Cached blocks of this prompt that other sequences hold count as free on their lane. For a long prompt,
         the lanes that hold its shards are preferred, in the order of the shards.
         """
         size = self.block_size_tokens
@@ -476,7 +476,7 @@ class KvPools:
         if self._stripes_prompts:
             lanes, stripe = len(self._lanes), self._stripe_tokens
             if not is_striped(shards, prompt_tokens, lanes, stripe):
-                return {}  # later blocks could match those of a regular map again, behind different ones
+                return {}  # a lane's blocks may follow others here than the same blocks do in a regular map
             parts: dict[int, list[str]] = {}
             for piece in shards.pieces(0, prompt_tokens):
                 part = hash_range(hashes, piece.start // size, piece.stop // size)
@@ -528,7 +528,7 @@ class KvPools:
     ) -> list[tuple[tuple[int, ...], dict[int, Match]]]:
         """Return, for each possible first lane, the lanes in turn and what they have cached of the prompt.
 
-        The longest cached prefix comes first; ties go to the first lane with the most room.
+        The longest cached prefix comes first; ties go to the first lane with the most free KV.
         """
         count = len(self._lanes)
         found = []
@@ -644,7 +644,7 @@ class KvPools:
     def _message_fields(
         self, segments: tuple[Segment, ...]
     ) -> tuple[tuple[Segment, ...], tuple[Striping, ...]]:
-        """Return segments as messages carry them: few as they are, many as stripings, none with only one lane."""
+        """Return segments as messages carry them: few as they are, many as stripings, none if there is one lane."""
         if len(self._lanes) == 1:
             return (), ()
         return (segments, ()) if len(segments) <= MAX_SEGMENTS_SENT else ((), stripings_of(segments))

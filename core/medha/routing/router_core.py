@@ -1,15 +1,15 @@
 """RouterCore: decides which replica serves which sequence, and when. `medha_router.replica_link` does the I/O.
 
-Binding is late: a sequence waits here, not in a replica, until a ready replica of its model has room. The
+Binding is late: a sequence waits here, not in a replica, until a ready replica of its model has capacity. The
 core keeps the tokens that every open sequence has emitted, so that a new epoch or another replica can resume
 it with the same seed, and the client sees one stream. A sequence is never lost. It ends with a `Deliver` that
 has a finish reason, with one `Fail`, or because its client has gone.
 
-A sequence goes to the replica where its first token is expected soonest (`medha.routing.prefix_memory`), if possible
-to one whose free KV holds it; samples of one prompt stay together. The most urgent sequence chooses first: the
-one with the least slack, that is, whose prefill would have to begin first. Slack is computed once, when the
-sequence arrives, from the replicas' own targets (`medha.slo`) and prefill times. Later announcements and losses
-do not change it, so no sequence starves.
+A sequence goes to the replica where its first token is expected soonest (`medha.routing.prefix_memory`), if
+possible to one whose free KV holds it. Samples of one prompt stay together. The most urgent sequence chooses
+first: the one with the least slack, that is, whose prefill would have to begin first. Slack is computed once,
+when the sequence arrives, from the replicas' own targets (`medha.slo`) and prefill times. Later announcements
+and losses do not change it, so no sequence starves.
 
 Time comes in as `now` (seconds of the driver's monotonic clock). The same events give the same commands.
 """
@@ -53,7 +53,7 @@ class NewSequence:
     seed: int
     sampling: Sampling = field(default_factory=Sampling)
     sample_index: int = 0
-    prefix: Prefix = ()  # marks of the prompt (`medha.routing.prefix_memory`); empty: no replica is preferred for its cache
+    prefix: Prefix = ()  # marks of the prompt (`prefix_memory`); empty: no replica is preferred for its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class RoutingLimits:
     case.
     """
     fetch_seconds: float = 10.0
-    """Seconds after which a bundle that was asked for is asked for again."""
+    """Seconds after which a bundle that has not arrived is requested again."""
     max_losses: int = 2
     """Losses in a row after which a sequence is taken for the cause of its replicas' failures, and fails.
 
@@ -236,12 +236,12 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Replica:
-    card: Announce
-    last_seen_at: float
+    card: Announce  # its last announcement
+    last_seen_at: float  # when that arrived
     open: dict[str, _Sequence] = field(default_factory=dict)  # by wire id
-    forwarded: int = 0  # sequences forwarded since the card was written
-    forwarded_tokens: int = 0  # KV tokens that those will reserve
-    forwarded_seconds: float = 0.0  # prefill seconds of those
+    forwarded: int = 0  # sequences forwarded since that announcement
+    forwarded_tokens: int = 0  # KV tokens that these will reserve
+    forwarded_seconds: float = 0.0  # prefill seconds of these
     full: bool = False  # it has refused a sequence since
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
 
@@ -270,7 +270,7 @@ class RouterCore:
         self._by_wire_id: dict[str, _Sequence] = {}
         self._waiting: WaitingQueues[_Sequence] = WaitingQueues()
         self._bundles: set[str] = set()
-        self._fetch_requested_at: dict[str, float] = {}  # digest -> when it was last asked for
+        self._fetch_requested_at: dict[str, float] = {}  # digest -> when it was last requested
         self._unserved_since: dict[Key, float] = {}
         self._declared: dict[str, DeclaredModel] = {}
         self._announced: dict[str, tuple[str, ...]] = {}  # model -> its service classes, as last announced
@@ -587,9 +587,9 @@ class RouterCore:
     # Late binding ---------------------------------------------------------------------------------
 
     def _dispatch(self, now: float) -> list[RouterCommand]:
-        """Forward queued sequences, the most urgent first, while replicas have room.
+        """Forward queued sequences, the most urgent first, while replicas have capacity.
 
-        A sequence is examined only while a replica that could serve it has room. The cost is therefore that
+        A sequence is examined only while a replica that could serve it has capacity. The cost is therefore that
         of the forwarded sequences, plus long sequences that only a full replica could hold.
         """
         commands: list[RouterCommand] = []

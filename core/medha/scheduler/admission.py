@@ -6,13 +6,13 @@ request holds KV without making progress. Three rules keep short and long reques
 
 * Long requests are capped in number and in their share of the pool. The first long request always passes,
   however large. Otherwise a stream of short ones could keep it out for ever.
-* A request that finds no room, or no room in the share of long requests, is overtaken by smaller ones until
-  it is late. Then it *claims* KV that becomes free. The claim of a long request counts against the caps for
+* A request that finds too little free KV, or too little of the share of long requests, is overtaken by smaller
+  ones until it is late. Then it *claims* KV that becomes free. The claim of a long request counts against the caps for
   all other long ones.
 * Beside a claim, others are still admitted, so that no convoy forms behind it. Together they hold no more
-  than the headroom for short requests, and none is admitted once only they stand between the claim and its
-  KV. The claim then waits only for requests that end, so it does not starve. While it waits for long requests
-  to end, others may also use the free KV beyond the claim.
+  than the headroom for short requests. Once the claim would have its KV without them, no other is admitted.
+  The claim then waits only for requests that end, so it does not starve. While it waits for long requests to
+  end, others may also use the free KV beyond the claim.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from medha.scheduler.request_table import Capacity, RequestTable
 from medha.wire.messages import Admit, Grow
 
 LATE_SHARE = 0.35
-"""Share of the KV pool; while longs hold more, a demoted long waits until its revised deadline is near."""
+"""Share of the KV pool. While long requests hold more, a demoted one waits until its revised deadline is near."""
 GROWTH_TOKENS = 1024
-"""Tokens by which KV grows at a time beyond its reservation: large enough to stay in long runs of blocks."""
+"""Tokens by which KV grows at a time beyond its reservation: enough that block tables stay long runs."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Admission:
         self._others_per_late = round(1 / share) - 1 if share else inf
         self._last_places = 0  # taken by others since a late request got one
 
-    # --- room ---------------------------------------------------------------------------------------
+    # --- capacity -----------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
@@ -95,12 +95,12 @@ class Admission:
         return needed - min(held_by_others, (submit.tokens - 1) // self._config.block_size_tokens)
 
     def _free_capacity(self) -> Capacity:
-        """Return the room on the emptiest lane, on all lanes, and in the share of longs, ignoring claims."""
+        """Return the free blocks of the emptiest lane, of all lanes, and of the share of longs, ignoring claims."""
         free = [self._free_blocks(lane) for lane in self._lanes]
         return Capacity(max(free), sum(free), self._left_for_longs(), self._starts_long())
 
     def capacity(self, lanes: Sequence[int]) -> Capacity:
-        """Return the most that requests computed by `lanes` may take now."""
+        """Return the most blocks that requests computed by `lanes` may take now."""
         free = max(self._free_blocks(lane) for lane in lanes)
         together = sum(self._free_blocks(lane) for lane in self._lanes)
         claim = self._claim
@@ -114,7 +114,7 @@ class Admission:
     def lane_for(
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
     ) -> int | None:
-        """Return which of `lanes` should take a waiting request now; None if none should or room is short."""
+        """Return the one of `lanes` that should take a waiting request now; None if none should, or KV is short."""
         needed, sibling = self._table.needed_blocks(request), request.prompt.sharing
         if request.is_long and not self._has_share_for(request):
             return None
@@ -188,10 +188,10 @@ class Admission:
         return None if self._claim is None else self._claim.request
 
     def find_claimant(self, now: float, correction: float) -> Request | None:
-        """Return the claimant; if there is none, a late request that needs to be one becomes it.
+        """Return the claimant. If there is none, a late request that needs to claim becomes the claimant.
 
-        That is one that lacks KV, or, since running places are shared by `demoted_share`, too, one that
-        lacks a place because others got the last ones.
+        A late request needs to claim if it lacks KV. It also needs to if it lacks a running place and others
+        have taken the last ones: `demoted_share` of these places is for late requests.
         """
         claimant = self.claimant
         if claimant is not None and claimant.prompt.prefilling and not claimant.is_detached:
@@ -212,7 +212,7 @@ class Admission:
         self.update_claim()
 
     def update_claim(self) -> None:
-        """Update the claim after a change in what the claimant wants or which request it forks."""
+        """Update the claim: to the blocks that the claimant needs now, and the lane of the request that it forks."""
         claim = self._claim
         assert claim is not None
         request, sibling = claim.request, claim.request.prompt.sharing
@@ -310,7 +310,7 @@ class Admission:
     def grow(self, request: Request) -> Grow | None:
         """Grow the KV of a request that has used it up: by `GROWTH_TOKENS`, or else by what it needs now.
 
-        Return None if there is no room for either.
+        Return None if there is too little free KV for either.
         """
         for tokens in (min(request.length + GROWTH_TOKENS, request.limit_tokens), request.length):
             grow = self.pools.grow(request.id, tokens)

@@ -20,12 +20,13 @@ The life of a request::
 * A request that ends while a step with it is in flight waits in quarantine: its blocks are reused only after
   that step.
 * With one stage, ranks would wait for the controller between two steps. If no prefill could take part in the
-  next step, decodes *go ahead*: the step is launched before the tokens that it starts from are sampled.
+  next step, decodes *run ahead*: that step is launched before the tokens that it starts from are sampled.
   Anything that a sequence computes beyond its stop token is dropped.
 
-The parts: `validation` checks a request and derives its limits. `table` keeps the requests, and `sharing` what
-they may share. `lanes` tracks which lanes can take a step. `step_builder` fills it: it reads prefills in their
-`order`, `admission` gives them KV, and the `packer` sizes their chunks.
+The parts: `validation` checks a request and derives its limits. `request_table` keeps the requests, and
+`sharing` what they may share. `lanes` tracks which lanes can take a step. `step_builder` fills the step: it
+reads prefills in the order that `prefill_order` gives them, `admission` gives them KV, and `packer` sizes
+their chunks.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from medha.wire.messages import (
 STATE_HASH_EVERY_STEPS = 31
 """Steps between state hashes. Odd, so that hashes seldom coincide with `guarded`'s far decisions (1 in 8)."""
 SHORT_STEP = 0.025
-"""Longest step behind which decodes go ahead at once, as a share of the strictest TTFT floor.
+"""Longest step behind which decodes run ahead at once, as a share of the strictest TTFT floor.
 
 It bounds how long the step launched ahead keeps a new arrival waiting.
 """
@@ -172,9 +173,10 @@ class ReplicaController:
         return self._in_flight[step.step_id].built.packed
 
     def due(self, request: Request) -> float:
-        """Return the time at which the first token of a request is due, on the clock of `now`.
+        """Return the due time of a request on the clock of `now`, by which the policy `guarded` orders it.
 
-        This is its deadline, or its revised deadline while it is demoted (`medha.scheduler.guarded`).
+        This is its deadline, or its revised deadline while it is demoted. With several stages, both are earlier
+        by the time in which the prompt drains from the pipeline, as long as it is not wholly dispatched.
         """
         return self._table.due(request)
 
@@ -217,16 +219,17 @@ class ReplicaController:
         return commands
 
     def _run_ahead(self, lanes: tuple[int, ...]) -> bool:
-        """Let the decodes of `lanes` go ahead if they can: into a step before the last samples their tokens.
+        """Let the decodes of `lanes` run ahead if they can, and return whether any does.
 
-        Return whether any does. They do not:
+        They can then be in a step that is launched while the step in flight still computes the tokens that
+        they start from. None runs ahead:
 
-        * if a prefill might take part in the step: the choice of prefill may depend on which requests end, or
-          become shareable, in the step before;
-        * behind a step with a prefill: its request, whose first token is sampled there, would have to wait
-          for the step after the next;
-        * if the step before is long and still in stage 0: a request that arrives meanwhile waits for both
-          steps, so a long one must have nothing left but the sampling;
+        * if a prefill might take part in the new step: which one may depend on the requests that end, or
+          become shareable, in the step in flight;
+        * if the step in flight has a prefill: a request that gets its first token there would have to wait
+          for the step after the new one;
+        * if the step in flight is long and still in stage 0: a request that arrives now waits for both
+          steps, so a long step must have only its sampling left;
         * while a decode lacks KV, or while a waiting request can take the place of one that ends.
         """
         if self._might_prefill or any(self._lanes[lane].decodes.starved for lane in lanes):
@@ -332,7 +335,7 @@ class ReplicaController:
         return grows, exhausted
 
     def _admit_late(self, now: float) -> list[Admit]:
-        """Admit the claimant, which gets KV that becomes free, as soon as there is room for it."""
+        """Admit the claimant, which gets KV that becomes free, as soon as there is enough for it."""
         admits: list[Admit] = []
         if not self._table.waiting or self._admission.is_full:
             return admits

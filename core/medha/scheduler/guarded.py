@@ -1,11 +1,12 @@
 """The policy `guarded`: meet every deadline that can still be met, and starve no request that misses its own.
 
 Every request has a *due* time, and requests are ordered by it. At first it is the deadline. All due times can
-be met if, for each of them, the work due by then fits before it. When an arrival, or a step that took longer
-than predicted, makes that impossible, the policy *demotes* (`demoted`) the request with the most remaining
-work among those whose removal helps. A demoted request is due at a *revised deadline* (`revised_deadline`): the time
-at which it would end if the demoted requests had a share of the server to themselves, in the order of
-demotion. A revised deadline binds like a deadline, and a request that is due at one is never demoted.
+be met if, for each of them, the work due by then fits before it. An arrival, or a step that took longer than
+predicted, can make that impossible. The policy then *demotes* a request: of those that are due by the first
+time that cannot be met, the one with the most remaining work. A demoted request is due at a *revised
+deadline*: the time at which it would end if the demoted requests had a share of the server to themselves, in
+the order of demotion. A revised deadline binds like a deadline, and a request that is due at one is never
+demoted.
 
 Demoting the largest request leaves the most others on time (J. M. Moore, Management Science 15, 1968).
 docs/scheduling.md states the guarantees, with proofs; docs/performance-scheduling.md has measured figures.
@@ -26,8 +27,8 @@ from medha.scheduler.policy import Bools, Columns, Floats, Ints
 
 _EPSILON_SECONDS = 1e-6
 """Tolerance for rounding in differences of absolute times and in sums of work."""
-_SINGLE_ROUNDS = 8  # of one decision, which resolve the first violation; later rounds resolve the worst one
-_FAR_ROUNDS = 2  # of one decision, for violations beyond the near rows: each passes over all rows
+_SINGLE_ROUNDS = 8  # rounds of a decision that resolve the first violation; later ones resolve the worst
+_FAR_ROUNDS = 2  # rounds of a decision for violations beyond the near rows: each passes over all rows
 _RETURNS = 4  # demoted requests tried for each deadline that is restored
 # Most deadlines that one decision restores. When steps get faster there may be room for thousands; the next
 # decision, which follows soon, restores more.
@@ -54,10 +55,10 @@ class GuardedSettings:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The due times of all requests: the state of the policy, in arrays that `Guarded.order` updates.
+    """The due times of all requests: the state of the policy, in arrays that `Guarded` updates.
 
-    The arrays belong to the owner of the rows, which sets `due` to the deadline and `revised_deadline` to infinity
-    when it adds a row, and keeps `by_due` sorted as rows are added and removed.
+    The arrays belong to the owner of the rows. When it adds a row, it sets `due` to the deadline and
+    `revised_deadline` to infinity. It keeps `by_due` sorted as rows are added and removed.
     """
 
     due: Floats
@@ -173,7 +174,7 @@ class Guarded:
                     break
                 view = self._demote(view, _largest(view, point))
             rounds += 1
-        if rounds == 0 and view.any_late:  # a decision that demotes has hardly room to restore a deadline
+        if rounds == 0 and view.any_late:  # after demotions there is hardly any room to restore a deadline
             self._restore_deadlines(view)
         return view
 
@@ -215,8 +216,9 @@ class Guarded:
     def _demote(self, view: _View, places: Ints) -> _View:
         """Demote the requests at these places: their due times become their revised deadlines.
 
-        A revised deadline stays valid even if the deadline was restored meanwhile. A request that its share
-        alone would finish in time gets one just after its deadline, so that others must be demoted instead.
+        A revised deadline is set once, and stays valid even if the deadline was restored meanwhile. If the
+        share alone would finish a request by its deadline, its revised deadline is just after the deadline,
+        so that others must be demoted instead.
         """
         plan, rows = view.plan, view.plan.by_due[places]
         if len(places) == 1:  # nearly always; the same sums as below, without arrays
@@ -239,7 +241,7 @@ class Guarded:
         return view.moved(places, plan.revised_deadline[rows])
 
     def _renew(self, view: _View) -> _View:
-        """Replace revised deadlines that the demoted requests could not meet even if they ran alone.
+        """Replace revised deadlines that the demoted requests could not meet even without all other requests.
 
         This happens when steps took longer than predicted.
         """
@@ -437,7 +439,7 @@ class _View:
         return self._sorted_in(places, dues)
 
     def moved_one(self, place: int, due: float) -> _View:
-        """Make the revised deadline of the request at `place` its due time and return the resulting view."""
+        """Make `due`, the revised deadline of the request at `place`, its due time; return the resulting view."""
         if not self.any_late:
             return self._sorted_in(np.array([place]), np.array([due]))
         self.move(place, due)

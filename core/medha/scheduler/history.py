@@ -1,8 +1,8 @@
-"""One fold of a controller's events and commands into facts, which metrics, status and traces show.
+"""Derives facts from a controller's events and commands; metrics, status and traces show them.
 
-A controller keeps only what its decisions need. `History` sees each event with the commands that it led to, and
-keeps the rest: when a step was launched, and when a request got its first token. `History.take` returns the facts
-of one event; those who show them interpret no message.
+A controller keeps only what its decisions need. `History` gets each event with the commands that it led to,
+and keeps the rest: when a step was launched, and when a request got its first token. `History.take` returns
+the facts of one event, so that metrics, status and traces need not interpret messages.
 
 An entry of a step is a *decode* if it computes a sampled token; any other is *prefill*, the last chunk of a
 prompt included, from which the first token is sampled. Output that an earlier epoch sampled is part of the
@@ -61,7 +61,7 @@ class Launched:
     chunks: tuple[Chunk, ...]
     decodes: tuple[StepEntry, ...]
     slacks: tuple[tuple[str, float], ...]  # service class and slack seconds of each request with a chunk
-    misses_tpot: bool  # whether the step is predicted to take longer than its decodes' targets allow
+    misses_tpot: bool  # the step is predicted to take longer than its decodes' targets allow
 
     @property
     def prefill_tokens(self) -> int:
@@ -108,7 +108,7 @@ class OpenRequest:
 
     @property
     def ttft_met(self) -> bool:
-        """Whether the first token came by the deadline."""
+        """True if the first token came by the deadline."""
         return self.first_token_at <= self.deadline
 
 
@@ -120,7 +120,7 @@ class Ended(NamedTuple):
 
     @property
     def tpot_met(self) -> bool | None:
-        """Whether the request met its TPOT target; None unless it finished with two output tokens or more."""
+        """True if the request met its TPOT target; None unless it finished with two output tokens or more."""
         if self.request is None or self.reason not in ("stop", "length"):
             return None
         seconds = self.request.tpot_seconds
@@ -136,8 +136,8 @@ class Facts:
     left_first_stage: int | None = None  # a step
     completed: Completed | None = None
     moves: list[tuple[str, OpenPhase | None, int]] = field(default_factory=list)
-    """Requests, the phases that they are in from now on, also if they were before (None: ended), and the prompt
-    tokens of those that wait or begin their prefill."""
+    """(request, phase, prompt tokens). The request is in this phase from now on, and may have been before; None:
+    it has ended. The tokens are 0 unless it begins to wait or begins its prefill."""
     launched: list[Launched] = field(default_factory=list)
     first_tokens: list[OpenRequest] = field(default_factory=list)
     later_tokens: int = 0  # output tokens, without those that are the first of a request
@@ -146,7 +146,7 @@ class Facts:
 
 
 class History:
-    """State of the fold over the life of one controller."""
+    """What is known of the open requests and the steps in flight of one controller."""
 
     def __init__(self) -> None:
         self.launched: dict[int, Launched] = {}

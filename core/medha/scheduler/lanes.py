@@ -24,7 +24,7 @@ class Decodes:
     """
 
     runnable: list[Request] = field(default_factory=list)
-    contexts_tokens: int = 0  # KV before the tokens that runnable requests compute, without the spread ones
+    contexts_tokens: int = 0  # KV tokens of the runnable requests, without the spread ones
     spread: list[Request] = field(default_factory=list)  # runnable requests whose KV lies on several lanes
     starved: list[Request] = field(default_factory=list)  # requests that have used up their KV
     _targets: dict[tuple[float, float], int] = field(default_factory=dict)

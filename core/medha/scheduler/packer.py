@@ -26,7 +26,7 @@ MOST_PREFILLS = 32
 FAIR_SHARE = 0.975
 """Share of the prefill rate under classes' own TPOT targets that is kept if streams ask for tighter ones."""
 IDLE_EFFICIENCY = 0.98
-"""Share of the best prefill rate that a long chunk keeps while nothing decodes, to admit arrivals earlier."""
+"""Share of the best prefill rate that a long chunk keeps while nothing decodes, so that arrivals wait less."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class DecodeTargets:
     """Tightest TPOT targets of all running decodes, whether or not their next token is in this step."""
 
     tpot_seconds: float
-    fair_tpot_seconds: float  # the classes' own target
+    fair_tpot_seconds: float  # the same without targets tighter than those of the classes
     between_seconds: float = 0.0  # time between two steps that belongs to neither
 
 
@@ -49,9 +49,9 @@ class PrefillCandidate:
     relative_slack: float  # rho, for space sharing
     lane: int = 0  # the lane that computes it
     lane_tokens: Mapping[int, int] = field(default_factory=dict)  # KV by lane, if several take part
-    waits: bool = False  # it holds no KV yet: all of this is what it may expect
+    waits: bool = False  # it holds no KV yet, so the other fields are expected values
     moved: bool = False  # it was placed otherwise than expected
-    rest: int = 0  # positions after those, for later steps
+    rest: int = 0  # positions after `remaining`, for later steps
     of_long_prompt: bool = False  # its whole prompt is long, however little of it is computed
     in_ring: bool = False  # the lanes of `lane_tokens` share its chunk
 
@@ -252,7 +252,7 @@ class Space:
         return prefill.lane in self._long_lanes
 
     def is_its_turn(self, prefill: PrefillCandidate) -> bool:
-        """Return whether a waiting prefill may get KV: no long prompt ahead of a long one goes on."""
+        """Return whether a waiting prefill may get KV; a long one waits until all before it have no more to compute."""
         return not (prefill.of_long_prompt and prefill.lane in self._continuing)
 
     def share_seconds(self, prefill: PrefillCandidate) -> float:
@@ -281,7 +281,7 @@ class Space:
         return max(size, held)
 
     def add(self, prefill: PrefillCandidate, tokens: int, held: int = 0) -> bool:
-        """Add a chunk of a prefill that holds KV; return False if it has no tokens: it is set aside.
+        """Add a chunk of a prefill that holds KV, or return False if the chunk is empty: the prefill is set aside.
 
         It replaces a chunk of `held` tokens.
         """

@@ -1,8 +1,8 @@
 """Policies without state: vectorised sort keys over columns of requests, smallest first.
 
 Keys change with time, so they are computed again for each decision and never kept in a heap.
-Notation of docs/design.md#deadlines: arrival a, relative deadline d, total prefill work w, remaining work r, slack
-s(t) = a + d - t - r(t).  `guarded`, which has state, is in :mod:`medha.scheduler.guarded`.
+The notation is that of docs/design.md#deadlines: arrival a, relative deadline d, total prefill work w,
+remaining work r, slack s(t) = a + d - t - r(t). `guarded`, which has state, is in `medha.scheduler.guarded`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Columns:
     remaining_seconds: Floats
     """r(t): the part of it that is not yet dispatched"""
     tie: Ints
-    """Unique numbers in the order of arrival, which make every order total."""
+    """Unique numbers in the order of arrival, so that no two rows have the same place in any order."""
 
     def slack(self, now: float) -> Floats:
         """s(t) = a + d - t - r(t)"""

@@ -1,4 +1,4 @@
-"""Requests whose prompts begin alike: which waits for whose prefill, and which to notify of shared prefixes.
+"""Requests whose prompts begin alike: which one waits for whose prefill, and which must look up the cache again.
 
 When several questions about one document arrive together and the document is not cached, each could start at
 once, but then each would compute the document. Instead, a request *follows* a running prefill (its leader)
@@ -16,9 +16,9 @@ from medha.scheduler.request import Request
 from medha.scheduler.request_table import RequestTable
 
 WORTH_WAITING_TOKENS = 256
-"""Fewest additional cached tokens for which a request waits or is notified."""
+"""Fewest additional cached tokens for which a request waits or looks up the cache again."""
 MOST_EXAMINED = 32
-"""Most requests that one event examines, oldest first; the others learn of cached prefixes when admitted."""
+"""Most requests that one event examines, oldest first; the others find cached prefixes when they are admitted."""
 
 
 class PrefixFollowers:
@@ -110,7 +110,7 @@ class PrefixFollowers:
     def _find_leader(self, request: Request, candidates: Iterable[Request]) -> bool:
         for leader in islice(candidates, MOST_EXAMINED):
             if leader.deadline > request.deadline or self._table.dispatched_by(leader) > request.deadline:
-                continue  # it may be demoted, or is
+                continue  # due after the request, by its deadline or by a revised one
             known = max(leader.computed, request.cached_tokens) // self._size
             shared = self._shared_blocks(leader, request, known)
             if shared - known >= self._worth_blocks:

@@ -7,8 +7,8 @@ Three counts of token positions describe its progress::
 
 `length` counts the tokens whose ids exist: the prompt, output resumed from elsewhere, and output sampled
 here. The step that dispatches the last known position also samples the next token, so a decoding sequence has
-`length - dispatched` equal to 1 when it may run, and 0 while its token is in flight. A sequence that *goes
-ahead* runs on before that token has arrived; `length` then includes the token already.
+`length - dispatched` equal to 1 when it may run, and 0 while its token is in flight. A sequence that *runs
+ahead* is in another step before that token has arrived; `length` then counts the token already.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Request:
     dispatched: int = 0
     computed: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was cached at admission; an estimate while it waits
-    is_detached: bool = False  # its prompt is being computed, but by no request that is done in time for it
+    is_detached: bool = False  # it does not wait for the running prefill of its prompt, which ends too late
     leader: Request | None = None  # a running prefill that also computes the beginning of its prompt
     runs_ahead: bool = False  # the last token that `length` counts has not arrived yet
     emitted: int = 0  # tokens sampled here

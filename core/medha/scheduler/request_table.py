@@ -10,9 +10,9 @@ and nowhere else; the constant ones are copied when the row is added, and its la
     long, spread
     remaining, busy                   `add`, `needs`, `progressed`
     busy_until                        `add`, `needs`
-    wanted, held, misfit              `add`, `needs`, `misfits`; while it waits
+    needed, held, misfit              `add`, `needs`, `misfits`; while it waits
     lane                              `add`, `place`
-    due, promise                      `add`, `needs`, and the policy `guarded` through `plan`
+    due, revised_deadline             `add`, `needs`, and the policy `guarded` through `plan`
     patience                          `late_without_capacity`
 
 Rows are dense: the last row replaces a removed one. The order of the rows by due time is maintained as rows
@@ -53,7 +53,7 @@ class Capacity:
 
 
 class RequestTable:
-    """All requests of a replica: the one owner of who is here, who waits, and what each one still needs."""
+    """All requests of a replica: the only record of which are here, which wait, and what each still needs."""
 
     def __init__(self, *, by_due: bool = False) -> None:
         """`by_due`: maintain the order by due time, for a policy that reads it."""
@@ -70,7 +70,7 @@ class RequestTable:
         self._lane: _Lanes = np.zeros(_FIRST_CAPACITY, dtype=np.int16)  # NOWHERE while it waits
         self._flags: Bools = np.zeros((4, _FIRST_CAPACITY), dtype=np.bool_)
         self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, sorted by due time
-        self._most_needed = 0  # upper bound of the blocks that any row wants
+        self._most_needed = 0  # upper bound of the blocks that any row needs
         self._any_misfit = False  # False only if no row is a misfit
         self._name_columns()
 
@@ -84,7 +84,7 @@ class RequestTable:
         self._busy_until: Floats = busy_until  # the deadline of that part
         self._due: Floats = due
         self._revised_deadline: Floats = revised_deadline
-        self._patience: Floats = patience  # time before which a demoted request claims no share of longs
+        self._patience: Floats = patience  # time before which a demoted long request does not claim KV
         tie, needed = self._counts
         self._tie: Ints = tie
         self._needed: Ints = needed  # KV blocks needed for admission; 0 once admitted
@@ -92,7 +92,7 @@ class RequestTable:
         self._long: Bools = long
         self._spread: Bools = spread  # may be split over several lanes
         self._held: Bools = held  # waits for a prefill that it will share
-        self._misfit: Bools = misfit  # found no place although as much KV as it wants was free
+        self._misfit: Bools = misfit  # found no place although as much KV as it needs was free
 
     def _double(self) -> None:
         """Double the capacity."""
@@ -116,7 +116,7 @@ class RequestTable:
 
     @property
     def running(self) -> int:
-        """Number of requests that hold KV, also of those that have ended."""
+        """Number of requests that hold KV, including those that have ended."""
         return len(self._by_id) - self.waiting
 
     @property
@@ -179,7 +179,7 @@ class RequestTable:
                 self._shift_due_times(row, busy_until)
 
     def misfits(self, request: Request) -> None:
-        """Record that a waiting request lacks KV: it found no place although as much as it wants was free."""
+        """Record that a waiting request lacks KV: it found no place although as much as it needs was free."""
         self._misfit[request.row] = self._any_misfit = True
 
     def place(self, request: Request) -> None:
@@ -312,14 +312,14 @@ class RequestTable:
         return self._held.item(request.row)
 
     def dispatched_by(self, request: Request) -> float:
-        """Return the time by which a prefill is to be wholly dispatched: -inf if it is already.
+        """Return the due time of a prefill: -inf if it is wholly dispatched already.
 
-        It is later than the deadline if the request is demoted.
+        It is later than the deadline only if the request is demoted.
         """
         return self._due.item(request.row) if request.row != NOWHERE else -inf
 
     def due(self, request: Request) -> float:
-        """Return the due time of a request: its deadline or a revised one."""
+        """Return the due time of a request, as `dispatched_by`; its deadline if it is wholly dispatched."""
         return self._due.item(request.row) if request.row != NOWHERE else request.deadline
 
     def remaining_seconds(self, request: Request) -> float:
@@ -355,7 +355,7 @@ class RequestTable:
         return found
 
     def admissible(self, room: Capacity) -> Bools:
-        """Return flags of the waiting rows that find room and wait for no prefill that they will share."""
+        """Return flags of the waiting rows that find enough free KV and wait for no prefill that they will share."""
         rows = len(self.rows)
         refused = self._without(room)
         if not room.starts_long:
@@ -423,7 +423,7 @@ class RequestTable:
         return self.rows[int(rows[order[0]])]
 
     def _without(self, room: Capacity) -> Bools:
-        """Return flags of the rows that want more KV than is free."""
+        """Return flags of the rows that need more KV than is free."""
         rows = len(self.rows)
         needed = self._needed[:rows]
         found: Bools

@@ -1,8 +1,8 @@
 """Prompts that requests share: who computes them, who waits for that, and what a waiting request still needs.
 
-Requests may name the very same prompt (the samples of one request), and prompts may begin alike (`alike`).
-Whenever a prefill begins, progresses or ends, the needs of those that wait for it change: their free KV
-blocks and remaining work, and whether they are held.
+Requests may name the very same prompt (the samples of one request), and prompts may begin alike
+(`prefix_followers`). Whenever a prefill begins, progresses or ends, the needs of the requests that wait for it
+change: the free KV blocks that they need, their remaining work, and whether they are held.
 """
 
 from __future__ import annotations

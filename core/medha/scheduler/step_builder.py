@@ -28,7 +28,7 @@ Place = Callable[[PrefillCandidate], bool]
 MOST_MISSES = 10
 """Consecutive prefills without space after which a step counts as full (paper B bounds its skips, too)."""
 MOST_ORDERS = 4
-"""Most selections of candidates for a step; each later one follows admissions that used up others' room."""
+"""Most selections of candidates for a step; each later one follows admissions that used up others' KV."""
 _USUAL_STEP_TOKENS = 512
 """Size of the step whose hop time is the initial estimate of the time between steps."""
 _LEAST_OF_TARGET = 0.5
@@ -231,7 +231,7 @@ class StepBuilder:
             return self._predictor.prefill_seconds(cached_tokens, tokens)
 
         admit = self._admission.admit(request, pending_seconds, remaining_seconds)
-        if admit is None:  # cached blocks that it counted on are gone, or the room is not where it needs it
+        if admit is None:  # cached blocks that it counted on are gone, or KV is free elsewhere only
             self._sharing.update(request)
             if self._admission.lane_for(request, self._all_lanes, pending_seconds) is not None:
                 self._table.misfits(request)
@@ -319,7 +319,7 @@ class StepBuilder:
     def _by_urgency(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
         """Yield the prefills that a step on `lanes` may take, most urgent first: running, or finding KV.
 
-        When admissions have used up the room, the remaining candidates are selected again instead of being
+        When admissions have used up the free KV, the remaining candidates are selected again instead of being
         tried one by one.
         """
         table = self._table

@@ -340,7 +340,7 @@ class Step:
     admits: tuple[Admit, ...] = ()
     predicted_seconds: float = 0.0
     state_hash: int | None = None  # hash of ledger and shard maps after all of these; None: unchecked
-    lanes: tuple[int, ...] = (0,)  # lanes that run the entries in lock-step, because they share requests
+    lanes: tuple[int, ...] = (0,)  # lanes that run the entries in lock step, because they share requests
     publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
     state_hashes: tuple[int, ...] = ()  # instead of `state_hash` if there are several lanes
 

@@ -32,7 +32,7 @@ SILENT_SECONDS = 5.0
 STOPPED_SECONDS = 2.0
 """The same for a part that the kernel reports as stopped: no slow machine looks so, and it stays stopped."""
 IMPORT_SECONDS = 60.0
-"""The same for a part that was not heard yet: its imports take seconds, on a busy machine many seconds."""
+"""The same for a part that has sent no heartbeat yet: its imports take seconds, on a busy machine many seconds."""
 POLL_SECONDS = 1.0  # interval between checks for silent parts
 DATAGRAM_BYTES = 8192
 CLOSE_SECONDS = 5.0  # longest wait for the listening thread to end; it blocks on nothing else
@@ -42,11 +42,11 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7)
 
 
 class Beats:
-    """The times at which each process was last heard, in seconds of any one clock."""
+    """The time of each process's last heartbeat, in seconds of any one clock."""
 
     def __init__(self) -> None:
-        self._last_seen_at: dict[int, float] = {}  # by process: when it was last heard, or started
-        self._not_yet_seen: set[int] = set()  # processes not heard since they were started
+        self._last_seen_at: dict[int, float] = {}  # by process: its last heartbeat, or its start
+        self._not_yet_seen: set[int] = set()  # processes without a heartbeat since their start
         self._polled_at: float | None = None
         self._lock = Lock()  # between the listening thread and the one that checks
 
@@ -76,7 +76,7 @@ class Beats:
 
         The limit is SILENT_SECONDS, or IMPORT_SECONDS before the first heartbeat, or STOPPED_SECONDS if
         `is_stopped` is true, that is if the kernel reports the process as stopped. Call it every
-        LOOK_SECONDS.
+        POLL_SECONDS.
         """
         with self._lock:
             was_away = self._polled_at is not None and now - self._polled_at > AWAY_SECONDS
@@ -138,7 +138,7 @@ class Listener:
         self._thread.start()
 
     def problem(self) -> str:
-        """Return why parts can no longer be heard; empty as long as they can."""
+        """Return why heartbeats can no longer be received; empty as long as they can."""
         if not self._thread.is_alive():
             return f"the thread that receives the parts' heartbeats has ended ({self._failure})"
         if _identity(self._path) != self._file:

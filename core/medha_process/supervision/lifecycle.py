@@ -4,7 +4,7 @@ Transitions::
 
     STARTING --ready--> SERVING --Ctrl-C--> DRAINING --the last part has exited--> ENDED (exit 0)
         |                  |                   |
-        |                  |                   +-- a part that was asked fails, or is late --> STOPPING (exit 1)
+        |                  |                   +-- a part asked to stop fails, or is late --> STOPPING (exit 1)
         |                  +-- a part exits: it is restarted; the third time in a minute,
         |                  |       or the twentieth in an hour ------------------------------> STOPPING (exit 1)
         |                  +-- a part falls silent: it is killed, and so exits
@@ -39,7 +39,7 @@ MOST_DEATHS = 3  # deaths of one part within DEATHS_SECONDS after which its faul
 DEATHS_SECONDS = 60.0
 MOST_DEATHS_SLOW = 20  # the same within SLOW_DEATHS_SECONDS, so that no slow crash loop goes on for ever
 SLOW_DEATHS_SECONDS = 3600.0
-_BECAUSE = " because: "  # before a part's last words
+_BECAUSE = " because: "  # before the reason that a part has logged
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -61,8 +61,8 @@ class Ready:
 class Exited:
     """A part has ended.
 
-    `status` is as in subprocess: negative for a signal. `last_line` is its last line of output. `last_log_lines`
-    is the reason that it logged for its end, if any, which has not been shown yet.
+    `status` is as in subprocess: negative for a signal. `last_line` is its last line of output.
+    `last_log_lines` is the reason that it logged for its end, if any, which has not been shown yet.
     """
 
     part: str
@@ -148,7 +148,7 @@ class Lifecycle:
     drain_seconds: float
     ready_seconds: float
     awaits_notice: bool = (
-        False  # parts end by themselves once another pod's controller notifies them that all is drained
+        False  # parts end by themselves when another pod's controller notifies them that requests are drained
     )
     phase: Phase = Phase.STARTING
     stop_requested: frozenset[str] = frozenset()

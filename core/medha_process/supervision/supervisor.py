@@ -89,7 +89,7 @@ class Watch(Protocol):
     def ended(self, part: str, now: float) -> None: ...
 
     def poll(self, now: float) -> Abort | None:
-        """Return GiveUp if the parts cannot go on, else None; called at least every second."""
+        """Return an `Abort` if the parts cannot continue, else None; called at least every second."""
 
     def interrupted(self) -> Interrupt:
         """Return whether requests may be open and how long they get.
@@ -98,7 +98,7 @@ class Watch(Protocol):
         """
 
     def stopping_for(self, reason: str) -> None:
-        """Note that the parts will be stopped for `reason`, because of a GiveUp."""
+        """Record that the parts will be stopped for `reason`: `poll` has returned an `Abort`."""
 
 
 class Unwatched:
