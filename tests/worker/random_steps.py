@@ -82,7 +82,7 @@ class Planner:
             kv_blocks=self.kv_blocks,
             block_size_tokens=self.block_tokens,
             tokens_per_lane=self.tokens_per_lane,
-            stripes_prompts=self.stripings,
+            stripes_prompts=self.striped,
         )
         self.hasher = PrefixHasher(self.block_tokens, b"secret")
 
