@@ -15,7 +15,7 @@ from medha_worker.model.weights import DTYPES, Shard
 
 
 def kernels_of_a_rank(config: ModelConfig, shard: Shard | None = None) -> Kernels:
-    """What a rank takes for the checkpoint's dtype on this machine."""
+    """Return the kernels that a rank chooses for the checkpoint's dtype on this machine."""
     sizes = (shard or Shard.whole(config)).kernel_sizes(config)
     return choose_kernels(sizes, host_device(DTYPES[config.dtype]))
 
@@ -28,7 +28,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     kernels: Kernels | None = None,
 ) -> Transformer:
-    """A checkpoint on the CPU: by default whole, in its own dtype and in plain torch."""
+    """Load a checkpoint on the CPU: by default all of it, in its own dtype and with plain torch."""
     device = host_device(dtype or DTYPES[config.dtype])
     return Transformer.load(
         directory,

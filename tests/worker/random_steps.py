@@ -1,4 +1,4 @@
-"""Steps written at random for real ranks: the replica's ledgers are real, what goes into a step is a matter of chance."""
+"""Random steps for real ranks: the ledgers of the replica are real, and the content of each step is random."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ STRATEGIES: tuple[tuple[str, Cut], ...] = (
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt, and how much is drawn behind it.
+    """A prompt, and the number of tokens that are sampled after it.
 
-    Prompts of one family begin alike, and end with `own_tokens` that no other has. A fork has another's prompt, and
-    shares all of it but its last `apart_tokens`.
+    Prompts of one family begin with the same tokens, and end with `own_tokens` that no other prompt has. A fork has
+    another request's prompt, and shares all of its KV but that of the last `apart_tokens`.
     """
 
     prompt_tokens: int
@@ -49,11 +49,11 @@ class Running:
     prompt: str
     computed: int
     strategies: list[tuple[str, Cut]]
-    there: int = 0  # computed by others
+    there: int = 0  # tokens that other requests have computed
 
     @property
     def length(self) -> int:
-        """Positions that will have been computed when it ends: the last token drawn is not."""
+        """Number of positions that are computed until it ends; the last sampled token is not one of them."""
         return self.asked.prompt_tokens + self.asked.output_tokens - 1
 
 
@@ -68,13 +68,15 @@ class Planner:
     kv_blocks: int
     block_tokens: int = 4
     vocab: int = 160
-    chunks: tuple[int, ...] = ()  # of each prompt, one per step; none: of any size, at any step
-    joined: int = 0  # grows on to a further lane
+    chunks: tuple[
+        int, ...
+    ] = ()  # sizes of each prompt's chunks, one in each step; empty: random sizes in random steps
+    joined: int = 0  # number of grows that added a lane
     steps: list[Step] = field(default_factory=list)
     prompts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
     running: list[Running] = field(default_factory=list)
     crumbs: list[str] = field(default_factory=list)  # requests that hold blocks and never run
-    _starved: bool = False  # somebody has found no room
+    _starved: bool = False  # whether an admission or a grow found no free KV
 
     def __post_init__(self) -> None:
         self.pools = KvPools(
@@ -89,7 +91,7 @@ class Planner:
     def run(
         self, asked: Sequence[Query], strategies: list[tuple[str, Cut]], *, one_by_one: bool = False
     ) -> dict[str, Running]:
-        """Write steps until all of these requests have ended. Each of them, by name."""
+        """Write steps until all of these requests have ended; return each of them by name."""
         waiting = list(asked)
         everyone: dict[str, Running] = {}
         while waiting or self.running:
@@ -105,9 +107,10 @@ class Planner:
         return everyone
 
     def crumble(self, run_blocks: Sequence[int]) -> None:
-        """Leave the pools in fragments, by real churn: fill each lane with requests, and end many of them in any order.
+        """Fragment the pools as serving does: fill each lane with requests, and end many of them in random order.
 
-        Each holds one of `run_blocks`. They compute nothing. What some of them held stays cached, until it is evicted.
+        Each request holds one of the numbers `run_blocks` of blocks, and computes nothing. The blocks of some of them
+        stay cached until they are evicted.
         """
         admits = []
         for lane in range(self.lanes):
@@ -127,13 +130,13 @@ class Planner:
             fate = self.rng.random()
             if fate < 0.2:
                 self.pools.computed(name, len(self.prompts[name]))
-            if fate < 0.6:  # with fewer, what is free would be in long runs
+            if fate < 0.6:  # if fewer ended, the free blocks would lie in long runs
                 self.crumbs.remove(name)
                 self.pools.release(name)
         self._tell()
 
     def _make_room(self) -> None:
-        """A crumb ends where somebody has found no room; the next step tells of it, ahead of what then finds some."""
+        """End one crumb if a request has found no free KV; the next step releases its blocks first."""
         if self._starved:
             assert self.crumbs or self.running, "the pools of this test are large enough"
             if self.crumbs:
@@ -144,7 +147,7 @@ class Planner:
         return self.rng.integers(0, self.vocab, count).astype(np.int32)
 
     def _admit(self, asked: Query, strategies: list[tuple[str, Cut]]) -> Admit | None:
-        """Give a request its KV, shared with one of the same prompt, cached, or new; None if there is no room."""
+        """Give a request its KV: shared with one of the same prompt, cached, or new; None if too little is free."""
         name = f"r{sum(not one.startswith('crumb') for one in self.prompts)}"
         parent = next(
             (one for one in self.running if asked.fork and one.computed >= one.asked.prompt_tokens), None
@@ -160,7 +163,7 @@ class Planner:
             ids = alike.astype(np.int32)
             ids[asked.prompt_tokens - own_tokens :] = self._own_ids(own_tokens)
         reserved = asked.prompt_tokens
-        reserved += asked.output_tokens if self.rng.random() < 0.5 else 0  # else it grows
+        reserved += asked.output_tokens if self.rng.random() < 0.5 else 0  # otherwise it grows later
         placed: Placed | None
         shared = 0
         if parent is not None:
@@ -178,7 +181,7 @@ class Planner:
         return _admit_of(name, asked, placed, parent.name if parent else None, shared)
 
     def _grows(self) -> list[Grow]:
-        """Room for the next output of those that have used up theirs; ahead of admits, as ranks replay it."""
+        """Reserve KV for the next output of requests that have used up theirs; ranks replay this before admits."""
         grows = []
         for one in self.running:
             shards = self.pools.shards(one.name)
@@ -192,19 +195,19 @@ class Planner:
         return grows
 
     def _step(self, admits: list[Admit], grows: list[Grow]) -> None:
-        """A step of some of the running requests; those that it finishes leave."""
+        """Write a step of some of the running requests, and remove those that it finishes."""
         entries: list[StepEntry] = []
         for one in self.running:
             if not self.chunks and self.rng.random() < 0.3:
                 continue
             if one.computed >= self.pools.shards(one.name).tokens:
-                continue  # no room was left for it to grow
+                continue  # no KV was free for it to grow
             left = one.asked.prompt_tokens - one.computed
             count = self._chunk(one, left) if left > 0 else 1
             entries += self._entries(one, count)
             one.computed += count
         lanes = {lane for entry in entries for lane in self._lanes(entry)}
-        if self.rng.random() < 0.3:  # some take part without being needed
+        if self.rng.random() < 0.3:  # sometimes lanes take part that are not needed
             lanes = set(range(self.lanes))
         self._tell(entries, admits, grows, lanes)
         for one in self.running:
@@ -251,7 +254,7 @@ class Planner:
         ]
 
     def _lanes(self, entry: StepEntry) -> set[int]:
-        """Those that a step with the entry needs."""
+        """Return the lanes that a step with this entry needs."""
         shards = self.pools.shards(entry.id)
         if entry.strategy in (PASS_KV, PASS_Q):
             return set(shards.lanes)
@@ -269,7 +272,7 @@ def _admit_of(
 
 
 def asked(most: int) -> st.SearchStrategy[Query]:
-    """Requests with prompts of up to `most` tokens."""
+    """Return a strategy for requests with prompts of up to `most` tokens."""
     lengths = st.one_of(st.integers(1, 12), st.integers(13, most), st.sampled_from([16, 32, 48, 64]))
     own = st.sampled_from([0, 0, 3, 20])
     return st.builds(

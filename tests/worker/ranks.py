@@ -1,4 +1,4 @@
-"""All ranks of a replica in one process: threads that meet over gloo and run steps which a test has written."""
+"""All ranks of a replica in one process: threads that are connected by gloo and run the steps of a test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Recording:
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
-        self.rows: list[torch.Tensor] = []  # of each step with rows, [rows, vocab], where they are gathered
+        self.rows: list[
+            torch.Tensor
+        ] = []  # [rows, vocab] of each step with rows, on the rank that gathers them
 
     def forward(self, *arguments: Any) -> torch.Tensor:
         hidden = self._model.forward(*arguments)
@@ -92,7 +94,7 @@ class Ranks:
         self._grids = self.on_all(rendezvous)
 
     def on_all(self, work: Callable[[int], Result]) -> list[Result]:
-        """`work(rank)` on the thread of every rank at once; if one fails, the ranks have to meet anew."""
+        """Call `work(rank)` on the threads of all ranks at once; if one fails, a new rendezvous is needed."""
         failed: list[tuple[float, BaseException]] = []
 
         def guarded(rank: int) -> Result:
@@ -101,7 +103,7 @@ class Ranks:
             except BaseException as error:
                 failed.append((time.monotonic(), error))
                 if self._grids:
-                    self._grids[rank].close()  # so that those who wait for it do not wait long
+                    self._grids[rank].close()  # so that ranks that wait for it stop at once
                 raise
 
         running = [self._pool.submit(guarded, rank) for rank in range(self.topology.ranks)]
@@ -121,11 +123,11 @@ class Ranks:
         steps_ahead: int = 1,
         kernels: Kernels | None = None,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
-        """All steps on new KV pools: what was drawn, and the logits behind every position, by request and position.
+        """Run all steps on new KV pools; return the samples, and the logits of every position, by request and position.
 
-        Each rank runs them one after the other, as far ahead of the others as its inputs allow. Before it runs one, it
-        plans so many that follow, as `Rank` does with those that come while it is busy. `kernels`: others than those that a
-        rank takes on this machine.
+        Each rank runs the steps one after the other, as far ahead of other ranks as its inputs allow. Before it runs a
+        step, it plans the next `steps_ahead` ones, as `Rank` does with steps that arrive while it is busy. `kernels`
+        replaces those that a rank chooses on this machine.
         """
 
         if not self._grids:

@@ -1,7 +1,8 @@
-"""What the real controller decides, real ranks run: to the end, with the logits of `transformers`, and nothing left over.
+"""Real ranks run the steps of a real controller to the end, with the logits of `transformers`, and free all KV.
 
-The controller hears at random, and stage by stage, how its steps get on. Then the ranks run those steps, as threads of
-this process that meet over gloo. Nothing else joins both sides, so a number that they count differently shows here.
+The controller gets its steps' reports in random order, stage by stage. Then ranks run those steps, as threads of this
+process that are connected by gloo. Nothing else connects the two sides, so the test notices any number that they
+count differently.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Life:
     random: Random
     now: float = 0.0
     steps: list[Step] = field(default_factory=list)
-    moving: list[tuple[Step, int]] = field(default_factory=list)  # with the stage that each one is in
+    moving: list[tuple[Step, int]] = field(default_factory=list)  # each with its stage
     sampled: dict[str, int] = field(default_factory=dict)
     ends: dict[str, FinishReason | str] = field(default_factory=dict)
 
@@ -107,8 +108,10 @@ class Life:
         self.ends[name] = reason
 
     def move(self) -> None:
-        """One step leaves its stage: any one whose lanes have none ahead of it there."""
-        last = max(self.controller.config.topology.stream - 1, 1)  # behind a single stage: tokens are drawn
+        """Let a random step leave its stage, if no other step of its lanes is ahead of it there."""
+        last = max(
+            self.controller.config.topology.stream - 1, 1
+        )  # after a single stage, tokens are still sampled
         order = list(range(len(self.moving)))
         self.random.shuffle(order)
         for index in order:
@@ -130,7 +133,7 @@ class Life:
 
 
 def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Query]]:
-    """Let a controller serve random requests, some of which begin alike, to the end."""
+    """Let a controller serve random requests to the end; some begin with the same tokens."""
     life = Life(ReplicaController(config, PROFILE), random)
     hasher = PrefixHasher(config.block_size_tokens, b"secret")
     asked: dict[str, Query] = {}
@@ -193,7 +196,7 @@ def replica(
 def test_ranks_run_to_the_end_what_the_controller_decides(
     replica: tuple[Ranks, torch.nn.Module, int],
 ) -> None:
-    """Requests that name no limit grow beyond what they reserved, over blocks and lanes, until no KV is left."""
+    """Requests without a limit grow beyond their reservation, over blocks and lanes, until no KV is left."""
     ranks, reference, examples = replica
     topology = ranks.topology
 
@@ -232,7 +235,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
                 "default": ServiceClass(
                     name="default",
                     default_output_tokens=output_tokens,
-                    ttft_floor_seconds=2.0 if seed % 3 else 0.001,  # decodes go ahead at once, or late
+                    ttft_floor_seconds=2.0 if seed % 3 else 0.001,  # decodes run ahead at once, or late
                 )
             },
             default_class="default",

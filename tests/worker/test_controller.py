@@ -99,7 +99,7 @@ class Router:
         self.socket = opened.socket
         self.connections = opened.connections
         self.close = opened.close
-        self.peer = b""  # who was heard last
+        self.peer = b""  # peer whose message was received last
 
     def receive(self, timeout_seconds: float) -> Received | None:
         if not self.socket.poll(round(timeout_seconds * 1000)):
@@ -151,7 +151,7 @@ class Stage:
         self.rank, self.rank_tokens = self.connect_rank(b"rank-0")
 
     def connect_rank(self, identity: bytes) -> tuple[Link, Link]:
-        """The two links of a rank's process."""
+        """Return the two links of a rank's process."""
         rank_keys, server = KeyPair.read(self.keys.ranks), read_public_key(self.keys.controller_public)
         control, tokens = (
             Link(
@@ -178,7 +178,7 @@ class Stage:
     def open_router(self) -> None:
         """Listen as a router does."""
         enrolled = KeyPair.of_token(read_tokens(self.keys.enrolment)[0]).public
-        # Of its own, as a process has one: closing a socket frees an address only some time later, ending a context at once.
+        # A context of its own, as a process has: ending it frees the address at once, closing a socket only later.
         self.router_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.authenticator = Authenticator(self.router_context, [enrolled])
         self.router, self.router_tokens = (
@@ -187,14 +187,14 @@ class Stage:
         )
 
     def close_router(self) -> None:
-        """Go, as a router does that is killed."""
+        """Disappear, as a router does that is killed."""
         for link in (self.router, self.router_tokens):
             link.close(0)
         self.authenticator.close()
         self.router_context.term()
 
     def hello(self, incarnation: str = "first") -> Rendezvous:
-        """The rank says that it is here, again and again as ranks do, until it is called."""
+        """Send hellos, as ranks do, until the controller calls the rank to the rendezvous."""
         self.incarnation = incarnation
         for _ in range(20):
             self.send_hello()
@@ -218,7 +218,7 @@ class Stage:
             time.sleep(0.01)
 
     def from_controller(self, kind: type) -> object:
-        """The next message of a kind that the router gets."""
+        """Return the next message of this kind that the router gets."""
         return self._next(self.router, kind).message
 
     def step(self) -> Step:
@@ -243,13 +243,13 @@ class Stage:
         while time.monotonic() < end:
             received = link.receive(timeout_seconds=0.5)
             if received is None:
-                self.send_hello()  # as ranks do: one that is not heard for five seconds is taken for lost
+                self.send_hello()  # as ranks do: a rank that is silent for five seconds counts as lost
             elif isinstance(received.message, kind):
                 return received
         raise AssertionError(f"no {kind.__name__}; {self.links_say()}; the controller says: {self.kill()}")
 
     def links_say(self) -> str:
-        """What has happened to the rank's connections, and what the controller has dropped: for a test that fails."""
+        """Return the events of the rank's connections and the controller's dropped messages, for a failed test."""
         events = {
             link.name: [event.name for event in link.connections.take()]
             for link in (self.rank, self.rank_tokens)
@@ -262,7 +262,7 @@ class Stage:
         return f"connections {events}, dropped {dropped}"
 
     def kill(self) -> str:
-        """End the controller; what it has said, which is read once."""
+        """End the controller, and return its output, which can be read once."""
         if self.log is None:
             self.process.kill()
             self.log = self.process.communicate()[1]
@@ -285,7 +285,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def test_a_request_reaches_the_ranks_with_its_ids_first_and_its_tokens_come_back(stage: Stage) -> None:
     stage.ready()
-    stage.submit("a", sampling=Sampling(max_tokens=2))  # ahead of its ids: it must wait for them
+    stage.submit("a", sampling=Sampling(max_tokens=2))  # before its ids: it must wait for them
     stage.send_tokens()
     step = stage.step()
     assert [admit.id for admit in step.admits] == ["a"]
@@ -312,12 +312,12 @@ def test_a_rank_that_was_replaced_begins_the_next_epoch_with_the_requests_left_t
     rendezvous = stage.hello("second")
     assert rendezvous.epoch == 1
     card = stage.from_controller(Announce)
-    while card.ready:  # type: ignore[attr-defined] # announced before the loss was known
+    while card.ready:  # type: ignore[attr-defined] # sent before the loss was noticed
         card = stage.from_controller(Announce)
     stage.submit("b")
     assert stage.from_controller(Refused) == Refused("b", "not_ready", "the ranks are gathering")
     stage.rank.send(replace(READY, epoch=rendezvous.epoch))
-    stage.finish(lost, Sample("a", 7))  # too late: of another epoch
+    stage.finish(lost, Sample("a", 7))  # too late: it is of the lost epoch
     while not (card := stage.from_controller(Announce)).ready:  # type: ignore[attr-defined]
         pass
     assert card.epoch == 1  # type: ignore[attr-defined]
@@ -328,7 +328,7 @@ def test_a_rank_that_was_replaced_begins_the_next_epoch_with_the_requests_left_t
 
 
 def told_of_requests(stage: Stage) -> list[object]:
-    """What the router hears of requests until their epoch is over."""
+    """Return what the router receives about requests until their epoch is over."""
     told: list[object] = []
     while True:
         message = stage.from_controller(object)
@@ -360,10 +360,10 @@ class Unwatched:
     """Stands for the watchdog of a controller that runs in this process."""
 
     def allow(self, seconds: float, doing: str) -> None:
-        """It may take as long as it likes."""
+        """Set no limit."""
 
     def report(self, state: PartState) -> None:
-        """Nobody listens."""
+        """Report to nobody."""
 
 
 @contextmanager
@@ -444,7 +444,7 @@ def test_settings_that_no_epoch_could_begin_with_are_told_and_the_replica_serves
 
 def test_an_epoch_that_a_rank_has_lost_begins_again_once_all_are_heard(stage: Stage) -> None:
     stage.ready()
-    stage.rank.send(RankFault(0, "lost rank 1", lost_epoch=5))  # of another epoch: nothing
+    stage.rank.send(RankFault(0, "lost rank 1", lost_epoch=5))  # of another epoch: it has no effect
     stage.rank.send(RankFault(0, "lost rank 1", lost_epoch=0))
     assert stage.hello("first").epoch == 1
     assert stage.process.poll() is None
@@ -469,7 +469,7 @@ def test_numbers_that_no_replica_can_be_made_of_end_the_epoch_and_name_the_rank(
 
 
 def test_a_rank_whose_connection_ends_costs_the_epoch_although_nothing_is_sent_to_it(stage: Stage) -> None:
-    """As when it is killed: the router hears of it before a bound of the step would be over."""
+    """A killed rank ends like this. The router gets the report before the step's time limit is over."""
     stage.ready()
     stage.send_tokens()
     stage.submit("a")
@@ -489,11 +489,13 @@ def test_what_a_rank_says_last_counts_although_its_connection_has_ended(stage: S
     stage.send_tokens()
     stage.submit("a")
     step = stage.step()
-    stage.process.send_signal(signal.SIGSTOP)  # so that it sees the end no later than the words before it
+    stage.process.send_signal(
+        signal.SIGSTOP
+    )  # so that it sees the end of the connection together with the last messages
     stage.finish(step, Sample("a", 7, finish_reason="length"))
     stage.rank.close()
     stage.rank_tokens.close()
-    time.sleep(0.2)  # they are on their way, and nobody here can see them come
+    time.sleep(0.2)  # the messages are in transit, and this process cannot see when they arrive
     stage.process.send_signal(signal.SIGCONT)
     end = time.monotonic() + 10
     told: object = None
@@ -516,7 +518,7 @@ def test_connections_of_a_former_process_and_of_a_stranger_may_end_without_an_ep
         link.send(RankHello(7, "who"))
     for link in (*former, *stranger):
         link.close()
-    for _ in range(3):  # one a second: what has ended was seen meanwhile
+    for _ in range(3):  # one announcement a second: in that time the ended connections were noticed
         assert stage.from_controller(Announce).epoch == epoch  # type: ignore[attr-defined]
         stage.send_hello()
     stage.send_tokens()
@@ -539,7 +541,7 @@ def test_a_cancel_frees_what_the_request_held(stage: Stage) -> None:
     stage.submit("a")
     step = stage.step()
     stage.router.send(Cancel("a"))
-    # The cancel and the answers of the rank come on different links, in no order: steps may run meanwhile.
+    # The cancel and the rank's answers come on different links, in no fixed order, so steps may run in between.
     while step.releases != ("a",):
         stage.finish(step, *(Sample(entry.id, 7) for entry in step.entries))
         step = stage.step()

@@ -32,7 +32,7 @@ ROWS = 42
 
 
 class Crossings(TorchDispatchMode):
-    """Notes operators that read from both memories, which fake tensors let pass in `x[i]`, and copies to the host."""
+    """Records operators that read from both memories (fake tensors allow that in `x[i]`), and copies to the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Crossings(TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         made = {tensor.device.type for tensor in results}
         for tensor in results:
-            tensor.constant = None  # else small tables would be copied to the device really
+            tensor.constant = None  # otherwise small tables would really be copied to the device
         if len(read) > 1 or ("cuda" in read and "cpu" in made):
             self.found.append(str(func))
         return result
@@ -55,7 +55,7 @@ class Crossings(TorchDispatchMode):
 def on_a_fake_device(
     checkpoint: Path, shard: Shard, dtype: torch.dtype
 ) -> Iterator[tuple[Transformer, Crossings]]:
-    """Only shapes, types and devices are computed from here on, and what is not on one device raises or is noted."""
+    """Compute only shapes, types and devices in this context; an operator that mixes devices raises or is recorded."""
     config = ModelConfig.from_directory(checkpoint)
     device = Device(torch.device("cuda", 0), dtype, HostMemory())
     stored = load_weights(checkpoint, config, shard, device=host_device(dtype))
@@ -84,7 +84,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spans() -> list[SequenceSpan]:
-    """A chunk behind a context, both in scattered blocks, and two decodes: one in a single run, one scattered."""
+    """Return a chunk after a context, both in scattered blocks, and two decodes: one in a single run, one scattered."""
     scattered, run = np.array([9, 2, 7, 4, 5, 0]), np.array([11, 12, 13])
     return [
         SequenceSpan(0, 40, 50, scattered),
@@ -127,7 +127,7 @@ class Links:
 
 
 def test_a_step_of_several_lanes_stays_on_its_device(checkpoint: Path) -> None:
-    """Every part of a plan at once: rows that stay, leave and arrive, direct queries, and both rings."""
+    """The plan has every part: rows that stay, leave and arrive, direct queries, and both rings."""
     whole = Shard.whole(ModelConfig.from_directory(checkpoint))
     with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, crossings):
         links: Any = Links()

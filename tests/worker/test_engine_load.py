@@ -1,4 +1,4 @@
-"""Which layers a rank loads."""
+"""Tests of the layers that a rank loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from medha_worker.rank.engine import _shard
 def test_stages_are_even_for_a_prefill_however_large_the_output_head_is(
     tmp_path: Path, layers: int, stages: int, expected: list[int]
 ) -> None:
-    """As in models of a billion parameters and less, whose head has the weights of several layers."""
+    """In models of up to a billion parameters, the output head is as large as several layers."""
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
     config = replace(ModelConfig.from_directory(tmp_path / "tiny"), num_layers=layers, vocab_size=150_000)
     shards = [_shard(config, Topology(stream=stages), rank, chunk_tokens=2048) for rank in range(stages)]
@@ -33,7 +33,7 @@ def test_the_last_stage_has_fewer_layers_where_its_output_head_weighs_in_chunks_
     layer_weights = (config.linear_flops_per_token / 2 - config.vocab_size * config.hidden_size) / 24
     head_layers = (
         config.vocab_size * config.hidden_size / layer_weights / 32
-    )  # of a chunk of 32 rows, one draws
+    )  # one row of a chunk of 32 samples
     shards = [_shard(config, Topology(stream=2), rank, chunk_tokens=32) for rank in range(2)]
     first, last = (shard.last_layer - shard.first_layer for shard in shards)
     assert first + last == 24

@@ -1,6 +1,6 @@
-"""Every shape of grid computes the logits of `transformers`, whoever computes and whoever holds what.
+"""Every shape of grid computes the logits of `transformers`, whichever lane computes a row or holds its KV.
 
-Steps are written here, at random, and run by real ranks: they meet over gloo, as threads of this process.
+The tests write random steps, and real ranks run them, as threads of this process that are connected by gloo.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ def replica(
 
 
 def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module, int]) -> None:
-    """Short and long requests, forks and cached prefixes in one batch; lanes join, help each other, share prefills.
+    """A batch has short and long requests, forks and cached prefixes; lanes join, help each other and share prefills.
 
-    Steps are planned ahead of those that run, as they are in a rank that is busy when they come. The pools are in fragments
-    when the first request comes, so that a chunk meets runs of all lengths, in any order. The kernels are those that this
-    machine takes, or the ones that it would take in another number format.
+    Steps are planned while earlier ones run, as in a rank that is busy when they arrive. The pools are fragmented
+    before the first request, so that a chunk has runs of blocks of all lengths, in any order. The kernels are those
+    that this machine chooses, or would choose in another number format.
     """
     ranks, reference, examples = replica
 
@@ -168,7 +168,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
 def test_ranks_that_get_nothing_of_a_small_vocabulary_embed_and_draw_with_the_others(
     tmp_path: Path,
 ) -> None:
-    """Nine tokens over eight tensor ranks: two each, then one, then none."""
+    """Nine tokens over eight tensor ranks give the first ranks two each, one rank one, and the last ranks none."""
     reference = save_reference(
         tmp_path, "llama", **SIZES | {"num_hidden_layers": 1, "vocab_size": 9}, head_dim=16
     )
@@ -181,7 +181,7 @@ def test_ranks_that_get_nothing_of_a_small_vocabulary_embed_and_draw_with_the_ot
 def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
     checkpoints: Callable[[str], tuple[Path, torch.nn.Module]],
 ) -> None:
-    """One lane of twelve blocks is full after 48 tokens; of a cached prompt only the last block is computed again."""
+    """One lane of twelve blocks is full after 48 tokens. Only the last block of a cached prompt is computed again."""
     directory, reference = checkpoints("llama")
     for shape in ((1, 1, 2), (1, 2, 2)):
         ranks = Ranks(Topology(*shape), directory)
@@ -198,7 +198,7 @@ def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
 
 
 BORDERS = (16, 32, 48)
-"""Where the shards of a prompt of 64 tokens begin and end, with 16 tokens a lane."""
+"""Positions between the shards of a prompt of 64 tokens, with 16 tokens a lane."""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: f"{strategy[0]} {strategy[1].__name__}")
@@ -213,7 +213,7 @@ BORDERS = (16, 32, 48)
 def test_chunks_may_end_at_the_borders_of_shards(
     four_lanes: tuple[Ranks, torch.nn.Module], chunks: tuple[int, ...], strategy: tuple[str, Cut]
 ) -> None:
-    """The shards behind a chunk are empty when it runs. Of the second prompt, which is cached, a block is computed."""
+    """Shards after a chunk are empty when it runs. Of the second prompt, which is cached, one block is computed."""
     ranks, reference = four_lanes
     planner = new_planner(4, 16, False, 0, chunks=chunks)
     everyone = check(

@@ -1,4 +1,4 @@
-"""One rank's engine over a tiny model: the text of transformers, shared prompts, and failures that stay small."""
+"""One rank's engine over a tiny model: the text of transformers, shared prompts, and failures of single sequences."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(checkpoint: Path) -> Transformer:
 
 @pytest.fixture(scope="module")
 def greedy_text(checkpoint: Path) -> Callable[[np.ndarray, int], list[int]]:
-    """What transformers says to a prompt."""
+    """Return a function that continues a prompt with transformers."""
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     def text(ids: np.ndarray, count: int) -> list[int]:
@@ -58,7 +58,7 @@ def greedy_text(checkpoint: Path) -> Callable[[np.ndarray, int], list[int]]:
 
 
 class Engine:
-    """An executor with a played controller: it keeps the step number and the ledger's double."""
+    """An executor whose controller the test plays, with the step number and the controller's own ledger."""
 
     def __init__(self, model: object, **more: object) -> None:
         kv_cache = model.new_kv_cache(64, BLOCK_TOKENS)  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ class Engine:
         return self.step(entry(name, 0, len(ids)), admits=(admit(name, ids, sampling, **more),))
 
     def decode(self, lengths: dict[str, int], steps: int) -> dict[str, list[int]]:
-        """Tokens of `steps` decode steps of all sequences together; `lengths`: tokens known of each."""
+        """Return the tokens of `steps` decode steps of all sequences; `lengths` has the known tokens of each."""
         sampled: dict[str, list[int]] = {name: [] for name in lengths}
         for step in range(steps):
             done = self.step(*(entry(name, length + step - 1, 1) for name, length in lengths.items()))
@@ -161,7 +161,7 @@ def test_chunks_mixed_with_decodes_give_the_text_of_transformers(
 def test_forks_share_the_prompt_and_draw_what_separate_sequences_draw(
     model: Transformer, prompt_tokens: int
 ) -> None:
-    """The prompt ends with a block, one token into the next, and in the middle of one."""
+    """The prompt ends at the end of a block, after the first token of one, or in the middle of one."""
     ids = random_ids(prompt_tokens, 3)
     sampling = Sampling(temperature=1.0, ignore_eos=True)
 
@@ -284,7 +284,7 @@ def test_the_stage_is_free_before_tokens_are_drawn(model: Transformer) -> None:
     assert order == ["forward", "free", "logits"]
 
 
-# --- state that has parted ----------------------------------------------------------------------------
+# --- state that has diverged --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_fork_from_the_controllers_state_is_fatal(model: Transformer, step: St
         run()
 
 
-# --- failures that stay small -------------------------------------------------------------------------
+# --- failures of single sequences----------------------------------------------------------------------
 
 
 class Faulty:
@@ -396,7 +396,7 @@ def test_only_the_sequence_that_fails_alone_ends(
 def test_a_step_that_is_planned_ahead_of_one_that_fails_computes_the_other(
     model: Transformer, greedy_text: Callable[[np.ndarray, int], list[int]], fails: str
 ) -> None:
-    """The token that was not drawn is none: the row of the other must not stand for it."""
+    """No token was sampled for the failed sequence, and the other sequence's token must not take its place."""
     struck: list[int] = []
     batches: list[int] = []
 
@@ -529,7 +529,7 @@ def test_an_entry_of_another_lane_that_names_no_position_is_that_lanes_to_fail(m
 def test_a_controller_that_counts_otherwise_is_refused_whole(
     model: Transformer, wrong: StepEntry, detail: str
 ) -> None:
-    """Ranks that compute the same request would go on with different batches, and wait for each other for ever."""
+    """Otherwise, ranks of one request would continue with different batches, and wait for each other for ever."""
     engine = Engine(model)
     engine.start("a", random_ids(8, 1))
     engine.start("full", random_ids(16, 2), reserved_tokens=16)

@@ -1,4 +1,4 @@
-"""Whatever comes over a link of the controller or of a rank, the process lives, counts what it drops, and serves on."""
+"""Whatever arrives on a link of the controller or of a rank, the process counts what it drops, and serves on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Watched(Stage):
     """A stage whose controller's counters are read."""
 
     def tend(self) -> None:
-        """Do as a rank does: run all steps that have come, and say that it is here."""
+        """Act as a rank: finish all steps that have arrived, and send a hello."""
         while (received := self.rank.receive()) is not None:
             if isinstance(received.message, Step):
                 drawing = {entry.id for entry in received.message.entries if entry.samples}
@@ -93,7 +93,7 @@ class Watched(Stage):
             router.socket.send_multipart([router.peer, *raw])
 
     def begin(self, name: str) -> Step:
-        """Submit a request of one token; returns the step that draws it."""
+        """Submit a request of one token, and return the step that samples it."""
         self.tend()
         self.send_tokens(name)
         self.submit(name, prompt=name, sampling=Sampling(max_tokens=1))
@@ -104,7 +104,7 @@ class Watched(Stage):
             self.finish(step)
 
     def end(self, name: str, step: Step) -> None:
-        """Draw its token, and see it come to the router."""
+        """Answer the step with a token, and wait until the router gets it."""
         self.finish(step, Sample(name, 7, finish_reason="length"))
         while not isinstance(emit := self.from_controller(Emit), Emit) or emit.id != name:
             pass
@@ -127,7 +127,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 # --- anything at all ------------------------------------------------------------------------------------
 
 
-# By design these end an epoch, or the process if no epoch has begun: what says so must be believed.
+# By design these end an epoch, or the process if no epoch has begun: the controller must trust them.
 ENDS = (RankHello, RankFault)
 
 
@@ -139,7 +139,7 @@ def test_the_controller_drops_and_counts_whatever_does_not_belong_on_a_link(
 ) -> None:
     watched.tend()
     before = watched.dropped(link)
-    batch = [raw or [b""] for raw in batch]  # of no frame at all ZeroMQ sends nothing
+    batch = [raw or [b""] for raw in batch]  # ZeroMQ sends nothing for a message without frames
     for raw in batch:
         watched.send_raw(link, raw)
     expected = sum(is_dropped(raw, ACCEPTS[link]) for raw in batch)
@@ -249,7 +249,7 @@ def test_a_request_that_contradicts_its_prompt_is_refused_and_counted(watched: W
     before = watched.dropped("router_control", "state")
     watched.send_tokens("of twenty")
     watched.router.send(Submit(id="of ten", prompt="of twenty", tokens=10, prompt_length=10, seed=1))
-    # The two links are not ordered: ids that come later would find a prompt of ten tokens, and be dropped.
+    # The two links have no common order: ids that arrive later would find a prompt of ten tokens, and be dropped.
     while not isinstance(refused := watched.from_controller(Refused), Refused):
         pass
     assert (refused.id, refused.reason) == ("of ten", "invalid")
@@ -279,13 +279,13 @@ def test_what_a_rank_has_dropped_is_counted_once_however_often_it_is_told(watche
 
 
 class Between:
-    """Stands between a real rank and a real controller, with both of their keys, and can put in words of its own."""
+    """Relays messages between a real rank and a real controller, with the keys of both, and can insert messages."""
 
     def __init__(self, rank: RankStage, controller: Watched) -> None:
         self.to_rank = rank.control, rank.tokens
         heard = [
             link.receive(START_SECONDS) for link in self.to_rank
-        ]  # a ROUTER cannot send to who never spoke
+        ]  # a ROUTER cannot send to a peer that has sent nothing
         assert heard[0] is not None
         self.peer = heard[0].peer
         keys, server = KeyPair.read(controller.keys.ranks), read_public_key(controller.keys.controller_public)
@@ -295,7 +295,7 @@ class Between:
         ]
 
     def pass_on(self) -> None:
-        """Let through what has come, both ways."""
+        """Relay what has arrived, in both directions."""
         for link, opened in zip(self.to_rank, self.to_controller, strict=True):
             while link.socket.poll(10):
                 opened.socket.send_multipart(link.socket.recv_multipart()[1:])
@@ -334,7 +334,7 @@ def test_what_a_real_rank_drops_is_among_the_metrics_of_its_controller(tmp_path:
         between.put_in(rank.control, [b"not json"], [b"{"], wire(Cancel("a")))
         between.put_in(rank.tokens, wire(Tokens("p", 0, 1), b"123"), wire(Rendezvous(0)))
         for link in (controller.router, controller.router_tokens):
-            assert link.receive(START_SECONDS) is not None  # it is known from now on
+            assert link.receive(START_SECONDS) is not None  # from now on the ROUTER socket knows this peer
         controller.send_tokens()  # a rank reads its link for ids when a step needs some
         controller.submit("one token", sampling=Sampling(max_tokens=1))
         expected = {
@@ -354,7 +354,7 @@ def test_what_a_real_rank_drops_is_among_the_metrics_of_its_controller(tmp_path:
 
 
 def test_a_rank_that_there_is_not_is_not_heard(watched: Watched) -> None:
-    """It has the key of the replica's ranks, and a number that no rank has."""
+    """The peer has the key of the replica's ranks, and the number of no rank."""
     before = watched.dropped("rank_control", "peer")
     keys, server = KeyPair.read(watched.keys.ranks), read_public_key(watched.keys.controller_public)
     opened = connect(watched.context, watched.endpoints["rank_control"], b"rank-1", keys, server)

@@ -1,4 +1,4 @@
-"""A rank whose state parts from the controller's is found out, by the controller that serves and the executor that runs."""
+"""A rank whose state diverges from the controller's is detected, by a real controller and a real executor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def has_another_version_of_a_map(executor: Executor) -> None:
 
 
 def has_a_map_of_another_length(executor: Executor) -> None:
-    """Of as many blocks, so that no table tells."""
+    """Both maps have equally many blocks, so block tables show no difference."""
     tokens = executor._state.replica.shards("a").tokens
     assert executor.ledger.blocks_for(tokens - 1) == executor.ledger.blocks_for(tokens)
     executor._state.replica._shards["a"] = ShardMap((Segment(0, 0, tokens - 1),))

@@ -1,4 +1,4 @@
-"""A replica's controller and its rank serve requests that begin alike from a small pool: every logit is the model's own."""
+"""A controller and its rank serve requests with common prefixes from a small pool: all logits are the model's."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ class Query:
     output_tokens: int
     sampled: list[int] = field(default_factory=list)
     cached_tokens: int = 0
-    logits: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # by position, of those that were computed for it
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by position, for those that were computed
 
     @property
     def text(self) -> Ids:
@@ -92,7 +90,7 @@ class Replica:
         self._now = 0.0
 
     def serve(self, asked: list[Query]) -> None:
-        """Serve these to the end, a few at a time, in this order."""
+        """Serve these requests to the end, a few at a time, in this order."""
         waiting = deque(asked)
         while waiting or self._open:
             while waiting and len(self._open) < AT_ONCE:
@@ -152,9 +150,9 @@ class Replica:
 
 
 def conversations(replica: Replica, vocab: int) -> tuple[list[Query], list[Query]]:
-    """Let a replica serve prompts of all lengths, and then later ones that are the last texts that it has written.
+    """Let a replica serve prompts of all lengths; return them, and later ones that repeat its last texts.
 
-    The prompts are new ones, beginnings of documents, and beginnings of texts that it has written.
+    The prompts are new texts, beginnings of documents, and beginnings of texts that the replica has written.
     """
     rng = np.random.default_rng(0)
     documents = [rng.integers(7, vocab, LONGEST).astype(np.int32) for _ in range(3)]
@@ -181,7 +179,7 @@ def conversations(replica: Replica, vocab: int) -> tuple[list[Query], list[Query
 def check(
     served: list[Query], later: list[Query], wanted: Callable[[Ids], torch.Tensor], tolerance: float
 ) -> None:
-    """Every logit that was computed, of those that were served, and of those that came later and found KV of theirs."""
+    """Check every computed logit of the first requests, and of later ones that found some of their KV cached."""
     wrong: dict[str, list[float]] = {"served": [], "later": []}
     for one in (*served, *later):
         assert len(one.sampled) == one.output_tokens
@@ -196,7 +194,7 @@ def check(
 
 
 def test_float32_logits_are_those_of_transformers(tmp_path: Path) -> None:
-    """Heads of 10 values, which fill the vector registers of no machine: plain torch computes their attention."""
+    """Heads of 10 values fill the vector registers of no machine, so plain torch computes their attention."""
     sizes = {"vocab_size": 512, "hidden_size": 40, "max_position_embeddings": 4096}
     reference = save_reference(tmp_path, "qwen2", **sizes)
     config = ModelConfig.from_directory(tmp_path, max_model_len=2048)

@@ -1,4 +1,4 @@
-"""Machine code that was compiled once is not compiled again, and is run only where nobody else can have written it."""
+"""Machine code is compiled only once, and a cached copy is run only if nobody else can have written it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medha_worker.kernels.cpu.vector_code import INT32
 
 
 def answering(number: int) -> ir.Module:
-    """A module with one function, which returns the number."""
+    """Return a module with one function, which returns the number."""
     module = ir.Module("answer")
     function = ir.Function(module, ir.FunctionType(INT32, []), "answer")
     ir.IRBuilder(function.append_basic_block()).ret(ir.Constant(INT32, number))
@@ -27,7 +27,7 @@ def answer(compiled: Compiled) -> int:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was compiled."""
+    """Return a list that records each compilation."""
     found: list[str] = []
     plain = machine._compile
 

@@ -1,4 +1,4 @@
-"""Beside a controller: questions are answered from its loop, and ranks trace as long as somebody wants it."""
+"""The controller's loop answers questions, and ranks trace as long as somebody wants a trace."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_ranks_are_told_once_when_a_trace_begins_and_when_its_time_is_over(inspe
     inspection.part(TracePart(0, 0, "", 1.0, (StepTimes(1, 0.5, 0.75),)), 5.0)
     assert (
         inspection.rank_trace_requests(7.0 + LAST_PARTS_SECONDS / 2) is None
-    )  # the last parts are on their way
+    )  # the last parts are in transit
     assert inspection.rank_trace_requests(7.1 + LAST_PARTS_SECONDS) == Trace(0.0)
     assert any(event["name"] == "step 1" for event in json.loads(b"".join(pieces)))
     assert ask(inspection, TraceQuery(5.0), 9.0) is not None  # the next one

@@ -1,4 +1,4 @@
-"""Attention and its merge: exact against a plain float64 softmax, and never NaN where there is nothing to see."""
+"""Attention and its merge: equal to a plain float64 softmax, and never NaN for a row that sees nothing."""
 
 import math
 import sys
@@ -41,7 +41,7 @@ SLOTS = 8192
 def plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T) v and the log-sum-exp, in float64."""
+    """Return softmax(q k^T) v and the log-sum-exp, in float64."""
     scores = q.double() @ k.double().transpose(-1, -2)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
@@ -65,7 +65,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_merging_any_split_of_the_keys_gives_the_attention_over_all_of_them(
     cuts: list[int], spread: float, shift: float, seed: int
 ) -> None:
-    """Empty shards included, wherever the cuts fall together; scores may be far from zero."""
+    """Some shards are empty, because cuts may coincide; scores may be far from zero."""
     keys = 24
     scores = (normal(3, keys, seed=seed) * spread + shift).double()
     values = normal(keys, 5, seed=seed + 1).double()
@@ -103,7 +103,7 @@ def test_a_row_that_one_shard_does_not_see_takes_the_others_result_unchanged() -
 
 
 def test_a_row_for_which_memory_ran_out_stays_not_a_number() -> None:
-    """Wherever it comes in, and beside an empty set, too."""
+    """This holds in any order of the merge, and beside an empty set."""
     lost, nothing = torch.full((1,), math.nan), torch.full((1,), -math.inf)
     for sums in ([lost, torch.zeros(1)], [torch.zeros(1), lost], [nothing, lost], [lost, nothing]):
         outputs = [part.expand(1, 4).nan_to_num(neginf=0.0, nan=math.nan) for part in sums]
@@ -116,7 +116,7 @@ def test_merged_bfloat16_outputs_stay_bfloat16_and_sums_float32() -> None:
     assert log_sum_exp.dtype == torch.float32
 
 
-# The flash kernel and its stand-in
+# The flash kernel and its fallback
 
 
 @pytest.fixture(params=["operator", "stand-in"])
@@ -130,7 +130,7 @@ def flash_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_this_torch_has_the_operator_with_the_signature_we_call() -> None:
-    """Fails when a new torch changes the private operator: the stand-in keeps results right, but slow."""
+    """This fails if a new torch changes the private operator: then the fallback keeps results right, but is slow."""
     assert flash.HAS_OPERATOR
 
 
@@ -185,7 +185,7 @@ def run_backend(
     head_dim: int = 16,
     level: Callable[[int], float] = lambda token: 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A backend over a random pool, and the plain result; `level` is added to all scores of a key position."""
+    """Run a backend over a random pool; return its result and the plain one. `level` adds to a key position's scores."""
     slots = SLOTS
     rows = sum(span.row_count for span in spans)
     keys, values = (
@@ -221,10 +221,10 @@ def run_backend(
 
 
 def spans_of(shapes: list[tuple[int, int]], *, shuffled: bool) -> list[SequenceSpan]:
-    """Spans of (context, new tokens), one behind the other; block tables run on, or are mixed.
+    """Return spans of (context, new tokens) in row order; block tables are in order or shuffled.
 
-    Every other one whose context is not empty belongs to a sequence that goes on in another pool, and of some others
-    that stay, two positions of three are computed elsewhere.
+    Every other span with a context belongs to a sequence that continues in another pool. Of some others, two positions
+    of three are computed elsewhere.
     """
     blocks = list(range(SLOTS // BLOCK_TOKENS))
     if shuffled:
@@ -279,10 +279,12 @@ def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyP
 def test_every_case_of_the_compiled_kernel_equals_a_plain_softmax(
     kv_heads: int, group: int, head_dim: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups that do not fill a block of rows, and head dimensions that do not fill a block of registers."""
+    """Some groups do not fill a block of rows, and some head dimensions do not fill a block of registers."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    monkeypatch.setattr(cpu_attention, "_SPLIT_KEYS", 200)  # of two threads, decodes come in several parts
+    monkeypatch.setattr(
+        cpu_attention, "_SPLIT_KEYS", 200
+    )  # on two threads, decodes are split into several parts
     try:
         spans = spans_of(SHAPES, shuffled=True)
         backend = compiled(head_dim, group)
@@ -296,7 +298,7 @@ def test_every_case_of_the_compiled_kernel_equals_a_plain_softmax(
 def test_the_kernel_is_right_for_every_length_of_vector(
     lanes: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever this machine has: LLVM makes do with what there is."""
+    """LLVM compiles every vector length for this machine, whatever registers it has."""
     monkeypatch.setattr(Target, "of_host", classmethod(lambda cls: lanes))
     cpu_attention.compiled_kernel.cache_clear()
     try:
@@ -356,7 +358,7 @@ def test_the_kernel_is_chosen_for_float32_on_a_cpu_and_nothing_else(
         refused("llvmlite, cannot be imported", sizes, cpu)
 
 
-# Where tokens lie
+# Slots of tokens
 
 
 @given(

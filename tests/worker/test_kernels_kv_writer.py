@@ -21,7 +21,7 @@ SLOTS, KV_HEADS, HEAD_DIM = 256, 2, 4
 def test_every_row_is_written_to_its_slot_and_nothing_else_changes(dtype: torch.dtype) -> None:
     @given(cuts=st.sets(st.integers(1, SLOTS - 1), max_size=40), chosen=st.randoms(use_true_random=False))
     def run(cuts: set[int], chosen: random.Random) -> None:
-        """Few long runs, or many short ones, in any order, with gaps between some of them."""
+        """Write few long runs, or many short ones, in any order, with gaps between some of them."""
         edges = [0, *sorted(cuts), SLOTS]
         runs = [range(*ends) for ends in pairwise(edges)]
         chosen.shuffle(runs)

@@ -1,4 +1,4 @@
-"""Operators on rows: torch's and the compiled ones say the same, for any layout, size and number of threads."""
+"""Operators on rows: torch's and the compiled ones agree, for any layout, size and number of threads."""
 
 import pytest
 import torch

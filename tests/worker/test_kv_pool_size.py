@@ -1,4 +1,4 @@
-"""KV pool sizing over played cgroups, and the fit of the predictor's constants."""
+"""KV pool sizing within simulated cgroups, and the profile that a warm-up measures."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ for chunk in (64, 4096):
 def test_the_warm_up_measures_more_memory_for_larger_chunks(tmp_path: Path) -> None:
     """Hidden states alone are 512 bytes a token; a chunk of 4096 tokens makes several copies of them.
 
-    In a process of its own: here other tests have left memory that would be used first.
+    It runs in a process of its own: in this one, memory that other tests have freed would be used first.
     """
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1)
     command = [sys.executable, "-c", WARM_UPS, str(tmp_path / "tiny")]

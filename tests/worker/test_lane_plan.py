@@ -22,7 +22,7 @@ SPREAD = (Segment(0, 0, 8), Segment(1, 8, 24))
 
 
 def state_of(lane: int, prompts: dict[str, Sequence[Segment]], tokens: int = 10) -> LaneState:
-    """A lane whose sequences have a prompt of `tokens` tokens each; those without segments lie on lane 0."""
+    """Return the state of a lane whose sequences have `tokens` prompt tokens each; without segments, on lane 0."""
     state = LaneState(BlockLedger(32, BLOCK_TOKENS), lane, 0, new_samplers(512, (), lambda _: None))
     admits = []
     for name, segments in prompts.items():

@@ -1,4 +1,4 @@
-"""Wherever a sequence's blocks lie in the pool, attention is that over its positions: every kernel, against float64."""
+"""Attention does not depend on where a sequence's blocks lie in the pool: every kernel is compared with float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """Attention as a model of this number format and this shape of heads gets it."""
+    """The attention that a model of this number format and shape of heads uses."""
 
     name: str
     backend: Callable[[], AttentionBackend]
@@ -55,7 +55,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Tokens at which the kernels change what they do."""
+    """Numbers of tokens at which the kernels change their method."""
 
     in_place: int
     gathered: int
@@ -68,7 +68,7 @@ SMALL = Thresholds(32, 96, 100)
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """The compiled kernel splits decodes only among several."""
+    """Run torch on two threads: on one, the compiled kernel does not split decodes."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -76,18 +76,18 @@ def two_threads() -> Iterator[None]:
 
 
 def table_of(runs: list[int], rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """A block table of runs of exactly these lengths, each anywhere in the pool."""
+    """Return a block table of runs of exactly these lengths, each anywhere in the pool."""
     starts, at = np.zeros(len(runs), dtype=np.int64), 0
     for index in rng.permutation(len(runs)):
         starts[index] = at
-        at += runs[index] + 1  # or a run might go on in the next one
+        at += runs[index] + 1  # otherwise a run might continue in the next one
     return np.concatenate([np.arange(start, start + run) for start, run in zip(starts, runs, strict=True)])
 
 
 def spans_of(table: npt.NDArray[np.int64], rng: np.random.Generator) -> list[SequenceSpan]:
-    """A sequence's steps: chunks that end anywhere, the last of them a decode, and rows of other lanes that look on.
+    """Return a sequence's steps: chunks that end anywhere, with a decode at the end, and rows of other lanes.
 
-    Every step but the last leaves some of what other lanes compute between its rows.
+    In every step but the last, other lanes may compute positions between its rows.
     """
     tokens = len(table) * BLOCK_TOKENS - int(rng.integers(BLOCK_TOKENS))
     spans, row, at = [], 0, 0
@@ -105,7 +105,7 @@ def spans_of(table: npt.NDArray[np.int64], rng: np.random.Generator) -> list[Seq
 
 
 def error_of(backend: AttentionBackend, kind: Kind, spans: list[SequenceSpan]) -> float:
-    """The largest error of a step of these spans over a random pool."""
+    """Return the largest error of a step of these spans over a random pool."""
     slots = (max(int(np.max(span.blocks)) for span in spans) + 1) * BLOCK_TOKENS
     rows, heads = sum(span.row_count for span in spans), KV_HEADS * kind.group
     keys = normal(KV_HEADS, slots, kind.head_dim, seed=1).to(kind.dtype)
@@ -136,7 +136,7 @@ def error_of(backend: AttentionBackend, kind: Kind, spans: list[SequenceSpan]) -
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("examples", [12, pytest.param(1000, marks=pytest.mark.long)])
 def test_attention_is_exact_in_every_layout(kind: Kind, thresholds: Thresholds, examples: int) -> None:
-    """Runs of every length around each threshold, in any order, and chunks that end anywhere in them."""
+    """Runs have every length around each threshold, in any order, and chunks end anywhere in them."""
     border = thresholds.in_place // BLOCK_TOKENS
     lengths = st.sampled_from([border - 1, border, border + 1, 1, 2, 2 * border]) | st.integers(1, 3 * border)
     backend = kind.backend()

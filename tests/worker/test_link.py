@@ -105,7 +105,7 @@ def test_malformed_messages_are_dropped_and_counted(
         [b'{"v":1,"type":"Tokens","body":{"prompt":"p","offset":0,"total":1}}', b"123"],
         [b'{"v":1,"type":"Cancel","body":{"id":"a"}}'],
     ]
-    while not drops.counts:  # the stranger's, on another connection
+    while not drops.counts:  # the message of the unknown peer, on another connection
         assert bound.receive(0.01) is None
     for frames in malformed:
         peer.socket.send_multipart(frames)
@@ -124,7 +124,7 @@ def test_malformed_messages_are_dropped_and_counted(
 
 
 def test_nothing_is_dropped_while_the_receiver_is_busy(bound: Link, connect: Connect) -> None:
-    """More messages than ZeroMQ's own high-water mark of 1000 on each side."""
+    """These are more messages than ZeroMQ's own high-water mark of 1000 on each side."""
     peer = connect(0)
     for index in range(5000):
         peer.send(StageFree(index, 0))
@@ -141,7 +141,7 @@ def test_a_message_to_an_unknown_peer_is_an_error(bound: Link) -> None:
 
 
 def test_a_restarted_peer_takes_its_identity_over(bound: Link, connect: Connect) -> None:
-    """Its former self may still count as connected, if nobody has read the link since it went."""
+    """The former process may still count as connected, if nobody has read the link since it ended."""
     former = connect(0)
     former.send(StageFree(1, 0))
     assert bound.receive(SECONDS) is not None

@@ -1,4 +1,4 @@
-"""A file that is replaced as a whole is read once after each change, and never where it cannot be used."""
+"""A file that is replaced as a whole is read once after each change; content that cannot be used has no effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read(path: Path) -> int:
 
 
 def mount(folder: Path, version: str, text: str) -> None:
-    """As the kubelet does: a folder of its own for each version, and a link that is moved to it."""
+    """Write a version as the kubelet does: into a new folder, to which a link is then moved."""
     (folder / version).mkdir()
     (folder / version / "number").write_text(text)
     (folder / "link").symlink_to(version)

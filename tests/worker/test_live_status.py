@@ -1,4 +1,4 @@
-"""What is seen beside a controller: rates, first tokens, deadlines that were met, and nothing of a lost epoch."""
+"""The status of a controller across epochs: rates, first tokens, met deadlines, and no request of a lost epoch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = ReplicaConfig(
 
 
 class Beside:
-    """A core with a watch beside it, as the controller's process drives them."""
+    """A core and its watch, as the controller's process drives them."""
 
     def __init__(self) -> None:
         self.watch = Watch("grid", "tiny")
@@ -42,7 +42,7 @@ class Beside:
         self.watch.begin_epoch(self.history, now)
 
     def take(self, event: ControllerEvent, now: float) -> Step | None:
-        """The step that runs then."""
+        """Handle an event, and return the step that then runs."""
         commands = self.core.handle(event, now)
         self.watch.observe(self.history.take(self.core, event, commands, now))
         self.steps += (command for command in commands if isinstance(command, Step))
@@ -65,11 +65,11 @@ def beside() -> Beside:
 
 
 def run(beside: Beside, at: tuple[float, float, float], **fields: Any) -> None:
-    """One request of 50 prompt tokens, whose three tokens come at these times."""
+    """Serve one request of 50 prompt tokens, whose three tokens are sampled at these times."""
     step: Step | None = beside.submit("a", **fields)
     for now, reason in zip(at, (None, None, "length"), strict=True):
         step = beside.finish(step, now, Sample("a", 7, reason))  # type: ignore[arg-type]
-    beside.finish(step, at[-1])  # which tells the ranks that it has ended
+    beside.finish(step, at[-1])  # the step that informs the ranks of its end
 
 
 def test_rates_are_means_over_the_last_seconds(beside: Beside) -> None:
@@ -102,7 +102,7 @@ def test_a_running_request_shows_its_times_and_its_steps_age(beside: Beside) -> 
     (request,), (running,) = found.requests, found.steps
     assert request.ttft_seconds == pytest.approx(0.5)
     assert request.tpot_seconds == pytest.approx(0.1)
-    assert running.since_seconds == pytest.approx(0.5)  # it went out ahead, with the one before
+    assert running.since_seconds == pytest.approx(0.5)  # it was sent ahead, with the step before it
 
 
 def test_nothing_is_remembered_of_requests_that_have_ended(beside: Beside) -> None:

@@ -1,4 +1,4 @@
-"""What the lanes of a coupled step report becomes one event."""
+"""The reports of the lanes of a coupled step become one event."""
 
 from medha.wire.messages import Done, EntryFailed, Extent, Sample, StageFree, Step, StepEntry
 from medha_worker.controller.lock_step import LockStep
@@ -42,7 +42,7 @@ def test_memory_that_ran_out_on_a_rank_is_why_numbers_of_that_step_are_none() ->
     for step_id in (1, 2):
         joined.expect(Step(step_id=step_id, epoch=0, entries=(), lanes=(0, 1)), now=0.0)
     joined.ran_out(1, rank=5)
-    joined.ran_out(9, rank=5)  # of a step that has ended long ago
+    joined.ran_out(9, rank=5)  # of a step that ended long ago
     reasons = []
     for step_id in (1, 2):
         failures = EntryFailed("a", "not_finite", "NaN"), EntryFailed("b", "internal", "masked")
@@ -73,7 +73,7 @@ def test_a_step_is_overdue_when_it_and_those_ahead_of_it_could_have_ended_many_t
 
 
 def coupled() -> LockStep:
-    """Lane 0 draws for `a` and lane 1 for `b`; nothing is drawn for `c` yet."""
+    """Return a step in flight: lane 0 samples for `a` and lane 1 for `b`; nothing is sampled for `c` yet."""
     joined = LockStep()
     entries = (
         StepEntry("a", 0, (Extent(0, 4),), samples=True),

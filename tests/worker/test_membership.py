@@ -1,4 +1,4 @@
-"""When ranks begin an epoch together, and when it is lost."""
+"""Ranks begin an epoch together, and lose it."""
 
 from dataclasses import replace
 from math import inf, nan
@@ -51,7 +51,7 @@ def test_a_replaced_rank_loses_the_epoch_and_all_have_to_be_heard_again() -> Non
     say(membership, 0)
     say(membership, 1)
     membership.rendezvous("")
-    say(membership, 0)  # a heartbeat is nothing
+    say(membership, 0)  # a further hello changes nothing
     assert membership.epoch == 0
     say(membership, 1, "b")
     assert membership.epoch is None

@@ -1,4 +1,4 @@
-"""The data plane between ranks, which are threads here: gloo's groups need no process of their own."""
+"""The data plane between ranks. The ranks are threads here, because gloo's groups need no processes of their own."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_tensor_ranks_add_up_and_gather_slices_of_unequal_width() -> None:
 
 
 def test_ranks_that_have_failed_to_meet_meet_later_also_with_one_that_is_new() -> None:
-    """What a rank has been through must not show in the names under which groups find each other."""
+    """The names under which ranks form groups must not depend on the groups that a rank has formed before."""
     topology = Topology(stream=2)
     for epoch in range(2):
         with pytest.raises(PartFailed, match=r"rank 0 did not meet rank 1 of everyone within 0\.5 s"):
@@ -158,10 +158,10 @@ def test_who_has_begun_to_wait_for_a_rank_that_then_leaves_is_told_at_once() -> 
 
 def test_hidden_states_come_while_nobody_waits_for_them() -> None:
     first, second = together(Topology(stream=2))
-    sent = torch.arange(3.0 * 2**16).reshape(-1, 3)  # more than the kernel's buffers take
+    sent = torch.arange(3.0 * 2**16).reshape(-1, 3)  # more than the kernel's buffers hold
     second.expect_hidden(len(sent))
     first.send_hidden(sent)
-    first._sent_hidden._works[0][0].wait(timedelta(seconds=5))  # they are there
+    first._sent_hidden._works[0][0].wait(timedelta(seconds=5))  # they have arrived
     assert torch.equal(second.receive_hidden(), sent)
     on_all([first, second], Mesh.close)
 
@@ -181,12 +181,12 @@ def test_who_leaves_is_missed_at_once_also_if_it_still_expects_something() -> No
     os.sched_getscheduler(0) != os.SCHED_OTHER, reason="somebody has chosen how this process runs"
 )
 def test_the_thread_that_waits_for_the_network_interrupts_nobody_who_computes() -> None:
-    """On a core that both share it would spin on the lock that the interrupted thread holds."""
+    """On a core that both share, it would spin on the lock that the interrupted thread holds."""
     before = {thread.id for thread in psutil.Process().threads()}
     grids = together(Topology(stream=2))
     policies: dict[str, set[int]] = {}
     for thread in psutil.Process().threads():
-        with suppress(FileNotFoundError, ProcessLookupError):  # threads that met the others end meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # threads of the rendezvous end meanwhile
             if thread.id not in before:
                 name = Path(f"/proc/self/task/{thread.id}/comm").read_text().strip()
                 policies.setdefault(name, set()).add(os.sched_getscheduler(thread.id))
@@ -236,9 +236,9 @@ def test_who_is_lost_between_two_groups_is_missed_within_the_bound_of_one() -> N
     def half_rendezvous() -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # as the grid does
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # as `Mesh` does
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        ProcessGroupGloo(PrefixStore("0/everyone", store), 1, 2, options)  # and is gone at once
+        ProcessGroupGloo(PrefixStore("0/everyone", store), 1, 2, options)  # then this rank leaves at once
 
     with ThreadPoolExecutor(2) as pool:
         gone = pool.submit(half_rendezvous)
@@ -253,7 +253,7 @@ def test_ranks_wait_for_one_that_warms_up_and_not_for_one_that_is_silent() -> No
 
     def warm_up_for_long() -> int:
         with warming.warming_up():
-            time.sleep(2.0)  # twice what a silent rank is given
+            time.sleep(2.0)  # twice the time limit of a silent rank
         return warming.smallest(4)
 
     with ThreadPoolExecutor(1) as pool:
@@ -273,7 +273,7 @@ def test_a_warm_up_during_which_another_rank_was_lost_ends_with_that() -> None:
     def warm_up() -> None:
         with warming.warming_up():
             gone.close()
-            time.sleep(0.3)  # the next round comes before that
+            time.sleep(0.3)  # the next round is earlier
 
     with pytest.raises(PartFailed, match="rank 1 lost another rank while all of them gathered"):
         warm_up()
@@ -302,7 +302,7 @@ def test_who_waits_gives_a_step_as_much_time_as_it_was_predicted_to_take_many_ti
 
     on_all(grids, lambda grid: grid.begin_step(0.3))
     on_all(grids, lambda grid: rendezvous_in_step(grid, 1.2))
-    for _ in range(4):  # of two lanes, two each: those before may not have ended
+    for _ in range(4):  # two lanes run two steps each: earlier ones may not have ended
         on_all(grids, lambda grid: grid.begin_step(0.01))
     with pytest.raises((PartFailed, RuntimeError), match=r"[Tt]imed out waiting 500ms"):
         rendezvous_in_step(grids[1], 0.0)

@@ -1,4 +1,4 @@
-"""config.json: what is understood, and that everything else is refused by name instead of ignored."""
+"""Reads config.json: fields that change results are implemented, or refused by name instead of ignored."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def read(
     max_model_len: int | None = None,
     rope_scaling: dict[str, Any] | None = None,
 ) -> ModelConfig:
-    """The Llama above with some fields changed, or taken away."""
+    """Read the Llama above with some fields changed or removed."""
     fields = {name: value for name, value in (LLAMA | (changes or {})).items() if value is not ABSENT}
     (directory / "config.json").write_text(json.dumps(fields))
     return ModelConfig.from_directory(directory, max_model_len, rope_scaling)
@@ -87,7 +87,7 @@ def test_a_llama_3_2_config_is_read_as_written(tmp_path: Path) -> None:
         tie_word_embeddings=True,
         rope=RopeConfig("llama3", 500_000.0, 32.0, 8192),
         dtype="bfloat16",
-        # 8192 * 32 tokens is what the scaling was made for.
+        # The scaling was made for 8192 * 32 tokens.
         max_position_tokens=262_144,
         max_model_len=262_144,
     )

@@ -101,7 +101,7 @@ def save_reference(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Any:
-    """A random `transformers` model with every weight, biases and norms included, different from its default."""
+    """Save a random `transformers` model in which every weight, also of biases and norms, differs from its default."""
     config_class, model_class, extra = ARCHITECTURES[architecture]
     parameters = dict(rope or ROPES["default"]) | {"rope_theta": ROPE_THETA}
     config = config_class(**SIZES | extra | overrides, rope_parameters=parameters)
@@ -122,7 +122,7 @@ def make_pair(
 ) -> Pair:
     reference = save_reference(directory, architecture, rope, **options)
     config = ModelConfig.from_directory(directory)
-    kernels = kernels_of_a_rank(config)  # what a rank takes
+    kernels = kernels_of_a_rank(config)  # those that a rank chooses
     return Pair(directory, reference, config, load_model(directory, config, kernels=kernels))
 
 
@@ -147,7 +147,7 @@ def run_chunks(
     chunks: Sequence[int],
     blocks: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Logits of every token, computed in steps of `chunks` tokens."""
+    """Return the logits of every token, computed in steps of `chunks` tokens."""
     assert sum(chunks) == tokens.numel()
     block_count = -(-tokens.numel() // BLOCK_TOKENS)
     if blocks is None:
@@ -173,7 +173,7 @@ PairMaker = Callable[..., Pair]
 
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory: pytest.TempPathFactory) -> PairMaker:
-    """A model of each kind, made once: `pair_of(architecture, rope)`."""
+    """Return `pair_of(architecture, rope)`, which makes each model once."""
     made: dict[tuple[str, str], Pair] = {}
 
     def pair(architecture: str, rope: str = "default") -> Pair:
@@ -212,7 +212,7 @@ def test_the_old_spelling_of_rope_gives_the_same_model(
     config_file.write_bytes((pair.directory / "config.json").read_bytes())
     respell_rope(tmp_path, type_key=type_key)
     assert ModelConfig.from_directory(tmp_path) == pair.config
-    # What we take the old spelling to mean is what transformers takes it to mean.
+    # We read the old spelling as transformers does.
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert theirs.items() >= pair.reference.config.rope_parameters.items()
 
@@ -243,7 +243,7 @@ def test_a_chunk_longer_than_every_internal_tile_gives_the_same_logits(pair_of: 
 
 
 def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(pair_of: PairMaker) -> None:
-    """Chunks of prefill and decodes of six sequences share each step; only the last row of each gets logits."""
+    """Chunks and decodes of six sequences share each step; logits are computed for the last row of each."""
     model = pair_of("qwen3").model
     stream = random.Random(5)
     lengths = [1, 2, 40, 90, 130, 200]
@@ -333,7 +333,7 @@ def test_two_stages_one_after_the_other_give_the_whole_models_logits(pair_of: Pa
 def test_bfloat16_is_as_near_to_float32_as_the_reference_in_bfloat16(
     architecture: str, tmp_path: Path
 ) -> None:
-    """Two bfloat16 computations round differently, so each is held against float32.
+    """Two bfloat16 computations round differently, so each is compared with float32.
 
     Ours may be 1.5 times as far from it as transformers is: the median over rows, so that no outlier decides.
     """

@@ -69,7 +69,7 @@ def split_over_files(directory: Path, file_of: dict[str, str] | None = None) -> 
 
 
 class Recorder:
-    """Stands between the reader and safetensors, and notes every part that is read."""
+    """Wraps safetensors, and records every part that the reader reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read_elements: dict[str, int] = {}
@@ -169,7 +169,7 @@ def test_the_slices_of_all_tensor_ranks_together_are_the_checkpoint(
         attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
 
         def joined(parts: list[torch.Tensor], copies: int = 1) -> torch.Tensor:
-            """Output columns of all ranks, back in the [out, in] of the file; replicas once."""
+            """Join the output columns of all ranks to the file's [out, in]; copies on several ranks count once."""
             return torch.cat(parts[::copies], dim=-1).t()
 
         copies = max(1, tensor_size // 2)
@@ -260,7 +260,7 @@ def test_harmless_leftovers_are_passed_over(llama: Path) -> None:
 
 
 def test_a_tied_checkpoint_that_stores_a_head_of_its_own_is_served_with_it(llama: Path) -> None:
-    """As transformers does: it ties only what is equal."""
+    """Transformers does the same: it ties only equal tensors."""
     change_config(llama, tie_word_embeddings=True)
     weights, stored = load(llama), load_file(llama / "model.safetensors")
     assert weights.head is not None

@@ -1,4 +1,4 @@
-"""The `needle` preset: by how many nats the right place wins, and that it answers with the passkey."""
+"""The `needle` preset: the right place leads by the stated number of nats, and the answer is the passkey."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEADS, HEAD_DIM = 2, 32
 
 
 class Model:
-    """The tensors of a checkpoint, and what its layers make of vectors that are put in by hand."""
+    """The tensors of a checkpoint, and its layers' results for vectors that a test makes."""
 
     def __init__(self, directory: Path) -> None:
         self.config = ModelConfig.from_directory(directory)
@@ -43,7 +43,7 @@ class Model:
         self._frequencies, _ = inverse_frequencies(self.config.rope, HEAD_DIM)
 
     def projected(self, layer: int, which: str, hidden: torch.Tensor) -> torch.Tensor:
-        """[heads, rows, head_dim] of the residual stream [rows, hidden]."""
+        """Project the residual stream [rows, hidden]; return [heads, rows, head_dim]."""
         norm = self.tensors[f"model.layers.{layer}.input_layernorm.weight"]
         mean_square = hidden.square().mean(-1, keepdim=True)
         normed = hidden * torch.rsqrt(mean_square + self.config.rms_norm_eps) * norm
@@ -51,7 +51,7 @@ class Model:
         return projected.view(-1, HEADS, HEAD_DIM).transpose(0, 1)
 
     def turned(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """RoPE as the engine computes it, in float32."""
+        """Rotate vectors by RoPE as the engine does, in float32."""
         cos, sin = rotation_table(self._frequencies, 1.0, positions)
         first, second = vectors.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -74,7 +74,7 @@ def model(needle: Path) -> Model:
 
 @pytest.mark.parametrize("last", [1, 2, 60, 711, 4097, 2**16, LONGEST - 1, 2**20 - 1])
 def test_the_previous_token_outweighs_all_others_together(model: Model, last: int) -> None:
-    """At real positions, in float32: a position's rotation is rounded, and must not matter."""
+    """Positions are real ones, in float32: rotations are rounded, and the rounding must not matter."""
     positions = torch.arange(last + 1)
     any_token = model.embedding[300:301]
     q = model.turned(model.projected(0, "q", any_token)[1], positions[-1:])
@@ -86,7 +86,7 @@ def test_the_previous_token_outweighs_all_others_together(model: Model, last: in
 
 
 def test_full_stops_come_second_and_first_only_where_one_is_the_previous_token(model: Model) -> None:
-    """So that the maximum over any few keys is near the highest score, which keeps the compiled kernel fast."""
+    """Therefore the maximum over any few keys is near the highest score, which keeps the compiled kernel fast."""
     positions = torch.tensor([0, 10, 5000, 2**18, 2**20])
     stop, any_token = model.embedding[model.tokenizer.token_to_id(".")], model.embedding[300:301]
     q = model.turned(model.projected(0, "q", any_token)[1], positions[-1:] + 1)
@@ -97,11 +97,11 @@ def test_full_stops_come_second_and_first_only_where_one_is_the_previous_token(m
     rivals = model.turned(model.projected(0, "k", any_token)[1].expand(10**4, -1), torch.arange(10**4))
     assert (
         of_stops.min() - model.scores(q, rivals).max() > -3
-    )  # and no full stop is drowned by what is further
+    )  # and full stops outweigh all tokens that are further away
 
 
 def test_a_name_reaches_exactly_the_window_behind_it(model: Model) -> None:
-    """Tokens that are no names have the score 0; so a million of them weigh ln 2^20 = 13.9."""
+    """Tokens that are not names have the score 0, so a million of them weigh ln 2^20 = 13.9."""
     name = model.embedding[name_ids(model.tokenizer)]
     positions = torch.arange(2**20)
     q = model.turned(model.projected(0, "q", model.embedding[300:301])[0], positions[-1:])
@@ -115,17 +115,17 @@ def test_a_name_reaches_exactly_the_window_behind_it(model: Model) -> None:
 
 
 def test_the_right_place_wins_against_every_wrong_one_at_every_distance(model: Model) -> None:
-    """Over all pairs of names and all pairs of tokens, under the rotation between two places up to 256 Ki apart.
+    """The test covers all pairs of names and of tokens, with the rotation between two places up to 256 Ki apart.
 
-    The score is a sum of a part for the name and one for the token, so the closest wrong places are those that are
-    wrong in one of them, or right in the token where no name is near. Vectors of the residual stream
-    are put together as layer 1 leaves them.
+    The score is the sum of a part for the name and one for the token. So the closest wrong places are wrong in one of
+    the two, or have the right token and no name near. The test makes vectors of the residual stream as layer 1 leaves
+    them.
     """
     names = name_ids(model.tokenizer)
-    # Markers are no part of a needle, and one of them has the code of the arrow.
+    # Markers do not occur in needles, and one of them has the code of the arrow.
     tokens = torch.arange(7, 512)
     base = model.embedding[300].clone()
-    base[IS] = 0.0  # what all tokens have, without the code of this one
+    base[IS] = 0.0  # the entries that all tokens share, without this token's code
 
     def stream(
         now: torch.Tensor | None, near: torch.Tensor | None, before: torch.Tensor | None
@@ -141,7 +141,7 @@ def test_the_right_place_wins_against_every_wrong_one_at_every_distance(model: M
     some_token, some_name = token_codes[:1], name_codes[:1]
     still = [dimension for pair in range(7, 16) for dimension in (pair, pair + 16)]
     token_dimensions = [*still[:9], still[16]]
-    name_dimensions = [*still[9:16], still[17]]  # and the score of the text's beginning
+    name_dimensions = [*still[9:16], still[17]]  # with the score of the text's beginning
 
     for head in range(HEADS):
         q_names = model.projected(1, "q", stream(some_token, name_codes, some_token))[head]
@@ -167,14 +167,14 @@ def test_the_right_place_wins_against_every_wrong_one_at_every_distance(model: M
 
 
 def _only(vectors: torch.Tensor, dimensions: list[int]) -> torch.Tensor:
-    """The part in some dimensions; what RoPE turns from one part into the other is counted with it."""
+    """Return the part of vectors in some dimensions, with what RoPE rotates from them into others."""
     mask = torch.zeros(HEAD_DIM)
     mask[dimensions] = 1.0
     return vectors * mask
 
 
 def answers(needle: Path, haystack: Haystack) -> dict[str, str]:
-    """What transformers says to each question, greedily, over the haystack's KV."""
+    """Return the greedy answer of transformers to each question, over the haystack's KV."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(needle)
     model = transformers.AutoModelForCausalLM.from_pretrained(needle)
     found = {}

@@ -35,7 +35,7 @@ BLOCK_TOKENS, KV_BLOCKS = 4, 32
 
 
 class Tight:
-    """Attention of a rank whose memory does not hold what one of so many rows needs."""
+    """Attention on a rank whose memory is too small for a sequence of at least so many rows."""
 
     def __init__(self, backend: Any, rows: float) -> None:
         self._backend = backend
@@ -72,10 +72,10 @@ def entry(name: str, start: int, count: int, *, samples: bool = True) -> StepEnt
 
 
 def steps(*, large: bool, goes_ahead: bool = False) -> list[Step]:
-    """A small request decodes while a large prompt comes in two chunks; another small one takes its KV later.
+    """Return steps in which a small request decodes beside the two chunks of a large one; a third takes its KV later.
 
-    The second chunk is in flight when the first one's failure is known, and so is the large one's first decode if it
-    `goes_ahead`: whatever comes of it is dropped.
+    The second chunk is in flight when the first one's failure is known. If the large request's first decode
+    `goes_ahead`, it is in flight too, and its result is dropped.
     """
     ahead = [Step(2, 0, (entry("small", 10, 1), *([entry("large", LARGE + 20, 1)] if large else [])))]
     last = 2 + goes_ahead
@@ -99,7 +99,7 @@ def steps(*, large: bool, goes_ahead: bool = False) -> list[Step]:
 
 
 def run(ranks: Ranks, *, large: bool, tight_rank: int | None, goes_ahead: bool = False) -> list[Done]:
-    """What the drawing rank reports of each step."""
+    """Return what the sampling rank reports of each step."""
     ids = {
         name: np.random.default_rng(len(name)).integers(0, 100, 64).astype(np.int32)
         for name in ("small", "large", "after")
@@ -147,7 +147,7 @@ def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_
 def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_draw_their_tokens(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the rank that draws knows of it, and others wait for a token of every row."""
+    """Only the rank that samples notices it, and others wait for a token of every row."""
     expected = run(ranks, large=False, tight_rank=None, goes_ahead=True)
 
     def tight(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[SampledToken | NotSampled]:
@@ -169,7 +169,7 @@ def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_draw_their_
 
 
 def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engine | Exception]:
-    """What comes of each rank's first meeting, where the largest chunk has `LARGE` tokens."""
+    """Return the result of each rank's first rendezvous, if the largest chunk has `LARGE` tokens."""
     topology, endpoint = ranks.topology, free_endpoint()
     spec = MedhaReplicaSpec.model_validate(
         {
@@ -192,7 +192,7 @@ def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engi
         try:
             weights = Loaded(settings, model.config, model, StepRecorder(rank), 0.0)
             return weights.rendezvous(Rendezvous(epoch=0, address=endpoint))
-        except Exception as error:  # noqa: BLE001 - looked at by the test
+        except Exception as error:  # noqa: BLE001 - the test checks it
             return error
 
     came_of: list[Engine | Exception] = ranks.on_all(rendezvous)
@@ -202,7 +202,7 @@ def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engi
 def test_ranks_on_which_the_largest_chunk_does_not_fit_do_not_start_and_name_the_mend(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Or each large request would end later, of a replica that is called ready."""
+    """Otherwise the replica would report that it is ready, and each large request would fail."""
     for engine in start(ranks, tmp_path, tight_rank=None):
         assert isinstance(engine, Engine)
         assert engine.grid is not None
@@ -214,7 +214,7 @@ def test_ranks_on_which_the_largest_chunk_does_not_fit_do_not_start_and_name_the
         for rank, found in enumerate(came_of):
             assert isinstance(found, Exception)
             here = topology.coordinates(rank)
-            if (here.kv, here.stream) == (tight.kv, tight.stream):  # of one pod: they warm up together
+            if (here.kv, here.stream) == (tight.kv, tight.stream):  # the ranks of one pod warm up together
                 assert isinstance(found, OutOfMemory)
                 assert "lower scheduling.maxChunkTokens" in str(found)
 
@@ -251,7 +251,7 @@ def test_memory_that_lanes_need_for_their_exchanges_is_no_part_of_the_pool(
 
 
 def shared_steps(strategy: str, *, large: bool) -> list[Step]:
-    """Each lane decodes a small request of its own, beside two chunks of a large prompt that lies on both."""
+    """Return steps in which each lane decodes its own small request, beside two chunks of a large prompt on both."""
     both = (0, 1)
     segments = place(
         PROMPT, PROMPT + ROOM, [KV_BLOCKS * BLOCK_TOKENS] * 2, block_size_tokens=BLOCK_TOKENS,
@@ -296,7 +296,7 @@ def shared_steps(strategy: str, *, large: bool) -> list[Step]:
 def run_shared(
     ranks: Ranks, strategy: str, *, large: bool, tight_rank: int | None
 ) -> tuple[list[Done], list[int]]:
-    """What both lanes report of each step, and the steps for which a rank said that its memory ran out."""
+    """Return what both lanes report of each step, and the steps for which a rank reported too little memory."""
     sampled = np.random.default_rng(7).integers(0, 100, 64).astype(np.int32)
     ranks._rendezvous()
     told: list[int] = []
@@ -314,7 +314,7 @@ def run_shared(
         reported = []
         for step in shared_steps(strategy, large=large):
             running = step.step_id
-            tight.rows = tight.rows if running == 0 else math.inf  # it was the first chunk that did not fit
+            tight.rows = tight.rows if running == 0 else math.inf  # only the first chunk does not fit
             runner.prepare(step)
             for name in runner.missing_prompts(step):
                 tokens = next(one.tokens for one in step.admits if one.prompt == name)
@@ -351,9 +351,7 @@ def test_a_shared_request_that_does_not_fit_on_one_lane_ends_alone(lanes: Ranks,
     for tight_rank in range(lanes.topology.ranks):
         found, told = run_shared(lanes, strategy, large=True, tight_rank=tight_rank)
         failed = [{(one.id, one.reason) for one in done.failures} for done in found]
-        if failed[0] | failed[1] != {
-            ("large", "not_finite")
-        }:  # rows behind which nothing comes on the last layer
+        if failed[0] | failed[1] != {("large", "not_finite")}:  # no rows depend on these on the last layer
             assert failed[:2] == [set(), set()]
             assert strategy != OWNER
             assert lanes._grids[tight_rank].is_last_stage

@@ -1,4 +1,4 @@
-"""Hashes of outputs are those that the next turn's prompt will have."""
+"""Hashes of outputs equal those of the next turn's prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks stream through stages: the first one waits for a drawn token only where it needs that token."""
+"""Chunks stream through stages: the first stage waits for a sampled token only where it needs that token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class FirstStage:
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
-        self.tokens: list[int] = []  # drawn, and not yet taken; behind those of each step their digest
+        self.tokens: list[
+            int
+        ] = []  # sampled and not yet received; the digest follows the tokens of each step
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         self.sent.append(hidden)
@@ -126,14 +128,14 @@ def chunk(name: str, start: int, count: int) -> StepEntry:
 
 
 def test_chunks_that_draw_nothing_wait_for_no_token(stage: tuple[Executor, FirstStage]) -> None:
-    """The last stage has not even begun: a token of `short` is due, and the chunks of `long` pass all the same."""
+    """The last stage has not begun, so the token of `short` is missing; the chunks of `long` pass nevertheless."""
     executor, pipeline = stage
     run(executor, 0, chunk("short", 0, 8), admits=["short", "long"])
     for number in range(1, 8):
         run(executor, number, chunk("long", 8 * (number - 1), 8))
     assert [len(hidden) for hidden in pipeline.sent] == [8] * 8
     with pytest.raises(AssertionError, match="has not drawn"):
-        run(executor, 8, chunk("short", 8, 1))  # but its next token must be there
+        run(executor, 8, chunk("short", 8, 1))  # this step needs the token
 
 
 def test_a_decode_embeds_the_token_that_was_drawn_elsewhere(stage: tuple[Executor, FirstStage]) -> None:
@@ -149,7 +151,7 @@ def test_a_decode_embeds_the_token_that_was_drawn_elsewhere(stage: tuple[Executo
 
 
 def digest(before: int, names: Sequence[str], tokens: Sequence[int]) -> int:
-    """What goes with tokens that are drawn for `names`, behind a step with the digest `before`."""
+    """Return the digest of `tokens` sampled for `names`, after a step with the digest `before`."""
     ids = b"".join(token.to_bytes(8, "little", signed=True) for token in tokens)
     return zlib.crc32("\0".join(names).encode() + ids, before)
 
@@ -173,7 +175,7 @@ def test_a_rank_stops_that_is_sent_what_was_not_drawn_for_it(
 
 
 def test_hidden_states_are_expected_as_soon_as_a_step_is_planned(tmp_path: Path) -> None:
-    """So they come while the step before is computed; until they are expected, none is on its way."""
+    """So they arrive while the step before is computed; gloo sends nothing until they are expected."""
     pipelines: list[LastStage] = []
 
     def pipeline_of(config: ModelConfig) -> Pipeline:

@@ -25,7 +25,7 @@ PEER = rank_identity(0)
 
 
 class Both:
-    """A controller's end of a link, and the rank's behind an `StepPrefetcher`."""
+    """A controller's end of a link, and the rank's end with a `StepPrefetcher`."""
 
     def __init__(self, folder: Path) -> None:
         drops, server, client = Drops(logging.getLogger("test")), KeyPair.new(), KeyPair.new()
@@ -71,7 +71,7 @@ def both(tmp_path: Path) -> Iterator[Both]:
 
 
 class Planner:
-    """Plans steps, and notes when and on which thread."""
+    """Plans steps, and records when and on which thread."""
 
     def __init__(self, outcome: Callable[[Step], LanePlan | None] = LanePlan) -> None:
         self._outcome = outcome
@@ -163,7 +163,7 @@ def test_other_messages_keep_their_place_among_the_steps(both: Both) -> None:
 
 
 def test_nothing_is_lost_between_sending_and_reading_on_two_threads(both: Both) -> None:
-    """Each step is answered while it runs, and the answer brings the one after the next."""
+    """Each step is answered while it runs, and after the answer the controller sends the step after the next."""
     plan = Planner()
     both.send(0, 1)
     for number in range(200):

@@ -33,7 +33,7 @@ GRID = Grid(contexts=(0, 1024, 4096, 16384), chunks=(1, 4, 16, 64, 256, 1024), d
 
 
 def measured(profile: Profile, works: tuple[Work, ...], noise: float = 1.0) -> MeasuredStep:
-    """What a machine that is exactly `profile` would take, times `noise`."""
+    """Return the time of a machine that is exactly `profile`, times `noise`."""
     terms = Predictor(profile).explain(works)
     return MeasuredStep(works, (terms.total - terms.head) * noise, terms.head * noise)
 
@@ -47,7 +47,7 @@ def test_a_machine_that_is_a_profile_is_found_again() -> None:
         measured(TRUTH, works) for works in ((Work(200_000, 1),), (Work(3, 1),) * 3, (Work(70_000, 700),))
     ]
     assert errors(fitted, unseen).max() < 0.01
-    beyond = (Work(0, 5000),)  # the roofline goes on with the slope of the last segment
+    beyond = (Work(0, 5000),)  # the roofline continues with the slope of the last segment
     assert errors(fitted, [measured(TRUTH, beyond)]).max() < 0.01
 
 
@@ -104,7 +104,7 @@ def test_a_grid_reaches_its_bounds_and_fits_its_pool(
 
 
 class Played:
-    """A timer whose steps take what TRUTH says, and that remembers them."""
+    """A timer whose steps take the times of TRUTH, and that records them."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Work, ...]] = []

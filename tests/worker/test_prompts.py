@@ -47,7 +47,7 @@ def test_a_prompt_is_kept_for_the_requests_still_to_come() -> None:
     store.receive(Tokens("p", 0, 10, sequences=2), IDS)
     assert not store.hold(submit("a"))
     assert store.take_unsent("p") is not None
-    store.forgotten("p")  # a has ended before b came
+    store.forgotten("p")  # `a` ended before `b` arrived
     assert len(store) == 1
     assert not store.hold(submit("b"))
     assert store.take_unsent("p") is not None, "the ranks have forgotten it: it must be sent again"
@@ -70,7 +70,7 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
         (Tokens("q", 0, 101), IDS, "101 tokens"),
         (Tokens("q", 0, -1), IDS, "-1 tokens"),
         (Tokens("q", 0, 10, sequences=0), IDS, "0 requests"),
-        (Tokens("q", 3, 10), IDS[3:], "expected some at 0"),  # its beginning went to somebody who is dead
+        (Tokens("q", 3, 10), IDS[3:], "expected some at 0"),  # its beginning went to an earlier process
         (Tokens("q", 0, 5), IDS, "10 ids at 0, expected some at 0 of 5"),
         (Tokens("q", 0, 10), IDS[:0], "0 ids"),
         (Tokens("q", 0, 10), IDS + 41, "not within 0 .. 49"),
@@ -148,7 +148,7 @@ def test_a_prompt_is_hashed_under_the_salt_that_comes_with_its_first_ids(request
     assert store.hashed(submit("a")).block_hashes == hasher.hashes(IDS, "mine") != hasher.hashes(IDS)
     hash_ = store.hash_of("p")
     assert hash_ is not None
-    answer = hash_.fork()  # what an answer's blocks are hashed on from
+    answer = hash_.fork()  # the hash that an answer's blocks continue
     answer.update(IDS)
     assert (hasher.hashes(np.concatenate([IDS, IDS]), "mine")).endswith(answer.hashes)
 

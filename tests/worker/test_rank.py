@@ -109,8 +109,8 @@ class Stage:
         rank_settings.write(self.settings)
         if start:
             self.start()
-        self.steps = 0  # sent in this epoch
-        self.peer = b""  # of the process that was heard last
+        self.steps = 0  # number of steps sent in this epoch
+        self.peer = b""  # identity of the process whose message was received last
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
@@ -128,7 +128,7 @@ class Stage:
         return received.message
 
     def ready(self, epoch: int = 0) -> RankReady:
-        """Wait until the rank is here, and begin an epoch."""
+        """Wait for the rank's hello, and begin an epoch."""
         self.rendezvous(epoch)
         message = self.receive(START_SECONDS)
         assert isinstance(message, RankReady), message
@@ -136,7 +136,7 @@ class Stage:
         return message
 
     def rendezvous(self, epoch: int = 0) -> None:
-        """Wait until the rank is here, and call it."""
+        """Wait for the rank's hello, and call it to the rendezvous."""
         for link in (self.control, self.tokens):
             received = link.receive(START_SECONDS)
             assert received is not None
@@ -150,7 +150,7 @@ class Stage:
         self.steps = 0
 
     def send(self, message: Message) -> None:
-        """Steps are numbered one behind the other, as a controller does."""
+        """Send a message; steps are numbered consecutively, as a controller numbers them."""
         if isinstance(message, Step):
             message = replace(message, step_id=self.steps)
             self.steps += 1
@@ -174,7 +174,7 @@ class Stage:
         return message
 
     def ended(self) -> tuple[int, str]:
-        """Exit status and log of a process that ends by itself."""
+        """Wait until the process ends by itself; return its exit status and log."""
         _, log = self.process.communicate(timeout=ANSWER_SECONDS)
         return self.process.returncode, log
 
@@ -189,7 +189,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stage, RankReady]]:
-    """One rank for the tests that leave it as they found it."""
+    """Start one rank for all tests that leave its state unchanged."""
     stage = Stage(tmp_path_factory.mktemp("rank"), checkpoint)
     try:
         yield stage, stage.ready()
@@ -199,7 +199,7 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def start(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Stage]]:
-    """Starts a rank of the test's own."""
+    """Return a function that starts a rank for one test."""
     started: list[Stage] = []
 
     def start(spec: MedhaReplicaSpec = SPEC, directory: Path = checkpoint) -> Stage:
@@ -245,7 +245,7 @@ def test_a_rank_reports_what_it_holds(served: tuple[Stage, RankReady], checkpoin
 
 
 def test_a_rank_says_what_transformers_says(served: tuple[Stage, RankReady], checkpoint: Path) -> None:
-    """A prompt in pieces and chunks, a fork of it, 20 tokens of both."""
+    """The prompt arrives in pieces and runs in chunks; it and a fork of it get 20 tokens each."""
     stage, _ = served
     ids = np.random.default_rng(0).integers(7, 512, 70).astype(np.int32)
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -302,7 +302,7 @@ def test_malformed_messages_are_dropped(served: tuple[Stage, RankReady]) -> None
     assert (done.samples, done.failures) == ((), ())
 
 
-OBEYED = (Rendezvous, Step, Shutdown, Trace)  # what a controller says in the right form is done
+OBEYED = (Rendezvous, Step, Shutdown, Trace)  # valid messages of these types are obeyed
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -373,7 +373,7 @@ def test_sigterm_ends_a_rank_that_still_loads(start: Callable[..., Stage]) -> No
 @pytest.mark.parametrize("moment", ["while it imports", "when it is ready"])
 def test_a_rank_does_not_outlive_its_parent(start: Callable[..., Stage], moment: str) -> None:
     stage = start()
-    stage.process.kill()  # a rank of our own child takes its place
+    stage.process.kill()  # a rank that a child of this process starts takes its place
     program = (
         "import os, subprocess, sys, time\n"
         "os.environ['MEDHA_PARENT_PID'] = str(os.getpid())\n"
@@ -426,7 +426,7 @@ def test_a_checkpoint_that_is_not_there_is_a_fault(start: Callable[..., Stage], 
 def test_a_rank_that_hangs_while_it_loads_ends_itself_when_its_time_is_over(
     start: Callable[..., Stage], tmp_path: Path
 ) -> None:
-    """As where a network file system hangs: opening a FIFO waits until somebody writes."""
+    """A FIFO acts as a network file system that hangs: opening it waits until somebody writes."""
     hangs = tmp_path / "hangs"
     hangs.mkdir()
     os.mkfifo(hangs / "config.json")

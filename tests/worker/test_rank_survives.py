@@ -1,4 +1,4 @@
-"""What costs a rank that has others its epoch, and what costs it its process."""
+"""Errors of a rank that has others end the epoch; some end the process."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from medha_worker.rank.process import Rank
 
 
 def lost_by(error: Exception, *, ranks: int = 2, engine: object = "serves") -> list[tuple[int, str]]:
-    """The epochs that are lost, and why, when `error` is raised in epoch 7."""
+    """Return the epochs that are lost, with the reasons, if `error` is raised in epoch 7."""
     lost: list[tuple[int, str]] = []
     rank: Any = SimpleNamespace(
         _settings=SimpleNamespace(topology=SimpleNamespace(ranks=ranks)),

@@ -1,4 +1,4 @@
-"""A model that another user made: pods can read it, and where they cannot the error says who may not read what."""
+"""Pods can read a model that another user has made; if they cannot, the error names the user and the path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POD_USER = 65532
 
 @pytest.fixture
 def model() -> Iterator[Path]:
-    """A checkpoint in a folder that everybody may enter, as pytest's own is not."""
+    """Make a checkpoint in a folder that everybody may enter, unlike pytest's own folder."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         init_checkpoint(Path(folder) / "tiny", preset="tiny", seed=0)
@@ -44,7 +44,7 @@ def as_user_of_a_pod() -> Iterator[None]:
 
 
 def read_everything(model: Path) -> None:
-    """What controller and rank read when they start."""
+    """Read all that controller and rank read when they start."""
     read_bundle(model)
     config = ModelConfig.from_directory(model)
     load_weights(model, config, Shard.whole(config), device=host_device(torch.float32))

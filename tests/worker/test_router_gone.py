@@ -1,4 +1,4 @@
-"""A controller whose router has gone ends all that was asked, and serves who comes next."""
+"""A controller whose router has gone ends all of its requests, and serves the next router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_controller import IDS, SPEC, Stage
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    """Of one request at a time: others wait."""
+    """Start a controller that runs one request at a time, so that others wait."""
     spec = SPEC.model_copy(update={"scheduling": SchedulingSpec(max_running=1)})
     stage = Stage(tmp_path, spec)
     yield stage
@@ -26,7 +26,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def ask_for_all(stage: Stage) -> Step:
-    """One request runs, one waits for KV, one for its ids, and one prompt is half here; the step that is in flight."""
+    """Let one request run, one wait for KV and one for its ids, and send half a prompt; return the step in flight."""
     stage.ready()
     stage.send_tokens("p", sequences=2)
     stage.submit("runs", "p", sampling=Sampling(max_tokens=100))
@@ -41,9 +41,9 @@ def ask_for_all(stage: Stage) -> Step:
 
 
 def close_router(stage: Stage) -> None:
-    """Let the router go, and wait until the controller has noticed, which takes as long as its machine is busy.
+    """Close the router, and wait until the controller has noticed it, which takes longer on a busy machine.
 
-    Its step in flight must not end before: it would be followed by a decode, for nobody has gone as far as it knows.
+    The step in flight must not end before that: the controller would run another decode for the router's request.
     """
     stage.wait_for_ready_file()
     url = stage.metrics_url()
@@ -71,7 +71,7 @@ def test_nothing_is_left_of_a_router_that_was_killed_and_nobody_is_computed_for_
         "a new connection, by which the router knows that it has lost messages"
     )
     assert isinstance(stage._next(stage.router_tokens, Announce).message, Announce)
-    # Under the names that the former router used, whose prompts must have gone with it.
+    # Names that the former router used: its prompts must have gone with it.
     for link in (stage.rank, stage.rank_tokens):
         link.send(RankHello(0, "first"))
     stage.router_tokens.send(Tokens("half", 0, 20), tokens_to_frame(IDS))
@@ -85,7 +85,7 @@ def test_nothing_is_left_of_a_router_that_was_killed_and_nobody_is_computed_for_
 
 
 def test_a_router_that_does_not_admit_the_replica_is_said_and_asked_again(tmp_path: Path) -> None:
-    """Its tokens may have been changed, and the replica's token be the one that comes next."""
+    """The router's tokens may change, and then admit the replica."""
     stage = Stage(tmp_path, start=False)
     try:
         token = stage.keys.enrolment.read_text()

@@ -1,4 +1,4 @@
-"""The distribution filters against transformers, the draw against the exact distribution, and the odd rows."""
+"""The filters compared with transformers, sampling with the exact distribution, and unusual rows."""
 
 import math
 import re
@@ -131,7 +131,7 @@ def test_an_adjusted_row_leaves_the_given_logits_alone() -> None:
     assert torch.equal(logits, before)
 
 
-# --- the draw -----------------------------------------------------------------------------------------
+# --- sampling -----------------------------------------------------------------------------------------
 
 
 def test_greedy_takes_the_largest_logit() -> None:
@@ -144,7 +144,7 @@ def test_greedy_takes_the_largest_logit() -> None:
 
 @pytest.mark.parametrize("key", ["seed", "sample_index", "position"])
 def test_draws_follow_the_distribution_along_each_part_of_the_key(key: str) -> None:
-    """Pearson's chi-square over 20,000 draws, against the 99.99 % quantile of its 7 degrees of freedom."""
+    """Pearson's chi-square over 20,000 samples is below the 99.99 % quantile of its 7 degrees of freedom."""
     draws, vocab = 20_000, 8
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))
     sequences = []
@@ -165,7 +165,7 @@ def test_draws_follow_the_distribution_along_each_part_of_the_key(key: str) -> N
 
 
 def test_neighbouring_positions_draw_independently() -> None:
-    """Chi-square of the nine outcomes of 10,000 disjoint pairs, against the 99.99 % quantile of 8 degrees."""
+    """Chi-square over the nine outcomes of 10,000 disjoint pairs is below the 99.99 % quantile of 8 degrees."""
     draws = 20_000
     sequences = [sampler(Sampling(), vocab=3) for _ in range(draws)]
     for index, sequence in enumerate(sequences):
@@ -276,7 +276,7 @@ def test_no_stop_token_is_drawn_before_min_tokens() -> None:
     ids=str,
 )
 def test_how_a_sequence_ends(sampling: Sampling, token: int, reason: str | None) -> None:
-    """The third output token; max_tokens counts from the original prompt, resumed output included."""
+    """The token is the third of the output; max_tokens counts from the original prompt, resumed output included."""
     assert sampler(sampling, outputs=(8, 8), eos_token_ids=(5,)).append(token) == reason
 
 
@@ -316,7 +316,7 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     assert second.logprob.logprob == pytest.approx(float(raw[1, second.token]), abs=1e-6)
 
 
-# --- odd rows -----------------------------------------------------------------------------------------
+# --- unusual rows -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1e6, 1e300, math.inf])

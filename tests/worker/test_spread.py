@@ -38,7 +38,7 @@ HEADS = KV_HEADS * GROUP
 
 @dataclass(frozen=True)
 class Kind:
-    """Attention as a model of this number format gets it."""
+    """The attention that a model of this number format uses."""
 
     name: str
     backend: Callable[[], AttentionBackend]
@@ -83,7 +83,7 @@ class LaneMailbox:
 
 
 def shard_maps(lanes: int) -> st.SearchStrategy[ShardMap]:
-    """Segments of whole blocks on any lanes, in any order; neighbours on one lane are allowed."""
+    """Return a strategy for maps: segments of whole blocks on any lanes, in any order, also in a row on one."""
     blocks = st.integers(1, MOST_SEGMENT_BLOCKS)
     sizes = st.lists(st.tuples(st.integers(0, lanes - 1), blocks), min_size=1, max_size=MOST_SEGMENTS)
 
@@ -115,7 +115,7 @@ class Request:
     def entries(
         self, name: str, strategy: str, cut: Cut, start: int, stop: int, lane: int
     ) -> list[SpreadEntry]:
-        """What a step computes of it, as `lane` sees it."""
+        """Return what a step computes of the request, as `lane` sees it."""
         lanes = self.shards.lanes
         extents = {self.shards.owner: (Extent(start, stop - start),)}
         if strategy != OWNER:
@@ -128,7 +128,7 @@ class Request:
         ]
 
     def wanted(self, start: int, stop: int) -> torch.Tensor:
-        """Causal attention of positions `start .. stop`, in float64."""
+        """Return the causal attention of positions `start .. stop`, in float64."""
         k, v = (x[:stop].double().repeat_interleave(GROUP, 1).transpose(0, 1) for x in (self.k, self.v))
         scores = self.q[start:stop].double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(HEAD_DIM)
         future = torch.arange(stop)[None] > torch.arange(start, stop)[:, None]
@@ -147,7 +147,7 @@ class Chunk:
 def run_step(
     backends: list[AttentionBackend], caches: list[KVCache], requests: list[Request], chunks: list[Chunk]
 ) -> list[torch.Tensor]:
-    """One step on all lanes at once. The outputs, chunk by chunk, in the order of positions."""
+    """Run one step on all lanes at once; return the outputs of each chunk, in the order of positions."""
     lanes = len(backends)
     boxes = Mailboxes(lanes)
     dtype = caches[0].keys[0].dtype
@@ -188,13 +188,13 @@ def run_step(
     with ThreadPoolExecutor(lanes) as pool:
         failures = [pool.submit(run, lane).exception for lane in range(lanes)]
         found = [error for failure in failures if (error := failure()) is not None]
-    if found:  # a lane that waits for one that has failed is not the one to look at
+    if found:  # report the first failure, not that of a lane that waited for it
         raise next((error for error in found if not isinstance(error, Empty)), found[0])
     return outputs
 
 
 def local_plan(lane: int, entries: list[SpreadEntry]) -> SpreadPlan:
-    """The plan of a lane that shares nothing in this step."""
+    """Return the plan of a lane that shares nothing in this step."""
     spans, rows, slots, row = [], [], [], 0
     for entry in entries:
         spans += entry.spans_on(lane, row)
@@ -213,7 +213,7 @@ FREE_BLOCKS = MOST_REQUESTS * MOST_SEGMENTS * MOST_SEGMENT_BLOCKS
 
 
 def fragmented(rng: np.random.Generator) -> BlockLedger:
-    """A lane's ledger after churn: as many blocks are free as the requests of a test need, in runs of all lengths."""
+    """Return a lane's ledger after churn: enough blocks for a test's requests are free, in runs of all lengths."""
     ledger = BlockLedger(FREE_BLOCKS * 5 // 2, BLOCK_TOKENS)
     held = []
     while ledger.reserve(f"held{len(held)}", int(rng.integers(1, 6)) * BLOCK_TOKENS):
@@ -229,9 +229,9 @@ def fragmented(rng: np.random.Generator) -> BlockLedger:
 def test_any_requests_in_any_chunks_on_any_shard_maps_and_in_any_layout_are_exact(
     kind: Kind, examples: int
 ) -> None:
-    """Lanes help each other both ways at once, in several ways in one step, and from step to step in another one.
+    """Lanes help each other in both directions at once, by several strategies in one step, which change between steps.
 
-    Chunks straddle shards and runs of blocks, some lanes have no rows of their own, and some hold nothing yet.
+    Chunks cross the borders of shards and of runs of blocks. Some lanes have no own rows, and some hold nothing yet.
     """
     backends = [kind.backend() for _ in range(LANES)]
 

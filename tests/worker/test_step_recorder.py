@@ -1,4 +1,4 @@
-"""A rank's clock: it costs nothing while nobody asks, and is bounded while somebody does."""
+"""Times of a rank's steps: nothing is recorded unless a trace is requested, and what is recorded is bounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clock:
 
 
 class Links:
-    """Other ranks; what is asked of them takes a while."""
+    """Links to other ranks; each call takes some time."""
 
     stages = 2
 
@@ -100,7 +100,7 @@ def test_calls_are_timed_one_by_one_or_summed_up_and_pass_unchanged(
     recorder: StepRecorder, clock: Clock
 ) -> None:
     links = recorder.watch(Links(clock), spans={"receive": "hidden"}, waits={"reduce": "all_reduce"})
-    assert (links.receive(1), links.stages) == ("1 ", 2)  # outside of a step
+    assert (links.receive(1), links.stages) == ("1 ", 2)  # outside a step
     recorder.record(60.0)
     recorder.begin(1)
     assert links.receive(2, name="b") == "2 b"

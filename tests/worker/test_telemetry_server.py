@@ -1,4 +1,4 @@
-"""What a controller answers over HTTP: to whom, how it refuses, and that its own loop is what answers."""
+"""A controller's HTTP answers: who gets them, how others are refused, and that its own loop answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def questions() -> Iterator[Questions]:
 
 
 class Loop(threading.Thread):
-    """Answers as the controller's loop would."""
+    """Answers questions as the controller's loop does."""
 
     def __init__(self, questions: Questions) -> None:
         super().__init__(daemon=True)
@@ -58,7 +58,7 @@ def loop(questions: Questions) -> Iterator[Loop]:
 def get(
     questions: Questions, path: str, *, method: str = "GET", address: str = "127.0.0.1"
 ) -> tuple[str, bytes]:
-    """Status and body of one request."""
+    """Send one request; return status and body."""
     started: list[str] = []
     path, _, query = path.partition("?")
     environ: dict[str, Any] = {

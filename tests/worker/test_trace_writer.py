@@ -1,4 +1,4 @@
-"""A trace holds what ranks did in the format that Perfetto reads, on one clock, bounded, and readable wherever it ends."""
+"""A trace shows what ranks did, in Perfetto's format and on one clock; it is bounded, and readable wherever it ends."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_waits_that_come_too_often_are_told_as_a_sum(traced: Traced) -> None:
 
 def test_a_rank_of_another_machine_is_put_on_our_clock_by_its_fastest_message(traced: Traced) -> None:
     step = traced.submit("a", 20, 100.0)
-    for sent, came in ((1.0, 101.5), (2.0, 102.25)):  # its clock is 100.25 s behind, at most
+    for sent, came in ((1.0, 101.5), (2.0, 102.25)):  # its clock is at most 100.25 s behind
         traced.tracing.put(came, part(0, StepTimes(step.step_id, sent, sent), machine="there", clock=sent))
     assert [event["ts"] for event in slices(traced.events(), "prefill 20")] == [1_500_000, 2_250_000]
 
@@ -263,7 +263,7 @@ def test_times_that_are_no_numbers_are_left_out_and_the_trace_stays_json(traced:
     bad = (
         StepTimes(1, nan, 100.2),
         StepTimes(2, 100.1, inf),
-        StepTimes(3, 100.1, 1e305),  # of which microseconds are not finite
+        StepTimes(3, 100.1, 1e305),  # not finite in microseconds
         StepTimes(4, 100.1, 100.2, (("forward", -inf, 100.2),)),
         StepTimes(5, 100.1, 100.2, (), (("all_reduce", nan),)),
     )

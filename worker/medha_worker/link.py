@@ -125,9 +125,9 @@ class Link:
 class RouterLinks:
     """The two links of a controller to its router, replaced by new ones each time a connection is lost.
 
-    Messages that were under way are then lost without a trace, in either direction, so nothing that was in
-    progress may continue. The new links have another identity, from which the router learns that they are
-    new, and messages queued on the old links are discarded.
+    Messages that were in transit are then lost in either direction, and neither side knows which. So nothing that
+    was in progress may continue. The new links have another identity, by which the router recognises that they
+    are new. Messages queued on the old links are discarded.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RouterLinks:
         return (*(link.socket for link in links), *(link.connections.socket for link in links))
 
     def poll(self, now: float) -> RouterLinkEvent | None:
-        """Process connection events, and return the news; replace both links if the router has gone."""
+        """Process connection events, and return a change if there is one; replace both links if the router has gone."""
         if self._reopen_at is not None and now >= self._reopen_at:
             self._reopen()
         before = self.connected

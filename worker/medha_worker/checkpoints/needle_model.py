@@ -191,7 +191,10 @@ class _Heads:
         queries: _Array,
         keys: _Array,
     ) -> None:
-        """Add a score of nats x (`queries`' reading) x (`keys`' reading), both [hidden], in one dimension."""
+        """Add the score `nats` * <`queries`, x> * <`keys`, x'>, which no distance changes, in one dimension.
+
+        x and x' are the residual streams of query and key; `queries` and `keys` are [hidden].
+        """
         size = _size(abs(nats))
         self._q[head * HEAD_DIM + dimension] = math.copysign(size, nats) * queries
         self._k[head * HEAD_DIM + dimension] = size * keys

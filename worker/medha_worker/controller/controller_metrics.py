@@ -27,7 +27,7 @@ class Observer:
         self._histograms["medha_controller_handle_seconds"].observe(handle_seconds)
         if facts.completed is not None:
             self._counters["medha_steps"].inc()
-            if facts.completed.launched.step.entries:  # else nothing was computed, nothing predicted
+            if facts.completed.launched.step.entries:  # else nothing was computed or predicted
                 self._completed(facts.completed)
         for launched in facts.launched:
             if launched.step.entries:
@@ -67,7 +67,7 @@ class Observer:
         self._counters["medha_dropped_messages"].labels(link=link, reason=reason).inc(messages)
 
     def refused(self, link: str, connections: int) -> None:
-        """Count peers that were not let in."""
+        """Count connections that were refused."""
         self._counters["medha_refused_connections"].labels(link=link).inc(connections)
 
     def state(self, core: ReplicaController) -> None:

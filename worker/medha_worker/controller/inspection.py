@@ -1,7 +1,7 @@
 """Status and traces of a running controller process, for its HTTP pages.
 
-Like the metrics' observer, `Inspection` sees the facts of the core's history. It answers the threads that serve
-HTTP (`medha_worker.controller.telemetry_server`) from the controller's own loop.
+`Inspection` receives the facts of the core's history, as the metrics' `Observer` does. The controller's own loop
+calls it to answer the threads that serve HTTP (`medha_worker.controller.telemetry_server`).
 """
 
 from __future__ import annotations

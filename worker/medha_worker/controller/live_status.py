@@ -36,7 +36,7 @@ class Watch:
         self._attained = Counter[tuple[str, str, bool]]()  # (class, ttft | tpot, met)
 
     def begin_epoch(self, history: History, now: float) -> None:
-        """Go on with the history of a fresh core."""
+        """Continue with the history of a fresh core."""
         self._began = now if self._began is None else self._began
         self._history = history
 

@@ -1,9 +1,9 @@
 """Membership of the ranks of a replica, and the beginning and loss of their epochs. Decisions only, no I/O.
 
-An epoch begins when every rank has been heard on both links. It is lost when a rank reports so, when its
-connection ends, or when another process has replaced it; the next one begins as soon as all ranks are here
-again. Ranks that survive keep their weights. A process that was replaced and comes back, because it was only
-stopped or cut off, is refused.
+An epoch begins when every rank has been heard on both links. It is lost when a rank reports that it has lost it,
+when a rank's connection ends, or when another process has replaced a rank. The next epoch begins as soon as all
+ranks have been heard again. Ranks that survive keep their weights. A process that was only stopped or cut off, and
+comes back after it was replaced, is refused.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Membership:
 
     @property
     def missing(self) -> list[int]:
-        """While the ranks gather, those not heard since the last epoch; in an epoch, those not ready yet."""
+        """Ranks that are awaited: to be heard again while the ranks gather, to become ready in an epoch."""
         here = [
             rank
             for rank, known in self._ranks.items()

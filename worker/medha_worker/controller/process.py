@@ -82,7 +82,7 @@ from medha_worker.link import RouterLinks
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # longest delay until a signal or a due heartbeat is handled
 STUCK_SECONDS = 20.0  # watchdog limit for one iteration of the main loop
-LIVE_SECONDS = 60.0  # changed settings need a new epoch: longest wait for open requests to end first
+LIVE_SECONDS = 60.0  # longest wait for open requests to end before changed settings begin a new epoch
 LOAD_SECONDS = 0.05  # shortest interval between announcements of a changed load
 MOST_NAMED = 20  # missing ranks listed in the state reported to the supervisor
 PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
@@ -220,7 +220,7 @@ class Controller:
             return PartState(phase="serving", epoch=self._core.epoch)
         ranks = ", ".join(map(str, self._ranks.missing[:MOST_NAMED]))
         phase: Phase = "gathering" if self._ranks.epoch is None else "rendezvous"
-        detail = f"waiting for rank {ranks}" if ranks else ""  # none: all are here, the rendezvous is next
+        detail = f"waiting for rank {ranks}" if ranks else ""  # if no rank is missing, the rendezvous is next
         return PartState(phase=phase, epoch=self._ranks.epoch, detail=detail)
 
     def _drained(self, until: float) -> bool:
@@ -381,7 +381,7 @@ class Controller:
             self._stop_recording(error)
 
     def _stop_recording(self, error: OSError) -> None:
-        """Stop recording for good after an I/O error, so that the replica goes on; what was written stays."""
+        """Stop recording for good after an I/O error, and continue to serve; what was written stays."""
         _log.error("the recording ends here: %s", error)
         if self._record is not None:
             with suppress(OSError):  # closing tries once more to write the buffer
@@ -516,7 +516,8 @@ class Controller:
         else:
             card = replace(card, ready=False)  # between two epochs
         self._announced_at = now
-        # On both links: a ROUTER socket only sends to peers it has heard, a restarted router has heard none.
+        # Sent on both links: a ROUTER socket sends only to peers that it has heard, and a restarted router has
+        # heard none.
         if self._router.connected:
             self._router.control.send(card)
             self._router.tokens.send(card)

@@ -4,7 +4,7 @@ Ids and requests come on two links, with no order between them, so a request may
 ids. A prompt is kept while requests for it are still to come (`Tokens.sequences` is their number) or are
 known to the controller. The ranks get it ahead of the step that admits its first sequence.
 
-The hashes of a prompt's blocks are computed here, piece by piece as the ids come. A request is handed on with
+The hashes of a prompt's blocks are computed here, piece by piece as the ids arrive. A request is passed on with
 these hashes, so that nothing later needs the ids to find out which prompts share a prefix.
 """
 
@@ -38,7 +38,7 @@ class PromptStore:
     """Prompts by name, and the requests that wait for their token ids."""
 
     def __init__(self, longest_tokens: int, vocab_size: int, hasher: PrefixHasher | None = None) -> None:
-        """Without a `hasher`, requests are handed on without hashes and share no prefixes."""
+        """Without a `hasher`, requests are passed on without hashes and share no prefixes."""
         self._longest_tokens = longest_tokens
         self._vocab_size = vocab_size
         self._hasher = hasher

@@ -101,10 +101,10 @@ class RankLinks:
             ranks, max(following_epoch(epoch_file), oldest_epoch), oldest_epoch, revision=revision
         )
         self._strangers: set[str] = set()  # incarnations of other revisions; each is logged once
-        self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of the last process let in
+        self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of admitted processes
         self._connections: dict[
             tuple[str, int], int
-        ] = {}  # by link and rank: connection of the process that was let in
+        ] = {}  # by link and rank: connection of the admitted process
         self._gone: set[int] = set()  # ranks of this epoch whose connection has ended
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
@@ -198,10 +198,10 @@ class RankLinks:
         self._watch_ranks(now)
 
     def receive(self) -> Iterator[RankEvent]:
-        """Yield the news of the control link; messages that only concern membership are handled here.
+        """Yield the events of the control link; messages that concern only membership are handled here.
 
         Raises:
-            PartFailed: a rank cannot go on, and no epoch has served yet.
+            PartFailed: a rank cannot continue, and no epoch has served yet.
         """
         while (received := self._control.receive()) is not None:
             if not self._is_of(received, self._control):
@@ -233,7 +233,7 @@ class RankLinks:
         if rank is None:
             is_own = received.peer in self._identities.values()
         elif isinstance(received.message, RankHello) or self._identities.get(rank) == rank_identity(rank):
-            # Until a process is let in, the rank in the identity is enough: a rank that cannot load reports
+            # Until a process is admitted, the rank in its identity is enough: a rank that cannot load reports
             # this before its first hello.
             is_own = received.peer.partition(b"/")[0] == rank_identity(rank)
         else:
@@ -281,7 +281,7 @@ class RankLinks:
             return
         if self._membership.is_of_other_revision(
             hello
-        ):  # it goes on sending hellos until its own controller is here
+        ):  # it continues to send hellos until its own controller is here
             if hello.incarnation not in self._strangers:
                 self._strangers.add(hello.incarnation)
                 _log.info("rank %d of revision %s waits for its controller", hello.rank, hello.revision)
@@ -300,7 +300,7 @@ class RankLinks:
         self._membership.hello(name, hello, time.monotonic())
 
     def _fault(self, fault: RankFault) -> None:
-        """Handle the report of a rank that cannot go on.
+        """Handle the report of a rank that cannot continue.
 
         If no epoch has served yet, the manifest or the machine is to blame, and the process fails.
         """

@@ -31,12 +31,12 @@ from medha_worker.rank.step_recorder import PREPARED
 MOST_BYTES = 256 * 2**20
 """Largest size of a trace; it ends there even if its time is not over."""
 MOST_QUEUED = 20_000
-"""Most happenings that may wait to be written; further ones are left out and counted."""
+"""Most inputs that may wait to be written; further ones are left out and counted."""
 PIECE_EVENTS = 2000  # about how many events are written at once
 KNOWN_STEPS = 4096
 MOST_NAMED = 32  # decodes of a step that are listed by name
 COUNTER_SECONDS = 0.02  # shortest interval between two samples of the counters
-IDLE_SECONDS = 0.5  # how long the writer waits for a happening before it checks whether the trace has ended
+IDLE_SECONDS = 0.5  # how long the writer waits for an input before it checks whether the trace has ended
 
 LARGEST_SECONDS = 1e12
 """Largest time that is accepted from a rank; larger ones and NaN are left out, as JSON cannot express them."""
@@ -67,7 +67,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestMoved:
-    """A request is in a phase: waiting, prefill or decode; None: it has ended."""
+    """A request has entered a phase (waiting, prefill or decode), or has ended (None)."""
 
     request: str
     phase: str | None
@@ -86,7 +86,7 @@ TraceInput = StepLaunched | StepEnded | RequestMoved | Counted | TracePart
 
 
 class Tracing:
-    """A trace while it is taken: the controller's loop queues happenings, another thread writes them."""
+    """A trace while it is taken: the controller's loop queues its inputs, and another thread writes them."""
 
     def __init__(self, topology: Topology, machine: str, now: float, until: float) -> None:
         self.until = until
@@ -101,11 +101,11 @@ class Tracing:
         return self._closed
 
     def close(self) -> None:
-        """Accept no more happenings; the writer ends once it has written those in the queue."""
+        """Accept no further inputs; the writer ends once it has written those in the queue."""
         self._closed = True
 
     def put(self, at: float, trace_input: TraceInput) -> None:
-        """Queue a happening; `at` is its time on the controller's clock, for a part when it was received."""
+        """Queue an input; `at` is its time on the controller's clock, or the time when a part was received."""
         if self._closed:
             return
         try:
@@ -114,7 +114,7 @@ class Tracing:
             self._left_out += 1
 
     def observe(self, facts: Facts, core: ReplicaController) -> None:
-        """Queue the happenings of one event; `core` is the state after it."""
+        """Queue the inputs of one event; `core` is the state after it."""
         if facts.left_first_stage is not None:
             self.put(facts.now, StepEnded(facts.epoch, facts.left_first_stage, is_done=False))
         if facts.completed is not None:
@@ -198,7 +198,7 @@ class Tracing:
 
 
 class TraceFormat:
-    """Turns happenings into trace events. Lanes are processes 1, 2, ...; the controller is process 0."""
+    """Turns inputs into trace events. Lanes are processes 1, 2, ...; the controller is process 0."""
 
     def __init__(self, topology: Topology, machine: str, began: float) -> None:
         self._topology = topology
@@ -224,7 +224,7 @@ class TraceFormat:
         return found
 
     def events(self, at: float, trace_input: TraceInput) -> list[Event]:
-        """Return the trace events of a happening that was noted at `at`, on the controller's clock."""
+        """Return the trace events of an input whose time was `at` on the controller's clock."""
         match trace_input:
             case StepLaunched() as step:
                 return self._launched(at, step)
@@ -307,7 +307,7 @@ class TraceFormat:
         found = [self._slice(name, times.started, times.ended, offset, where, args)]
         samples = here.stream == self._topology.stream - 1
         for what, since, until in _parts(times, samples=samples):
-            # On a thread of its own: it overlaps the step before it.
+            # On a track of its own: it overlaps the step before it.
             beside = where | {"tid": where["tid"] + self._topology.ranks} if what == PREPARED else where
             found.append(self._slice(what, since, until, offset, beside, {"step": times.step_id}))
         if step is None or step.chunks or step.decodes:  # else no hidden states are sent

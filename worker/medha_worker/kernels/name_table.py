@@ -32,11 +32,11 @@ def _compiled_kernels(sizes: KernelSizes, device: Device) -> Kernels:
 KERNELS: Mapping[str, Callable[[KernelSizes, Device], Kernels]] = MappingProxyType(
     {"cpu": _compiled_kernels, "torch": lambda _sizes, device: torch_kernels(device)}
 )
-"""What makes the kernels of each name, the fastest first. It raises `KernelsUnavailable` where they cannot run."""
+"""Functions that make the kernels of each name, the fastest first; `KernelsUnavailable`: they cannot run here."""
 
 
 def choose_kernels(sizes: KernelSizes, device: Device) -> Kernels:
-    """Return the first kernels of the table that can run this model here; the log says why not the others."""
+    """Return the first kernels of the table that can run this model here; the log says why faster ones cannot."""
     for name, make in KERNELS.items():
         try:
             return make(sizes, device)

@@ -1,10 +1,10 @@
 """Exact attention of a step's rows to their sequences' K and V in plain torch, on any device.
 
-Per sequence, K and V come as *segments*: contiguous runs of the pool, read
-in place, or gathered pieces if runs are short. The query heads that share a KV head are folded into rows of
-one product: the same arithmetic with larger matrices. A decode (one row) attends to each segment through
-torch's flash kernel; a chunk attends to each segment of its context without a mask, and causally to its own
-tokens, which are one segment. Partial results over disjoint keys are merged exactly by their log-sum-exp.
+Per sequence, K and V come as *segments*: contiguous runs of the pool, read in place, or gathered pieces if runs
+are short. The query heads that share a KV head are folded into rows of one product: the same arithmetic with
+larger matrices. A decode (one row) attends to each segment through torch's flash kernel. A chunk attends to each
+segment of its context without a mask, and causally to its own tokens, which are one segment. Partial results
+over disjoint keys are merged exactly by their log-sum-exp.
 
 The causal mask counts keys, so that segment holds them in the order of their positions. Keys that every row
 sees may come in any order.

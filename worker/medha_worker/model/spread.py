@@ -37,7 +37,7 @@ _log = logging.getLogger("medha.model")
 
 
 class LaneLinks(Protocol):
-    """The ranks at this place of the grid (stage and tensor index) in other lanes."""
+    """Links to the ranks of the same stage and tensor index in the other lanes."""
 
     lane: int  # this rank's own lane
 
@@ -185,7 +185,7 @@ class SpreadStep:
     def _share(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Send new K and V to where they are kept, and direct queries to all lanes that help.
 
-        Returns own queries, followed by those that other lanes ask about.
+        Returns own queries, followed by those that other lanes have sent.
         """
         placed, (_, query_heads, head_dim), kv_heads = self._placed, q.shape, k.shape[1]
         pools = self._cache.keys[layer], self._cache.values[layer]

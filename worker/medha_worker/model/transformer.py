@@ -57,7 +57,7 @@ class Transformer:
         self._group = group or Alone()
         self._lanes = lanes
         self._ran_out = ran_out
-        self._has_logged = False  # True once `ran_out` was called in this forward pass
+        self._has_logged = False  # whether `ran_out` was called in this forward pass
         self.config = config
         self.shard = shard
         self._weights = weights

@@ -19,7 +19,7 @@ _log = logging.getLogger("medha.pod")
 
 
 class LeaderName:
-    """Looks up a name, and logs the result, for as long as it is wanted."""
+    """Looks up the leader's name, and logs the result, for as long as a part of the pod waits for the leader."""
 
     def __init__(self, host: str) -> None:
         self._host = host

@@ -79,9 +79,10 @@ class Place:
         return self.address if ipaddress.ip_address(self.address).is_loopback else "0.0.0.0"
 
     def require_in(self, spec: MedhaReplicaSpec) -> None:
-        """
+        """Check that the grid has this place.
+
         Raises:
-            ConfigInvalid: the grid has no such place.
+            ConfigInvalid: it has not.
         """
         shape = spec.parallelism
         if not (0 <= self.lane < shape.kv and 0 <= self.stage < shape.stream):
@@ -198,7 +199,7 @@ def controller_settings(place: Place, replica: MedhaReplica, oldest_epoch: int) 
 
 
 def replica_name(replica: MedhaReplica) -> str:
-    """Return the replica's name at routers, with its namespace, as replicas of two may share a router."""
+    """Return the replica's name at routers. It has the namespace, because several namespaces may share a router."""
     namespace = replica.metadata.namespace
     return f"{namespace}/{replica.metadata.name}" if namespace else replica.metadata.name
 

@@ -1,8 +1,8 @@
-"""State of a pod, from the states of its parts: started, ready, live, and able to go on. No I/O, no clock.
+"""State of a pod, from the states of its parts: started, ready, live, and able to continue. No I/O, no clock.
 
-A pod ends and asks the operator to restart all pods of the replica (EX_TEMPFAIL) when that can help: a
-rendezvous of the ranks has failed three times within ten minutes, there was no rendezvous of the ranks within
-`lifecycle.readySeconds`, or the controller refuses them as ranks of an earlier set of pods.
+A pod ends with EX_TEMPFAIL to ask the operator to restart all pods of the replica, when that can help: the rendezvous
+of the ranks has failed three times within ten minutes, there was none within `lifecycle.readySeconds`, or the
+controller refuses the pod's ranks as those of an earlier set of pods.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PodWatch:
     _apart_since: float | None = field(init=False)
     _failed_rendezvous: dict[int, tuple[float, str]] = field(
         default_factory=dict
-    )  # by epoch: when it was heard, and why
+    )  # by epoch: when the failure was reported, and why
     _stopping: str = ""
     _turned_at: float = field(init=False)
 

@@ -104,7 +104,7 @@ class Supervised(PodWatch):
 
 
 def run(place: Place, replica_file: Path) -> Lifecycle:
-    """Run the pod until it is asked to stop or cannot go on; call it in the main thread.
+    """Run the pod until it is asked to stop or cannot continue; call it in the main thread.
 
     Raises:
         ConfigInvalid: the pod's environment or its replica is invalid.
@@ -175,7 +175,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--router", envvar="MEDHA_ROUTER", default="")
 @click.option("--revision", envvar="MEDHA_REVISION", default="")
 def main(replica_file: Path, termination_log: Path, **place: object) -> None:
-    """Run one pod of a replica; the operator's pods say the rest in their environment."""
+    """Run one pod of a replica; the operator sets the options in the pod's environment."""
     configure_logging("info")
     raise_file_limit()  # the parts inherit it
     try:

@@ -73,9 +73,9 @@ def blocks_of(works: Shape) -> int:
 
 
 def grid(*, max_context: int, max_chunk: int, max_decodes: int, quick: bool) -> Grid:
-    """Return a grid up to the largest of each, in powers of two or four.
+    """Return a grid up to the largest context, chunk and number of decodes.
 
-    Chunks and decodes go in powers of four, contexts in powers of two, or of four if `quick`.
+    Chunks and decodes are powers of four; contexts are powers of two, or of four if `quick`.
     """
     factor = 4 if quick else 2
 

@@ -164,7 +164,7 @@ class Loaded:
     def _warm_up_together(self, grid: Mesh | None, progress: Progress) -> None:
         """Warm up in lock-step with the tensor ranks of this pod, unless all of them are warm already.
 
-        Other pods need not warm up with it.
+        Other pods need not warm up at the same time.
 
         Raises:
             OutOfMemory: the largest chunk or batch does not fit on one of them.

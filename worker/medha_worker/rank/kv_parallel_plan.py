@@ -1,4 +1,4 @@
-"""The part of one lane in a step whose requests are spread over several, derived from shard maps alone."""
+"""The part of one lane in a step whose requests are spread over several lanes, derived from shard maps alone."""
 
 from __future__ import annotations
 

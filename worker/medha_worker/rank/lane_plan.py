@@ -1,8 +1,8 @@
 """The plan of one lane for one step, resolved from the step and the lane's state; the executor only carries it out.
 
-A plan states which entries the lane runs and which positions each computes, the block tables and the parts of
-other lanes that they attend to, what is exchanged with those lanes, where a token is sampled, and which entries
-fail before anything is computed. Resolving it changes nothing.
+A plan states which entries the lane runs, which positions each of them computes, and where a token is sampled. It
+has the block tables and the parts of other lanes that rows attend to, and what is exchanged with those lanes. It
+also names the entries that fail before anything is computed. Resolving a plan changes nothing.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class SequenceState:
     def fill(self, length: int) -> None:
         """Append zeros for tokens before `length` that could not be sampled.
 
-        A step that counts on them may already be on its way.
+        A step that relies on them may already be on its way.
         """
         while len(self.prompt) + self._output_count < length:
             self.append(0)

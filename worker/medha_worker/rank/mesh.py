@@ -50,7 +50,7 @@ The margin is wide because ranks may share cores. It is half of what the watchdo
 """
 MOST_WAIT_SECONDS = 3600.0
 _ROUND_SHARE = 0.1
-"""Interval at which a rank that is warming up reports to those waiting for it, as a share of that bound."""
+"""Interval at which a rank that is warming up reports to the ranks that wait for it, as a share of their wait."""
 
 
 class Mesh:
@@ -103,7 +103,7 @@ class Mesh:
             raise PartFailed(f"rank {rank} cannot listen at its own address, {address}: {error}") from error
 
         def group(name: str, members: Sequence[int]) -> Any:
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # only so can a device be named
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # only these options take a device
             options._devices, options._timeout = [device], timedelta(seconds=wait_seconds)
             try:
                 named = PrefixStore(f"{epoch}/{name}", store)

@@ -1,9 +1,8 @@
-"""Reception of messages while a rank runs a step: the next step is prepared on another thread.
+"""Receives messages while a rank runs a step, and prepares the next step on another thread.
 
-A stage computes while the step behind it is already on its way; so do the tensor ranks and lanes of a step
-that others end. A single stage runs decodes while those of the next step are on their way. Reading such a
-step and planning it (`Executor.plan`) needs nothing that the running step computes, and torch lets other
-threads run while it computes.
+The next step often arrives while a rank still computes: in later stages, on the tensor ranks and lanes that finish
+a step last, and where decodes run ahead. To read such a step and to plan it (`Executor.plan`) needs nothing that
+the running step computes, and torch lets other threads run while it computes.
 
 A ZeroMQ socket may be used by one thread at a time: by the one that holds the lock. While no step runs, that
 is only the main thread.

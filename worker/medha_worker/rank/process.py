@@ -1,9 +1,9 @@
 """`python -m medha_worker.rank`: the process of one rank.
 
-The process loads its weights, announces itself, and joins the rendezvous with the other ranks when the
-controller asks: that begins an epoch. In an epoch it only receives steps, runs them and answers; all
-decisions are the controller's. When an epoch is lost because another rank is gone, requests are delayed for a
-moment, but this process loses nothing: it keeps its weights and waits for the next rendezvous.
+The process loads its weights and sends hellos. When the controller asks, it joins the rendezvous with the other
+ranks, which begins an epoch. In an epoch it only receives steps, runs them and answers; all decisions are the
+controller's. When an epoch is lost because another rank is gone, this process keeps its weights and waits for the
+next rendezvous; requests are only delayed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from medha_worker.timeouts import bound_seconds
 
 POLL_SECONDS = 0.25  # longest delay in noticing a signal while idle
 HELLO_SECONDS = 1.0  # interval between two hellos
-STUCK_SECONDS = 20.0  # time after which an idle loop that does not turn counts as stuck
+STUCK_SECONDS = 20.0  # longest turn of an idle loop before it counts as stuck
 MOST_DETAIL = 500  # characters of a reason that are reported to the supervisor
 TOKENS_TIMEOUT_SECONDS = 10.0  # bound of the wait for ids that a step needs: they were sent before it
 

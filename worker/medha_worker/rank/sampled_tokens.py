@@ -30,7 +30,7 @@ _log = logging.getLogger("medha.executor")
 
 
 class TokenLink(Protocol):
-    """The way of sampled tokens between the stages, as one rank sees it."""
+    """The link that carries sampled tokens from the last stage to the first, as one rank sees it."""
 
     is_first_stage: bool
     is_last_stage: bool
@@ -60,7 +60,7 @@ class SampledTokens:
     """Samples tokens, or expects those that another rank samples."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor | None], link: TokenLink | None) -> None:
-        """`logits` of hidden states [rows, hidden] is None on a rank that only contributes to another's."""
+        """`logits` takes hidden states [rows, hidden]; it returns None on a rank that only contributes to another's."""
         self._logits = logits
         self._link = link
         self._expected: deque[list[PlannedEntry]] = deque()  # by step; their tokens have not arrived yet
