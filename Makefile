@@ -27,7 +27,7 @@ $(BIN)/python:
 	@"$(PYTHON)" -m venv $(VENV)
 
 .PHONY: wheels
-wheels: | $(BIN)/python # torch's, to WHEELS=folder: PIP_FIND_LINKS=folder then has environment and images take them there
+wheels: | $(BIN)/python # download torch's wheels to WHEELS=folder; with PIP_FIND_LINKS=folder, environment and images take them from there
 	$(BIN)/python -m pip download --disable-pip-version-check --progress-bar off --only-binary :all: \
 		--constraint constraints.txt --dest $(WHEELS) torch
 
@@ -71,7 +71,7 @@ test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; re
 	@$(BIN)/python benchmarks/long.py
 
 .PHONY: binaries-early
-binaries-early: # the same with no environment yet
+binaries-early: # build the programs that cluster tests need, before there is an environment
 	@nice -n 10 "$(PYTHON)" tests/cluster/binaries.py
 
 # Images and clusters need no torch here: without .venv they get an environment of a few megabytes.
@@ -88,7 +88,7 @@ TORCH ?= cpu
 .PHONY: images images-early
 images: cluster-python ## build the container images without a registry (Debian's buildah); prints the archives; TORCH=cpu|pypi|none
 	@.ci/row images $(CLUSTER_PYTHON) tests/cluster/images.py --torch $(TORCH)
-images-early: # those that tests need, before they need them
+images-early: # build the images that tests need, before they need them
 	@nice -n 10 $(BIN)/python tests/cluster/images.py --for-tests >/dev/null
 
 SHAPE ?= one-node

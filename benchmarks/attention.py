@@ -1,12 +1,12 @@
-"""How well a profile of this machine foretells contexts that it has not seen: the held-out test of attention.
+"""Held-out test of attention: how well a profile of this machine predicts contexts that it has not seen.
 
     python benchmarks/attention.py --quick
     python benchmarks/attention.py --json benchmarks/results/attention.json
 
 Measures the steps of `medha profile` for the `small` preset (8 layers, hidden 512, 8/2 heads) twice, in CPU time of
-one thread: chunks and decodes, alone and together, behind contexts up to 16,384 tokens. Each range of contexts is left out
-of a fit that is then asked for it. The peer is the machine itself: how far the second measurement of a step lies from the
-first. Nothing else should run.
+one thread: chunks and decodes, alone and together, after contexts of up to 16,384 tokens. For each range of contexts,
+a fit that has not seen it predicts its steps. The errors are compared with the machine's own noise, the difference
+between the two measurements of a step. Run nothing else meanwhile.
 """
 
 import os
@@ -25,7 +25,7 @@ from medha_worker.profiling import step_timer as profile
 from medha_worker.profiling.profile_fit import MeasuredStep, errors, fit_profile, held_out
 
 MAX_STEP_SECONDS = 10.0
-GOAL = 0.3  # the band that attention's rate is stated with (docs/predictor.md)
+GOAL = 0.3  # the uncertainty of attention's rate (docs/predictor.md)
 
 
 def measure(timer: profile.StepTimer, shapes: list[profile.Shape], rounds: int) -> list[MeasuredStep]:
@@ -33,7 +33,7 @@ def measure(timer: profile.StepTimer, shapes: list[profile.Shape], rounds: int) 
 
 
 def apart(first: list[MeasuredStep], second: list[MeasuredStep]) -> float:
-    """Mean of |second / first - 1| over the steps that both have."""
+    """Return the mean of |second / first - 1| over the steps that both have."""
     before = {step.works: step.seconds for step in first}
     return float(
         np.mean([abs(step.seconds / before[step.works] - 1) for step in second if step.works in before])

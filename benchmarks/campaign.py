@@ -1,17 +1,17 @@
-"""`make simulations`: simulate what the papers claim and what `guarded` promises, and write docs/reproduction.md.
+"""Simulate the papers' claims and the promises of `guarded`, and write docs/reproduction.md (`make simulations`).
 
-After each run `benchmarks/results/campaign-<mode>-<sources>.json` is written; runs that it holds are not simulated again,
-so a campaign that was stopped, by Ctrl-C too, goes on where it was. `<sources>` is a digest of the code that a simulation
-loads: results outlive every other change, comments included.
+The file `benchmarks/results/campaign-<mode>-<sources>.json` is written after each run, and runs that it holds are not
+simulated again. So a campaign that was stopped, by Ctrl-C too, resumes where it was. `<sources>` is a digest of the
+code that a simulation loads. Results stay valid after every other change, of comments too.
 
     python benchmarks/campaign.py                 all of it, about 75 minutes on two cores
     python benchmarks/campaign.py --quick         every kind of run once, two minutes
-    python benchmarks/campaign.py --list          what would be run, in that order, and how long it may take
-    python benchmarks/campaign.py --page-only     write the page anew from the results that there are
+    python benchmarks/campaign.py --list          list the runs that are left, in order, and how long they may take
+    python benchmarks/campaign.py --page-only     write the page again from the existing results
     python benchmarks/campaign.py --adopt FILE    take over the results of other code, if a sample of them is the same
     python benchmarks/campaign.py --adopt FILE --except 70B-3D
-                                                  the same but for a deployment that the change was meant for: then run
-                                                  the first command, which simulates what is missing
+                                                  the same without a deployment that the change was meant to affect;
+                                                  then run the first command, which simulates what is missing
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _simulate(
     stopwatch: Stopwatch,
     arguments: argparse.Namespace,
 ) -> bool:
-    """Run what is missing; False: it was interrupted."""
+    """Run what is missing; return False if it was interrupted."""
     done: dict[str, Outcome] = campaign["runs"]
     left = {run.key: run for run in planned if run.key not in done}
     ran = 0
@@ -200,7 +200,7 @@ def _simulate(
 
 
 def _compile(arguments: argparse.Namespace) -> None:
-    """Let the processes of the pool find compiled code: the same code, and as exact."""
+    """Let the processes of the pool find compiled code, which gives the same figures."""
     if arguments.interpreted or arguments.mode != "full":  # compiling takes as long as quick
         return
     try:
@@ -210,7 +210,7 @@ def _compile(arguments: argparse.Namespace) -> None:
 
 
 def _adopted(arguments: argparse.Namespace, planned: list[Run], sources: str) -> dict[str, Any]:
-    """What a file of results gives the present code; who simulated it stays named."""
+    """Return the parts of a campaign that a file of other code gives; they name the code that simulated them."""
     earlier = json.loads(arguments.adopt.read_text(encoding="utf-8"))
     if earlier["mode"] != arguments.mode:
         sys.exit(f"{arguments.adopt} is of mode {earlier['mode']}, not {arguments.mode}")
@@ -263,13 +263,13 @@ def _outcomes(file: Path) -> list[tuple[str, Outcome]]:
 
 
 def _name(file: Path) -> str:
-    """Under the repository's root, where it is there."""
+    """Return a file's path below the repository's root, or its name if it is elsewhere."""
     file = file.resolve()
     return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
 
 
 def _commit(files: list[Path]) -> str:
-    """The last commit that changed a simulated source, marked where the tree differs from it."""
+    """Return the last commit that changed a simulated source, with `-dirty` if the sources differ from it."""
     names = [str(file) for file in files]
     log = ["git", "log", "-1", "--format=%h", "--abbrev=12", "--", *names]
     commit = subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

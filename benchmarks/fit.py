@@ -1,12 +1,12 @@
-"""Fit what fraction of a data sheet is reached, from Vidur's measurements, and write `core/medha/fitted_hardware.py`.
+"""Fit the fractions of a data sheet that Vidur's measurements reach, and write `core/medha/fitted_hardware.py`.
 
     python benchmarks/fit.py --data DIR            fit all, print held-out errors, write the fitted figures
     python benchmarks/fit.py --data DIR --quick    one model and one link of each kind, nothing is written
     python benchmarks/fit.py --data DIR --json F   also write every error to F
 
 DIR holds `compute/*_mlp.csv` and `network/*_{all_reduce,send_recv}.csv` of github.com/microsoft/vidur (MIT),
-`data/profiling`. Errors are mean absolute percentage errors over a whole range of tokens (or bytes) that the fit has not
-seen: random rows would only ask it to interpolate.
+`data/profiling`. An error is the mean absolute percentage error over a whole range of tokens (or bytes) that the fit
+has not seen. To hold out random rows would only test interpolation.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ COLUMNS = {
     "activation": "mlp_act",
     "residual": "add",
 }
-"""Our name of an operation -> Vidur's column. One norm and one residual addition; a layer has two of each."""
+"""Vidur's column for each of our operations. It is for one norm and for one residual addition; a layer has two of each."""
 GEMMS = ("qkv", "output", "gate_up", "down")
 TOKEN_RANGES = ((1, 64), (65, 512), (513, 2048), (2049, 4096), (4097, 16384), (16385, 10**9))
 EVERYTHING = (0, 10**9)
 BYTE_RANGES = ((1, 2**18), (2**18 + 1, 2**21), (2**21 + 1, 2**24), (2**24 + 1, 10**12))
 WAVES = 0
 TILES = (1, 64, 128, WAVES)
-"""Rows that matrix products are padded to; `WAVES`: whole waves of the tiles of `medha.hardware.MATRIX_TILES`."""
+"""The numbers of rows that matrix products may be padded to. `WAVES` is whole waves of `medha.hardware.MATRIX_TILES`."""
 PRIOR_WEIGHT = 0.005
-"""Of the usual fractions: too small to move what many rows say."""
+"""The weight of the usual fractions: too small to outweigh many measured rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One operation as measured: its rows and medians, and what its data sheet's roofline is made of."""
+    """The measurements of one operation: rows and median seconds, beside the ideal times of the data sheet."""
 
     ideal: Operation  # at full peak and bandwidth, no launch
     rows: Floats
@@ -121,7 +121,7 @@ def main() -> int:
 
 
 def _read_compute(path: Path, hardware: Hardware, model: ModelShape) -> dict[int, dict[str, Shape]]:
-    """Tensor parallelism -> operation -> measurements."""
+    """Return the measurements of a file, by tensor parallelism and operation."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     shapes: dict[int, dict[str, Shape]] = {}
@@ -142,7 +142,7 @@ def _read_compute(path: Path, hardware: Hardware, model: ModelShape) -> dict[int
 
 @dataclass(frozen=True, slots=True)
 class Fraction:
-    """How much of the peak and of the bandwidth is reached, and the launch."""
+    """The fractions of peak and bandwidth that an operation reaches, and the time of its launch."""
 
     efficiency: float
     bandwidth: float
@@ -162,7 +162,7 @@ def _terms(ideal: Operation, rows: Floats, tile: int) -> tuple[Floats, Floats]:
 
 
 def _fit(shapes: list[Shape], tile: int, kept: npt.NDArray[np.bool_] | None = None) -> Fraction:
-    """The fractions with the least mean absolute error of logarithms over the kept rows of `shapes`."""
+    """Return the fractions with the least mean absolute error of logarithms over the kept rows of `shapes`."""
     compute, memory, seconds = [], [], []
     for shape in shapes:
         mask = np.ones(len(shape.rows), bool) if kept is None else kept
@@ -172,7 +172,8 @@ def _fit(shapes: list[Shape], tile: int, kept: npt.NDArray[np.bool_] | None = No
         seconds.append(shape.seconds[mask])
     a, b, y = np.concatenate(compute), np.concatenate(memory), np.concatenate(seconds)
 
-    usual = np.log([1.4, 1.2, 4.0])  # slower than peak, slower than the bandwidth, launch in microseconds
+    # Factors of the times at peak and at full bandwidth; microseconds of a launch.
+    usual = np.log([1.4, 1.2, 4.0])
 
     def error(x: Floats) -> float:
         slower = np.exp(x)
@@ -186,7 +187,7 @@ def _fit(shapes: list[Shape], tile: int, kept: npt.NDArray[np.bool_] | None = No
 
 
 def _minimise(function: Callable[[Floats], float], start: Floats, rounds: int = 300) -> Floats:
-    """Nelder and Mead's downhill simplex: three parameters, no derivative, no dependency."""
+    """Return a minimum by Nelder and Mead's downhill simplex, which needs no derivative and no library."""
     count = len(start)
     points = [start, *(start + 0.25 * unit for unit in np.eye(count))]
     values = [function(point) for point in points]
@@ -211,7 +212,10 @@ Measured = dict[tuple[str, str], dict[int, dict[str, Shape]]]
 
 
 def _best_tile(measured: Measured, hardware: str) -> int:
-    """The padding with which the sum of a layer's matrix products, which is what a step takes, is met best."""
+    """Return the padding that predicts the sum of a layer's matrix products best.
+
+    A step takes this sum, so the products are not compared one by one.
+    """
 
     def error(tile: int) -> float:
         errors = []
@@ -229,7 +233,7 @@ def _best_tile(measured: Measured, hardware: str) -> int:
 
 
 def _layer_errors(measured: Measured, tiles: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """For each model, hardware and TP: each range of tokens held out in turn."""
+    """Yield the errors for each model, hardware and TP: with all rows seen, then with each range held out in turn."""
     for (hardware, model), tensors in measured.items():
         tile = tiles[hardware]
         for tensor, operations in tensors.items():
@@ -259,7 +263,10 @@ def _layer_errors(measured: Measured, tiles: dict[str, int]) -> Iterator[dict[st
 
 
 def _transfer_errors(measured: Measured, tiles: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """What the pooled fractions, which serve models that were never measured, err on a model that they have not seen."""
+    """Yield the errors of pooled fractions on a model that they have not seen.
+
+    Pooled fractions serve models that were never measured.
+    """
     for (hardware, model), tensors in measured.items():
         others = [other for key, other in measured.items() if key[0] == hardware and key[1] != model]
         if not others:
@@ -290,14 +297,14 @@ def _sum_error(predicted: dict[str, Floats], actual: dict[str, Floats], names: t
 
 
 def _gemms(operations: dict[str, Shape], chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Tokens, ascending, and what the four matrix products took together."""
+    """Return the tokens in ascending order, and the seconds of the four matrix products together."""
     seconds = np.sum([operations[name].seconds[chosen] for name in GEMMS], axis=0)
     order = np.argsort(operations["qkv"].rows[chosen], kind="stable")
     return operations["qkv"].rows[chosen][order], seconds[order]
 
 
 def _repeats(operations: dict[str, Shape], chosen: npt.NDArray[np.bool_]) -> float | None:
-    """Mean difference of rows that were measured twice, percent of the smaller."""
+    """Return the mean difference of rows that were measured twice, in percent of the smaller; None without such rows."""
     rows, seconds = _gemms(operations, chosen)
     twice = np.flatnonzero(rows[1:] == rows[:-1])
     if not len(twice):
@@ -307,13 +314,13 @@ def _repeats(operations: dict[str, Shape], chosen: npt.NDArray[np.bool_]) -> flo
 
 
 def _monotone_floor(operations: dict[str, Shape], chosen: npt.NDArray[np.bool_]) -> float:
-    """What the best curve that never falls with more tokens still errs on these rows, having seen them (percent)."""
+    """Return the error (percent) of the best curve that never falls with more tokens, fitted to these same rows."""
     _, seconds = _gemms(operations, chosen)
     return round(100 * float(np.mean(np.abs(_never_falling(seconds) / seconds - 1))), 2)
 
 
 def _never_falling(values: Floats) -> Floats:
-    """The isotonic regression of the logarithms of `values` (pooling adjacent violators)."""
+    """Return the isotonic regression of `values`, on their logarithms, by pooling adjacent violators."""
     pools: list[tuple[float, int]] = []  # mean, members
     for value in np.log(values):
         mean, count = float(value), 1
@@ -330,7 +337,7 @@ def _never_falling(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class LinkGroup:
-    """One collective among `workers` devices, `per_node` of them on each node."""
+    """Measurements of one collective among `workers` devices, `per_node` of them on each node."""
 
     hardware: str
     kind: str
@@ -356,10 +363,10 @@ def _read_network(path: Path, hardware: Hardware, kind: str) -> list[LinkGroup]:
 
 
 def _fit_link(sizes: Floats, seconds: Floats) -> Link:
-    """One line, or two of which the lower one counts (NCCL takes the better of its protocols), above a floor.
+    """Fit one line, or the lower of two lines (NCCL takes the better of its protocols), above a floor.
 
-    Two are taken where they foretell the largest sizes better from the others: a second line always fits better what it
-    has seen.
+    Two lines always fit better what they have seen. So they are taken only if, fitted to the smaller sizes, they predict
+    the largest ones better.
     """
     large = sizes > sizes.max() / 4
     candidates = []
@@ -370,7 +377,7 @@ def _fit_link(sizes: Floats, seconds: Floats) -> Link:
 
 
 def _fit_lines(sizes: Floats, seconds: Floats, lines: int) -> Link:
-    """The least mean absolute error of logarithms, each octave of sizes weighing the same."""
+    """Return the lines with the least mean absolute error of logarithms; each octave of sizes has the same weight."""
     octave = np.floor(np.log2(sizes)).astype(int)
     weight = 1.0 / np.bincount(octave)[octave]
 
@@ -379,7 +386,8 @@ def _fit_lines(sizes: Floats, seconds: Floats, lines: int) -> Link:
         first = (float(latency), float(slope))
         if lines == 1:
             return Link((first,), float(floor))
-        later, share = np.exp(x[3]) * 1e-6, 1 / (1 + np.exp(-x[4]))  # starts higher and rises less
+        # The second line starts higher and rises less.
+        later, share = np.exp(x[3]) * 1e-6, 1 / (1 + np.exp(-x[4]))
         return Link((first, (float(latency + later), float(slope * share))), float(floor))
 
     def error(x: Floats) -> float:
@@ -423,7 +431,7 @@ def _link_errors(groups: list[LinkGroup]) -> Iterator[dict[str, Any]]:
 
 
 def _claims(errors: dict[str, Any]) -> list[Row]:
-    """The worst error beyond what the fit has seen, matrix products and each collective apart."""
+    """Return claims on the worst held-out errors, separately for matrix products and each collective."""
     worst: dict[str, float] = {}
     for row in errors["layers"]:
         low, high = row["tokens"]

@@ -1,14 +1,14 @@
-"""The figures of `medha_sim.lengths` from their sources, with their goodness.
+"""Compute the figures of `medha_sim.lengths` from their sources, and the goodness of fit.
 
     python benchmarks/fit_lengths.py --data sharegpt_8k_filtered.csv
 
 * ShareGPT-like lengths: the quantile functions of a public trace (project-etalon/etalon,
   `data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv`, columns `num_prefill_tokens` and
-  `num_decode_tokens`) at the committed probabilities, linear in between. A quantile function follows the lump of
-  tiny prompts and the cut at 8K; one-hump families fitted by maximum likelihood do not (the best of Weibull,
-  log-normal and Kumaraswamy is 0.030 away, in Kolmogorov-Smirnov distance).
-* Medha-SWE-like lengths: the log-normal whose median and 90th percentile are the paper's *after* it is cut to the
-  stated range of sources. Only these two figures are published, so there is no goodness to state.
+  `num_decode_tokens`) at the committed probabilities, linear in between. They reproduce the many tiny prompts and the
+  cut at 8K. Families with one mode, fitted by maximum likelihood, do not: the best of Weibull, log-normal and
+  Kumaraswamy has a Kolmogorov-Smirnov distance of 0.030.
+* Medha-SWE-like lengths: the log-normal whose median and 90th percentile are the paper's *after* it is truncated to
+  the paper's range of lengths. Only these two figures are published, so no goodness of fit can be stated.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _NORMAL = NormalDist()
 
 
 def distance(sample: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> float:
-    """Kolmogorov-Smirnov distance between a sample and the quantile function through `values`."""
+    """Return the Kolmogorov-Smirnov distance between a sample and the quantile function through `values`."""
     at, counts = np.unique(sample, return_counts=True)
     fitted = np.interp(at + 0.5, values, PROBABILITIES)
     return float(np.max(np.abs(fitted - np.cumsum(counts) / len(sample))))
 
 
 def truncated_quantile(mu: float, sigma: float, probability: float) -> float:
-    """Of a log-normal cut to `SWE_TOKENS`."""
+    """Return a quantile of the log-normal truncated to `SWE_TOKENS`."""
     low, high = (_NORMAL.cdf((log(tokens) - mu) / sigma) for tokens in SWE_TOKENS)
     return exp(mu + sigma * _NORMAL.inv_cdf(low + probability * (high - low)))
 
 
 def location_with_median(sigma: float) -> float:
-    """mu with which the cut log-normal has the paper's median, by bisection."""
+    """Return the mu with which the truncated log-normal has the paper's median, by bisection."""
     low, high = log(SWE_TOKENS[0]), log(SWE_TOKENS[1]) + 2 * sigma
     for _ in range(100):
         middle = (low + high) / 2
@@ -56,7 +56,7 @@ def location_with_median(sigma: float) -> float:
 
 
 def fit_swe() -> tuple[float, float]:
-    """(mu, sigma), by bisection over sigma: the wider, the higher the 90th percentile."""
+    """Return (mu, sigma), by bisection over sigma: the larger it is, the higher is the 90th percentile."""
     low, high = 0.3, 3.0
     for _ in range(60):
         middle = (low + high) / 2

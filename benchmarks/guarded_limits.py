@@ -1,11 +1,11 @@
-"""Workloads on which `guarded` is worse than a simpler policy, and by how much.
+"""Measure by how much `guarded` is worse than a simpler policy, on three workloads that are made to hurt it.
 
     python benchmarks/guarded_limits.py --quick
     python benchmarks/guarded_limits.py --json benchmarks/results/guarded_limits.json
 
-Three workloads on the server of `benchmarks/one_server.py` (one prefill at a time, in quanta), each of them made to hurt
-`guarded`. All policies see the same draws, so differences are paired; intervals are 95 % over the seeds (Student's t).
-The claims say how much worse `guarded` is allowed to be there: a change that makes it worse misses a goal.
+The server is that of `benchmarks/one_server.py`: one prefill at a time, in quanta. All policies get the same random
+requests, so differences are paired; intervals are 95 % over the seeds (Student's t). Each claim bounds how much worse
+`guarded` may be: a change that makes it worse than that misses a goal.
 """
 
 import math
@@ -26,7 +26,7 @@ QUANTUM_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Result:
-    """One window under one policy; times in seconds."""
+    """The figures of one window under one policy; times in seconds."""
 
     on_time_percent: float
     mean_ttft: float
@@ -35,7 +35,10 @@ class Result:
 
 
 def four_longs_in_a_flood(seed: int, seconds: float) -> Jobs:
-    """Four prompts of 40 to 120 s of work at once, beside a flood of prompts of 0.05 to 2.9 s at load 0.99; floor 30 s."""
+    """Return four prompts of 40 to 120 s of work at once, beside a flood of prompts of 0.05 to 2.9 s.
+
+    The flood has load 0.99, and the floor of deadlines is 30 s.
+    """
     generator = np.random.default_rng((seed, 0))
     arrival, work = _poisson(generator, seconds, 0.99, lambda count: _log_uniform(generator, count))
     longs = generator.uniform(40, 120, 4)
@@ -43,14 +46,14 @@ def four_longs_in_a_flood(seed: int, seconds: float) -> Jobs:
 
 
 def two_sizes(seed: int, seconds: float) -> Jobs:
-    """Prompts of 1 s and of 4 s, as many of each, at load 0.9; floor 2 s."""
+    """Return prompts of 1 s and of 4 s, about as many of each, at load 0.9; the floor of deadlines is 2 s."""
     generator = np.random.default_rng((seed, 1))
     arrival, work = _poisson(generator, seconds, 0.9, lambda count: generator.choice([1.0, 4.0], count))
     return _jobs(arrival, work, floor_seconds=2.0)
 
 
 def loose_floor(seed: int, seconds: float) -> Jobs:
-    """The flood alone at load 0.95, and no deadline nearer than 600 s: everybody can be on time."""
+    """Return the flood alone at load 0.95. No deadline is nearer than 600 s, so all requests can be on time."""
     generator = np.random.default_rng((seed, 2))
     arrival, work = _poisson(generator, seconds, 0.95, lambda count: _log_uniform(generator, count))
     return _jobs(arrival, work, floor_seconds=600.0)
@@ -70,7 +73,7 @@ def _log_uniform(generator: np.random.Generator, count: int) -> Any:
 def _poisson(
     generator: np.random.Generator, seconds: float, load: float, draw: Callable[[int], Any]
 ) -> tuple[Any, Any]:
-    """Arrival times and work of a Poisson stream whose mean work per second is `load`."""
+    """Return arrival times and work of a Poisson stream whose mean work per second is `load`."""
     mean_work = float(np.mean(draw(100_000)))
     count = generator.poisson(seconds * load / mean_work)
     return np.sort(generator.uniform(0, seconds, count)), draw(count)
@@ -81,7 +84,7 @@ def _jobs(arrival: Any, work: Any, *, floor_seconds: float) -> Jobs:
 
 
 def simulate(workload: str, policy: str, seed: int, seconds: float) -> Result:
-    """One window of `seconds`, served until all have ended."""
+    """Simulate one window of `seconds`, until all requests have ended."""
     jobs = WORKLOADS[workload](seed, seconds)
     finish = serve(jobs, policy, quantum_seconds=QUANTUM_SECONDS).finish
     ttft = finish - jobs.arrival

@@ -1,7 +1,8 @@
-"""What the scripts of this folder share: arguments, rounds in turn, a calibrated loop, claims, and the file of results.
+"""Shared parts of the benchmarks: arguments, rounds in turn, a calibrated loop, claims and files of results.
 
-A goal in milliseconds would say as much about the machine as about the code. So a claim about time is a ratio: to a peer
-that is measured in the same rounds, or to the calibrated loop of pure Python and numpy, which takes about a millisecond.
+A goal in milliseconds would say as much about the machine as about the code. So a claim about time is a ratio: to a
+peer that is measured in the same rounds, or to the calibrated loop of pure Python and numpy, which takes about a
+millisecond.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Row = dict[str, Any]
 def parser(
     doc: str | None, *, quick: str = "", rounds: int = 0, seed: bool = False, json: bool = True
 ) -> argparse.ArgumentParser:
-    """Return a parser whose help is the script's docstring; `quick` says what that form leaves out."""
+    """Return a parser whose help is the script's docstring; `quick` describes the quick form."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if quick:
         found.add_argument("--quick", action="store_true", help=quick)
@@ -69,7 +70,7 @@ def progress(text: str) -> None:
 
 
 def in_turn(rounds: int, measured: Mapping[str, Callable[[], Any]]) -> dict[str, list[Any]]:
-    """Call everything once in each round: a machine that changes its speed changes it for all of them."""
+    """Call everything once in each round, so that a change of the machine's speed affects all alike."""
     found: dict[str, list[Any]] = {name: [] for name in measured}
     for number in range(1, rounds + 1):
         for name, call in measured.items():
@@ -79,7 +80,7 @@ def in_turn(rounds: int, measured: Mapping[str, Callable[[], Any]]) -> dict[str,
 
 
 def ratio(above: Iterable[float], below: Iterable[float]) -> float:
-    """Return the median of the ratios within a round."""
+    """Return the median over the rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
@@ -94,7 +95,7 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
 def calibrate() -> float:
     """Return the CPU seconds that a fixed loop of pure Python and numpy takes now.
 
-    The loop stays in the processor's caches, so that other load slows a decision down more than it: let nothing else run.
+    The loop stays in the processor's caches, so other load slows a decision down more than the loop: run nothing else.
     """
     started = time.thread_time()
     seen: dict[int, tuple[int, float]] = {}
@@ -118,7 +119,7 @@ class Loop:
         self.seconds.clear()
 
     def sample(self, count: int = 25) -> float:
-        """Run the loop some more times; returns their median (seconds)."""
+        """Run the loop `count` times; return their median (seconds)."""
         taken = [calibrate() for _ in range(count)]
         self.seconds += taken
         return statistics.median(taken)
@@ -134,7 +135,7 @@ class Loop:
 
 
 def claim(name: str, value: float, unit: str, goal: float, better: str = "less", peer: str = "") -> Row:
-    """Return what is to hold: `value` is at most `goal`, or where `more` is better at least."""
+    """Return a claim: `value` must be at most `goal`, or at least `goal` if `better` is `more`."""
     row = {"name": name, "value": round(value, 3), "unit": unit, "goal": goal}
     return row | {"better": better, "peer": peer}
 
@@ -159,7 +160,7 @@ def _shown(cell: Any) -> str:
 
 
 def report(claims: Sequence[Row], target: Path | None, figures: Row, *, strict: bool = False) -> int:
-    """Print the claims and save them; returns the exit status, 1 where a claim of `strict` ones does not hold."""
+    """Print the claims and save them; return the exit status, which is 1 if `strict` and a claim does not hold."""
     print()
     for one in claims:
         goal = f"at {'most' if one['better'] == 'less' else 'least'} {_shown(one['goal'])} {one['unit']}"
@@ -182,7 +183,7 @@ def save(claims: Sequence[Row], target: Path | None, figures: Row) -> None:
 
 
 def write(target: Path, document: Row | str) -> None:
-    """Write a text, or a document as JSON, that is there whole or not at all."""
+    """Write a text, or a document as JSON; a reader never sees a part of it."""
     text = document if isinstance(document, str) else json.dumps(document, indent=1) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(".partial")
@@ -191,7 +192,7 @@ def write(target: Path, document: Row | str) -> None:
 
 
 def revision() -> str:
-    """Return the commit that is measured; `-dirty` behind it where files differ from it, `unknown` without git."""
+    """Return the commit that is measured, with `-dirty` if files differ from it; `unknown` without git."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

@@ -1,11 +1,12 @@
-"""What the KV ledger, prefix caching and the router's choice cost, in CPU time of one thread.
+"""Measure the cost of the KV ledger, prefix caching and the router's choice, in CPU time of one thread.
 
     python benchmarks/kv.py --quick
     python benchmarks/kv.py --json benchmarks/results/kv.json
 
-Requests of 4,096 prompt tokens (16 to a block) are admitted, published in eight chunks and released in random order:
-without prefix caching, with room for all that is cached, and where every admission has to evict. Then one prompt of a
-million tokens, first cold and then cached; its hashes; and 10,000 sequences that wait in a router for 16 replicas.
+Requests of 4,096 prompt tokens (16 to a block) are admitted, published to the prefix cache in eight chunks, and
+released in random order. There are three cases: no prefix caching, room for all that is cached, and a pool in which
+every admission has to evict. Then one prompt of a million tokens is measured, first cold and then cached, with its
+hashes; and 10,000 sequences that wait in a router for 16 replicas.
 """
 
 import time
@@ -38,7 +39,7 @@ Figures = dict[str, float]
 
 
 class Stopwatch:
-    """CPU seconds, by name."""
+    """Adds up CPU seconds by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -61,7 +62,7 @@ def pools_of(blocks: int, *, prefix_caching: bool = True) -> KvPools:
 
 
 def ledger(pools: KvPools, hashes: list[str]) -> Figures:
-    """Microseconds per request of 4,096 prompt tokens."""
+    """Return the microseconds of each operation per request of 4,096 prompt tokens."""
     random = np.random.default_rng(0)
     watch, running = Stopwatch(), list[str]()
     reserved = PROMPT_TOKENS + OUTPUT_TOKENS
@@ -83,7 +84,7 @@ def ledger(pools: KvPools, hashes: list[str]) -> Figures:
 
 
 def million(hasher: PrefixHasher) -> Figures:
-    """Milliseconds of one prompt of a million tokens, in chunks of 2,048."""
+    """Return the milliseconds of each operation for one prompt of a million tokens, in chunks of 2,048."""
     watch, pools = Stopwatch(), pools_of(140_000)
     ids = np.random.default_rng(0).integers(0, 128_000, MILLION).astype(np.int32)
     hasher.hashes(ids)  # draws the keys
@@ -101,7 +102,7 @@ def million(hasher: PrefixHasher) -> Figures:
 
 
 def routing(waiting: int, replicas: int) -> Figures:
-    """Microseconds per sequence: arriving where all replicas are full, and being forwarded."""
+    """Return the microseconds per sequence: to arrive while all replicas are full, and to be forwarded."""
     terms = (ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096),)
     points = ((1024, 0.05), (16_384, 1.0), (262_144, 40.0), (1_048_576, 400.0))
     card = Announce(
@@ -154,7 +155,10 @@ def main() -> int:
 
 
 def claims(figures: dict[str, Figures], loop: Loop) -> list[Row]:
-    """What a request costs at most, in a step that has a millisecond for all of them, and how the router's choice grows."""
+    """Return claims on the cost of a request, and on how the router's choice grows with its queue.
+
+    A step has about a millisecond for all of its requests.
+    """
     evicting = loop.ratio(1e-6 * sum(figures["4K, each admission evicts (us)"].values()))
     cold = loop.ratio(1e-3 * figures["1M (ms)"]["admit cold"])
     few, many = (figures[f"router, {waiting} wait (us)"]["forward"] for waiting in ("1,000", "10,000"))

@@ -1,14 +1,15 @@
-"""What encryption costs on a link: CURVE beside plaintext over the same sockets, interleaved in one run.
+"""Measure the cost of encryption on a link: CURVE beside plaintext over the same sockets, in turn in one run.
 
     python benchmarks/links.py --quick
     python benchmarks/links.py --json benchmarks/results/links.json
 
 A server and a client, each a process with its own ZeroMQ threads, over ipc (as `medha up`) and over TCP on the loopback:
 
-* a step's way and back: a `Step` of 64 decodes to the client, a `Done` of 64 tokens back; the median of many.
+* a step's round trip: a `Step` of 64 decodes to the client, a `Done` of 64 tokens back; the median of many.
 * token ids in one direction: frames of 4 MB, a million ids each; bytes per second.
 
-Encoding and decoding of the messages is left out: both have it. The exit status is 1 if a claim does not hold.
+Encoding and decoding of messages are left out, because they are the same for both. The exit status is 1 if a claim
+does not hold.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from medha_links.sockets import Authenticator, bind, connect
 SEQUENCES = 64
 FRAME_BYTES = 4_000_000
 MOST_STEP_LOOPS = 0.1
-"""What encryption may add to a step's way and back: a hundredth of a step of ten loops."""
+"""The most that encryption may add to a step's round trip: a hundredth of a step of ten loops."""
 LEAST_MEGABYTES = 0.1
-"""In the time of a loop. A prompt of a million tokens then takes 40 loops to pass, and thousands to prefill anywhere."""
+"""The least that a link must pass in the time of a loop.
+
+A prompt of a million tokens then takes 40 loops to pass, and thousands to prefill on any machine.
+"""
 
 
 def step_frames() -> tuple[bytes, bytes]:
@@ -47,7 +51,7 @@ def step_frames() -> tuple[bytes, bytes]:
 
 
 def client(endpoint: str, keys: KeyPair | None, server: bytes) -> None:
-    """Answers a step with its end, and a token frame with nothing; ends with an empty message."""
+    """Answer a step with its `Done`, and a token frame with nothing; an empty message ends the client."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     if keys is None:
         socket = plain(context, zmq.DEALER)
@@ -64,7 +68,7 @@ def client(endpoint: str, keys: KeyPair | None, server: bytes) -> None:
 
 
 def plain(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """As the links' sockets are, but for keys and heartbeats."""
+    """Return a socket like those of the links, but without keys and heartbeats."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -72,7 +76,7 @@ def plain(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
 
 
 class Pair:
-    """A server here and a client in a process of its own."""
+    """A server in this process and a client in another."""
 
     def __init__(self, endpoint: str, *, encrypted: bool) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -106,7 +110,7 @@ class Pair:
         started = time.perf_counter()
         for _ in range(frames):
             self._socket.send_multipart([self._peer, frame], copy=False)
-        self._socket.send_multipart([self._peer, self._step])  # its answer says that all have come
+        self._socket.send_multipart([self._peer, self._step])  # its answer shows that all have arrived
         self._socket.recv_multipart()
         return frames * FRAME_BYTES / (time.perf_counter() - started)
 

@@ -1,8 +1,8 @@
-"""`make test-long`: what does not fit CI, one process per row, resumed where it was stopped.
+"""Run what does not fit CI (`make test-long`), one process per row, and resume where the last run was stopped.
 
-Rows are every test marked `long`, and seeded campaigns: the property tests of each folder with 1,000 examples each and
-another seed. After each row `benchmarks/results/long.json` is written, with the commit that it ran on: rows that have passed
-are not run again as long as nothing has changed since that they read. With uncommitted changes in it they always are.
+A row is a test marked `long`, or a seeded campaign: the property tests of a folder with 1,000 examples each and another
+seed. `benchmarks/results/long.json` is written after each row, with the commit that the row ran on. A row that has passed
+is not run again until a file that it reads has changed. If such a file has uncommitted changes, the row always runs.
 
     python benchmarks/long.py --list
     python benchmarks/long.py --match tests/core --seeds 1
@@ -29,9 +29,9 @@ SHARED = (
     "constraints.txt", "pyproject.toml", "tests/benchmark.py", "tests/conftest.py", "tests/core/recorded",
     "tests/frames.py",
 )  # fmt: skip
-"""What any row may read, beside its own folder of tests."""
+"""The files that any row may read, beside its own folder of tests."""
 HELPERS = ("benchmarks/harness.py", "benchmarks/served.py")
-"""What a row reads that reads any benchmark."""
+"""The files that a row reads if it reads any benchmark."""
 COMMANDS = (
     "listing", "plan_command", "profile_command", "reference", "render_command", "replay_command", "replica_snapshot",
     "simulate_command", "top_command", "top_page", "trace_command",
@@ -46,7 +46,7 @@ READ = {
     ),
     "tests/worker": ("core", "worker"),
 }  # fmt: skip
-"""What the rows of a folder read besides, as git's pathspecs; those of folders that are not named may read `ANYTHING`."""
+"""The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
 ANYTHING = (
     "benchmarks/*.py", "charts", "cli", "core", "crds", "docs/chart-findings.md", "examples", "operator", "papers",
     "router", "sim", "tests/cluster", "worker",
@@ -90,13 +90,13 @@ def main() -> int:
 
 def _tests(marks: str) -> Iterator[str]:
     done = _pytest("--collect-only", "-q", "-m", marks)
-    if done.returncode not in (0, 5):  # 5: there are none
+    if done.returncode not in (0, 5):  # 5: no test was found
         sys.exit(f"collecting tests failed:\n{done.stdout}{done.stderr}")
     return (line for line in done.stdout.splitlines() if "::" in line)
 
 
 def _holds(row: dict[str, Any] | None, argv: tuple[str, ...]) -> bool:
-    """Whether a row has passed, with these arguments, on what is there now."""
+    """Return whether a row has passed with these arguments and the present files."""
     if row is None or (row["outcome"], row["argv"]) != ("passed", list(argv)):
         return False
     paths = read_by(argv[0])
@@ -107,21 +107,21 @@ def _holds(row: dict[str, Any] | None, argv: tuple[str, ...]) -> bool:
 
 
 def _commit(test: str) -> str:
-    """The one that a test now runs on; `UNCOMMITTED` where what it reads has changed since."""
+    """Return the commit that a test runs on now; `UNCOMMITTED` if a file that it reads has changed since."""
     if _git("status", "--porcelain", "--", *read_by(test)):
         return UNCOMMITTED
     return _git("rev-parse", "--short=12", "HEAD").strip()
 
 
 def read_by(test: str) -> list[str]:
-    """Pathspecs of the files that a row may read.
+    """Return pathspecs of the files that a row may read.
 
-    Of its folder a row reads no tests but its own, and those from which they import; of the benchmarks those that it names.
+    Of the tests in its folder, these are its own and those from which they import; of the benchmarks, those that it names.
     """
     name = test.partition("::")[0]
     folder = name if name == test else str(Path(name).parent)
     files = set((ROOT / folder).glob("test_*.py"))
-    # Of a folder, its properties run.
+    # A row that is a folder runs its property tests.
     own = {ROOT / name} if name != test else {path for path in files if "hypothesis" in path.read_text()}
     others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(files - _named(own))]
     texts = [path.read_text() for path in _named(own)]
@@ -135,7 +135,7 @@ def read_by(test: str) -> list[str]:
 
 
 def _named(tests: set[Path]) -> set[Path]:
-    """Files of tests, those from which they import, and theirs."""
+    """Return the files of `tests`, the tests from which they import, and so on."""
     found = set(tests)
     for test in tests:
         for node in ast.walk(ast.parse(test.read_text())):

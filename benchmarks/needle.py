@@ -1,18 +1,18 @@
-"""Needle in a haystack: recall over depth and length through the whole server, and what the prefill takes.
+"""Needle in a haystack: recall over depth and length through the whole server, and the time of the prefill.
 
     python benchmarks/needle.py --quick
     python benchmarks/needle.py --shape KVP4 --length 262144 --json benchmarks/results/needle.json
     python benchmarks/needle.py --plot-only --json benchmarks/results/needle.json --html needle.html
 
-For each length one prompt holds 11 passkeys at even depths. It is computed once; then each passkey is asked for by a
-question behind it, over the cached KV, greedily (`docs/needle.md` says how the model finds it). Three shapes: one rank
-with two threads, two stages (SPP2), and four lanes that hold a quarter of the text each (KVP4). The limit of recall
-is 1, and that of growth is 2: twice the tokens have four times the pairs. Growth is that of the ranks' CPU time, which
-other load on the machine disturbs less than the clock.
+For each length, one prompt holds 11 passkeys at even depths. It is computed once. Then a question after the prompt asks
+for each passkey, over the cached KV and greedily (`docs/needle.md` explains how the model finds it). There are three
+shapes: one rank with two threads, two stages (SPP2), and four lanes that hold a quarter of the text each (KVP4).
 
-With --json, rows that the file has already are kept unless they are measured anew: a long campaign can be run in
-pieces (--length, --shape). With --html a page with the plot is written, which needs no network; with --plot-only
-nothing is measured.
+The goal of recall is 1. The goal of growth is an exponent of 2: twice the tokens have four times the (query, key)
+pairs. Growth is that of the ranks' CPU time, which other load disturbs less than wall-clock time.
+
+With --json, the file's rows are kept unless they are measured again, so a long campaign can be run in pieces
+(--length, --shape). --html writes a page with the plot, which needs no network. --plot-only measures nothing.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def measure(checkpoint: Path, shape: str, length: int, seed: int) -> Row:
 
 
 def ask(client: openai.OpenAI, haystack: Haystack, name: str) -> tuple[bool, int]:
-    """Whether the passkey of `name` is the answer, and how many tokens of the prompt were cached."""
+    """Return whether the answer is the passkey of `name`, and how many prompt tokens were cached."""
     prompt = haystack.text + question(name)
     answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0)
     details = answer.usage.prompt_tokens_details if answer.usage else None
@@ -120,7 +120,7 @@ def ask(client: openai.OpenAI, haystack: Haystack, name: str) -> tuple[bool, int
 
 
 def spec_of(checkpoint: Path, shape: str, length: int) -> dict[str, Any]:
-    """A replica of this shape, with room for the KV of `length` tokens."""
+    """Return the spec of a replica of this shape, with room for the KV of `length` tokens."""
     stream, kv, threads = SHAPES[shape]
     size_mib = 2 * length * KV_BYTES_PER_TOKEN // (stream * kv * 2**20) + 4
     return {
@@ -132,13 +132,13 @@ def spec_of(checkpoint: Path, shape: str, length: int) -> dict[str, Any]:
 
 
 def rank_cpu_seconds(supervisor: psutil.Process) -> float:
-    """CPU time of all ranks so far."""
+    """Return the CPU time of all ranks so far."""
     ranks = [part for part in supervisor.children(recursive=True) if "medha_worker.rank" in part.cmdline()]
     return sum(times.user + times.system for times in (rank.cpu_times() for rank in ranks))
 
 
 def claims(rows: list[Row]) -> list[dict[str, Any]]:
-    """Recall of each shape at its worst, and how the ranks' time grows over the last doubling."""
+    """Return claims on the lowest recall of each shape, and on the growth of the ranks' time over the last doubling."""
     found: list[Row] = []
     for shape in SHAPES:
         of_shape = [row for row in rows if row["shape"] == shape]
@@ -161,7 +161,7 @@ def claims(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def page(rows: list[Row]) -> str:
-    """Recall over depth and length for each shape, and the prefill's CPU time, as one HTML page."""
+    """Return an HTML page with recall over depth and length for each shape, and the prefill's CPU time."""
     shapes = [shape for shape in SHAPES if any(row["shape"] == shape for row in rows)]
     titles = [f"{shape}: passkeys found" for shape in shapes] + ["CPU time of the prefill, all ranks"]
     figure = make_subplots(rows=len(titles), cols=1, subplot_titles=titles, vertical_spacing=0.08)

@@ -1,12 +1,12 @@
-"""Which deadlines each policy meets on one server, with nothing else in play.
+"""Measure how many deadlines each policy meets on one server without batches, pipeline or overhead.
 
     python benchmarks/one_server.py --quick
     python benchmarks/one_server.py --json benchmarks/results/one_server.json
 
-Paper B's mix (5 % long prompts of 100K-1M tokens, ShareGPT-like short ones, Poisson arrivals), deadlines max(2 s, 3 w),
-one server that takes one prefill at a time in quanta. Every policy sees the same five draws of the workload, so
-differences are paired; intervals are 95 % over the seeds (Student's t). Work is counted in operations of Llama-3 8B at
-half the peak of 16 A100, which puts load 0.97 at 0.75 requests a second; load 1 is what the server can do.
+The workload is paper B's mix: 5 % long prompts of 100K-1M tokens, ShareGPT-like short ones, Poisson arrivals, deadlines
+of max(2 s, 3 w). The server takes one prefill at a time, in quanta. Every policy gets the same five random workloads,
+so differences are paired; intervals are 95 % over the seeds (Student's t). Work is counted in operations of Llama-3 8B
+at half the peak of 16 A100, so load 0.97 is 0.75 requests a second. Load 1 is what the server can do.
 """
 
 import itertools
@@ -29,7 +29,7 @@ ATTENTION_FLOPS = 4 * 4096 * 32 / 2  # per pair of a token and one before it
 SERVER_FLOPS = 16 * 312e12 * 0.5
 POLICIES = ("fcfs", "edf", "lrs", "srpt", "lars", "guarded")
 LOADS = (0.87, 0.97, 1.07)
-MOST_ORDER_LOOPS = 0.15  # of one order with 10,000 queued
+MOST_ORDER_LOOPS = 0.15  # most time of one order with 10,000 queued
 MIX = sharegpt_with_long(0.05)
 
 
@@ -39,7 +39,7 @@ def work_seconds(tokens: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """One simulated window."""
+    """The settings of one simulated window."""
 
     policy: str
     load: float
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """Attainments in per cent, times in seconds, stretch = TTFT / work alone."""
+    """The figures of a run: attainments in per cent, times in seconds; stretch is TTFT / work alone."""
 
     short: float
     long: float
@@ -110,9 +110,9 @@ COLUMNS = ("shorts met %", "longs met %", "p99 s", "stretch", "worst", "given up
 
 
 def overloads(count: int, *, mixed: bool) -> list[Jobs]:
-    """Instances of eight jobs on a grid of quarters of a second, not all of which can be met.
+    """Return instances of eight jobs, on a grid of quarters of a second, whose deadlines cannot all be met.
 
-    `mixed`: paper B's mix in small; else works of all sizes, with deadlines of 1 to 3 times the work.
+    If `mixed`, they are a small form of paper B's mix; else works of all sizes, with deadlines of 1 to 3 times the work.
     """
     generator = np.random.default_rng(7)
     found: list[Jobs] = []
@@ -132,7 +132,7 @@ def overloads(count: int, *, mixed: bool) -> list[Jobs]:
 
 
 def against_optimum(instances: list[Jobs]) -> dict[str, tuple[float, float]]:
-    """Mean and worst ratio of deadlines met to the most that can be met, by policy."""
+    """Return, by policy, the mean and the worst ratio of deadlines met to the most that can be met."""
     ratios: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     for jobs in instances:
         best = most_on_time(jobs)
@@ -143,7 +143,10 @@ def against_optimum(instances: list[Jobs]) -> dict[str, tuple[float, float]]:
 
 
 def decision_times(rows: int, rounds: int, loop: Loop) -> tuple[float, float]:
-    """Median and 99th percentile (CPU seconds) of one order with `rows` queued, an arrival and an end between any two."""
+    """Return the median and 99th percentile (CPU seconds) of one order with `rows` requests queued.
+
+    Between two orders, one request ends and another arrives.
+    """
     generator = np.random.default_rng(0)
     work = np.where(generator.random(rows) < 0.05, generator.uniform(5, 60, rows), 0.02)
     arrival = np.sort(generator.uniform(-300, 0, rows))
@@ -158,7 +161,7 @@ def decision_times(rows: int, rounds: int, loop: Loop) -> tuple[float, float]:
         start = time.thread_time()
         served = next(guarded.order(columns, plan, now))
         seconds.append(time.thread_time() - start)
-        # The one served ends; a request takes its row.
+        # The request that is served ends; a new one takes its row.
         columns.arrival[served] = now
         columns.work_seconds[served] = columns.remaining_seconds[served] = generator.choice(work)
         columns.deadline[served] = plan.due[served] = now + max(2.0, 3 * columns.work_seconds[served])

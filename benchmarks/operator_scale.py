@@ -1,19 +1,22 @@
-"""How fast the operator makes replicas of 8 pods, beside a compiled client that sends the same objects.
+"""Measure how fast the operator makes replicas of 8 pods, beside a compiled client that sends the same objects.
 
     python benchmarks/operator_scale.py --quick
     python benchmarks/operator_scale.py --json benchmarks/results/operator_scale.json
 
-On a real API server (tests/cluster), all processes on this machine:
+The API server is real (tests/cluster), and all processes are on this machine:
 
-* writes: no controller runs. MedhaReplicas are there; the operator starts and makes everything of them. Then a client
-  in Go sends the objects that the operator's own plans name, for as many other replicas, over 32 connections, and then
-  what the operator writes besides, their status. All in one run, in turn. The ratio to both says what is lost to anything
-  but the API server; that to the objects alone has the status on the operator's side only.
-* pods: controllers and a scheduler run, KWOK's nodes of 64 GPUs take the pods. Time from the first object to all pods
-  Ready, for MedhaReplicas and for the same StatefulSets, both by `kubectl create`; and for everything that the operator
-  would make, by the client in Go (100 replicas only): no operator could add less. Each on a fresh control plane.
-* lists: everything is there, and an operator without the lease lists it again and again. Its memory.
-* alone: the same for one replica at a time, in turn with its StatefulSets, on a control plane with nothing else to do.
+* writes: no controllers run. MedhaReplicas exist; the operator starts and makes all of their objects. Then a client in
+  Go makes as many other replicas over 32 connections. It sends the objects that the operator's own plans name, and then
+  the operator's other writes: statuses and events. Both take turns in one run. The ratio to both kinds of writes shows
+  what is lost to anything but the API server. The ratio to the objects alone counts statuses and events against the
+  operator only.
+* pods: controllers and a scheduler run, and KWOK's nodes of 64 GPUs take the pods. The time from the first object until
+  all pods are Ready is measured for MedhaReplicas and for the same StatefulSets, both by `kubectl create`. It is also
+  measured for all objects that the operator would make, sent by the client in Go (100 replicas only): no operator could
+  add less. Each is measured on a fresh control plane.
+* lists: all objects exist, and an operator without the lease lists them again and again. Its memory is measured.
+* alone: the same as *pods* for one replica at a time, in turn with its StatefulSets, on a control plane that has nothing
+  else to do.
 
 The exit status is 1 if a claim does not hold. (A script called `operator.py` would hide Python's module of that name from
 all that it imports.)
@@ -63,14 +66,14 @@ NODES, GPUS = 150, 64
 LEASE_SECONDS = 15.0
 LEAST_RATIO = 0.6
 MOST_FURTHER_CALLS = 2
-"""Beyond one call for each object of a replica."""
+"""The most calls for a replica beyond one for each of its objects."""
 MOST_ADDED_PERCENT = 10.0
 MOST_MINUTES = 12.0
 LISTED_SECONDS = 10.0
-"""Between two lists of everything, where their memory is measured."""
+"""The time between two lists of everything when their memory is measured."""
 LISTS = 4
 LEAST_MEASURED = 100
-"""Replicas with which it is measured what the objects alone add."""
+"""The number of replicas with which the client's objects alone are measured, too."""
 _LIMIT_SECONDS = 400.0
 _LOOK_SECONDS = 0.05
 TYPE = {"apiVersion": REPLICA.api_version, "kind": REPLICA.name}
@@ -99,7 +102,7 @@ def creation(document: Document) -> Document:
 
 
 def planned(resource: Document) -> tuple[list[Document], list[Document]]:
-    """The objects that the operator makes of a new replica, and the calls that write its status and its events."""
+    """Return the objects that the operator makes of a new replica, and the calls that write its status and events."""
     metadata = resource["metadata"]
     name, namespace, uid = metadata["name"], metadata["namespace"], metadata["uid"]
     observed = Observed(
@@ -140,7 +143,7 @@ def planned(resource: Document) -> tuple[list[Document], list[Document]]:
 
 
 def calls_for(resource: Document) -> tuple[list[Document], list[Document]]:
-    """Every write of a new replica, as the operator sends it: of its objects, and what is written besides."""
+    """Return every write of a new replica as the operator sends it: those of its objects, and the others."""
     objects, further = planned(resource)
     calls: list[Document] = []
     for document in objects:
@@ -155,7 +158,7 @@ def calls_for(resource: Document) -> tuple[list[Document], list[Document]]:
 
 
 def send(plane: ControlPlane, calls: list[Document]) -> float:
-    """Send over `CONNECTIONS` connections by the compiled client; seconds."""
+    """Send calls over `CONNECTIONS` connections with the compiled client; return the seconds that it took."""
     certificate, key = plane.keys.client(*ADMIN)
     program = build(["send"])["send"]
     done = subprocess.run(
@@ -174,14 +177,14 @@ def send(plane: ControlPlane, calls: list[Document]) -> float:
 
 
 class Watched:
-    """An operator's process and its metrics."""
+    """An operator's process, its metrics and its use of CPU and memory."""
 
     def __init__(self, running: Operator) -> None:
         self._running = running
         self._process = psutil.Process(running.process.pid)
 
     def metrics(self) -> dict[str, float]:
-        """Sums over labels; a histogram's buckets apart, as `name_bucket <=`."""
+        """Return sums over labels, each bucket of a histogram as `name_bucket le`; empty if there is no answer."""
         assert self._running.process.poll() is None, self._running.said()[-2000:]
         url = f"http://127.0.0.1:{self._running.metrics_port}/metrics"
         try:
@@ -204,13 +207,13 @@ class Watched:
         return int(self._process.memory_info().rss)
 
     def most_resident_bytes(self) -> int:
-        """The most that it has held until now."""
+        """Return the peak of its resident memory until now."""
         status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
         return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
 def quantile_seconds(metrics: dict[str, float], name: str, share: float) -> float:
-    """Of a histogram: within its bucket, as if evenly spread."""
+    """Return a quantile of a histogram, interpolated linearly within its bucket."""
     buckets = sorted(
         (float(key.split()[1]), value) for key, value in metrics.items() if key.startswith(f"{name}_bucket ")
     )
@@ -228,7 +231,7 @@ def quantile_seconds(metrics: dict[str, float], name: str, share: float) -> floa
 
 
 def wait_until(holds: Callable[[], bool], pause_seconds: float) -> float:
-    """The time when `holds` was first true."""
+    """Wait until `holds` is true; return the time."""
     deadline = time.monotonic() + _LIMIT_SECONDS
     while not holds():
         assert time.monotonic() < deadline, "nothing more happens"
@@ -237,7 +240,10 @@ def wait_until(holds: Callable[[], bool], pause_seconds: float) -> float:
 
 
 def all_written(watched: Watched, began: float, expected: int) -> float:
-    """The time when the operator had made as many writes. To tell costs it CPU, so that it is seldom asked before the end."""
+    """Wait until the operator has made so many writes; return the time.
+
+    Each poll costs the operator CPU, so polls are rare before the end.
+    """
     while (done := watched.metrics()["medha_operator_writes_total"]) < expected:
         elapsed = time.monotonic() - began
         assert elapsed < _LIMIT_SECONDS, "nothing more happens"
@@ -247,13 +253,13 @@ def all_written(watched: Watched, began: float, expected: int) -> float:
 
 
 def count_of(api: Api, path: str) -> int:
-    """Objects of a collection, counted by the API server."""
+    """Return the number of objects in a collection, as the API server counts them."""
     page = api.call("GET", path, limit="1")
     return len(page["items"] or []) + int(page["metadata"].get("remainingItemCount", 0))
 
 
 def reads(api: Api) -> float:
-    """How often the API server was asked for one object of a kind that belongs to a replica, or for a replica."""
+    """Return the number of GETs that the API server got for replicas, and for objects of kinds that belong to them."""
     plurals = {REPLICA.plural, SECRET.plural, *(kind.plural for kind in CHILDREN)}
     return sum(
         sample.value
@@ -269,7 +275,7 @@ def reads(api: Api) -> float:
 
 
 def measure_writes(folder: Path, count: int, rounds: int) -> Row:
-    """Replicas a second by the operator, and by the client that sends the same."""
+    """Measure the replicas a second of the operator, and of the client that sends the same."""
     with bare_plane(folder / f"writes-{count}") as plane, Api(plane) as api:
         turns = [one_turn(plane, api, folder, count, turn) for turn in range(rounds)]
     middle = {
@@ -310,7 +316,7 @@ def one_turn(plane: ControlPlane, api: Api, folder: Path, count: int, turn: int)
         began, cpu = time.monotonic(), watched.cpu_seconds()
         ended = all_written(watched, began, expected)
         used = watched.cpu_seconds() - cpu
-        time.sleep(1.0)  # what else it writes
+        time.sleep(1.0)  # the time for its other writes
         writes, resident = watched.metrics()["medha_operator_writes_total"], watched.resident_bytes()
     calls = writes + reads(api) - read_before
     assert all("status" in one for one in api.list(REPLICA, mine))
@@ -344,7 +350,7 @@ def bare_plane(folder: Path) -> Iterator[ControlPlane]:
 
 
 def measure_pods(folder: Path, count: int) -> Row:
-    """Seconds until all pods are Ready, by the operator and by kubectl; and what the operator spent."""
+    """Measure the seconds until all pods are Ready, by the operator and by kubectl, and the operator's costs."""
     theirs = ready_by_kubectl(folder / f"kubectl-{count}", count)
     least = ready_by_client(folder / f"client-{count}", count) if count == LEAST_MEASURED else None
     ours = ready_by_operator(folder / f"operator-{count}", count)
@@ -377,7 +383,7 @@ def ready_by_client(folder: Path, count: int) -> float:
 
 
 def calls_of_nobody(count: int, first: int = 0) -> list[Document]:
-    """What makes the objects of replicas that are not there themselves, numbered from `first` on."""
+    """Return the calls that make the objects of replicas that do not exist themselves, numbered from `first` on."""
     calls: list[Document] = []
     for document in replicas("default", first + count)[first:]:
         document["metadata"] |= {"uid": "0", "generation": 1, "resourceVersion": "1"}
@@ -417,7 +423,7 @@ def plane_with_nodes(folder: Path) -> Iterator[ControlPlane]:
 
 @contextmanager
 def plane_with_operator(folder: Path) -> Iterator[tuple[ControlPlane, Api, Watched]]:
-    """The same, and an operator that leads."""
+    """Provide a control plane with nodes, and an operator that leads."""
     with (
         plane_with_nodes(folder) as plane,
         Api(plane) as api,
@@ -439,7 +445,7 @@ def stateful_sets(calls: list[Document]) -> list[Document]:
 
 
 def measure_alone(folder: Path, rounds: int) -> Row:
-    """Seconds until the pods of one replica are Ready, by the operator and by kubectl, in turn."""
+    """Measure the seconds until the pods of one replica are Ready, by the operator and by kubectl, in turn."""
     ours, theirs = [], []
     with plane_with_operator(folder) as (plane, api, _):
         for turn in range(2 * rounds):
@@ -448,7 +454,7 @@ def measure_alone(folder: Path, rounds: int) -> Row:
                 if turn % 2
                 else (theirs, stateful_sets(calls_of_nobody(1, turn)))
             )
-            time.sleep(2.0)  # what the turn before has left to do
+            time.sleep(2.0)  # the time for what the previous turn has left to do
             began = time.monotonic()
             create(plane, folder, created)
             taken.append(all_ready(api, PODS, f"medha.dev/replica=r{turn}", 0.01) - began)
@@ -461,7 +467,10 @@ def measure_alone(folder: Path, rounds: int) -> Row:
 
 
 def all_ready(api: Api, wanted: int, selector: str = "", pause_seconds: float = 0.1) -> float:
-    """When so many pods are Ready. Looks take their share of the API server: so they are rarer the longer it lasts."""
+    """Wait until so many pods are Ready; return the time.
+
+    Polls load the API server, so they become rarer the longer it takes.
+    """
     began = time.monotonic()
 
     def ready() -> int:
@@ -484,7 +493,7 @@ def are_ready(api: Api, count: int) -> bool:
 
 
 def measure_lists(folder: Path, count: int) -> Row:
-    """Memory of an operator that lists everything again and again, and leaves the rest to the lease's holder."""
+    """Measure the memory of an operator that lists everything again and again while another holds the lease."""
     with bare_plane(folder / f"lists-{count}") as plane, Api(plane) as api:
         send(plane, [creation(document) for document in replicas("default", count)])
         calls = [call for one in api.list(REPLICA) for call in calls_for(one)[0]]
@@ -513,7 +522,7 @@ def measure_lists(folder: Path, count: int) -> Row:
 
 
 def pods_of(stateful_set: Document) -> Iterator[Document]:
-    """The pods of a StatefulSet, as its controller makes them; nothing runs them."""
+    """Yield the pods of a StatefulSet, as its controller makes them; nothing runs them."""
     metadata, spec = stateful_set["metadata"], stateful_set["spec"]
     for ordinal in range(spec["replicas"]):
         template = spec["template"]
@@ -530,7 +539,7 @@ def pods_of(stateful_set: Document) -> Iterator[Document]:
 
 
 def claims(writes: list[Row], pods: list[Row]) -> list[Row]:
-    """One row for each thing that must hold, at the largest size."""
+    """Return a claim for each thing that must hold."""
     most = writes[-1]
     peer = f"net/http in Go, {CONNECTIONS} connections"
     found = [

@@ -1,21 +1,22 @@
-"""What it gives to split one request over two ranks: stages (SPP), lanes (KVP), and rings of lanes, one core each.
+"""Measure the gain of splitting one request over two ranks of one core each: stages, lanes and rings of lanes.
 
     python benchmarks/parallel.py --quick
     python benchmarks/parallel.py --only spp --rounds 9
     python benchmarks/parallel.py --json benchmarks/results/parallel.json
 
-Ranks are processes pinned to a core, which meet over gloo as those of `medha up` do and run steps that are written
-here: what is measured is the engine, without controller and HTTP. Configurations take turns within a round, because a
-shared machine changes its speed by the minute; figures are medians of ratios within a round.
+Ranks are processes pinned to a core. They connect over gloo as those of `medha up` do, and run steps that this script
+makes: the engine is measured without controller and HTTP. Configurations take turns within a round, because a shared
+machine changes its speed by the minute. The figures are medians of ratios within a round.
 
 * **spp** the `small` preset prefills 16K tokens: on one core, on two threads, and on two stages of one core each.
-* **kvp** the `small` preset decodes behind 128K tokens, whose KV is filled with random data: on one lane and on two.
-  How fast one core reads memory is measured in the same round, as the largest rate of several reductions.
+* **kvp** the `small` preset decodes after 128K tokens, whose KV is random data: on one lane and on two. How fast one
+  core reads memory is measured in the same round, as the largest rate of several reductions.
 * **prefill** one prompt on two ranks by every strategy, at several lengths.
-* **cached** the same for a prompt of which all but 2.5, 10 or 50 % are cached.
-* **batch** decodes of several long requests, each of which lies on both lanes: asked directly, and as a ring that passes queries.
-* **replicated** steps behind a long context on two lanes: owner-compute with a helper, and both lanes computing the linear layers
-  of all rows (as the papers do), so that only partial results travel. This path exists here alone.
+* **cached** the same for a prompt of which all but 2.5, 10 or 50 % is cached.
+* **batch** decodes of several long requests, each of which lies on both lanes: asked directly, and in a ring that passes
+  queries.
+* **replicated** steps after a long context on two lanes: owner-compute with a helper, and both lanes computing the linear
+  layers of all rows (as the papers do), so that only partial results travel. Only this script has that path.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ PEERS = {
     "KV read rate": "one core that sums the same bytes",
 }
 PARTS = ("spp", "kvp", "prefill", "cached", "batch", "replicated")
-MISS_PERCENT = (2.5, 10, 50)  # of a prompt, the part that is not cached
+MISS_PERCENT = (2.5, 10, 50)  # shares of a prompt that are not cached
 OWNER_COMPUTE, SPP, STRIPED = "ownerCompute", "spp", "striped"
 
 
@@ -117,7 +118,7 @@ class Clocked:
 
 
 class Merging:
-    """Attention that every lane computes over what it holds, for the same rows, and then merges with the other lane's."""
+    """Attention that each lane computes for the same rows over its own KV, and merges with the other lane's result."""
 
     def __init__(self, backend: Any, grid: Mesh) -> None:
         self._backend, self._grid = backend, grid
@@ -139,7 +140,7 @@ class Merging:
 
 
 class RankProcess:
-    """Runs one scenario after the other, as the lines of its input say."""
+    """Runs the scenarios that the lines of its input name, one after another."""
 
     def __init__(self, member: Member) -> None:
         os.sched_setaffinity(0, member.cores)
@@ -167,11 +168,12 @@ class RankProcess:
         self.model = model
         blocks = -(-(member.tokens // topology.kv + 2 * STRIPE_TOKENS) // BLOCK_TOKENS)
         self.cache: KVCache = model.new_kv_cache(blocks, BLOCK_TOKENS)
-        for pool in (*self.cache.keys, *self.cache.values):  # pages are taken now; random data for decodes
+        # This allocates the pages now; decodes need random data.
+        for pool in (*self.cache.keys, *self.cache.values):
             pool.copy_(torch.randn(pool.shape[0], BLOCK_TOKENS, pool.shape[2]).repeat(1, blocks, 1))
 
     def executor(self, name: str, shards: ShardMap, tokens: int) -> Executor:
-        """With one request admitted whose ids are here."""
+        """Return an executor that has admitted one request and has its ids."""
         executor = Executor(
             self.model, self.cache, vocab_size=self.config.vocab_size, eos_token_ids=(), clock=time.perf_counter,
             lane=self.lane, pipeline=self.grid,
@@ -185,7 +187,7 @@ class RankProcess:
         return executor
 
     def run(self, executor: Executor, steps: Sequence[Step]) -> dict[str, Any]:
-        """From when all ranks are ready until this one has done its part."""
+        """Run steps; return when all ranks were ready and when this one was done, and its seconds of attention."""
         if self.grid is not None:
             self.grid.smallest(0)
         self.clocked.seconds = 0.0
@@ -198,7 +200,7 @@ class RankProcess:
         return {"start": start, "end": end, "attention_seconds": self.clocked.seconds}
 
     def prefill(self, tokens: int, chunk: int, strategy: str, cached: int = 0) -> dict[str, Any]:
-        """Of a prompt whose first `cached` tokens are there already, as random KV."""
+        """Prefill a prompt whose first `cached` tokens are there already, as random KV."""
         lanes = self.member.kv
         shards = place_prompt(tokens, tokens + 1, lanes, strategy)
         steps: list[Step] = []
@@ -210,7 +212,7 @@ class RankProcess:
         return self.run(executor, steps)
 
     def decode(self, tokens: int, steps: int) -> dict[str, Any]:
-        """Decodes behind `tokens` tokens of random KV; the first one, which warms up, is not counted."""
+        """Decode after `tokens` tokens of random KV; the first decode warms up and is not counted."""
         shards = place_prompt(tokens, tokens + steps + 1, self.member.kv, OWNER_COMPUTE)
         executor = self.executor("a", shards, tokens)
         executor._state.sequences["a"].computed = tokens - 1
@@ -228,7 +230,10 @@ class RankProcess:
         return result | {"kv_bytes": steps * shards.tokens_on(self.lane) * kv_bytes}
 
     def decode_batch(self, tokens: int, requests: int, steps: int, strategy: str) -> dict[str, Any]:
-        """Decodes of requests that lie on both lanes in equal parts and are owned in turn; the first is not counted."""
+        """Decode for requests that lie on both lanes in equal parts and are owned in turn.
+
+        The first step warms up and is not counted.
+        """
         executor = Executor(
             self.model, self.cache, vocab_size=self.config.vocab_size, eos_token_ids=(), clock=time.perf_counter,
             lane=self.lane, pipeline=self.grid,
@@ -265,7 +270,10 @@ class RankProcess:
         return self.run(executor, plans[1:])
 
     def behind(self, tokens: int, rows: int, steps: int, *, replicated: bool) -> dict[str, Any]:
-        """The same `rows` behind `tokens` of random KV on two lanes, `steps` times over; `last` is what comes of them."""
+        """Run the same `rows` after `tokens` of random KV on two lanes, `steps` times.
+
+        In the result, `last` is the largest logit of the last step; it is 0 on a lane that computes no rows.
+        """
         assert self.grid is not None
         lane, stop = self.lane, tokens + rows
         shards = place_prompt(stop, stop, self.member.kv, OWNER_COMPUTE)
@@ -277,9 +285,8 @@ class RankProcess:
         plan = plan_spread(lane, [entry] if computes else [], [] if computes else [entry], BLOCK_TOKENS)
         assert plan is not None
         kernels = self.model.kernels
-        if (
-            replicated
-        ):  # K and V are everywhere; nobody is asked, and every attention is merged with the other lane's
+        if replicated:
+            # Both lanes have K and V of the rows. None asks the other; each merges its attention with the other's.
             plan = replace(plan, landing=Landing(plan.landing.here, {}, {}), own=())
             self.model.kernels = replace(kernels, attention=Merging(kernels.attention, self.grid))
         ids = torch.from_numpy(np.random.default_rng(0).integers(10, 100, rows if computes else 0))
@@ -300,7 +307,10 @@ class RankProcess:
             self.model.kernels = kernels
 
     def read(self) -> dict[str, Any]:
-        """How fast this core reads its KV pools: bytes a second of plain reductions; all ranks begin each at once."""
+        """Measure how fast this core reads its KV pools, in bytes a second of plain reductions.
+
+        All ranks begin each reduction at the same time.
+        """
         pools = [pool.view(-1) for pool in (*self.cache.keys, *self.cache.values)]
         read_bytes, rates = sum(pool.nbytes for pool in pools), []
         for reduce in 3 * (torch.sum, torch.max, lambda x: torch.dot(x, x)):
@@ -364,11 +374,11 @@ def rank_main(member: Member) -> None:
 
 
 Taken = tuple[float, list[dict[str, Any]]]
-"""Seconds of a run on all ranks, and what each of them says."""
+"""Seconds of a run on all ranks, and each rank's answer."""
 
 
 class Configuration:
-    """The processes of one grid; they wait without using their cores while others run."""
+    """The processes of one grid. They use no core while others run."""
 
     def __init__(
         self, stream: int, kv: int, checkpoint: str, tokens: int, cores: list[tuple[int, ...]]
@@ -386,7 +396,7 @@ class Configuration:
         self._answers()
 
     def do(self, what: str, **arguments: Any) -> Taken:
-        """Seconds from the first rank's start to the last one's end, and what each says."""
+        """Run a scenario on all ranks; return the seconds from the first start to the last end, and the answers."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"do": what} | arguments) + "\n")
@@ -415,18 +425,18 @@ class Configuration:
 def seconds_in_turn(
     rounds: int, runs: dict[str, Callable[[], Taken]], per: int = 1
 ) -> dict[str, list[float]]:
-    """What each run takes in each round, divided by `per`."""
+    """Return the seconds of each run in each round, divided by `per`."""
     found = in_turn(rounds, runs)
     return {name: [seconds / per for seconds, _ in taken] for name, taken in found.items()}
 
 
 def as_fast(seconds: dict[str, list[float]], base: str) -> dict[str, float]:
-    """How many times as fast as the base each of the others is."""
+    """Return how many times as fast as the base each of the others is."""
     return {name: ratio(seconds[base], taken) for name, taken in seconds.items() if name != base}
 
 
 def show(title: str, found: dict[str, dict[str, list[float]]], base: str) -> None:
-    """Print what the base takes, and how many times as fast the others are."""
+    """Print the time of the base, and how many times as fast the others are."""
     others = list(as_fast(next(iter(found.values())), base))
     rows = [
         (key, statistics.median(seconds[base]), *as_fast(seconds, base).values())
@@ -461,7 +471,10 @@ def spp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, chunk: i
 
 
 def kvp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, steps: int) -> dict[str, Any]:
-    """One lane takes its turn on either core, and counts as the mean of both: two lanes need both, and cores differ."""
+    """Measure decodes on one lane and on two.
+
+    One lane runs on each core in turn, and counts as the mean of both: two lanes need both cores, and cores differ.
+    """
     alone = [Configuration(1, 1, checkpoint, tokens, [(core,)]) for core in cores]
     two = Configuration(1, 2, checkpoint, tokens, [(core,) for core in cores])
     result: dict[str, list[Any]] = {
@@ -492,7 +505,7 @@ def kvp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, steps: i
         "kvp / one lane": ratio(one_lane, result["two lanes"]),
         "KV read rate": ratio(chain(*result["KV read"]), map(max, chain(*result["read"]))),
     }
-    # What half of the keys on each core would give: all else as on one lane, and nothing for the exchange.
+    # The limit if each core has half of the keys, all else is as on one lane, and the exchange is free.
     slower = max(1.0, ratio(chain(*chain(*result["read"])), chain(*chain(*result["read at once"]))))
     share = statistics.median(chain(*result["attention"])) / statistics.median(chain(*result["one lane"]))
     return {
@@ -507,7 +520,7 @@ def kvp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, steps: i
 def prompt_runs(
     one: Configuration, stages: Configuration, lanes: Configuration, chunk: int
 ) -> dict[str, tuple[Configuration, str, int]]:
-    """Every strategy on two ranks, beside one core: where, which, and with chunks of how many tokens."""
+    """Return, for one core and for every strategy on two ranks: configuration, strategy and tokens of a chunk."""
     return {
         "one core": (one, SPP, 512),
         SPP: (stages, SPP, chunk),
@@ -521,7 +534,10 @@ def prompt_runs(
 def prompts(
     checkpoint: str, cores: list[int], rounds: int, wanted: dict[str, tuple[int, int, int]]
 ) -> dict[str, dict[str, list[float]]]:
-    """Prompts on one core, and on two ranks by each strategy: of tokens, of which some are cached, and SPP's chunk."""
+    """Measure prompts on one core, and on two ranks by each strategy.
+
+    `wanted` has, for each prompt, its tokens, how many of them are cached, and SPP's chunk.
+    """
     first, second = (cores[0],), (cores[1],)
     longest = max(tokens for tokens, _, _ in wanted.values())
     one = Configuration(1, 1, checkpoint, longest, [first])
@@ -541,7 +557,7 @@ def prompts(
 
 
 def prefill(checkpoint: str, cores: list[int], rounds: int, lengths: list[int]) -> dict[str, Any]:
-    """One prompt on one core, and on two ranks by each strategy."""
+    """Measure a prompt of each length on one core, and on two ranks by each strategy."""
     found = prompts(checkpoint, cores, rounds, {str(length): (length, 0, 512) for length in lengths})
     show("prompt tokens", found, "one core")
     chunks = {
@@ -551,7 +567,7 @@ def prefill(checkpoint: str, cores: list[int], rounds: int, lengths: list[int]) 
 
 
 def cached(checkpoint: str, cores: list[int], rounds: int, *, tokens: int) -> dict[str, Any]:
-    """A prompt of which most is cached: what is left, on one core and on two ranks by each strategy."""
+    """Measure the new part of a cached prompt, on one core and on two ranks by each strategy."""
     wanted = {}
     for miss in MISS_PERCENT:
         left = round(tokens * miss / 100)
@@ -565,7 +581,7 @@ def cached(checkpoint: str, cores: list[int], rounds: int, *, tokens: int) -> di
 def batch(
     checkpoint: str, cores: list[int], rounds: int, *, tokens: int, sizes: list[int], steps: int
 ) -> dict[str, Any]:
-    """Decodes of requests that lie on two lanes, asked directly and around the ring."""
+    """Measure decodes of requests that lie on two lanes, asked directly and around the ring."""
     lanes = Configuration(1, 2, checkpoint, tokens * max(sizes), [(cores[0],), (cores[1],)])
     found = {}
     for requests in sizes:
@@ -580,7 +596,10 @@ def batch(
 def replicated(
     checkpoint: str, cores: list[int], rounds: int, *, contexts: list[int], steps: int
 ) -> dict[str, Any]:
-    """Owner-compute beside linear layers that both lanes repeat: a decode and a chunk, behind several contexts."""
+    """Measure owner-compute beside linear layers that both lanes repeat.
+
+    Both run a decode and a chunk after several contexts.
+    """
     lanes = Configuration(1, 2, checkpoint, max(contexts) + 512, [(cores[0],), (cores[1],)])
     found = {}
     for context, rows in product(contexts, (1, 512)):
@@ -646,7 +665,7 @@ def main() -> int:
 
 
 def claims(result: dict[str, Any]) -> list[Row]:
-    """What must hold, of the parts that were measured."""
+    """Return the claims on the parts that were measured."""
     return [
         claim(name, value, "ratio", GOALS[name], "more", PEERS[name])
         for part in ("spp", "kvp")

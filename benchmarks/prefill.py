@@ -1,11 +1,11 @@
-"""How near prefill comes to the machine's matrix-product rate, and what a decode step costs.
+"""Measure how close prefill comes to the machine's matrix-product rate, and how long a decode step takes.
 
     python benchmarks/prefill.py --quick
     python benchmarks/prefill.py --threads 1 --json benchmarks/results/prefill.json
 
-Prefills the `small` preset (8 layers, hidden 512, 8/2 heads) in chunks. Between the chunks runs a square float32
-product: its rate, taken in the same seconds, is the ceiling that prefill is held against, because a shared machine
-changes its speed by the minute. Neither figure means much while something else runs.
+The `small` preset (8 layers, hidden 512, 8/2 heads) prefills in chunks. A square float32 product runs between the chunks;
+its rate is the limit for prefill. It is taken in the same seconds, because a shared machine changes its speed by the
+minute. Run nothing else meanwhile.
 """
 
 import os
@@ -47,7 +47,7 @@ def sgemm_seconds(square: torch.Tensor, out: torch.Tensor) -> float:
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """Floating-point operations of a causal prefill without the output head."""
+    """Return the floating-point operations of a causal prefill without the output head."""
     heads = config.num_query_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     linear = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
@@ -56,7 +56,7 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
 
 
 class _Recorded:
-    """Kernels whose every call the profiler sees under one name."""
+    """Kernels whose calls the profiler records under one name."""
 
     def __init__(self, kernels: Any, name: str) -> None:
         self._kernels, self._name = kernels, name
@@ -88,7 +88,7 @@ class Bench:
         return time.perf_counter() - start
 
     def prefill(self, length: int, chunk: int) -> tuple[float, float]:
-        """Rates of a prefill and of the products between its chunks, both in FLOP/s."""
+        """Return the rates of a prefill and of the products between its chunks, both in FLOP/s."""
         square = torch.randn(SGEMM_SIZE, SGEMM_SIZE)
         out = torch.empty_like(square)
         chunks, products = [], []
@@ -99,7 +99,7 @@ class Bench:
         return rate, 2 * SGEMM_SIZE**3 * len(products) / sum(products)
 
     def breakdown(self, length: int, chunk: int) -> dict[str, float]:
-        """Share of the operators' own time by part of the model."""
+        """Return each part of the model's share of the operators' own time."""
         kernels = self.model.kernels
         attention: Any = _Recorded(kernels.attention, "attention")
         rows: Any = _Recorded(kernels.rows, "rows")
@@ -117,7 +117,7 @@ class Bench:
         return {name: share / total for name, share in shares.items()}
 
     def decode_seconds(self, sequences: int, context: int, steps: int) -> float:
-        """Median time of a step in which each of `sequences` decodes one token; the logits are included."""
+        """Return the median time of a step in which each of `sequences` decodes one token, logits included."""
         per_sequence = -(-(context + 1) // BLOCK_TOKENS)
         cache = self.model.new_kv_cache(per_sequence * sequences, BLOCK_TOKENS)
         spans = [

@@ -1,25 +1,26 @@
-"""Kill, stop and cut off the processes of a replica under load: what clients see of it, and for how long.
+"""Measure what clients see when processes of a replica are killed, stopped or cut off under load, and for how long.
 
     python benchmarks/recovery.py                          # one of each, on 8 ranks
     python benchmarks/recovery.py --quick                  # two ranks, killed only
     python benchmarks/recovery.py --failures 50 --seed 0   # at random
     python benchmarks/recovery.py --shape 1,2,1 --json benchmarks/results/recovery.json
 
-A replica runs in namespaces of its own (`unshare`), each process under its own loopback address, so that
-one can be cut off like a machine whose cable was pulled: every packet from and to it is dropped, for some seconds. While
-streams are open, a process is killed (SIGKILL), stopped (SIGSTOP, and never continued by us) or cut off. Every stream
-has to end with exactly the text that it has without a failure; where a router dies, its clients ask again, and nobody else does.
+A replica runs in namespaces of its own (`unshare`). Each process has its own loopback address, so it can be cut off
+like a machine whose cable was pulled: for some seconds, every packet from and to it is dropped. While streams are open,
+a process is killed (SIGKILL), stopped (SIGSTOP, and never continued by this script) or cut off. Every stream must end
+with exactly the text that it has without a failure. If a router fails, its clients ask again; no other clients do.
 
-Reported is the time from the failure to the next token of each stream that it interrupts: of a network, from the moment
-at which it is back (and, beside that, from the moment at which it went). A stream that had ended by then was not
-interrupted, and is not counted. Beside it stands a full reload, where all ranks are killed at once, and the time from a
-router's failure until neither a request nor a block of KV is held for its clients.
+The result is the time from the failure to the next token of each stream that it interrupts. After a cut, this time
+begins when the network is back; the time since it went is reported, too. A stream that had ended by then was not
+interrupted, and is not counted. For comparison, all ranks are killed at once (a full reload). Another result is the time
+from a router's failure until neither a request nor a block of KV is held for its clients.
 
-Claimed is that every stream is complete and has the same text, that what a router held is free within 10 s, that every
-process has ended and no shared memory is left; and of 8 ranks, that ranks, their leader (rank 0) and the controller take
-at most 20 s to the next token (p99), however they fail. So that a failure that did nothing is not taken for one that was
-outlived, it is claimed, too, that each way to fail kept streams waiting, and that each failure of a rank or a controller
-began a new epoch, but for networks that were back before anybody could know. The exit status is 1 unless every claim holds.
+The claims are that every stream is complete and has the same text, that what a router held is free within 10 s, that
+every process has ended, and that no shared memory is left. With 8 ranks, it takes at most 20 s (p99) to the next token
+when a rank, their leader (rank 0) or the controller fails, in whatever way. A failure without any effect must not count
+as a success. So two more claims are that each way to fail kept streams waiting, and that each failure of a rank or a
+controller began a new epoch, except for networks that were back before anybody could notice. The exit status is 1 unless
+every claim holds.
 """
 
 from __future__ import annotations
@@ -62,24 +63,25 @@ from medha_worker.checkpoints.presets import init_checkpoint
 
 PORT = 8000  # the namespace is our own
 START_SECONDS = 120.0
-FREE_SECONDS = 10.0  # from a router's failure until nothing is held for it, at most
-NOTICED_SECONDS = 6.0  # that a network has to be away for an epoch to end for certain
-NEXT_TOKEN_SECONDS = 20.0  # p99, at most, of GRID_RANKS ranks
-GRID_RANKS = 8  # of the grid for which that is the goal
-BOUND_PARTS = ("rank", "leader", "controller")  # whose failure clients outlive: of a router they ask again
+FREE_SECONDS = 10.0  # most time from a router's failure until nothing is held for it
+NOTICED_SECONDS = 6.0  # a network that is away for this long certainly ends an epoch
+NEXT_TOKEN_SECONDS = 20.0  # most of the p99 with GRID_RANKS ranks
+GRID_RANKS = 8  # size of the grid for which that is the goal
+# The goal is for these; after a failure of a router, its clients ask again.
+BOUND_PARTS = ("rank", "leader", "controller")
 STREAM_SECONDS = 180.0
 ROUTER, CONTROLLER, FIRST_RANK = 1, 2, 10  # the last number of each process's address
 PROMPT_WORDS = (3, 40, 200, 500)
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (only looked at)
-TOKENS = 160  # of each stream
-LONG_TOKENS = 4000  # of streams that last longer than it takes to notice a failure
+TOKENS = 160  # of a stream
+LONG_TOKENS = 4000  # of a stream that lasts longer than it takes to notice a failure
 
-SECONDS = ("p50_seconds", "p99_seconds", "most_seconds")  # of a row
+SECONDS = ("p50_seconds", "p99_seconds", "most_seconds")  # fields of a row
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`kind` is kill, stop or cut; a cut network is restored after `seconds`."""
+    """A failure: `kind` is kill, stop or cut; a cut network is restored after `seconds`."""
 
     kind: str
     parts: tuple[str, ...]
@@ -88,7 +90,7 @@ class Failure:
 
     @property
     def part(self) -> str:
-        """What kind of process it is; the leader is the rank at which the others meet."""
+        """The kind of process that fails; the leader is the rank at which all ranks rendezvous."""
         if len(self.parts) > 1:
             return "all ranks"
         return "leader" if self.parts[0] == "rank 0" else self.parts[0].split()[0]
@@ -100,7 +102,7 @@ class Failure:
 
 @dataclass
 class Stream:
-    """One client's stream, and when its tokens came."""
+    """A client's stream, and the times of its tokens."""
 
     prompt: str
     seed: int
@@ -111,7 +113,7 @@ class Stream:
     error: str = ""
 
     def run(self, url: str, *, asks_again: bool = False) -> None:
-        """Ask for the answer; where the router fails, until it is complete: connections break with nothing else."""
+        """Ask for the answer; if `asks_again`, until it is complete, because a router's failure breaks connections."""
         end = time.monotonic() + STREAM_SECONDS
         while time.monotonic() < end:
             try:
@@ -148,9 +150,9 @@ class Stream:
         raise httpx.RemoteProtocolError("the answer ends before [DONE]")
 
     def interruption(self, failed_at: float, back_at: float) -> float | None:
-        """Seconds from `back_at` to the end of the longest wait for a token since `failed_at`.
+        """Return the seconds from `back_at` to the end of the longest wait for a token since `failed_at`.
 
-        0 if that token came before `back_at`; None if no token came since, for the stream was over.
+        It is 0 if that token came before `back_at`, and None if no token came after `back_at`, because the stream was over.
         """
         if not self.times or self.times[-1] < back_at:
             return None
@@ -160,7 +162,7 @@ class Stream:
 
 
 class Replica:
-    """`medha up` with an address for each process, below this process."""
+    """`medha up` in a process below this one, with an address for each of its own processes."""
 
     def __init__(self, folder: Path, shape: tuple[int, int, int], preset: str) -> None:
         self.folder, self.shape = folder, shape
@@ -204,11 +206,11 @@ class Replica:
         sys.exit(f"the replica is not ready:\n{self.log.read_text()[-4000:]}")
 
     def part(self, name: str) -> psutil.Process:
-        """The process that runs a part now."""
+        """Return the process that runs a part now."""
         file = f"{name.replace(' ', '-')}.json"
         while True:
             for process in psutil.Process(self.process.pid).children(recursive=True):
-                self._seen[process.pid] = process  # with what the parts have started
+                self._seen[process.pid] = process  # all of them, also those that parts have started
                 try:
                     if process.cmdline()[-1].endswith(f"/{file}"):
                         return process
@@ -217,29 +219,29 @@ class Replica:
             time.sleep(0.05)
 
     def is_idle(self) -> bool:
-        """Whether the controller answers, knows no request, and holds no KV for any."""
+        """Return whether the controller answers, knows no request, and holds no KV."""
         found = self._metrics("medha_sequences_running", "medha_sequences_waiting", "medha_kv_used_ratio")
         return len(found) == 3 and not any(found)
 
     def epoch(self) -> float:
-        """The controller's, as soon as it answers."""
+        """Return the controller's epoch as soon as it answers."""
         while not (found := self._metrics("medha_epoch")):
             time.sleep(0.05)
         return found[0]
 
     def _metrics(self, *names: str) -> list[float]:
-        """As the controller says them itself, with or without a router; none while it does not answer."""
+        """Return metrics from the controller's own port, with or without a router; empty if it does not answer."""
         ready = json.loads((self.folder / "run" / "ranks-ready.json").read_text())
         try:
             metrics = httpx.get(ready["metrics_url"]).text
-        except httpx.TransportError:  # it ended, or was stopped, behind the last token
+        except httpx.TransportError:  # it has ended, or is stopped
             return []
         return [
             float(value) for value in re.findall(rf"^(?:{'|'.join(names)}) (\S+)$", metrics, re.MULTILINE)
         ]
 
     def stop(self) -> list[str]:
-        """End it as Ctrl-C does; processes that are left over."""
+        """End the replica as Ctrl-C does; return the processes that are left over."""
         for part in ("router", "controller", *self.ranks):
             self.part(part)
         self.process.send_signal(signal.SIGINT)
@@ -253,12 +255,12 @@ class Network:
 
     def __init__(self) -> None:
         _ip("link set lo up")
-        _ip("rule add pref 100 lookup local")  # behind our own rules
+        _ip("rule add pref 100 lookup local")  # after our own rules
         _ip("rule del pref 0")
         self._rules: list[str] = []
 
     def cut(self, part: str, process: psutil.Process) -> None:
-        """Drop what goes to and from the process's address, and through connections that it has made without it."""
+        """Drop packets to and from the process's address, and those of its connections from other addresses."""
         address = address_of(part)
         self._rules += [f"to {address}", f"from {address}"]
         connections = process.net_connections("tcp")
@@ -285,7 +287,7 @@ def address_of(part: str) -> str:
 
 
 def serve(folder: Path) -> int:
-    """In the replica's process: its parts on TCP, each from its own address."""
+    """Run the replica's parts on TCP, each from its own address."""
     replica = read_manifest(folder / "manifest.yaml")
     files = RunFiles(folder / "run")
     files.directory.mkdir()
@@ -322,7 +324,7 @@ def serve(folder: Path) -> int:
 
 
 def load() -> list[Stream]:
-    """The same streams every time."""
+    """Return the streams of a run, always the same."""
     random_words = random.Random(0)
     words = ["red", "green", "blue", "white", "tower", "river", "seven", "nine", "over", "under"]
     return [
@@ -354,13 +356,13 @@ class Outcome:
 
     @property
     def went_unnoticed(self) -> bool:
-        """No epoch began, although a rank or a controller was gone for long enough."""
+        """True if no epoch began although a rank or a controller was gone for long enough."""
         known = self.failure.kind != "cut" or self.failure.seconds >= NOTICED_SECONDS
         return known and self.failure.part != "router" and self.epochs == 0
 
 
 def fail(replica: Replica, network: Network, failure: Failure, expected: Sequence[str]) -> Outcome:
-    """Let a failure happen under load, and wait until every stream is complete."""
+    """Cause a failure under load, and wait until every stream is complete."""
     streams, epoch = load(), replica.epoch()
     if "router" in failure.parts:  # so that it has processes of its own, which share memory with it
         httpx.post(
@@ -399,7 +401,7 @@ def fail(replica: Replica, network: Network, failure: Failure, expected: Sequenc
 
 
 def rest(replica: Replica) -> None:
-    """Until the replica serves again, and nothing is open."""
+    """Wait until the replica serves again and nothing is open."""
     replica.wait_ready()
     end = time.monotonic() + STREAM_SECONDS
     while not replica.is_idle():
@@ -409,7 +411,7 @@ def rest(replica: Replica) -> None:
 
 
 def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
-    """Seconds from a router's failure until nothing is held for its clients, who do not come back."""
+    """Return the seconds from a router's failure until nothing is held for its clients, who do not return."""
     streams = [Stream("red tower", seed, LONG_TOKENS) for seed in range(len(PROMPT_WORDS))]
     for stream in streams:
         Thread(target=stream.run, args=(replica.url,), daemon=True).start()
@@ -432,7 +434,7 @@ def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
 
 
 def one_of_each(ranks: Sequence[str], random_: random.Random) -> list[Failure]:
-    """Each kind of failure of each kind of process; rank 0 leads the others' meeting."""
+    """Return each kind of failure of each kind of process; all ranks rendezvous at rank 0."""
     parts = ["router", "controller", ranks[0], *([ranks[-1]] if len(ranks) > 1 else [])]
     return [_failure(kind, part, random_) for kind in ("kill", "stop", "cut") for part in parts]
 
@@ -451,7 +453,7 @@ def _failure(kind: str, part: str, random_: random.Random) -> Failure:
 
 
 def measured(outcomes: Sequence[Outcome]) -> list[Row]:
-    """One row for each way in which each kind of process has failed."""
+    """Return a row for each way in which each kind of process has failed."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for one in outcomes:
         groups.setdefault((one.failure.part, one.failure.kind), []).append(one)
@@ -471,7 +473,7 @@ def measured(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def line(row: Row) -> str:
-    """A row of `measured`, in words."""
+    """Return a row of `measured` in words."""
     count = f"{row['interrupted_streams']:>3} streams of {row['failures']:>2} failures"
     figures = "no stream was interrupted, so that nothing is claimed of its time"
     if row["interrupted_streams"]:
@@ -482,7 +484,7 @@ def line(row: Row) -> str:
 def claims(
     outcomes: Sequence[Outcome], reloads: Sequence[Outcome], freed: dict[str, float], ranks: int, left: int
 ) -> list[Row]:
-    """What is to hold; `left` counts processes and shared memory that nobody has cleared away."""
+    """Return the claims; `left` counts processes and shared memory that nobody has removed."""
     claims: list[Row] = []
 
     every = [*outcomes, *reloads]
@@ -534,7 +536,7 @@ def main() -> int:
         return subprocess.run(
             ["unshare", "--map-root-user", "--net", "--mount", *inside], check=False
         ).returncode
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", SHARED_MEMORY], check=True)  # of nobody else
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", SHARED_MEMORY], check=True)  # used by nobody else
     shape = "1,2,1" if arguments.quick else arguments.shape
     only = arguments.only or (["kill"] if arguments.quick and not arguments.failures else None)
     tensor, stream, kv = map(int, shape.split(","))
@@ -586,7 +588,10 @@ def main() -> int:
 
 
 def _keep_apart(failure: Failure, deaths: dict[str, list[float]]) -> None:
-    """Too many deaths of one part within a minute, or an hour, would end the whole: wait until enough are long ago."""
+    """Wait until enough deaths of a part are long ago.
+
+    Too many within a minute, or within an hour, would end the replica.
+    """
     if failure.kind == "cut":
         return
     for part in failure.parts:

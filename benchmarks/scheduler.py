@@ -1,20 +1,23 @@
-"""What a scheduling decision costs: the whole `handle(StageFree)` of a busy replica.
+"""Measure the cost of a scheduling decision: the whole `handle(StageFree)` of a busy replica.
 
     python benchmarks/scheduler.py --quick
     python benchmarks/scheduler.py --policy guarded
     python benchmarks/scheduler.py --compiled --also PYTHON --vllm-python PYTHON --json benchmarks/results/scheduler.json
 
-A decision orders the prefills that wait, tests what can be on time, packs a step, gives out KV and makes the
-commands. Each one is timed while requests arrive and complete between them, at a standing queue of 1 to 10,000
-prefills (5 % of them 100K to 1M tokens long) and with 0 or 256 sequences that decode in the same step. With
-`--vllm-python` (an interpreter that has vLLM) its scheduler's `schedule()` is timed on the same queue. `--compiled` times
-the policies a second time with the core compiled, as in a wheel that was built so (docs/performance.md), and says how many
-seconds of a replica's life the simulator, compiled as a campaign has it, gets through in one core-second. `--also` times them
-in another interpreter that has Medha's packages, such as a CPython that was built with other optimisations.
+A decision orders the waiting prefills, tests which can be on time, packs a step, assigns KV and makes the commands.
+Decisions are timed while requests arrive and complete between them, at a standing queue of 1 to 10,000 prefills (5 % of
+them 100K to 1M tokens long) and with 0 or 256 sequences that decode in the same step.
 
-Times are those of the thread's CPU clock: a shared machine takes the CPU away for milliseconds at a time, which says
-nothing about the scheduler. The claims are ratios to the calibrated loop (benchmarks/harness.py), whose time is taken
-before and after each row.
+* `--vllm-python` names an interpreter that has vLLM; `schedule()` of its scheduler is timed on the same queue.
+* `--compiled` times the policies a second time with the core compiled, as in a wheel that was built so
+  (docs/performance.md). It also measures how many seconds of a replica's life the simulator, compiled as for a campaign,
+  simulates in one core-second.
+* `--also` times the policies in another interpreter that has Medha's packages, such as a CPython built with other
+  optimisations.
+
+Times are those of the thread's CPU clock, because a shared machine takes the CPU away for milliseconds at a time, which
+says nothing about the scheduler. A decision's time is claimed as a ratio to the calibrated loop (benchmarks/harness.py),
+which is timed before and after each row.
 """
 
 import json
@@ -62,7 +65,7 @@ ARRIVAL_SECONDS = 1e-3  # between the requests of the first queue
 
 
 def prompt_tokens(random: Random) -> int:
-    """Paper B's mix: ShareGPT-like shorts, and longs of 100K to 1M tokens."""
+    """Return a prompt's length in paper B's mix: ShareGPT-like shorts, and longs of 100K to 1M tokens."""
     if random.random() < LONG_SHARE:
         return random.randrange(100_000, 1_000_000)
     return min(max(int(random.lognormvariate(5.2, 1.2)), 4), 4096)
@@ -136,7 +139,7 @@ class Replica:
 
 
 def measure(policy: str, queue: int, decodes: int, launches: int) -> np.ndarray:
-    """Seconds of each launch at a standing queue, with all of `decodes` in the step."""
+    """Return the seconds of each launch at a standing queue, with all of `decodes` in the step."""
     random = Random(7)
     replica = Replica(policy, random)
     for _ in range(decodes):
@@ -170,7 +173,10 @@ def rows(policies: tuple[str, ...], launches: int) -> Iterator[tuple[str, int, i
 
 
 def simulated_seconds(seeds: int, window_seconds: float) -> float:
-    """Simulated seconds per core-second of paper B's mix under `guarded` near capacity, all of a run counted."""
+    """Return the simulated seconds per core-second of paper B's mix under `guarded` near capacity.
+
+    All of a run counts.
+    """
     rate = SIMULATED_LOAD * capacity(LONG_SHARE)["rate"]
     core_seconds = 0.0
     for seed in range(seeds):
@@ -182,7 +188,7 @@ def simulated_seconds(seeds: int, window_seconds: float) -> float:
 
 
 def growth_claims(figures: list[Row]) -> Iterator[Row]:
-    """How p50 grows with the queue, for ten times as many: 0 not at all, 1 as the queue does."""
+    """Yield claims on how p50 grows with the queue, as an exponent: 0 if not at all, 1 if as the queue does."""
     before, longest = QUEUES[-2:]
     p50 = {(row["scheduler"], row["decodes"], row["queued"]): row["p50_ms"] for row in figures}
     for (scheduler, decodes, queued), milliseconds in p50.items():
@@ -193,7 +199,7 @@ def growth_claims(figures: list[Row]) -> Iterator[Row]:
 
 
 def time_claims(figures: list[Row]) -> Iterator[Row]:
-    """What a decision takes at the longest queue, in loops of its own interpreter's run."""
+    """Yield claims on a decision's time at the longest queue, in loops of its own interpreter's run."""
     for row in figures:
         if row["queued"] == QUEUES[-1]:
             name = f"handle(StageFree), {row['scheduler']}, {QUEUES[-1]} queued, {row['decodes']} decodes"
@@ -204,7 +210,7 @@ def time_claims(figures: list[Row]) -> Iterator[Row]:
 
 
 def compiled_figures(policies: tuple[str, ...], *, quick: bool) -> tuple[list[Row], float]:
-    """The same of a compiled core, and `simulated_seconds`."""
+    """Return the same figures with a compiled core, and `simulated_seconds`."""
     path = os.pathsep.join(
         [str(compiled(ROOT, ROOT / ".medha" / "compiled")), os.environ.get("PYTHONPATH", "")]
     )
@@ -215,7 +221,7 @@ def compiled_figures(policies: tuple[str, ...], *, quick: bool) -> tuple[list[Ro
 
 
 def also_figures(python: Path, policies: tuple[str, ...], *, quick: bool) -> tuple[list[Row], dict[str, str]]:
-    """The same in another interpreter, and what it is."""
+    """Return the same figures in another interpreter, and the facts about it."""
     found = elsewhere(python, {}, policies, quick=quick)
     name = f"CPython {found['interpreter']['version']}"
     rows = [row | {"scheduler": f"{row['scheduler']}, {name}"} for row in found["figures"]]
@@ -223,7 +229,7 @@ def also_figures(python: Path, policies: tuple[str, ...], *, quick: bool) -> tup
 
 
 def elsewhere(python: Path, environment: dict[str, str], policies: tuple[str, ...], *, quick: bool) -> Row:
-    """What this script writes where another interpreter runs it."""
+    """Return the figures that this script writes if another interpreter runs it."""
     chosen = [word for policy in policies for word in ("--policy", policy)]
     with TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
@@ -236,13 +242,13 @@ def elsewhere(python: Path, environment: dict[str, str], policies: tuple[str, ..
 
 
 def interpreter() -> dict[str, str]:
-    """The version of this interpreter, and with what it was built."""
+    """Return the version of this interpreter, its compiler and its flags."""
     flags = sysconfig.get_config_var("OPT") or ""
     return {"version": platform.python_version(), "compiler": platform.python_compiler(), "flags": flags}
 
 
 def vllm_rows(python: Path, launches: int) -> list[Row]:
-    """The same of vLLM's scheduler, in its own interpreter."""
+    """Return the same figures of vLLM's scheduler, in its own interpreter."""
     script = Path(__file__).with_name("scheduler_vllm.py")
     done = subprocess.run(
         [str(python), str(script), str(launches)], capture_output=True, text=True, check=True, timeout=1800
@@ -295,7 +301,7 @@ def main() -> int:
 
 
 def own_figures(policies: tuple[str, ...], launches: int, *, is_compiled: bool) -> list[Row]:
-    """Quantiles of this interpreter's launches, and the loop's median before and after them (milliseconds)."""
+    """Return quantiles of this interpreter's launches, and the loop's time around them (milliseconds)."""
     loop, figures = Loop(), list[Row]()
     before = loop.sample()
     for policy, queue, decodes, seconds in rows(policies, launches):
@@ -310,7 +316,7 @@ def own_figures(policies: tuple[str, ...], launches: int, *, is_compiled: bool) 
 
 
 def vllm_claim(ours: list[Row], theirs: list[Row]) -> Row:
-    """How the slowest policy compares with vLLM at the longest queue beside decodes."""
+    """Return a claim that compares the slowest policy with vLLM, at the longest queue beside decodes."""
 
     def slowest(rows: list[Row]) -> Row:
         most = [row for row in rows if (row["queued"], row["decodes"]) == (QUEUES[-1], DECODES[-1])]

@@ -1,7 +1,7 @@
-"""Times `schedule()` of vLLM's scheduler; `scheduler.py` runs it in an interpreter that has vLLM.
+"""Time `schedule()` of vLLM's scheduler; `scheduler.py` runs this script in an interpreter that has vLLM.
 
-Its queue is the one of `scheduler.py`, but longs have 20,000 tokens: vLLM keeps every prompt's ids in the scheduler.
-Prints one JSON line.
+The queue is that of `scheduler.py`, but longs have 20,000 tokens, because vLLM keeps every prompt's ids in the scheduler.
+The script prints one JSON line.
 """
 
 import json
@@ -78,7 +78,7 @@ class Bench:
         self.scheduler.add_request(Request(f"request-{self.submitted}", [7] * tokens, sampling, None))
 
     def advance(self) -> tuple[float, int]:
-        """Seconds of `schedule()`, and how many sequences decode in what it scheduled."""
+        """Schedule and complete a step; return the seconds of `schedule()`, and how many sequences decode in the step."""
         start = time.thread_time()
         output = self.scheduler.schedule()
         seconds = time.thread_time() - start

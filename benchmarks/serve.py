@@ -1,17 +1,18 @@
-"""Serving speed of one replica beside `transformers` on the same checkpoint, torch and threads.
+"""Measure the serving speed of one replica beside `transformers` on the same checkpoint, torch and threads.
 
     python benchmarks/serve.py --quick
     python benchmarks/serve.py --json benchmarks/results/serve.json
     python benchmarks/serve.py --peer vllm --vllm-command "PATH/vllm"
 
-Three things are measured, engines taking turns within each round so that a noisy machine hits all of them:
+Engines take turns within each round, so that a noisy machine affects all of them. Three things are measured:
 
 * `streams`  1, 8 and 32 concurrent streams of equal prompts: TTFT, TPOT and output tokens per second;
 * `length`   one prompt alone, from 1K to 32K tokens: TTFT, and how it grows;
-* `steps`    where Medha's time goes: the share of wall time that its rank computes, from the controller's record.
+* `steps`    the share of Medha's wall time in which its rank is inside a step, from the controller's record.
 
-Peers: `transformers`' padded `generate` and its continuous batching, in process (no HTTP, no streaming: they
-are spared what Medha pays); a claim is made against the faster of the two. Ratios are Medha / peer.
+The peers are `transformers`' padded `generate` and its continuous batching. They run in process, without the HTTP and
+streaming that Medha pays for. A claim is a ratio Medha / peer, to the faster of the two. For one prompt alone, the peers
+are `generate` and, if measured, vLLM.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from medha_worker.checkpoints.presets import init_checkpoint
 
 VOCAB = range(300, 4000)  # ordinary tokens of the `small` preset: no specials, no single bytes
 MODEL = "small"
-# Engines spin for a while after their last step (vLLM's workers for about a second, on a core that the next engine
-# needs, whose decodes then take twice as long): each is measured only once the one before has gone to sleep.
+# Engines spin for a while after their last step, vLLM's workers for about a second. The next engine needs these cores,
+# and its decodes would take twice as long. So each engine is measured after the one before has gone to sleep.
 SETTLE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One round of one engine (seconds; medians over its streams)."""
+    """The figures of one round of one engine (seconds; medians over its streams)."""
 
     engine: str
     streams: int
@@ -63,7 +64,7 @@ class Timing:
 
 
 def timing(engine: str, prompts: list[list[int]], start: float, stamps: list[list[float]]) -> Timing:
-    """`stamps[i]` are the times at which the output tokens of stream i came."""
+    """Return the figures of a round; `stamps[i]` are the times at which the output tokens of stream i came."""
     firsts = [stream[0] - start for stream in stamps]
     gaps = [(stream[-1] - stream[0]) / max(len(stream) - 1, 1) for stream in stamps]
     tokens = sum(map(len, stamps))
@@ -79,7 +80,7 @@ def timing(engine: str, prompts: list[list[int]], start: float, stamps: list[lis
 
 
 Engine = Callable[[list[list[int]], int], Timing]
-"""Generates so many tokens for each prompt, greedily, all at once."""
+"""A function that generates so many tokens for each prompt, greedily, for all prompts at once."""
 
 
 def random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
@@ -91,7 +92,7 @@ def random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
 
 
 def http_engine(name: str, url: str) -> Engine:
-    """Any OpenAI-compatible server, streamed over HTTP."""
+    """Return an engine for any OpenAI-compatible server, streamed over HTTP."""
 
     async def stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[float]:
         body = {
@@ -135,7 +136,10 @@ class _Stamps(BaseStreamer):
 
 
 def generate_engine(checkpoint: Path) -> Engine:
-    """transformers' padded `generate`; all prompts here are of one length, so it pays for no padding."""
+    """Return an engine of transformers' padded `generate`.
+
+    All prompts here have one length, so padding costs nothing.
+    """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def run(prompts: list[list[int]], tokens: int) -> Timing:
@@ -163,7 +167,7 @@ def generate_engine(checkpoint: Path) -> Engine:
 
 
 def continuous_engine(checkpoint: Path) -> Engine:
-    """transformers' continuous batching, as `transformers serve` runs it."""
+    """Return an engine of transformers' continuous batching, as `transformers serve` runs it."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
     settings = ContinuousBatchingConfig(page_size=256, num_blocks=200, max_batch_tokens=2048)
 
@@ -187,7 +191,7 @@ def continuous_engine(checkpoint: Path) -> Engine:
 
 
 def medha_server(stack: ExitStack, checkpoint: Path, threads: int) -> str:
-    """Serve the checkpoint by `medha up`; returns its URL."""
+    """Serve the checkpoint with `medha up`; return its URL."""
     spec = {
         "model": {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 65536},
         "kvCache": {"size": "2Gi"},
@@ -200,7 +204,7 @@ def medha_server(stack: ExitStack, checkpoint: Path, threads: int) -> str:
 
 
 def vllm_server(stack: ExitStack, command: str, checkpoint: Path, threads: int) -> str:
-    """vLLM's CPU build, tuned against convoys as its best setting is (a threshold on long prefills)."""
+    """Serve the checkpoint with vLLM's CPU build; return its URL."""
     port = free_port("127.0.0.1")
     arguments = [
         *shlex.split(command), "serve", str(checkpoint), "--served-model-name", MODEL, "--host", "127.0.0.1",
@@ -226,7 +230,7 @@ def faster(timings: list[Timing], key: str, *, more: bool) -> Timing:
 
 
 def median_timing(timings: list[Timing]) -> Timing:
-    """The round whose tokens per second are the median of its engine's rounds."""
+    """Return the round with the median of the tokens per second."""
     ordered = sorted(timings, key=lambda timing: timing.tokens_per_second)
     return ordered[len(ordered) // 2]
 
@@ -236,7 +240,7 @@ def record_file(checkpoint: Path) -> Path:
 
 
 def computed_seconds(checkpoint: Path) -> float:
-    """Time that the rank has spent inside steps so far."""
+    """Return the time that the rank has spent inside steps so far."""
     total = 0.0
     for line in record_file(checkpoint).read_text(encoding="utf-8").splitlines()[2:]:
         if '"type":"Done"' in line:
@@ -282,7 +286,7 @@ def main() -> int:
         def measure(
             count: int, tokens: int, outputs: int, names: list[str], repeats: int
         ) -> dict[str, Timing]:
-            """The median round of each engine; all of them get the same prompts within a round."""
+            """Return the median round of each engine; all of them get the same prompts within a round."""
 
             def once(name: str, seeds: Iterator[int]) -> Timing:
                 prompts = random_prompts(count, tokens, next(seeds))

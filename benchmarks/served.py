@@ -1,4 +1,4 @@
-"""Runs `medha up`, or another server, for as long as a block lasts."""
+"""Run `medha up`, or another server, for as long as a block lasts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_SECONDS = 300
 
 
 def write_manifest(path: Path, name: str, spec: dict[str, Any]) -> str:
-    """Write a MedhaReplica with a free port for its router; returns the router's URL."""
+    """Write a MedhaReplica with a free port for its router; return the router's URL."""
     port = free_port("127.0.0.1")
     head = {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": {"name": name}}
     path.write_text(yaml.safe_dump(head | {"spec": spec | {"router": {"port": port}}}), encoding="utf-8")
@@ -38,7 +38,7 @@ def medha_up(manifest: Path, *options: str) -> list[str]:
 def served(
     command: list[str], url: str, ready_path: str = "/ready", env: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a server, and end it with Ctrl-C's signal; where the block fails, print what it has said."""
+    """Run a server, and end it as Ctrl-C does; if the block fails, print the end of its output."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=env, text=True, start_new_session=True

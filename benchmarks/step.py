@@ -1,22 +1,28 @@
-"""What stands between two steps on a rank, and what a step message weighs, at short and long contexts.
+"""Measure what stands between two steps on a rank, and the size of a step message, at short and long contexts.
 
     python benchmarks/step.py --quick
     python benchmarks/step.py --shape KVP2 --shape SPP2
     python benchmarks/step.py --json benchmarks/results/step.json
 
-`medha up` serves the `tiny` preset on one rank, two tensor ranks, two stages and two lanes (which share every request, also
-those of 1K: so that nothing differs but the context); one
-request after the other, of 1K, 32K and 256K tokens in turns, is prefilled and decoded. Everything is real but the
-prefill, whose layers are left out: the KV pool holds random numbers from the beginning. Measured on every rank of the
-lane that owns the request, and apart from them on those of a lane that helps it, of steps that decode one token: the time from the end of a step (on the last stage) to the
-start of the next (on the first: answer, decision, message, and all bookkeeping in between), the part of a step that is neither the model's layers nor the
-wait for another stage, and the bytes of the step's message; and the bytes of a request's first step, which admits it, also
-where the whole prompt is cached. None of them may grow with the context.
+`medha up` serves the `tiny` preset on one rank, two tensor ranks, two stages and two lanes. The lanes share every
+request, also those of 1K, so that only the context differs. Requests of 1K, 32K and 256K tokens are prefilled and
+decoded in turns, one after the other. Everything is real but the prefill, whose layers are left out: the KV pool holds
+random numbers from the beginning.
 
-A step over a long context leaves the processor's caches full of keys and values, and lets every other process sleep for
-longer; whatever comes next then starts cold, were it the same instructions. So the peer of 256K is a context of 1K (1,500
-tokens) whose steps read as many bytes as those at 256K do, and throw them away. Beside it stands the ratio to a 1K that
-reads no more than it needs. How long a step may take at all is a ratio to the calibrated loop (benchmarks/harness.py).
+Every rank of the lane that owns the request measures steps that decode one token; ranks of a lane that helps are
+measured separately:
+
+* the time from the end of a step (on the last stage) to the start of the next (on the first): answer, decision, message,
+  and all bookkeeping in between;
+* the part of a step that is neither the model's layers nor the wait for another stage;
+* the bytes of the step's message, and of a request's first step, which admits it, also if the whole prompt is cached.
+
+None of them may grow with the context.
+
+A step over a long context leaves the processor's caches full of keys and values, and lets every other process sleep
+longer. Whatever comes next starts cold, even with the same instructions. So the peer of 256K is a context of 1K (1,500
+tokens) whose steps read as many bytes as those at 256K, and discard them. The ratio to a 1K that reads no more than it
+needs is reported, too. The times at 256K are also bounded as ratios to the calibrated loop (benchmarks/harness.py).
 """
 
 from __future__ import annotations
@@ -53,7 +59,7 @@ SHAPES = {
     "SPP2": (1, 2, 1),
     "KVP2": (1, 1, 2),
 }  # tensor, stages, lanes
-COLD = 1_500  # a prompt of this length has steps that read for nothing what those of the longest context read
+COLD = 1_500  # steps after a prompt of this length read as many bytes as those of the longest context, and discard them
 SHORT, LONG = 1_000, 256_000
 CONTEXTS = (SHORT, COLD, 32_000, LONG)
 LONGEST = 262_144
@@ -61,7 +67,7 @@ DECODED = 120
 ROUNDS = 4  # over all contexts, because a shared machine changes its speed by the minute
 FIRST = 20  # decode steps that are not counted
 PREFILL_ROWS = 64  # a step of more rows is prefill
-CHUNK_TOKENS = 512  # so that every chunk but the last is, however slow the machine seems to the predictor
+CHUNK_TOKENS = 512  # of every chunk but the last, however slow the predictor takes the machine to be
 MOST_GROWTH = 1.25
 MOST_LOOPS = 2.0
 MOST_BYTES = 1000
@@ -72,7 +78,7 @@ Row = dict[str, Any]
 
 
 def rank(settings: str, times_file: Path) -> None:
-    """A rank whose prefills compute nothing, and which writes down when its steps began and ended."""
+    """Run a rank whose prefills compute nothing, and which records when its steps begin and end."""
     decodes: list[Row] = []
     admits: list[Row] = []
     layers_seconds = 0.0
@@ -88,7 +94,7 @@ def rank(settings: str, times_file: Path) -> None:
     def timed_step(self: rank_module.Rank, engine: Any, step: Step) -> None:
         nonlocal layers_seconds, is_prefill, is_cold, read_tokens
         layers_seconds = 0.0
-        # All lanes and stages leave out the same steps, for those that run wait for each other.
+        # All lanes and stages leave out the same steps, because ranks that run one wait for each other.
         is_prefill = any(entry.token_count > PREFILL_ROWS for entry in step.entries)
         is_cold = bool(step.entries) and COLD <= step.entries[0].extents[0].start <= COLD + DECODED
         here, lanes = (engine.grid.here, engine.grid.topology.kv) if engine.grid is not None else (None, 1)
@@ -140,7 +146,7 @@ def rank(settings: str, times_file: Path) -> None:
 
 
 def serve(folder: Path) -> int:
-    """`medha up` with such ranks."""
+    """Run `medha up` with such ranks."""
     replica = read_manifest(folder / "manifest.yaml")
     files = RunFiles(folder / "run")
     files.directory.mkdir()
@@ -168,7 +174,7 @@ def serve(folder: Path) -> int:
 
 
 def measure(shape: str, decoded: int, rounds: int, loop: Loop) -> list[dict[str, list[Row]]]:
-    """What each rank has written down."""
+    """Return the record of each rank."""
     tensor, stages, lanes = SHAPES[shape]
     with tempfile.TemporaryDirectory(prefix="step-") as name:
         folder = Path(name)
@@ -201,9 +207,9 @@ def _ask(url: str, decoded: int, rounds: int, loop: Loop) -> None:
 
 
 def figures(ranks: list[dict[str, list[Row]]], context: int) -> Row:
-    """Medians of times, means of sizes, over the decode steps of a context: those of the lane that owns the request.
+    """Return medians of times and means of sizes, over the decode steps of a context.
 
-    And the times of lanes that help it, if any do.
+    They are those of the lane that owns the request. The times of lanes that help are added, if any do.
     """
     decodes = [
         one
@@ -224,7 +230,7 @@ def figures(ranks: list[dict[str, list[Row]]], context: int) -> Row:
 
 
 def _times(here: list[Row]) -> tuple[int, int]:
-    """Medians, in microseconds: between two steps, and of a step beside its layers."""
+    """Return medians in microseconds: between two steps, and of a step without its layers."""
     last = max(one["stage"] for one in here)  # the clock is the machine's: all processes read the same
     ends = {(one["id"], one["tensor"]): one["end"] for one in here if one["stage"] == last}
     starts = {(one["id"], one["tensor"]): one["start"] for one in here if one["stage"] == 0}
@@ -236,7 +242,7 @@ def _times(here: list[Row]) -> tuple[int, int]:
 
 
 def claims(shape: str, found: dict[int, Row], loop: Loop) -> list[Row]:
-    """What does not grow with the context, of one shape's figures by context."""
+    """Return claims that nothing grows with the context; `found` has one shape's figures by context."""
     claims: list[Row] = []
 
     def most(name: str, microseconds: float) -> None:

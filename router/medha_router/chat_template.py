@@ -73,7 +73,7 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateSyntaxError, SyntaxError) as error:  # the latter: of the Python made from it
+        except (jinja2.TemplateSyntaxError, SyntaxError) as error:  # the latter: in Python made of it
             raise CheckpointInvalid(
                 f"the chat template has an error in line {error.lineno}: {error}"
             ) from error

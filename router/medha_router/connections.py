@@ -136,9 +136,8 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass  # a client only offers an upgrade: the request is answered as it is
         except httptools.HttpParserError as error:
-            if not isinstance(
-                error.__context__, _Stop
-            ):  # else raised by a callback: all that uvicorn parses is the target
+            if not isinstance(error.__context__, _Stop):
+                # Only parsing of the target raises in a callback of uvicorn's.
                 what = str(error)[:200] if error.__context__ is None else "its target is not a path or URL"
                 text = f"this is no HTTP/1 request: {what}"
                 self._refuse("malformed", ApiError(400, text, code="invalid_http"))

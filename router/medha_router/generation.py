@@ -268,7 +268,7 @@ class Generation:
         self._link.release(self._arrive)
         if self._outcome is None:
             self._outcome = "cancelled"
-        if self._is_our_failure:  # the next target was missed
+        if self._is_our_failure:  # a failure of ours counts as a miss of the next target
             broken = (
                 self._observer.ttft_attained if self._first_token_at is None else self._observer.tpot_attained
             )

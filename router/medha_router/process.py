@@ -32,9 +32,7 @@ from medha_router.tokenizing import Tokenizing
 
 log = logging.getLogger("medha.router")
 
-_STUCK_SECONDS = (
-    30.0  # for an event loop that does not run: one that is busy for some seconds keeps its connections
-)
+_STUCK_SECONDS = 30.0  # after this time without running, the event loop is stuck; a busy one runs sooner
 _BACKLOG = 2048
 """Connections that the kernel queues until they are accepted; uvicorn's own default."""
 

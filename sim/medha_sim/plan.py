@@ -386,7 +386,7 @@ def _by_size(model: ModelShape, hardware: Hardware, max_gpus: int) -> tuple[Topo
 
 
 def shortfall(model: ModelShape, hardware: Hardware, wish: Wish, closest: Rating) -> str:
-    """Describe what the closest grid of a plan lacks if none fits, and changes of which each suffices."""
+    """Describe what the closest grid of a plan lacks if none fits, and which changes would each be enough."""
     asked = (
         f"no grid of up to {wish.max_gpus} {hardware.name} serves {wish.context_tokens:,} tokens of {model.name} "
         f"within a TTFT of {wish.ttft_seconds:g} s and a TPOT of {1e3 * wish.tpot_seconds:g} ms"

@@ -175,7 +175,7 @@ class Deployment:
 def deployment_of(
     spec: MedhaReplicaSpec, hardware: Hardware, model: ModelShape, replicas: int = 1
 ) -> Deployment:
-    """Return the deployment that a manifest describes; it does not name the hardware and the model's shape.
+    """Return the deployment that a manifest describes; hardware and model shape are not part of a manifest.
 
     If the manifest names a measured profile, step costs come from there, and the hardware only determines the
     memory.
