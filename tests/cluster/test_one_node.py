@@ -218,7 +218,7 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     package = "opt/medha/lib/python3.11/site-packages"
     changed = {
         f"{package}/medha_operator/replica/manifests.py": render.encode(),
-        f"{package}/medha_operator/replica/__pycache__/render.cpython-311.pyc": b"",  # as good as none
+        f"{package}/medha_operator/replica/__pycache__/manifests.cpython-311.pyc": b"",  # as good as none
         f"{package}/medha/api/replica.py": api.encode(),
         f"{package}/medha/api/__pycache__/replica.cpython-311.pyc": b"",
     }
