@@ -1,4 +1,4 @@
-"""What is remembered of pods, and how it is told where there were too many; no cluster is needed."""
+"""The record of pods, and how it describes pods that are too many; no cluster is needed."""
 
 from __future__ import annotations
 

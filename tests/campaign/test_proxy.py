@@ -9,7 +9,7 @@ from cluster.api import Api
 from cluster.control_plane import ControlPlane
 
 _COMPRESSED_FROM_BYTES = 128 * 1024
-"""The API server compresses longer answers for who takes them compressed."""
+"""The API server compresses longer answers for clients that accept compression."""
 
 
 def test_a_long_list_arrives_whole(controlled: ControlPlane) -> None:

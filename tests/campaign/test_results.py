@@ -1,4 +1,4 @@
-"""A campaign goes on where it was, unless the code is another."""
+"""A campaign continues where it was stopped, unless the code has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plans, their faults, and the judgement of a run by what was done in it; no cluster is needed."""
+"""Plans, their faults, and how a run is judged by its record; no cluster is needed."""
 
 from __future__ import annotations
 

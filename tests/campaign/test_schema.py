@@ -1,4 +1,4 @@
-"""A sample of campaign (f): changed and put back, fields leave what they found, and wrong values are refused."""
+"""A sample of campaign (f): a field that is changed and restored leaves no trace, and wrong values are refused."""
 
 from __future__ import annotations
 

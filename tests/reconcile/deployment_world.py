@@ -1,4 +1,4 @@
-"""A small cluster in memory for the deployment's planner: its replicas start, become ready and move like real ones."""
+"""A small cluster in memory for the deployment's planner: replicas start, become ready and move like real ones."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class DeploymentWorld:
         self.kept_of_replicas: dict[str, Revision] = {}
         """Revisions, by name."""
         self.cordoned: set[str] = set()
-        """Names of replicas that stand on a cordoned node."""
+        """Names of replicas that are on a cordoned node."""
         self.broken: set[str] = set()
         """Images that never start."""
         self.hindered: set[str] = set()
-        """Names of replicas one of whose objects may not be written: they say so, and their pods go on."""
+        """Names of replicas one of whose objects is refused: their status says so, and their pods serve on."""
         self.refused: set[str] = set()
-        """Names of replicas whose specs are refused: their pods are left alone, and told of as they are."""
+        """Names of replicas whose specs are refused: their pods are left alone and reported as they are."""
         self.untold: set[str] = set()
-        """Names of replicas whose specs are refused in the words of an earlier release, which said nothing of their pods."""
+        """Names of replicas whose specs are refused by an earlier release, which did not report on their pods."""
         self.notice: list[RecordEvent] = []
         self.writes = 0
         self._serial = 0
@@ -128,7 +128,7 @@ class DeploymentWorld:
                     raise AssertionError(action)
 
     def settle(self, rounds: int = 60) -> int:
-        """Plan and do until nothing is left to do, with the replicas at work between; writes of the last round."""
+        """Plan and act until nothing is left to do, with turns of the replicas in between; return the last writes."""
         for _ in range(rounds):
             before = (self.writes, copy.deepcopy(self.replicas))
             self.do(self.plan().actions)
@@ -141,7 +141,7 @@ class DeploymentWorld:
     # --- the replicas' side -----------------------------------------------------------------------------
 
     def operate(self) -> None:
-        """One turn of the replicas' own operator, their pods and the scheduler."""
+        """Give the replicas' own operator, their pods and the scheduler one turn."""
         self.replicas = {
             name: document
             for name, document in self.replicas.items()
@@ -255,11 +255,11 @@ class DeploymentWorld:
         return found.status, found.reason
 
     def serving(self) -> set[str]:
-        """Replicas whose pods serve now, whatever their status says."""
+        """Return the replicas whose pods serve now, whatever their status says."""
         return {name for name, one in self.replicas.items() if one["status"].get("started")}
 
     def is_ending(self, name: str) -> bool:
-        """Whether it has been changed so that its pods end at its next turn."""
+        """Return whether it has been changed so that its pods end at its next turn."""
         one = self.replicas[name]
         is_changed = _pods_of(json.dumps(one["spec"])).name != one["status"].get("revision")
         return (
@@ -269,7 +269,7 @@ class DeploymentWorld:
         )
 
     def ended_by(self, manifest: dict[str, Any]) -> bool:
-        """Whether applying `manifest` ends pods of a replica that serves."""
+        """Return whether applying `manifest` ends pods of a replica that serves."""
         name = manifest["metadata"]["name"]
         if name not in self.serving() or self.is_ending(name):
             return False
@@ -279,7 +279,7 @@ class DeploymentWorld:
         )
 
     def images(self) -> list[str]:
-        """Image of each replica, by index."""
+        """Return the image of each replica, by index."""
         ordered = sorted(self.replicas, key=lambda name: child_index("d", name) or 0)
         return [self.replicas[name]["spec"].get("image", "") for name in ordered]
 
@@ -288,7 +288,7 @@ class DeploymentWorld:
 
 
 def applied(planned: Plan) -> list[str]:
-    """Names of the replicas that the plan applies."""
+    """Return the names of the replicas that the plan applies."""
     return [
         action.manifest["metadata"]["name"]
         for action in planned.actions
@@ -301,7 +301,7 @@ def deleted(planned: Plan) -> list[str]:
 
 
 def watched(world: DeploymentWorld, rounds: int = 80) -> tuple[int, int, list[str]]:
-    """Settle, and tell the least that served, the most there were, and the order of changes."""
+    """Settle; return the least number that served, the most that existed, and the order of changes."""
     least, most, order = len(world.serving()), len(world.replicas), []
     for _ in range(rounds):
         planned = world.plan()

@@ -1,4 +1,4 @@
-"""An API server in memory, as far as one look needs it: resourceVersions, conflicts, and refusals as a test asks."""
+"""An API server in memory, as far as a reconcile needs it: resourceVersions, conflicts, and planned refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRID = {"model": {"name": "m", "source": {"path": "x"}}, "resources": {"accelera
 
 
 class FakeCluster:
-    """What `Cluster` does, to objects in a dictionary. `refuse` may raise for any write; it sees verb and kind."""
+    """A `Cluster` whose objects are in a dictionary. `refuse` gets verb and kind of each write, and may raise."""
 
     def __init__(self, refuse: Callable[[str, str], None] = lambda verb, kind: None) -> None:
         self.refuse = refuse
@@ -35,7 +35,7 @@ class FakeCluster:
         return sum(call[0] == verb and kind in ("", call[1]) for call in self.calls)
 
     def put(self, document: Mapping[str, Any]) -> Document:
-        """Store an object as somebody else's write would."""
+        """Store an object, as a write by somebody else does."""
         self._version += 1
         kept = copy.deepcopy(dict(document))
         metadata = kept["metadata"]
@@ -120,10 +120,10 @@ class FakeCluster:
 
 
 class Stage:
-    """A reconciler before a fake cluster, with a queue that nobody works on but `work`."""
+    """A reconciler with a fake cluster, and a queue that only `work` takes keys from."""
 
     def __init__(self, cluster: FakeCluster, settings: OperatorSettings | None = None) -> None:
-        self.queue = WorkQueue(lambda: 0.0)  # no look takes time, so that none has to rest from it
+        self.queue = WorkQueue(lambda: 0.0)  # no reconcile takes time, so no key rests
         self.settings = settings or OperatorSettings()
         self.index = Index(self.queue.add, self.settings.gang_apis)
         self.cluster = cluster
@@ -132,7 +132,7 @@ class Stage:
         self.restart()
 
     def restart(self) -> None:
-        """Go on with a reconciler that remembers nothing of what the one before has done."""
+        """Continue with a new reconciler, which remembers nothing."""
         self.reconciler = Reconciler(
             cast(Cluster, self.cluster),
             self.index,
@@ -143,19 +143,19 @@ class Stage:
         )
 
     def see(self, document: Document) -> Key:
-        """Store a resource, and hear of it."""
+        """Store a resource and report it to the index."""
         self.index.offer(stored := self.cluster.put(document))
         return Key(stored["kind"], stored["metadata"]["namespace"], stored["metadata"]["name"])
 
     def lose(self, *kinds: str) -> None:
-        """Delete every object of these kinds, and hear of it."""
+        """Delete every object of these kinds and report that to the index."""
         for key in [key for key in self.cluster.objects if key[0] in kinds]:
             gone = self.cluster.put(self.cluster.objects[key])  # a deletion has a version of its own
             del self.cluster.objects[key]
             self.index.stores[key[0]].see("DELETED", gone)
 
     async def work(self, most_looks: int = 20) -> list[float]:
-        """Look until nothing is due now; the back-offs of the looks that have failed."""
+        """Reconcile until nothing is due now; return the back-offs of the reconciles that failed."""
         pauses: list[float] = []
         for _ in range(most_looks):
             if not len(self.queue):
@@ -174,7 +174,7 @@ class Stage:
         return pauses
 
     def condition(self, key: Key, kind: str = "Ready") -> tuple[str, str, str]:
-        """Status, reason and message of a condition of what is stored."""
+        """Return status, reason and message of a condition of the stored resource."""
         status = self.cluster.objects[key].get("status", {})
         for one in status.get("conditions", ()):
             if one["type"] == kind:
@@ -193,7 +193,7 @@ def _name(document: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def merged(found: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:
-    """`found` with a merge patch applied (RFC 7386)."""
+    """Return `found` with a merge patch applied (RFC 7386)."""
     result = dict(found)
     for name, value in patch.items():
         if value is None:
@@ -214,7 +214,7 @@ def _has(values: Mapping[str, Any], term: str) -> bool:
 
 
 def _fields(document: Document) -> Document:
-    """What field selectors can ask for, by their dotted names."""
+    """Return the fields that a field selector can name, by their dotted names."""
     flat: Document = {}
 
     def flatten(node: Mapping[str, Any], prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""What Argo CD's health check of docs/operator.md makes of a resource in each of its states, by the Lua that stands there."""
+"""Run the Lua health check of docs/operator.md, which is for Argo CD, on a resource in each of its states."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "operator.md"
 
 
 def documented_lua() -> str:
-    """The script of the page's example of `argocd-cm`."""
+    """Return the script of the page's example of `argocd-cm`."""
     blocks = [block.partition("```")[0] for block in PAGE.read_text(encoding="utf-8").split("```yaml\n")[1:]]
     (example,) = [block for block in blocks if "resource.customizations" in block]
     return str(yaml.safe_load(example)["data"]["resource.customizations.health.medha.dev_MedhaReplica"])
 
 
 def health(world: World | DeploymentWorld, *, has_status: bool = True) -> tuple[str, str]:
-    """Status and message that Argo CD would show."""
+    """Return status and message that Argo CD would show."""
     document: dict[str, Any] = {"metadata": {"generation": world.generation}, "spec": world.spec}
     if has_status:
         document["status"] = world.status.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -1,4 +1,4 @@
-"""What answers of the API server mean."""
+"""The client interprets answers of the API server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECRET = {"kind": "Secret", "metadata": {"name": "r-keys", "namespace": "default
 
 
 def creating(reason: str, status: int) -> Any:
-    """What comes of creating a Secret when the API server refuses it so."""
+    """Create a Secret, which the API server refuses with this answer; return the result."""
 
     class Refusing(Cluster):
         async def _call(self, *_: Any, **__: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def test_an_object_that_is_there_need_not_be_made() -> None:
 
 
 def test_a_conflict_over_something_else_does_not_mean_that_the_object_is_there() -> None:
-    """A quota's own update may conflict: the campaign found a Secret that was taken for made (resize/answers/5)."""
+    """The update of a quota may conflict; the campaign found a Secret that counted as created (resize/answers/5)."""
     with pytest.raises(ApiError, match="Conflict"):
         creating("Conflict", 409)
 

@@ -1,4 +1,4 @@
-"""What routers are told of the models that manifests name, and how it is written."""
+"""The models that manifests name, as they are published to routers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 SITE = RouterSite(name="front", namespace="edge")
 SETTINGS = OperatorSettings(routers=(SITE,), resync_seconds=300.0)
 MADE = 1893456000.0
-"""When the fake cluster makes everything, Unix time in seconds."""
+"""Unix time in seconds at which the fake cluster creates everything."""
 GROWN = MADE + 10_000.0
 JOINS = GRID | {"routerRef": {"name": "front", "namespace": "edge"}}
 MAP = models_key(SITE)
 
 
 def declared(*documents: Document, now: float = GROWN) -> tuple[DeclaredModel, ...]:
-    """What the router is told of resources with these documents."""
+    """Return what the router is told about resources with these documents."""
     cluster = FakeCluster()
     found = [declaration(cluster.put(document)) for document in documents]
     return models_of(SITE, [one for one in found if one is not None], now)[0]
@@ -95,7 +95,7 @@ def test_a_replica_is_waited_for_from_when_its_first_start_should_be_over() -> N
 
 
 class Router:
-    """A router's ConfigMap in a fake cluster, as an operator brings it up to date."""
+    """A router's ConfigMap in a fake cluster, kept up to date by an operator."""
 
     def __init__(self, *resources: Document) -> None:
         self.cluster = FakeCluster()

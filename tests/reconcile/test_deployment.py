@@ -1,4 +1,4 @@
-"""A deployment brings its replicas to the spec by whole replicas, within its bounds, from wherever they stand."""
+"""A deployment brings its replicas to the spec, whole replicas at a time, within its bounds, from any state."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_no_progress_for_too_long_is_reported_and_progress_later_takes_it_back()
 
 
 def late(world: DeploymentWorld, rounds: int = 30) -> bool:
-    """Whether it is said on the way to rest that nothing moves."""
+    """Return whether any status on the way to rest says that nothing moves."""
     said = set()
     for _ in range(rounds):
         world.do(world.plan().actions)
@@ -431,7 +431,7 @@ def test_a_replica_whose_pods_are_told_to_end_is_not_ready_though_they_were_when
 def test_a_change_that_its_replica_has_yet_to_see_leaves_it_serving_if_it_asks_for_the_same_pods(
     fields_of_then: dict[str, Any], spec: dict[str, Any], serves: bool, world: DeploymentWorld
 ) -> None:
-    """Whatever release has kept the revision of the pods, with defaults of its own."""
+    """Any release may have kept the revision of the pods, with defaults of its own."""
     document = copy.deepcopy(world.replicas["d-1"])
     then = world.kept_of_replicas[document["status"]["revision"]]
     fields = {path: value for path, value in (then.fields | fields_of_then).items() if value is not None}

@@ -41,7 +41,7 @@ def test_replicas_that_serve_though_something_is_refused_are_changed_behind_othe
 def test_a_replica_whose_gang_is_not_to_be_had_any_more_is_counted_on_until_it_is_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the replica's own planner writes of such a one, as the deployment reads it."""
+    """Return such a replica with the status that its own planner writes, as the deployment reads it."""
 
     def seen() -> Child:
         named = {"name": "d-0", "uid": "v", "resourceVersion": "1", "generation": replica.generation}
@@ -97,7 +97,7 @@ def test_a_rollout_stops_at_a_replica_whose_new_spec_is_refused_though_its_earli
 
 
 def test_a_replica_whose_spec_is_refused_gets_the_spec_of_its_pods_back_at_once() -> None:
-    """None of its pods ends by it: no stand-in is waited for, for which there may be no room."""
+    """The change ends no pod, so it does not wait for a stand-in, for which there may be no room."""
     world = DeploymentWorld(3, capacity=3, rollout={"maxSurge": 0, "maxUnavailable": 1})
     world.settle()
     world.change(template=template(image="b"))
@@ -140,7 +140,7 @@ def test_replicas_that_were_refused_something_for_a_while_need_not_be_ready_for_
 
 
 def test_a_status_written_by_a_look_that_has_not_judged_the_pods_counts_for_nothing() -> None:
-    """As where planning fails: the newest generation stands beside conditions of an earlier one."""
+    """When planning fails, the status has the newest generation and conditions of an earlier one."""
     world = DeploymentWorld(3)
     world.settle()
     world.change(template=template(image="b"), rollout={"maxSurge": 0, "maxUnavailable": 1})
@@ -222,7 +222,7 @@ def disturb(world: DeploymentWorld, kind: str, index: int) -> None:
 @settings(max_examples=60)
 @given(st.lists(STEPS, max_size=14))
 def test_whatever_happens_it_ends_at_the_spec_and_keeps_its_bounds(steps: list[tuple[str, int]]) -> None:
-    """Eventually stable reconciliation, and both bounds in every plan on the way."""
+    """Reconciliation becomes stable, and every plan on the way keeps both bounds."""
     world = DeploymentWorld(3)
     world.broken.add("bad")
     for kind, index in steps:
@@ -251,7 +251,7 @@ def test_whatever_happens_it_ends_at_the_spec_and_keeps_its_bounds(steps: list[t
 
 
 def bounded(world: DeploymentWorld) -> Plan:
-    """The plan of this moment, any part of which may be carried out, checked against both bounds."""
+    """Check the present plan, any part of which may be carried out, against both bounds."""
     wanted = world.spec["replicas"]
     rollout = world.spec.get("rollout", {})
     surge = share(rollout.get("maxSurge", 1), wanted, up=True)

@@ -1,4 +1,4 @@
-"""A deployment in straits: a quota is used up, no replica or no pod is wanted, the API server or we refuse its spec."""
+"""A deployment in trouble: a quota is used up, no replica or pod is wanted, or its spec is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_SECONDS = 1800.0
 
 
 class QuotaWorld(DeploymentWorld):
-    """Room is a quota of pods: of a replica beyond it none is made. Whoever is youngest takes what becomes free."""
+    """A quota of pods is the room: a replica beyond it gets no pod. The youngest one takes what becomes free."""
 
     def _record_event(self, name: str, document: dict[str, Any]) -> None:
         super()._record_event(name, document)
@@ -38,7 +38,7 @@ def world() -> DeploymentWorld:
 
 
 def wait(world: DeploymentWorld, seconds: float) -> None:
-    """Nothing happens but time."""
+    """Only time passes."""
     for _ in range(3):
         world.do(world.plan().actions)
         world.operate()
@@ -85,7 +85,7 @@ def test_pods_that_are_not_made_yet_are_told_as_that() -> None:
 
 
 def test_what_is_there_is_changed_before_another_one_is_made() -> None:
-    """The API server may refuse the new one, and a refusal ends the look."""
+    """The API server may refuse the new one, and a refusal ends the reconcile."""
     world = DeploymentWorld(2, template=template(image="a"))
     world.broken.add("a")
     world.settle()
@@ -118,7 +118,7 @@ def test_where_a_stand_in_is_refused_a_node_is_emptied_as_where_there_is_no_room
 
 @pytest.mark.parametrize("kind", ["StatefulSet", "Service"])
 def test_a_replica_whose_objects_are_refused_lacks_no_room(kind: str) -> None:
-    """Pods that nobody has asked for are not made: that says nothing of a quota, however long it lasts."""
+    """Pods that nobody asks for are not created: that shows no lack of quota, however long it lasts."""
 
     def refuse(verb: str, of: str) -> None:
         if (verb, of) == ("apply", kind):

@@ -1,4 +1,4 @@
-"""What others add to objects of ours is taken away where it does harm, and a fight with another controller stays slow."""
+"""The operator removes harmful additions to its objects, and repeats contested repairs more and more slowly."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_entry_more_in_a_list_of_named_ones_is_taken_away(field: str) -> None
 
 
 def test_with_a_volume_its_mounts_are_taken_away() -> None:
-    """The API server takes a template with mounts of a volume that is not there, and refuses every pod of it."""
+    """The API server accepts a template that mounts a missing volume, and refuses every pod made from it."""
     world = World(**GRID)
     world.settle()
     lane = world.objects["StatefulSet", "r-l0"]
@@ -96,7 +96,7 @@ def test_with_a_volume_its_mounts_are_taken_away() -> None:
 
 
 def drift(stage: Stage, key: Key, change: Change) -> None:
-    """Somebody writes to an object of the replica, and the operator hears of it."""
+    """Write to an object of the replica as somebody else, and report that to the operator."""
     stage.index.offer(stage.cluster.put(merged(stage.cluster.objects[key], {"spec": change})))
 
 
@@ -150,7 +150,7 @@ def _has_drifted(stage: Stage, change: Change) -> bool:
 
 
 def test_what_comes_back_with_every_patch_is_tried_once() -> None:
-    """As from a webhook that adds to whatever is written."""
+    """A webhook that adds to every write does this."""
 
     async def test(stage: Stage) -> None:
         key = stage.see(resource("MedhaReplica"))

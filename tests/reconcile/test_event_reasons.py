@@ -1,4 +1,4 @@
-"""Why pods are not made or do not start is told apart by the words of those who refuse them, with what fixes it."""
+"""Events show why pods are not created or do not start; each reason comes with its remedy."""
 
 from __future__ import annotations
 

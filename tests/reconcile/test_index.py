@@ -1,4 +1,4 @@
-"""Facts of one replica out of what is known of the whole cluster."""
+"""The index selects the facts of one replica from all that is known about the cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pod_of_lane(lane: dict[str, Any], **metadata: Any) -> dict[str, Any]:
 
 
 def test_a_replica_that_is_made_anew_is_rid_of_the_pod_of_its_predecessor_on_a_lost_node() -> None:
-    """Its kubelet cannot confirm its end, and it keeps the name of the pod that is to come."""
+    """Its kubelet cannot confirm its end, so it still has the name that its successor needs."""
 
     async def test() -> None:
         stage = Stage(FakeCluster())

@@ -1,4 +1,4 @@
-"""A router's keys: made once there is one, and found again by the next one of its name."""
+"""A router's keys are created once the router exists, and kept for the next router of its name."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_whoever_looks_at_a_router_hears_of_it_at_its_deployment() -> None:
 
 
 def test_a_token_that_is_not_the_first_admits_too() -> None:
-    """As while one is changed for another."""
+    """One of them is being replaced by another."""
     cluster = FakeCluster()
     install(cluster)
     look(cluster)

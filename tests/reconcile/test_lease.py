@@ -1,4 +1,4 @@
-"""The lease: who may write, until when, and that nothing is sent that could end after it."""
+"""The lease: who may write, until when, and that no write is sent that could end after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the pods of a replica would find room elsewhere: labels, taints, requests, and who else wants the room."""
+"""Room for a replica's pods on other nodes: labels, taints, requests, and others that need the room."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 def node(
     name: str, *, labels: dict[str, str] | None = None, cordoned: bool = False, **amounts: Any
 ) -> Document:
-    """A node that is ready; its resources as `cpu="4"`, GPUs as `gpu="8"`."""
+    """Return a ready node, with resources such as `cpu="4"`; `gpu="8"` stands for GPUs."""
     allocatable = {"cpu": "8", "memory": "64Gi", "pods": "10"} | amounts
     if "gpu" in allocatable:
         allocatable["nvidia.com/gpu"] = allocatable.pop("gpu")
@@ -193,7 +193,7 @@ def stored(stage: Stage, document: Document) -> None:
 
 
 def make_pods(stage: Stage, replica: str, where: str | None) -> None:
-    """What the StatefulSets of a replica would make, on a node or on none yet."""
+    """Return the pods that a replica's StatefulSets would create, on a node or on none yet."""
     for (kind, _, name), found in list(stage.cluster.objects.items()):
         if kind != "StatefulSet" or found["metadata"]["labels"]["medha.dev/replica"] != replica:
             continue

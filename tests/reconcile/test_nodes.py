@@ -1,4 +1,4 @@
-"""A replica leaves nodes that are to be emptied, and what was on lost ones is replaced."""
+"""A replica leaves nodes that are being emptied, and its pods on lost nodes are replaced."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_silent_node_is_told_at_once_and_its_pods_replaced_after_the_limit(wor
 
 
 def test_no_pod_is_forced_while_no_node_at_all_is_heard_of(world: World) -> None:
-    """The control plane is cut off from kubelets, whose pods serve; or the one node there is has a kubelet that hangs."""
+    """Either the control plane is cut off from kubelets whose pods serve, or the only node has a kubelet that hangs."""
     before = uids(world)
     for index, (name, pod) in enumerate(sorted(world.pods.items())):
         world.pods[name] = replace(pod, node=f"node{index}")
@@ -113,7 +113,7 @@ def test_evictors_take_the_pods_of_a_cordoned_node_and_the_rest_follows_as_a_mov
 def test_an_evicted_pod_that_ends_before_anybody_looks_counts_as_a_move(
     world: World, forgotten: str | None
 ) -> None:
-    """A user may delete the budget, and a refusal end the look that had opened it before it wrote the status."""
+    """A user may delete the budget, and a refusal may end the reconcile that opened it before the status is written."""
     world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], node="a")
     world.nodes["a"] = Node(cordoned=True)
     before = world.status
@@ -153,7 +153,7 @@ def test_a_pod_that_has_come_anew_meanwhile_is_left_where_it_is(world: World) ->
 def test_pods_that_come_back_to_a_cordoned_node_are_not_ended_again(
     world: World, is_time_known: bool
 ) -> None:
-    """As those do that tolerate every taint, which is usual on nodes with GPUs."""
+    """Pods that tolerate every taint do so, as is usual on nodes with GPUs."""
     for name, pod in world.pods.items():
         world.pods[name] = replace(pod, node="node", tolerates_emptying=not is_time_known)
     world.nodes["node"] = Node(cordoned=True, cordoned_since=world.now if is_time_known else None)
@@ -232,7 +232,7 @@ def test_nobody_leaves_and_nothing_is_told_while_nodes_are_being_cordoned(world:
 
 
 def test_room_that_goes_before_anybody_was_evicted_closes_the_budget_again(world: World) -> None:
-    """As where all old nodes are cordoned one after the other, before the first of them is drained."""
+    """All old nodes are cordoned one after the other before the first of them is drained."""
     on_node(world, "a")
     world.nodes["a"] = Node(cordoned=True)
     before = uids(world)
@@ -382,7 +382,7 @@ def test_nothing_is_made_of_a_spec_that_is_refused_from_the_beginning(change: di
 
 
 def test_pods_leave_lost_and_cordoned_nodes_before_anything_that_may_be_refused(world: World) -> None:
-    """The first action that the API server refuses ends a look."""
+    """The first action that the API server refuses ends a reconcile."""
     world.pods["r-l0-0"] = replace(world.pods["r-l0-0"], node="cordoned")
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
     world.nodes = {"cordoned": Node(cordoned=True), "lost": Node(unreachable_since=world.now - 500)}
@@ -439,7 +439,7 @@ def test_a_pod_of_an_earlier_statefulset_on_a_lost_node_gives_its_name_free(worl
 
 
 def test_a_pod_of_somebody_else_that_is_labelled_as_ours_is_not_forced(world: World) -> None:
-    """It has another owner, and nobody has told it to end."""
+    """It has another owner, and nobody has deleted it."""
     world.pods["theirs"] = replace(world.pods["r-l1-0"], name="theirs", uid="theirs", node="lost")
     world.owners["theirs"] = "a Job"
     world.nodes["lost"] = Node(unreachable_since=world.now - 500)

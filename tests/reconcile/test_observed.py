@@ -1,4 +1,4 @@
-"""What a pod's or node's document says is told apart: capacity, volumes, image, model, crash, rendezvous."""
+"""Facts from the documents of pods and nodes: capacity, volumes, image, model, crash, rendezvous."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ RUNNING: dict[str, Any] = {"state": {"running": {}}}
 def starting(
     worker: dict[str, Any], first: dict[str, Any] | None = None, set_up: str = "True", sidecar: bool = False
 ) -> dict[str, Any]:
-    """A pod that has a node, with the state of its worker and of an init container."""
+    """Return a pod that has a node, with the state of its worker and of an init container."""
     states = [("PodScheduled", "True"), ("PodReadyToStartContainers", set_up)]
     document = pod(
         conditions=[{"type": kind, "status": status} for kind, status in states],

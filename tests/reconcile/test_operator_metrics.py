@@ -1,4 +1,4 @@
-"""What the operator's metrics say, read as Prometheus would, after looks that have ended in every way."""
+"""The operator's metrics, as Prometheus reads them, after reconciles with every outcome."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOKS: Mapping[str, ReconcileResult | Exception] = {
 
 
 class Scripted:
-    """A reconciler whose every look ends as the name of its resource says."""
+    """A reconciler whose reconciles end as the name of the resource says."""
 
     def __init__(self) -> None:
         self.has_ended = asyncio.Event()
@@ -62,7 +62,7 @@ def test_looks_are_counted_by_outcome_errors_by_reason_and_waits_in_seconds() ->
         scripted = Scripted()
         working = asyncio.create_task(program._work(cast(Reconciler, scripted)))
         await scripted.has_ended.wait()
-        await asyncio.sleep(0)  # the last look is counted when its caller goes on
+        await asyncio.sleep(0)  # the last reconcile is counted when its caller continues
         working.cancel()
         program._queue.close()
 

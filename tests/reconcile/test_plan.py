@@ -1,4 +1,4 @@
-"""The planner reaches what a spec asks for from wherever the cluster stands, and then writes nothing more."""
+"""The planner reaches what a spec asks for from any state of the cluster, and then writes nothing more."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_replica_that_is_being_deleted_is_left_to_the_garbage_collector(world:
 
 
 def test_a_replica_that_waits_for_its_pods_to_end_is_rid_of_those_on_a_lost_node(world: World) -> None:
-    """As with `kubectl delete --cascade=foreground`."""
+    """`kubectl delete --cascade=foreground` does this."""
     world.is_deleting = True
     world.pods = {name: replace(pod, is_deleting=True) for name, pod in world.pods.items()}
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
@@ -119,7 +119,7 @@ def test_what_others_have_changed_or_deleted_is_put_back(world: World) -> None:
 
 
 def test_a_replica_of_which_all_is_missing_is_asked_for_again_before_there_are_pods(world: World) -> None:
-    """The end of a replica may be told late, and making the rest takes long enough for it to be deleted meanwhile."""
+    """The deletion of a replica may be reported late, or happen while the other objects are created."""
     world.objects, world.pods = {}, {}
     actions = world.plan().actions
     (first,) = [index for index, action in enumerate(actions) if _makes(action, "StatefulSet", "r-l0")]
@@ -148,7 +148,7 @@ def test_keys_are_made_once(world: World) -> None:
 def test_pods_of_an_older_revision_end_when_the_controller_of_statefulsets_knows_the_newer_one(
     world: World,
 ) -> None:
-    """Until then it would make pods of the older one in their place, only for them to end, too."""
+    """Until then it would create pods of the older one in their place, which would have to end, too."""
     world.spec = world.spec | {"kvCache": {"size": "1Gi"}}
     changed = world.plan()
     assert deleted_pods(changed) == set()
@@ -454,7 +454,7 @@ def disturb(world: World, kind: str, index: int) -> None:
 def test_whatever_happens_it_ends_where_a_fresh_replica_of_the_spec_ends(
     disturbances: list[tuple[str, int]],
 ) -> None:
-    """Eventually stable reconciliation: once nothing disturbs it any more, the cluster is a function of the spec."""
+    """Once nothing disturbs the cluster any more, its state is a function of the spec alone."""
     world = World(**GRID)
     for kind, index in disturbances:
         disturb(world, kind, index)
@@ -492,7 +492,7 @@ def test_restarts_that_no_time_stands_beside_are_somebody_elses_word() -> None:
 
 
 def test_revisions_that_were_left_behind_go_with_the_next_replica_of_the_name() -> None:
-    """As by `kubectl delete --cascade=orphan`: the garbage collector has taken away their owner."""
+    """After `kubectl delete --cascade=orphan`, the garbage collector has removed their owner."""
     world = World(**GRID)
     world.settle()
     (revision,) = (one for (kind, _), one in world.objects.items() if kind == "ControllerRevision")

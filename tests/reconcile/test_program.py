@@ -1,4 +1,4 @@
-"""The program as a whole, before an API server that answers from memory."""
+"""The whole program, with an API server that answers from memory."""
 
 from __future__ import annotations
 

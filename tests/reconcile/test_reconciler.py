@@ -1,4 +1,4 @@
-"""Looks that fail: what the user hears, how often it is written, and how long the next look waits."""
+"""Reconciles that fail: what the user is told, how often it is written, and how long the next one waits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_stage(
 
 
 def refusing(verb: str, kind: str, status: int, reason: str) -> Callable[[str, str], None]:
-    """Every such write is refused, each time in other words, as a quota or a webhook may."""
+    """Refuse every such write, with another message each time, as a quota or a webhook may."""
     count = 0
 
     def refuse(a_verb: str, a_kind: str) -> None:
@@ -45,7 +45,7 @@ def refusing(verb: str, kind: str, status: int, reason: str) -> Callable[[str, s
 
 
 async def fail_again(stage: Stage, key: Key, looks: int) -> None:
-    """As many further looks, as if the back-off were over each time."""
+    """Reconcile that many times more, as if each back-off were over."""
     for _ in range(looks):
         stage.queue.add(key)
         assert await stage.work()
@@ -202,7 +202,7 @@ def replaced(stage: Stage, key: Key) -> None:
 def test_nothing_is_made_anew_for_a_resource_whose_end_was_not_told(
     end: Callable[[Stage, Key], None], kind: str, spec: dict[str, object], lost: tuple[str, ...]
 ) -> None:
-    """The garbage collector takes the children, and only of them the watch has told."""
+    """The garbage collector deletes the children, and the watch has reported nothing else."""
 
     async def test(stage: Stage) -> None:
         key = stage.see(resource(kind, spec))
@@ -242,7 +242,7 @@ def test_a_new_replica_costs_a_call_for_each_child_and_two_more_with_reads() -> 
 
 @pytest.mark.parametrize("child", ["Service", "StatefulSet"])
 def test_a_refusal_is_written_once_however_often_the_operator_starts(child: str) -> None:
-    """What is written before pods are made says nothing else in between."""
+    """The status that is written before pods are created does not change in between."""
 
     def refuse(verb: str, kind: str) -> None:
         if (verb, kind) == ("apply", child):
@@ -283,7 +283,7 @@ def test_an_object_of_ours_that_the_watch_has_not_told_of_is_taken_back_from_who
 
 
 def pod(stage: Stage, uid: str, *, is_started: bool) -> dict[str, object]:
-    """The one member of `r`; it has a node."""
+    """Return the only member of `r`; it has a node."""
     template = stage.cluster.objects["StatefulSet", "default", "r-l0"]["spec"]["template"]
     container = {"name": "worker", "started": is_started, "ready": is_started, "state": {"running": {}}}
     placed = {"type": "PodScheduled", "status": "True"}
@@ -315,7 +315,7 @@ def test_secrets_are_made_sure_of_in_a_resync_only_where_pods_do_not_start() -> 
 
 
 def test_pods_that_an_earlier_replica_left_behind_do_not_vouch_for_the_new_keys() -> None:
-    """They have started with the keys of the old one; a pod that takes the place of one of them needs the new ones."""
+    """They have started with the old keys; a pod that replaces one of them needs the new ones."""
 
     async def test(stage: Stage) -> None:
         stage.see(resource("MedhaReplica"))
@@ -331,7 +331,7 @@ def test_pods_that_an_earlier_replica_left_behind_do_not_vouch_for_the_new_keys(
 
 
 def test_a_gang_that_begins_anew_has_its_secrets_made_sure_of() -> None:
-    """One that a user has deleted, to get a newer one, is made before the pods that mount it are waited for."""
+    """A Secret that a user has deleted is created before the operator waits for the pods that mount it."""
 
     async def test(stage: Stage) -> None:
         key = stage.see(resource("MedhaReplica"))
@@ -355,7 +355,7 @@ async def serving(stage: Stage, spec: dict[str, object] = GRID) -> Key:
 
 
 def refuse_kind(kind: str, status: int = 403) -> Callable[[str, str], None]:
-    """Every write of that kind is refused, in the same words."""
+    """Refuse every write of that kind, with the same message."""
 
     def refuse(_: str, a_kind: str) -> None:
         if a_kind == kind:
@@ -365,7 +365,7 @@ def refuse_kind(kind: str, status: int = 403) -> Callable[[str, str], None]:
 
 
 def test_a_refused_write_is_told_of_a_replica_that_serves_and_leaves_it_ready() -> None:
-    """A deployment counts on what is ready: if it were not, the next template would take it down beside others."""
+    """If it were not ready, the next template would take it down together with others."""
 
     async def test(stage: Stage) -> None:
         key = await serving(stage)

@@ -1,4 +1,4 @@
-"""A reflector lists once, watches on from there, and lists again only when it must."""
+"""A reflector lists once, watches from there, and lists again only when it must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A spec that cannot be served though the API server has taken it: what runs is left alone, and told of as it is."""
+"""The API server accepts a spec that cannot be served: running pods are left alone and reported as they are."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_change_that_was_under_way_is_finished(
 
 
 def test_the_event_comes_behind_what_the_api_server_may_refuse(world: World) -> None:
-    """Each new try begins at the first action: what stands before the refused one is done again each time."""
+    """Each retry begins at the first action: the actions before the refused one are repeated each time."""
     refuse(world, REFUSED[0][0])
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], is_failed=True)
     actions = world.plan().actions
@@ -188,7 +188,7 @@ def test_a_replica_whose_pods_have_all_gone_is_not_ready_and_does_not_serve(
 
 
 def test_pods_of_two_revisions_serve_nobody(world: World) -> None:
-    """As where the spec is refused while an earlier change is under way."""
+    """The spec is refused while an earlier change is under way."""
     refuse(world, REFUSED[0][0])
     world.settle()
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], revision="another")

@@ -1,4 +1,4 @@
-"""A store never goes back in time, whatever comes late, and tells of what matters alone."""
+"""A store never goes back to an older version, whatever comes late, and reports only changes that matter."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_events_that_come_after_a_list_that_knew_them_change_nothing(pods: Store
 
 
 def test_what_is_deleted_while_a_list_is_read_stays_deleted(pods: Store) -> None:
-    """The leader's first list is read beside the watch, which may be ahead of it."""
+    """The leader's first list is read while the watch runs, which may be ahead of the list."""
     pods.see("ADDED", pod(5))
     with pods.listing(None) as listing:
         pods.read_page(listing, [pod(5)], "10")
@@ -202,7 +202,7 @@ def test_the_status_of_a_statefulset_matters_only_until_its_controller_knows_of_
     store = Index(delivered.append).stores["StatefulSet"]
 
     def tell(version: int, generation: int, **status: int) -> int:
-        """How many looks it asks for."""
+        """Return the number of reconciles that it requests."""
         delivered.clear()
         metadata = {
             "name": "r-l0",

@@ -1,4 +1,4 @@
-"""The queue: no key is worked on twice at a time, none is forgotten, failures wait longer and longer, and looks rest."""
+"""The queue: a key is reconciled once at a time, none is forgotten, failures back off, and keys rest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def at_a_clock(test: Callable[[WorkQueue, Clock], Awaitable[None]]) -> None:
 
 
 def in_a_loop(test: Callable[[WorkQueue], Awaitable[None]]) -> None:
-    """No look takes time."""
+    """No reconcile takes time."""
     at_a_clock(lambda queue, _: test(queue))
 
 
@@ -63,7 +63,7 @@ def test_a_key_rests_in_proportion_to_what_its_look_took_and_never_long() -> Non
 
 
 def test_who_waited_for_a_look_rests_though_the_look_itself_took_no_time() -> None:
-    """Where many compete, each is looked at less often."""
+    """If many keys compete, each is reconciled less often."""
 
     async def test(queue: WorkQueue, clock: Clock) -> None:
         queue.add(A)
@@ -141,7 +141,7 @@ def test_of_two_later_looks_the_earlier_counts_and_a_worker_that_waits_hears_it(
 
 
 def test_what_is_heard_during_a_look_that_is_refused_waits_as_long_as_the_refusal() -> None:
-    """It may be the look's own status, of which the watch told before the answer came."""
+    """The change may be the reconcile's own status, which the watch reported before the answer came."""
 
     async def test(queue: WorkQueue) -> None:
         for _ in range(12):

@@ -1,4 +1,4 @@
-"""A small cluster in memory for the planner: it takes actions and does what StatefulSets and kubelets would do."""
+"""A small cluster in memory for the planner: it carries out actions and acts for StatefulSets and kubelets."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class World:
         """Name of a pod -> UID of the StatefulSet that has made it."""
         self.nodes: dict[str, Node] = {}
         self.other_nodes: list[Node] = [Node(reporting_since=0.0)]
-        """Those without pods of the replica."""
+        """Nodes that have no pod of the replica."""
         self.unmade: tuple[str, str] | None = None
-        """Reason and message of the events that say why pods are not made."""
+        """Reason and message of the events that say why pods are not created."""
         self.capacity = Capacity(True)
-        """The answer to the replica's question for room on other nodes."""
+        """The answer whether other nodes have room for the replica."""
         self.held: set[str] = set()
         """UIDs of objects and pods that a finalizer of somebody else holds."""
         self.is_deleting = False
@@ -120,7 +120,7 @@ class World:
                     self.notice.append(action)
 
     def settle(self, rounds: int = 12) -> int:
-        """Plan and do until nothing is left to do, with the cluster at work between; writes of the last round."""
+        """Plan and act until nothing is left to do, with turns of the cluster in between; return the last writes."""
         for _ in range(rounds):
             before = self.writes
             self.do(self.plan().actions)
@@ -137,12 +137,12 @@ class World:
     # --- the cluster's side -----------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Somebody puts a finalizer on everything that is there."""
+        """Put somebody's finalizer on everything that exists."""
         self.held |= {pod.uid for pod in self.pods.values()}
         self.held |= {found["metadata"]["uid"] for found in self.objects.values()}
 
     def release(self) -> None:
-        """The finalizers are taken away: what was told to end does so, pods once their kubelets are heard of."""
+        """Remove the finalizers: what is being deleted goes, pods once their kubelets report."""
         self.held.clear()
         self.pods = {name: pod for name, pod in self.pods.items() if not pod.has_finalizer}
         for (kind, name), found in list(self.objects.items()):
@@ -170,7 +170,7 @@ class World:
         self.revisions = {key: one for key, one in self.revisions.items() if f"r-{key}" != name}
 
     def controllers(self) -> None:
-        """Pods that were told to end have ended, and those of no StatefulSet; StatefulSets make what pods are missing."""
+        """End deleted pods and pods of no StatefulSet, and create the pods that StatefulSets miss."""
         sets = {
             found["metadata"]["uid"]: found
             for (kind, _), found in sorted(self.objects.items())
@@ -188,7 +188,7 @@ class World:
                 self._make_pods(lane)
 
     def kubelets(self) -> None:
-        """Every pod is placed, starts, and is ready once all of its gang have started."""
+        """Place and start every pod; make it ready once its whole gang has started."""
         self.pods = {
             name: pod
             if pod.is_failed or self._is_silent(pod)

@@ -1,4 +1,4 @@
-"""Calls to the API server, each one thin: what is read, what is written, and what the answer means.
+"""Call the API server: each method makes a call and says what the answer means.
 
 Every write except that of the Lease passes `_write`, which the tenure of the lease fences.
 """

@@ -1,8 +1,9 @@
-"""The known objects of one kind, and which of our resources each change concerns.
+"""Keep the objects of one kind, and report which of our resources each change concerns.
 
-A store is filled from a list, from the events of a watch, and from answers to our own writes, which come
-first: a plan never sees a state before the previous plan's writes. The newest version wins: resourceVersions
-of one kind increase and can be compared (Kubernetes 1.35, KEP-5504).
+A store is filled from lists, from the events of a watch, and from answers to our own writes. The answer to an
+apply, a patch or a status write is taken in at once, so that a plan never sees a state from before it; a
+deletion waits until the API server reports it. The newest version wins: resourceVersions of one kind increase
+and can be compared (Kubernetes 1.35, KEP-5504).
 """
 
 from __future__ import annotations
