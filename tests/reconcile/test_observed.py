@@ -64,6 +64,14 @@ def test_each_trouble_has_a_reason_of_its_own(document: dict[str, Any], reason: 
     assert found[0] == reason
 
 
+def test_a_pod_with_a_node_is_scheduled_whatever_the_scheduler_has_written_late() -> None:
+    document = unscheduled("binding rejected", reason="SchedulerError")
+    document["spec"]["nodeName"] = "n"
+    found = pod_of(document)
+    assert found.is_scheduled
+    assert found.problem is None
+
+
 WAITING = {"state": {"waiting": {"reason": "ContainerCreating"}}}
 INITIALIZING = {"state": {"waiting": {"reason": "PodInitializing"}}}
 RUNNING: dict[str, Any] = {"state": {"running": {}}}

@@ -162,7 +162,11 @@ def pod_of(document: Object) -> Pod:
         if entry.get("restartPolicy") == "Always"
     }
     is_fetching = any("running" in entry.get("state", {}) for entry in first if entry["name"] not in sidecars)
-    problem = _problem(conditions.get("PodScheduled"), first, containers, sidecars)
+    node = document.get("spec", {}).get("nodeName")
+    # A pod with a node is scheduled, whatever the condition says: Kubernetes' scheduler may write a failure late,
+    # or for an earlier pod of that name (kubernetes/kubernetes#139602).
+    scheduled = conditions.get("PodScheduled") if node is None else None
+    problem = _problem(scheduled, first, containers, sidecars)
     if problem is None and not is_fetching:
         problem = _starting(conditions.get("PodReadyToStartContainers"), first, containers)
     return Pod(
@@ -175,7 +179,7 @@ def pod_of(document: Object) -> Pod:
         is_deleting="deletionTimestamp" in metadata,
         has_finalizer=metadata.get("deletionGracePeriodSeconds") == 0,
         is_failed=status.get("phase") in ("Failed", "Succeeded"),
-        is_scheduled=_is_true(conditions.get("PodScheduled")),
+        is_scheduled=node is not None or _is_true(scheduled),
         is_started=bool(containers) and all(_has_started(entry) for entry in containers),
         is_ready=_is_true(conditions.get("Ready")),
         requests_restart=any(
@@ -183,7 +187,7 @@ def pod_of(document: Object) -> Pod:
         ),
         problem=problem,
         is_fetching=is_fetching,
-        node=document.get("spec", {}).get("nodeName"),
+        node=node,
         secrets=frozenset(
             volume["secret"]["secretName"]
             for volume in document.get("spec", {}).get("volumes", ())
