@@ -110,6 +110,15 @@ def test_a_list_is_taken_in_at_its_end_or_not_at_all(pods: Store, delivered: lis
     assert len(pods.of(REPLICA)) == 2
 
 
+def test_a_list_that_ends_after_a_newer_one_brings_nothing_back(pods: Store) -> None:
+    """The leader's first list may overlap with that of a reflector whose watch was refused."""
+    relist(pods, [pod(5)], "10")
+    with pods.listing(None) as older:
+        pods.read_page(older, [pod(5)], "15")
+        relist(pods, [], "20")  # it was deleted in between; the watch that follows begins at 20
+    assert pods.of(REPLICA) == []
+
+
 def test_an_unchanged_object_is_not_read_again(pods: Store) -> None:
     pods.see("ADDED", pod(5))
     (known,) = pods.of(REPLICA)

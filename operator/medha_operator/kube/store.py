@@ -191,6 +191,8 @@ class Store:
         An object that the watch has reported as deleted after it was made stays deleted.
         """
         namespace, version = listing.namespace, listing.version
+        if version < self._listed.get(namespace, 0):
+            return  # a newer list ended first: this one would bring back what was deleted between the two
         self._delivered(namespace, version)
         self._listed[namespace] = version
         for name, entry in list(self._entries.items()):
