@@ -1,4 +1,4 @@
-"""Writes what the chart takes from elsewhere: `python charts/generate.py`, run by `make gen`.
+"""Write the files of the chart that are made from other files: `python charts/generate.py`, run by `make gen`.
 
 - files/rights.yaml from what the operator says that it may do;
 - templates/crds/ from crds/, with the label and the annotations that let Helm upgrade and keep them;
@@ -36,7 +36,7 @@ class Value:
 
 
 def values() -> list[Value]:
-    """Every key that a `# --` comment describes, in the order of the file."""
+    """Return every key that a `# --` comment describes, in the order of the file."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     defaults = yaml.safe_load(text)
     return [Value(path, meaning, _at(defaults, path)) for path, meaning in _described(text.splitlines())]
@@ -66,7 +66,7 @@ def _at(document: Any, path: str) -> Any:
 
 
 def readme(before: str) -> str:
-    """README.md with a new table."""
+    """Return README.md with a new table."""
     rows = ["| Value | Default | Meaning |", "|---|---|---|"]
     for value in values():
         default = json.dumps(value.default).replace("|", r"\|")
@@ -77,7 +77,7 @@ def readme(before: str) -> str:
 
 
 def schema(before: str) -> str:
-    """values.schema.json with the descriptions of values.yaml."""
+    """Return values.schema.json with the descriptions of values.yaml."""
     document = json.loads(before)
     for value in values():
         node = document
@@ -88,7 +88,7 @@ def schema(before: str) -> str:
 
 
 def crd_templates() -> dict[str, str]:
-    """File name in templates/crds/ -> a definition that Helm installs, upgrades and, unless set otherwise, keeps."""
+    """Return file name in templates/crds/ -> definition that Helm installs, upgrades and, by default, keeps."""
     return {
         file.name: _crd_template(file.read_text(encoding="utf-8")) for file in sorted(CRDS.glob("*.yaml"))
     }
@@ -118,7 +118,7 @@ def _crd_template(text: str) -> str:
 
 
 def rules() -> str:
-    """files/rights.yaml: the rules of the operator's roles that depend on no value, and those of each gang scheduler."""
+    """Return files/rights.yaml: the rules of the operator's roles that no value changes, and those of each gang scheduler."""
     apis = get_args(OperatorSettings.model_fields["gang_apis"].annotation)[0]
     document = {
         "cluster": rbac_rules.cluster_rules(),
@@ -130,14 +130,14 @@ def rules() -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes a list as often as it occurs, with no anchors."""
+    """A YAML dumper that writes a repeated list in full each time, without anchors."""
 
     def ignore_aliases(self, _: Any) -> bool:
         return True
 
 
 def generated() -> dict[Path, str]:
-    """Path -> what should be written there."""
+    """Return path -> content that should be there."""
     crds = CHART / "templates" / "crds"
     pages = {CHART / "README.md": readme, CHART / "values.schema.json": schema}
     return {

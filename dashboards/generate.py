@@ -1,4 +1,4 @@
-"""Writes Grafana's dashboards: `python dashboards/generate.py FOLDER ...`, run by `make gen`.
+"""Write Grafana's dashboards: `python dashboards/generate.py FOLDER ...`, run by `make gen`.
 
 A dashboard is a list of rows of panels, each panel a question in one sentence and PromQL over the metric catalogue.
 Times are `$__rate_interval`, so that any scrape interval works.
@@ -18,7 +18,7 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: what it answers, its unit as Grafana spells it, and a query for each of its lines."""
+    """One graph: the question that it answers, its unit as Grafana spells it, and a query for each line."""
 
     title: str
     asks: str
@@ -42,7 +42,7 @@ class Dashboard:
     """Name -> query for its values."""
 
     def document(self) -> dict[str, Any]:
-        """As Grafana imports it."""
+        """Return the document that Grafana imports."""
         return {
             "uid": f"medha-{self.name}",
             "title": f"Medha / {self.title}",
@@ -123,7 +123,7 @@ def _variable(name: str, query: str) -> dict[str, Any]:
     }
 
 
-# --- what the dashboards ask ----------------------------------------------------------------------------
+# --- the dashboards' queries -----------------------------------------------------------------------------
 
 _GOOD = (("red", None), ("orange", 0.9), ("green", 0.95))
 
@@ -131,7 +131,7 @@ _GOOD = (("red", None), ("orange", 0.9), ("green", 0.95))
 def _quantiles(
     metric: str, where: str, by: str = "", shares: tuple[float, ...] = (0.5, 0.99)
 ) -> dict[str, str]:
-    """Legend -> quantile of a histogram, for each value of the label `by`."""
+    """Return legend -> query for a quantile of a histogram, for each value of the label `by`."""
     named = f" {{{{{by}}}}}" if by else ""
     grouped = f"le, {by}" if by else "le"
     inner = f"sum by ({grouped}) (rate({metric}_bucket{where}[$__rate_interval]))"
@@ -143,7 +143,7 @@ def _rate(metric: str, where: str, by: str) -> str:
 
 
 def _share(metric: str, where: str, by: str, window: str = "$__rate_interval") -> str:
-    """Share of requests that met their target; 0 if all missed it, no value if there were none."""
+    """Return the query for the share of requests that met their target: 0 if all missed it, none without requests."""
     met = where.replace("}", ', met="true"}')
     every = f"sum by ({by}) (rate({metric}{where}[{window}]))"
     return f"(sum by ({by}) (rate({metric}{met}[{window}])) or 0 * {every}) / {every}"
@@ -269,7 +269,7 @@ DASHBOARDS = (SLO, REPLICA, OPERATOR)
 
 
 def files() -> dict[str, str]:
-    """File name -> what should be written there."""
+    """Return file name -> content that should be there."""
     return {f"{each.name}.json": json.dumps(each.document(), indent=1) + "\n" for each in DASHBOARDS}
 
 

@@ -73,7 +73,7 @@ class CapacityChecks:
             return capacity
 
     def settle(self, key: Key) -> None:
-        """Forget what a replica was answered: the index now shows what came of it."""
+        """Forget the answer to a replica, whose reconcile has ended: the index now shows whether it moves."""
         self._granted.discard(key)
         if not self._index.waiting_for_capacity:
             self._listed.clear()

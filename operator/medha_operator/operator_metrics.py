@@ -25,7 +25,7 @@ _NO_STATUS = {"status": "Unknown", "reason": "NoStatus"}
 
 
 class Telemetry:
-    """Everything that the operator counts, as methods in the terms of its code."""
+    """The operator's counters and histograms; each method records one kind of occurrence."""
 
     def __init__(self, index: Index, queue: WorkQueue) -> None:
         self.registry = CollectorRegistry()

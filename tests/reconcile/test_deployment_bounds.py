@@ -114,7 +114,7 @@ def test_a_replica_whose_spec_is_refused_gets_the_spec_of_its_pods_back_at_once(
 def test_a_deployment_whose_replicas_serve_what_it_asks_for_is_complete_though_their_specs_are_refused() -> (
     None
 ):
-    """As where a gang scheduler is not to be had any more: nothing is left to do but what each replica says."""
+    """For example, a gang scheduler was removed: the deployment has nothing to do, and each replica reports why."""
     world = DeploymentWorld(2)
     world.settle()
     world.refused = {"d-0", "d-1"}

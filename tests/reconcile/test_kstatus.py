@@ -1,4 +1,4 @@
-"""What kstatus, and with it Flux and `kubectl`'s kin, makes of a resource in each of its states.
+"""Judge a resource in each of its states as kstatus does, and with it Flux and similar tools.
 
 The rules are those that kstatus publishes for resources that it does not know (sigs.k8s.io/cli-utils, pkg/kstatus).
 """

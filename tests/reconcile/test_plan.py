@@ -228,7 +228,7 @@ def test_a_pod_that_was_replaced_while_no_operator_ran_is_noticed(world: World) 
 
 
 def test_nobody_counts_on_pods_that_are_about_to_end(world: World) -> None:
-    """Though all are ready, a newer one among them: a deployment would let the next replica go."""
+    """All are ready, a newer one among them; if it counted, a deployment would let the next replica go."""
     world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], uid="new", created=world.now + 1)
     world.now += 2
     planned = world.plan().actions

@@ -42,7 +42,7 @@ _DEFAULTS: Mapping[tuple[str, ...], str] = {(*_TEMPLATE, "schedulerName"): "defa
 
 
 def additions(found: Mapping[str, Any], desired: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the merge patch that removes what `found` has beyond `desired`, and the paths of that.
+    """Return the merge patch that removes what `found` has beyond `desired`, and the paths that it removes.
 
     Only fields in which nothing may be added matter. Both results may be empty.
     """
@@ -71,13 +71,13 @@ def additions(found: Mapping[str, Any], desired: Mapping[str, Any]) -> tuple[dic
 
 
 def _added_names(found: Mapping[str, Any], desired: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    """Names in a list of named entries of `found` that `desired` does not have there."""
+    """Return the names in a list of named entries of `found` that the list of `desired` lacks."""
     ours = {entry["name"] for entry in _at(desired, path) or ()}
     return [entry["name"] for entry in _at(found, path) or () if entry["name"] not in ours]
 
 
 def _without_mounts(container: Mapping[str, Any], volumes: Collection[str]) -> Mapping[str, Any]:
-    """A container without the mounts of volumes that are taken away: pods with such mounts are refused."""
+    """Return a container without the mounts of volumes that are removed: pods with such mounts are refused."""
     mounts = {
         field: [mount for mount in container[field] if mount["name"] not in volumes]
         for field in ("volumeMounts", "volumeDevices")
