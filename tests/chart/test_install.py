@@ -150,14 +150,17 @@ def test_what_is_printed_after_an_install_tells_how_a_replica_joins(installer: H
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({}, [f"Replicas in these namespaces are looked after, and no others: {NAMESPACE}."]),
-        ({"operator": {"namespaces": ["team-a", "team-b"]}}, ["and no others: team-a, team-b."]),
-        ({"operator": {"clusterWide": True}}, ["Replicas in every namespace", "every Secret of the cluster"]),
+        ({}, [f"manages replicas in these namespaces, and in no others: {NAMESPACE}."]),
+        ({"operator": {"namespaces": ["team-a", "team-b"]}}, ["and in no others: team-a, team-b."]),
+        (
+            {"operator": {"clusterWide": True}},
+            ["manages replicas in every namespace", "can read every Secret"],
+        ),
         ({"admission": {"enabled": False}}, ["any pod, and so root on the nodes"]),
     ],
     ids=["defaults", "two namespaces", "every namespace", "nothing judged"],
 )
-def test_what_is_printed_tells_what_is_looked_after_and_what_the_rights_amount_to(
+def test_an_installation_prints_which_namespaces_it_manages_and_what_its_rights_amount_to(
     installer: Helm, values: dict[str, Any], said: list[str]
 ) -> None:
     notes = install(installer, "--dry-run=server", **values)
