@@ -18,7 +18,7 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: the question that it answers, its unit as Grafana spells it, and a query for each line."""
+    """A graph has the question that it answers, its unit as Grafana spells it, and a query for each line."""
 
     title: str
     asks: str

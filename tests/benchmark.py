@@ -9,7 +9,7 @@ from types import ModuleType
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 SHARED = ("harness", "served")
-"""What scripts import from beside them. The folder is not on the path of tests: a package here is called `campaign`, too."""
+"""Modules that the scripts import from their own folder. It is not on the path of tests, where a package is called `campaign`, too."""
 
 
 def benchmark(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""What `medha` says: help that is instant, and errors that name the file, the field and the fix."""
+"""`medha` shows its help at once, and its errors name the file, the field and the fix."""
 
 from __future__ import annotations
 

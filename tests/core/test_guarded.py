@@ -208,7 +208,7 @@ class Table:
         return Table(columns, Plan(deadline.copy(), np.full(len(rows), np.inf), by_due))
 
     def revised_deadline(self, row: int, at: float) -> None:
-        """As if `row` had been demoted before."""
+        """Set the columns of `row` as a demotion with the revised deadline `at` (seconds) leaves them."""
         self.plan.due[row] = self.plan.revised_deadline[row] = at
         self.plan.by_due[:] = np.argsort(self.plan.due, kind="stable")
 

@@ -1,4 +1,4 @@
-"""What a pod answers to probes, and when it ends, from what its parts say; without processes and without a clock."""
+"""A pod answers probes, and ends, by the states that its parts report; no process and no clock is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher writes for a part is what the part reads."""
+"""A part reads the same settings that the launcher has written for it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _pods_of(spec: str) -> Revision:
 
 
 class DeploymentWorld:
-    """One deployment and its replicas. `capacity` is how many replicas the cluster can place."""
+    """Simulates a deployment and its replicas. `capacity` is how many replicas the cluster can place."""
 
     def __init__(self, replicas: int, *, capacity: int = 100, **spec: Any) -> None:
         self.now = datetime(2030, 1, 1, tzinfo=UTC).timestamp()

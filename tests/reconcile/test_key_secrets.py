@@ -133,7 +133,7 @@ def test_whoever_looks_at_a_router_hears_of_it_at_its_deployment() -> None:
 
 
 def test_a_token_that_is_not_the_first_admits_too() -> None:
-    """One of them is being replaced by another."""
+    """While a token is being replaced, the Secret holds both the newer and the earlier one."""
     cluster = FakeCluster()
     install(cluster)
     look(cluster)

@@ -181,7 +181,7 @@ def test_ranks_that_get_nothing_of_a_small_vocabulary_embed_and_draw_with_the_ot
 def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
     checkpoints: Callable[[str], tuple[Path, torch.nn.Module]],
 ) -> None:
-    """One lane of twelve blocks is full after 48 tokens. Only the last block of a cached prompt is computed again."""
+    """A lane of twelve blocks is full after 48 tokens. Only the last block of a cached prompt is computed again."""
     directory, reference = checkpoints("llama")
     for shape in ((1, 1, 2), (1, 2, 2)):
         ranks = Ranks(Topology(*shape), directory)

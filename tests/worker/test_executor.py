@@ -1,4 +1,4 @@
-"""One rank's engine over a tiny model: the text of transformers, shared prompts, and failures of single sequences."""
+"""The engine of one rank gives the text of transformers for a tiny model, shares prompts, and lets single sequences fail alone."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Facts:
 
 
 class History:
-    """What is known of the open requests and the steps in flight of one controller."""
+    """Keeps the facts of one controller's open requests and of its steps in flight."""
 
     def __init__(self) -> None:
         self.launched: dict[int, Launched] = {}

@@ -110,7 +110,7 @@ class RowOperators(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One implementation of each operator, and the name under which the table has them."""
+    """Holds an implementation of each operator, and the name under which the table lists them."""
 
     name: str
     attention: AttentionBackend
