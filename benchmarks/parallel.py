@@ -297,7 +297,7 @@ class RankProcess:
                 if step == 1:  # the first one warms up
                     self.grid.smallest(0)
                     start = time.monotonic()
-                hidden = self.model.forward(ids, at, (), self.cache, plan)
+                hidden = self.model.forward(ids, self.model.prepare(at, (), self.cache, plan))
                 if computes:
                     logits = self.model.logits(hidden[-1:])
                     assert logits is not None

@@ -55,6 +55,17 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     return config.num_layers * (2 * linear * tokens + attention)
 
 
+def run(
+    model: Transformer,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    spans: list[SequenceSpan],
+    cache: KVCache,
+) -> torch.Tensor:
+    """Prepare one step and run the model's layers over it."""
+    return model.forward(tokens, model.prepare(positions, spans, cache))
+
+
 class _Recorded:
     """Kernels whose calls the profiler records under one name."""
 
@@ -84,7 +95,7 @@ class Bench:
         start = time.perf_counter()
         span = SequenceSpan(0, count, first, self.blocks)
         positions = torch.arange(first, first + count)
-        (model or self.model).forward(self.tokens[first : first + count], positions, [span], self.cache)
+        run(model or self.model, self.tokens[first : first + count], positions, [span], self.cache)
         return time.perf_counter() - start
 
     def prefill(self, length: int, chunk: int) -> tuple[float, float]:
@@ -128,7 +139,7 @@ class Bench:
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
-            hidden = self.model.forward(self.tokens[:sequences], positions, spans, cache)
+            hidden = run(self.model, self.tokens[:sequences], positions, spans, cache)
             self.model.logits(hidden)
             seconds.append(time.perf_counter() - start)
         return statistics.median(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +10,10 @@ import torch
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels
 from medha_worker.kernels.protocol import Kernels
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 
@@ -37,3 +41,15 @@ def load_model(
         device=device,
         kernels=kernels or torch_kernels(device),
     )
+
+
+def run_step(
+    model: Transformer,
+    tokens_or_hidden: torch.Tensor,
+    positions: torch.Tensor,
+    spans: Sequence[SequenceSpan],
+    kv_cache: KVCache,
+    spread: SpreadPlan | None = None,
+) -> torch.Tensor:
+    """Prepare one step and run a model's layers over it."""
+    return model.forward(tokens_or_hidden, model.prepare(positions, spans, kv_cache, spread))

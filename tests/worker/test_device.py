@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.device import HOST, Device, host_device
+from medha_worker.device import Device, InOrder, host_device
 from medha_worker.host_memory import HostMemory
 from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
@@ -27,8 +27,11 @@ from medha_worker.model.tensor_group import Alone
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import LayerWeights, Shard, load_weights
 
+from .models import run_step
+
 BLOCK_TOKENS = 16
 ROWS = 42
+GPU = torch.device("cuda", 0)
 
 
 class Crossings(TorchDispatchMode):
@@ -57,7 +60,7 @@ def on_a_fake_device(
 ) -> Iterator[tuple[Transformer, Crossings]]:
     """Compute only shapes, types and devices in this context; an operator that mixes devices raises or is recorded."""
     config = ModelConfig.from_directory(checkpoint)
-    device = Device(torch.device("cuda", 0), dtype, HostMemory())
+    device = Device(GPU, dtype, HostMemory(), InOrder(GPU))
     stored = load_weights(checkpoint, config, shard, device=host_device(dtype))
     with FakeTensorMode(), Crossings() as crossings:
 
@@ -106,7 +109,7 @@ def test_a_step_stays_on_its_device(checkpoint: Path, dtype: torch.dtype, stage:
             if shard.is_first_stage
             else torch.zeros(ROWS, model.config.hidden_size, dtype=dtype)
         )
-        hidden = model.forward(entering, torch.arange(ROWS), spans(), cache)
+        hidden = run_step(model, entering, torch.arange(ROWS), spans(), cache)
         assert (hidden.device.type, hidden.dtype) == ("cuda", dtype)
         if shard.is_last_stage:
             logits = model.logits(hidden[[0, 41]])
@@ -150,7 +153,7 @@ def test_a_step_of_several_lanes_stays_on_its_device(checkpoint: Path) -> None:
             keys=RingKeys((0, 1, 2), rows, torch.tensor([4, 1]), {0: 2, 1: 2, 2: 3}, {1: ring, 2: ring}),
             sequences=[span.rows for span in own.spans],
         )
-        hidden = model.forward(torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), (), cache, plan)
+        hidden = run_step(model, torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), (), cache, plan)
         assert hidden.device.type == "cuda"
         assert crossings.found == []
 
@@ -159,9 +162,11 @@ def test_kernels_made_for_another_device_are_noticed(checkpoint: Path) -> None:
     whole = Shard.whole(ModelConfig.from_directory(checkpoint))
     with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, crossings):
         cache = model.new_kv_cache(16, BLOCK_TOKENS)
-        misplaced = model.with_kernels(replace(model.kernels, attention=TorchAttention(HOST)))
+        misplaced = model.with_kernels(
+            replace(model.kernels, attention=TorchAttention(host_device(torch.bfloat16)))
+        )
         with pytest.raises(RuntimeError, match="two devices"):
-            misplaced.forward(torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), spans(), cache)
+            run_step(misplaced, torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), spans(), cache)
         at = torch.arange(3)
         assert cache.keys[0][:, at].device.type == "cuda"  # an operator that fake tensors let pass
         assert crossings.found == ["aten.index.Tensor"]

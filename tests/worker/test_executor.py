@@ -271,7 +271,7 @@ def test_the_stage_is_free_before_tokens_are_drawn(model: Transformer) -> None:
     order: list[str] = []
 
     class Watched:
-        new_kv_cache = model.new_kv_cache
+        device, new_kv_cache, prepare = model.device, model.new_kv_cache, model.prepare
         forward = staticmethod(lambda *arguments: (order.append("forward"), model.forward(*arguments))[1])
         logits = staticmethod(lambda hidden: (order.append("logits"), model.logits(hidden))[1])
 
@@ -344,7 +344,7 @@ class Faulty:
     def __init__(self, model: Transformer, strikes: Callable[[torch.Tensor], Exception | None]) -> None:
         self.model = model
         self.strikes = strikes
-        self.new_kv_cache = model.new_kv_cache
+        self.device, self.new_kv_cache, self.prepare = model.device, model.new_kv_cache, model.prepare
         self.logits = model.logits
 
     def forward(self, tokens: torch.Tensor, *arguments: object) -> torch.Tensor:

@@ -36,7 +36,7 @@ from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import positions
 
-from .models import kernels_of_a_rank, load_model
+from .models import kernels_of_a_rank, load_model, run_step
 from .ranks import Recording
 from .test_model_transformer import save_reference
 
@@ -220,7 +220,9 @@ def test_bfloat16_logits_are_those_of_the_same_model_with_a_pool_in_order(tmp_pa
     def alone(ids: Ids) -> torch.Tensor:
         cache = model.new_kv_cache(-(-len(ids) // BLOCK_TOKENS), BLOCK_TOKENS)
         span = SequenceSpan(0, len(ids), 0, range(cache.num_blocks))
-        hidden = model.forward(torch.from_numpy(ids.astype(np.int64)), torch.arange(len(ids)), [span], cache)
+        hidden = run_step(
+            model, torch.from_numpy(ids.astype(np.int64)), torch.arange(len(ids)), [span], cache
+        )
         logits = model.logits(hidden)
         assert logits is not None
         return logits

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.device import HOST, Device, host_device
+from medha_worker.device import Device, InOrder, host_device
 from medha_worker.host_memory import HostMemory
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels import torch_flash as flash
@@ -36,6 +36,7 @@ from medha_worker.model.weights import Shard
 
 BLOCK_TOKENS = 16
 SLOTS = 8192
+META = torch.device("meta")
 
 
 def plain_attention(
@@ -261,13 +262,15 @@ def test_every_case_of_the_torch_backend_equals_a_plain_softmax(
     kv_heads: int, group: int, shuffled: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     spans = spans_of(SHAPES, shuffled=shuffled)
-    found, wanted = run_backend(TorchAttention(HOST), spans, kv_heads, group, dtype)
+    found, wanted = run_backend(TorchAttention(host_device(torch.float32)), spans, kv_heads, group, dtype)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_GATHERED_TOKENS", 64)
-    found, wanted = run_backend(TorchAttention(HOST), spans_of(SHAPES, shuffled=True), 2, 2)
+    found, wanted = run_backend(
+        TorchAttention(host_device(torch.float32)), spans_of(SHAPES, shuffled=True), 2, 2
+    )
     torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
 
 
@@ -348,7 +351,7 @@ def test_the_kernel_is_chosen_for_float32_on_a_cpu_and_nothing_else(
             KERNELS["cpu"](sizes, device)
 
     refused("the model runs in torch.bfloat16", sizes, host_device(torch.bfloat16))
-    refused("the device is meta", sizes, Device(torch.device("meta"), torch.float32, HostMemory()))
+    refused("the device is meta", sizes, Device(META, torch.float32, HostMemory(), InOrder(META)))
     refused("heads of 20 values", replace(sizes, head_dim=20), cpu)
     with monkeypatch.context() as patch:
         patch.setattr(compiled_kernels, "torchs_openmp", lambda: None)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha_worker.device import HOST
+from medha_worker.device import host_device
 from medha_worker.kernels.torch_kv_writer import TorchKVWriter
 
 SLOTS, KV_HEADS, HEAD_DIM = 256, 2, 4
@@ -31,7 +31,7 @@ def test_every_row_is_written_to_its_slot_and_nothing_else_changes(dtype: torch.
         wanted = pools.clone()
         for row, slot in enumerate(slots):
             wanted[0, :, slot], wanted[1, :, slot] = keys[row], values[row]
-        write = TorchKVWriter(HOST).plan(slots)
+        write = TorchKVWriter(host_device(torch.float32)).plan(slots)
         write.write(pools[0], pools[1], keys, values)
         torch.testing.assert_close(pools, wanted, rtol=0, atol=0)
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_worker.device import HOST
+from medha_worker.device import host_device
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels.cpu import compiled_attention as cpu_attention
 from medha_worker.kernels.protocol import AttentionBackend
@@ -45,11 +45,16 @@ KINDS = (
         "float32, compiled, without a decode of its own", lambda: compiled(32, 6), 32, 6, torch.float32, 5e-6
     ),
     Kind(
-        "float32, heads that do not fill registers", partial(TorchAttention, HOST), 10, 2, torch.float32, 5e-6
+        "float32, heads that do not fill registers",
+        partial(TorchAttention, host_device(torch.float32)),
+        10,
+        2,
+        torch.float32,
+        5e-6,
     ),
-    Kind("float32, torch", partial(TorchAttention, HOST), 64, 1, torch.float32, 5e-6),
-    Kind("bfloat16", partial(TorchAttention, HOST), 64, 2, torch.bfloat16, 3e-2),
-    Kind("float16", partial(TorchAttention, HOST), 80, 2, torch.float16, 4e-3),
+    Kind("float32, torch", partial(TorchAttention, host_device(torch.float32)), 64, 1, torch.float32, 5e-6),
+    Kind("bfloat16", partial(TorchAttention, host_device(torch.bfloat16)), 64, 2, torch.bfloat16, 3e-2),
+    Kind("float16", partial(TorchAttention, host_device(torch.float16)), 80, 2, torch.float16, 4e-3),
 )
 
 

@@ -19,7 +19,7 @@ from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 
-from .models import kernels_of_a_rank, load_model
+from .models import kernels_of_a_rank, load_model, run_step
 
 TOLERANCE = 1e-4
 LENGTH = 150
@@ -157,7 +157,7 @@ def run_chunks(
     for count in chunks:
         span = SequenceSpan(0, count, done, blocks)
         positions = torch.arange(done, done + count)
-        hidden = model.forward(tokens[done : done + count], positions, [span], kv_cache)
+        hidden = run_step(model, tokens[done : done + count], positions, [span], kv_cache)
         logits.append(model.logits(hidden))
         done += count
     return torch.cat(logits)
@@ -269,7 +269,7 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(pair_of: PairMaker
         steps += 1
         if not spans:
             continue
-        hidden = model.forward(torch.cat(tokens), torch.cat(positions), spans, cache)
+        hidden = run_step(model, torch.cat(tokens), torch.cat(positions), spans, cache)
         logits = model.logits(hidden[last_rows])
         for row, index in enumerate(members):
             assert largest_error(logits[row], wanted[index][done[index] - 1]) <= TOLERANCE
@@ -288,7 +288,7 @@ def test_greedy_text_of_64_tokens_is_identical(pair_of: PairMaker, architecture:
     text, fresh, done = [], prompt, 0
     for _ in range(64):
         span = SequenceSpan(0, fresh.numel(), done, blocks)
-        hidden = pair.model.forward(fresh, torch.arange(done, done + fresh.numel()), [span], cache)
+        hidden = run_step(pair.model, fresh, torch.arange(done, done + fresh.numel()), [span], cache)
         done += fresh.numel()
         fresh = pair.model.logits(hidden[-1:]).argmax(-1)
         text.append(int(fresh))
@@ -324,7 +324,7 @@ def test_two_stages_one_after_the_other_give_the_whole_models_logits(pair_of: Pa
         state = tokens[first:last]
         for stage, cache in zip(stages, caches, strict=True):
             span = SequenceSpan(0, last - first, first, range(3))
-            state = stage.forward(state, torch.arange(first, last), [span], cache)
+            state = run_step(stage, state, torch.arange(first, last), [span], cache)
         logits.append(stages[1].logits(state))
     assert largest_error(torch.cat(logits), pair.reference_logits(tokens)) <= TOLERANCE
 
@@ -371,10 +371,10 @@ def test_a_copied_block_continues_as_the_original_would(pair_of: PairMaker) -> N
     pair = pair_of("llama")
     prompt, first, second = random_tokens(20), random_tokens(5, seed=8), random_tokens(5, seed=9)
     cache = pair.model.new_kv_cache(4, BLOCK_TOKENS)
-    pair.model.forward(prompt, torch.arange(20), [SequenceSpan(0, 20, 0, [0, 1])], cache)
+    run_step(pair.model, prompt, torch.arange(20), [SequenceSpan(0, 20, 0, [0, 1])], cache)
     cache.copy_block(1, 3)
     spans = [SequenceSpan(0, 5, 20, [0, 1]), SequenceSpan(5, 5, 20, [0, 3])]
-    hidden = pair.model.forward(torch.cat([first, second]), torch.arange(20, 25).repeat(2), spans, cache)
+    hidden = run_step(pair.model, torch.cat([first, second]), torch.arange(20, 25).repeat(2), spans, cache)
     logits = pair.model.logits(hidden)
     for rows, continuation in ((logits[:5], first), (logits[5:], second)):
         wanted = pair.reference_logits(torch.cat([prompt, continuation]))[20:]

@@ -19,7 +19,7 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.context_parallel import OWNER
 from medha.shards import Segment, ShardMap
 from medha.wire.messages import Extent
-from medha_worker.device import HOST, host_device
+from medha_worker.device import host_device
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import AttentionBackend
@@ -47,10 +47,10 @@ class Kind:
 
 
 KINDS = (
-    Kind("torch", partial(TorchAttention, HOST), torch.float32, 3e-6),
+    Kind("torch", partial(TorchAttention, host_device(torch.float32)), torch.float32, 3e-6),
     Kind("compiled", lambda: compiled(HEAD_DIM, GROUP), torch.float32, 3e-6),
-    Kind("bfloat16", partial(TorchAttention, HOST), torch.bfloat16, 3e-2),
-    Kind("float16", partial(TorchAttention, HOST), torch.float16, 4e-3),
+    Kind("bfloat16", partial(TorchAttention, host_device(torch.bfloat16)), torch.bfloat16, 3e-2),
+    Kind("float16", partial(TorchAttention, host_device(torch.float16)), torch.float16, 4e-3),
 )
 
 

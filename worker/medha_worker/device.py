@@ -2,10 +2,17 @@
 
 Tensors are in one of two memories. Token ids, positions, tables, frames and what gloo sends are in *host*
 memory; weights, activations and the KV pool are in the device's. On a CPU both are the same.
+
+A device runs what it is given in order, possibly after the call has returned. Everything that depends on that is
+behind `Runtime`: a second stream, points to wait for, captured work, and copies that nobody waits for. No other
+module of the engine names a device.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +42,48 @@ class DeviceMemory(Protocol):
     def forget_peak(self) -> None: ...
 
 
+class Mark(Protocol):
+    """A point in the work that a thread has given to a device."""
+
+    def wait(self) -> None:
+        """Let the work that the calling thread gives from here on begin after this point; the thread goes on."""
+        ...
+
+    def is_done(self) -> bool:
+        """True if the device has passed this point."""
+        ...
+
+
+class Runtime(Protocol):
+    """The way in which a device runs the work that it is given."""
+
+    captures: bool
+    """True if `capture` makes work cheaper to repeat."""
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the device: itself if it is there already, else a copy that nobody waits for."""
+        ...
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Run what the calling thread gives in this context beside the work of other threads, not behind it."""
+        ...
+
+    def mark(self) -> Mark:
+        """Return the point behind all work that the calling thread has given so far."""
+        ...
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats the device's work of `run`, on the same memory and with the same shapes.
+
+        `run` is called at least once. It must not synchronise, nor read anything in host memory that changes.
+        """
+        ...
+
+    def synchronise(self) -> None:
+        """Wait until the device has done all work that it was given."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device, and the element type of weights, activations and KV on it."""
@@ -42,6 +91,7 @@ class Device:
     torch_device: torch.device
     dtype: torch.dtype
     memory: DeviceMemory
+    runtime: Runtime
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -53,14 +103,64 @@ class Device:
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor, of any dtype, on this device: itself if it is there already."""
-        return tensor.to(self.torch_device)
+        return self.runtime.place(tensor)
 
     def synchronise(self) -> None:
-        """Wait until the device has done all work that was given to it."""
-        if self.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.torch_device)
+        """Wait until the device has done all work that it was given."""
+        self.runtime.synchronise()
+
+
+class InFlight:
+    """Keeps objects until the device has passed the point at which it no longer reads their memory.
+
+    A tensor that was made `ahead` would otherwise be reused, for the next one, while it is still read.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._kept: deque[tuple[Mark, object]] = deque()
+
+    def keep(self, used: object) -> None:
+        """Keep `used` until the work given so far is done, and let go of what is done."""
+        self._kept.append((self._runtime.mark(), used))
+        while self._kept and self._kept[0][0].is_done():
+            self._kept.popleft()
+
+
+class InOrder:
+    """`Runtime` of a device that has done each piece of work when the call returns, as a CPU does."""
+
+    captures = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._torch_device = torch_device
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._torch_device)
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        yield
+
+    def mark(self) -> Mark:
+        return _PASSED
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+    def synchronise(self) -> None: ...
+
+
+class _Passed:
+    def wait(self) -> None: ...
+
+    def is_done(self) -> bool:
+        return True
+
+
+_PASSED = _Passed()
 
 
 def host_device(dtype: torch.dtype) -> Device:
     """Return the CPU as a device."""
-    return Device(HOST, dtype, HostMemory())
+    return Device(HOST, dtype, HostMemory(), InOrder(HOST))

@@ -17,8 +17,7 @@ _log = logging.getLogger("medha.kernels")
 
 def torch_kernels(device: Device) -> Kernels:
     """Return the operators in plain torch, which run every model on every device."""
-    place = device.torch_device
-    return Kernels("torch", TorchAttention(place), TorchKVWriter(place), TorchRows())
+    return Kernels("torch", TorchAttention(device), TorchKVWriter(device), TorchRows())
 
 
 def _compiled_kernels(sizes: KernelSizes, device: Device) -> Kernels:

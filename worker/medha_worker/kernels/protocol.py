@@ -56,11 +56,23 @@ class StepAttention(Protocol):
         ...
 
 
+class GraphAttention(StepAttention, Protocol):
+    """Attention whose tables keep their place in memory, so that `attend` can be captured and replayed."""
+
+    def replan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
+        """Fill the tables for the next replay: as many decodes as there are rows, in row order."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """An implementation of attention over a paged pool."""
 
     def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
         """Return the attention of a step's spans, of which there is at least one."""
+        ...
+
+    def for_graph(self, rows: int) -> GraphAttention | None:
+        """Return attention of `rows` decodes that can be captured; None if this implementation has none."""
         ...
 
 
@@ -78,11 +90,23 @@ class StepWrite(Protocol):
         ...
 
 
+class GraphWrite(StepWrite, Protocol):
+    """A write whose slots keep their place in memory, so that `write` can be captured and replayed."""
+
+    def replan(self, slots: npt.NDArray[np.int64]) -> None:
+        """Set the slots for the next replay, [rows]; only slots of the scratch block may occur twice."""
+        ...
+
+
 class KVWriter(Protocol):
     """An implementation of the writes to a paged pool."""
 
     def plan(self, slots: npt.NDArray[np.int64]) -> StepWrite:
         """Return the write of rows to `slots`, [rows], none of which occurs twice."""
+        ...
+
+    def for_graph(self, rows: int) -> GraphWrite | None:
+        """Return a write of `rows` rows that can be captured; None if this implementation has none."""
         ...
 
 

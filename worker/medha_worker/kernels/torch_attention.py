@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from medha_worker.device import Device
 from medha_worker.kernels.partial_results import merge_partials
 from medha_worker.kernels.protocol import StepAttention
 from medha_worker.kernels.sequence_span import SequenceSpan, SlotRun, slot_runs
@@ -32,16 +33,19 @@ Segment = SlotRun | torch.Tensor
 class TorchAttention:
     """Exact attention with torch alone."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         """`device` is the pool's."""
         self._device = device
 
     def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
         return _TorchStep(spans, block_tokens, self._device)
 
+    def for_graph(self, rows: int) -> None:
+        """Return None: the segments of a step decide which kernels run."""
+
 
 class _TorchStep:
-    def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int, device: torch.device) -> None:
+    def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int, device: Device) -> None:
         self._parts: list[tuple[SequenceSpan, list[Segment], Segment | None]] = []
         for span in spans:
             # A decode sees everything stored; a chunk sees its context, and of its own tokens the earlier
@@ -73,7 +77,7 @@ class _TorchStep:
         return output.view(rows, query_heads, head_dim), log_sum_exp.view(rows, query_heads)
 
 
-def _in_any_order(runs: Sequence[SlotRun], device: torch.device) -> Iterator[Segment]:
+def _in_any_order(runs: Sequence[SlotRun], device: Device) -> Iterator[Segment]:
     """Yield segments for attention without a mask: long runs in place, short ones gathered together."""
     short: list[SlotRun] = []
     gathered_tokens = 0
@@ -90,14 +94,14 @@ def _in_any_order(runs: Sequence[SlotRun], device: torch.device) -> Iterator[Seg
         yield _in_token_order(short, device)
 
 
-def _in_token_order(runs: Sequence[SlotRun], device: torch.device) -> Segment:
+def _in_token_order(runs: Sequence[SlotRun], device: Device) -> Segment:
     """Return the runs as one segment in token order: a single run in place, several gathered at once.
 
     For a chunk's own tokens, this copies K and V of one layer, so the largest chunk bounds the copy.
     """
     if len(runs) == 1:
         return runs[0]
-    return torch.cat([torch.arange(run.start, run.stop) for run in runs]).to(device)
+    return device.place(torch.cat([torch.arange(run.start, run.stop) for run in runs]))
 
 
 Pool = tuple[torch.Tensor, torch.Tensor]

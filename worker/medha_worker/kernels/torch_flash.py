@@ -1,10 +1,14 @@
-"""Torch's CPU flash attention with its log-sum-exp, behind a wrapper that guards its pitfalls.
+"""Torch's own fused attention with its log-sum-exp, on CPUs and on GPUs, behind a wrapper that guards its pitfalls.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is private, but it is torch's only operator that returns
 the log-sum-exp on a CPU. Empty input kills the process (SIGFPE), `is_causal` is aligned to the top left, and
 a row whose keys are all masked gets the log-sum-exp 0 instead of -inf. Therefore no input here is empty,
 causal attention has as many keys as rows, and there are no masks. If the operator is missing or has changed,
 plain torch is used.
+
+On a GPU, `_scaled_dot_product_flash_attention` computes 16-bit types and `_scaled_dot_product_efficient_attention`
+float32. Both are aligned to the top left, too; the second pads its log-sum-exp to a multiple of 32 rows. Shapes, types
+and devices of this path are tested without a GPU; its numbers are unproven until one has run it (docs/gpu.md).
 """
 
 import math
@@ -18,6 +22,7 @@ _SCHEMA = (
 _operator = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 HAS_OPERATOR = _operator is not None and str(_operator.default._schema) == _SCHEMA
 
+_MOST_HEAD_DIM = 256  # of torch's kernels for GPUs
 # Most scores that the fallback keeps at a time, so that a long context does not need rows x keys of memory.
 _STAND_IN_SCORES = 1 << 22
 
@@ -46,7 +51,24 @@ def flash_attention(
         assert _operator is not None
         output, log_sum_exp = _operator.default(q, k, v, 0.0, bool(causal), scale=scale)
         return output, log_sum_exp
+    if q.device.type == "cuda" and causal <= 1 and q.shape[-1] % 8 == 0 and q.shape[-1] <= _MOST_HEAD_DIM:
+        return _on_gpu(q, k, v, scale=scale, is_causal=bool(causal))
     return _plain(q, k, v, scale=scale, causal=causal)
+
+
+def _on_gpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = q.shape[1] // k.shape[1]
+    if group > 1:  # a chunk's own tokens; heads of a context are folded into rows
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if q.dtype == torch.float32:
+        attend = torch.ops.aten._scaled_dot_product_efficient_attention.default
+        output, log_sum_exp, *_ = attend(q, k, v, None, True, 0.0, is_causal, scale=scale)
+    else:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention.default
+        output, log_sum_exp, *_ = attend(q, k, v, 0.0, is_causal, scale=scale)
+    return output, log_sum_exp[..., : q.shape[2]]
 
 
 def _plain(

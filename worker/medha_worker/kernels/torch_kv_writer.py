@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha_worker.device import Device
 from medha_worker.kernels.protocol import StepWrite
 
 # A slice copy costs about as much as scattering this many rows.
@@ -17,7 +18,7 @@ _ROWS_PER_SLICE_COPY = 8
 class TorchKVWriter:
     """Copies few long runs of slots as slices, and scatters many short ones."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         """`device` is the pool's."""
         self._device = device
 
@@ -32,7 +33,10 @@ class TorchKVWriter:
                         for first, stop in pairwise((0, *breaks.tolist(), len(slots)))
                     ]
                 )
-        return _Scatter(torch.from_numpy(slots).to(self._device))
+        return _Scatter(self._device.place(torch.from_numpy(slots)))
+
+    def for_graph(self, rows: int) -> GraphScatter:
+        return GraphScatter(rows, self._device)
 
 
 class _Scatter:
@@ -44,6 +48,17 @@ class _Scatter:
     ) -> None:
         pool_keys.index_copy_(1, self._slots, keys.transpose(0, 1))
         pool_values.index_copy_(1, self._slots, values.transpose(0, 1))
+
+
+class GraphScatter(_Scatter):
+    """`GraphWrite` that scatters every row."""
+
+    def __init__(self, rows: int, device: Device) -> None:
+        super().__init__(device.place(torch.zeros(rows, dtype=torch.int64)))
+        self._device = device
+
+    def replan(self, slots: npt.NDArray[np.int64]) -> None:
+        self._slots.copy_(self._device.place(torch.from_numpy(slots)))
 
 
 class _Slices:

@@ -15,7 +15,7 @@ from medha_worker.device import Device
 
 
 class KVCache:
-    """K and V tensors of `num_layers` layers; a slot holds one token."""
+    """K and V tensors of `num_layers` layers, with a scratch block behind the others; a slot holds one token."""
 
     def __init__(
         self,
@@ -30,7 +30,9 @@ class KVCache:
         self.device = device
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        shape = (kv_heads, num_blocks * block_tokens, head_dim)
+        self.scratch_block = num_blocks
+        """A block that no sequence holds: the rows that pad a captured step write there."""
+        shape = (kv_heads, (num_blocks + 1) * block_tokens, head_dim)
         # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN).
         self.keys = [_zeros(shape, device) for _ in range(num_layers)]
         self.values = [_zeros(shape, device) for _ in range(num_layers)]

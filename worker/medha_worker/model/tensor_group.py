@@ -11,6 +11,9 @@ class TensorGroup(Protocol):
     Groups of gloo take tensors in host memory only.
     """
 
+    captures: bool
+    """True if its calls can be captured (`Runtime.capture`): they do not pass through host memory."""
+
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x on every rank by the sum of all ranks' x."""
         ...
@@ -22,6 +25,8 @@ class TensorGroup(Protocol):
 
 class Alone:
     """The group of a rank that holds whole layers."""
+
+    captures = True
 
     def all_reduce(self, x: torch.Tensor) -> None:
         pass

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
-from medha_worker.device import Device
+from medha_worker.device import Device, InFlight
 from medha_worker.kernels.protocol import Kernels
-from medha_worker.kernels.sequence_span import SequenceSpan, slot_runs
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.decode_graphs import DecodeGraphs
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
+from medha_worker.model.prepared_step import LayerStep, OwnStep, PreparedStep, Rotation
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
 from medha_worker.model.tensor_group import Alone, TensorGroup
@@ -65,6 +66,8 @@ class Transformer:
         self.device, self.dtype = weights.device, weights.device.dtype
         frequencies, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
         self._frequencies = self.device.place(frequencies)
+        self._graphs: DecodeGraphs | None = None
+        self._in_flight = InFlight(self.device.runtime)
 
     @classmethod
     def load(
@@ -128,42 +131,97 @@ class Transformer:
         )
 
     @torch.inference_mode()
-    def forward(
+    def capture_decodes(self, kv_cache: KVCache, sizes: Sequence[int]) -> None:
+        """Capture steps of `sizes` decodes each, if device, kernels and group can; no step may be running.
+
+        Prepared steps of decodes alone over `kv_cache` then are replays.
+        """
+        can_capture = self.device.runtime.captures and self._group.captures
+        if not can_capture or self.kernels.attention.for_graph(1) is None:
+            return
+        is_first = self._weights.embedding is not None
+        row = (
+            torch.zeros(1, dtype=torch.int64)
+            if is_first
+            else torch.zeros(1, self.config.hidden_size, dtype=self.dtype)
+        )
+        self._graphs = DecodeGraphs(
+            self._run_layers, self._rotation, self.device.place(row), kv_cache, self.kernels, sizes
+        )
+
+    @property
+    def captures(self) -> bool:
+        """True if steps of decodes alone are captured."""
+        return self._graphs is not None
+
+    def forget_captured(self) -> None:
+        """Let go of the captured steps and their memory."""
+        self._graphs = None
+
+    @torch.inference_mode()
+    def prepare(
         self,
-        tokens_or_hidden: torch.Tensor,
         positions: torch.Tensor,
         spans: Sequence[SequenceSpan],
         kv_cache: KVCache,
         spread: SpreadPlan | None = None,
-    ) -> torch.Tensor:
-        """Run the rank's layers over one step, writing the new tokens' K and V.
+    ) -> PreparedStep:
+        """Return what all layers of a step share. Any thread may call this while another step runs.
 
         Args:
-            tokens_or_hidden: Token ids, int64 [rows], on the first stage; the previous stage's result on
-                others. In host memory or on the device, as the positions.
-            positions: Positions of the rows, int64 [rows].
+            positions: Positions of the rows, int64 [rows] in host memory.
             spans: The sequences that the rows belong to, in row order, together covering every row.
             kv_cache: The pool that the spans' block tables point into.
             spread: Replaces `spans` if requests of the step are shared with other lanes; there may then be no
                 rows of our own.
+        """
+        with self.device.runtime.ahead():
+            if spread is None and self._graphs is not None:
+                captured = self._graphs.take(positions, spans, kv_cache)
+                if captured is not None:
+                    return PreparedStep(self.device.runtime.mark(), captured=captured)
+            layers: LayerStep
+            if spread is None:
+                layers = OwnStep(spans, kv_cache, self.kernels)
+            else:
+                assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
+                layers = SpreadStep(spread, self._lanes, kv_cache, self.kernels, self._log_once)
+            rotation = self._rotation(self.device.place(positions))
+            return PreparedStep(self.device.runtime.mark(), layers, rotation)
+
+    @torch.inference_mode()
+    def forward(self, tokens_or_hidden: torch.Tensor, step: PreparedStep) -> torch.Tensor:
+        """Run the rank's layers over a prepared step once, writing the new tokens' K and V.
+
+        Args:
+            tokens_or_hidden: Token ids, int64 [rows], on the first stage; the previous stage's result on
+                others. In host memory or on the device.
+            step: The step; it can be run once.
 
         Returns:
-            Hidden states, [rows, hidden_size], before the final norm.
+            Hidden states, [rows, hidden_size], before the final norm. They are overwritten two steps later.
         """
         self._has_logged = False
+        step.ready.wait()
         entering = self.device.place(tokens_or_hidden)
+        if step.captured is not None:
+            hidden = step.captured.replay(entering)
+        else:
+            assert step.layers is not None
+            assert step.rotation is not None
+            hidden = self._run_layers(entering, step.rotation, step.layers)
+        self._in_flight.keep(step)
+        return hidden
+
+    def _rotation(self, positions: torch.Tensor) -> Rotation:
+        cos, sin = rotation_table(self._frequencies, self._rope_factor, positions)
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def _run_layers(self, entering: torch.Tensor, rotation: Rotation, step: LayerStep) -> torch.Tensor:
         if self._weights.embedding is not None:
             hidden = self._embed(entering, self._weights.embedding)
         else:
             hidden = entering.clone()
-        step: _Step | SpreadStep
-        if spread is None:
-            step = _Step(spans, kv_cache, self.kernels)
-        else:
-            assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
-            step = SpreadStep(spread, self._lanes, kv_cache, self.kernels, self._log_once)
-        cos, sin = rotation_table(self._frequencies, self._rope_factor, self.device.place(positions))
-        rotation = cos.to(self.dtype), sin.to(self.dtype)  # [rows, head_dim / 2]
         for index, layer in enumerate(self._weights.layers):
             hidden = self._layer(index, layer, hidden, rotation, step)
         return hidden
@@ -200,18 +258,18 @@ class Transformer:
         index: int,
         layer: LayerWeights,
         hidden: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        step: _Step | SpreadStep,
+        rotation: Rotation,
+        step: LayerStep,
     ) -> torch.Tensor:
         everything = slice(0, hidden.shape[0])
         if isinstance(step, SpreadStep):  # all rows at once: other lanes wait for what they need of it
             attended = step.attend(index, *self._heads_of_each(layer, hidden, rotation, step.sequences))
 
-            def attend(rows: slice, alone: _Step | None) -> torch.Tensor:  # noqa: ARG001
+            def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:  # noqa: ARG001
                 return attended[rows].flatten(1)
         else:
 
-            def attend(rows: slice, alone: _Step | None) -> torch.Tensor:
+            def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:
                 heads = self._heads(layer, hidden[rows], (rotation[0][rows], rotation[1][rows]))
                 return (alone or step).attend(index, *heads).flatten(1)
 
@@ -222,7 +280,7 @@ class Transformer:
         together = _MLP_ROWS if self.device.is_host else rows
         wide: torch.Tensor | None = None
 
-        def mlp(rows: slice, _: _Step | None) -> torch.Tensor:
+        def mlp(rows: slice, _: OwnStep | None) -> torch.Tensor:
             nonlocal wide
             if wide is None:
                 wide = hidden.new_empty(rows.stop - rows.start, layer.gate_up.shape[1])
@@ -233,9 +291,7 @@ class Transformer:
             self._add(hidden, tile, step, mlp, layer.down, layer.down_bias)
         return hidden
 
-    def _heads(
-        self, layer: LayerWeights, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> _Heads:
+    def _heads(self, layer: LayerWeights, hidden: torch.Tensor, rotation: Rotation) -> _Heads:
         """Compute queries, keys and values of hidden states, in the form that attention takes."""
         config, rows = self.config, hidden.shape[0]
         normed = self._norm(hidden, layer.input_norm)
@@ -255,7 +311,7 @@ class Transformer:
         self,
         layer: LayerWeights,
         hidden: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         sequences: Sequence[slice],
     ) -> _Heads:
         """Like `_heads`, but sequence by sequence if memory runs out; NaN for those that do not fit alone."""
@@ -303,8 +359,8 @@ class Transformer:
         self,
         hidden: torch.Tensor,
         rows: slice,
-        step: _Step | SpreadStep,
-        compute: Callable[[slice, _Step | None], torch.Tensor],
+        step: LayerStep,
+        compute: Callable[[slice, OwnStep | None], torch.Tensor],
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> None:
@@ -314,7 +370,7 @@ class Transformer:
         given a step of their own.
         """
 
-        def run(rows: slice, alone: _Step | None, out: torch.Tensor | None) -> torch.Tensor | None:
+        def run(rows: slice, alone: OwnStep | None, out: torch.Tensor | None) -> torch.Tensor | None:
             x = compute(rows, alone)
             if self.shard.tensor_size > 1:
                 return _linear(x, weight, bias, out=out)  # only rank 0 has the bias
@@ -342,7 +398,7 @@ class Transformer:
                 continue
             out = None if part is None else part[own.start - rows.start : own.stop - rows.start]
             try:
-                run(own, step.alone(index) if isinstance(step, _Step) else None, out)
+                run(own, step.alone(index) if isinstance(step, OwnStep) else None, out)
             except (MemoryError, RuntimeError) as error:
                 if not ran_out(error):
                     raise
@@ -357,32 +413,6 @@ class Transformer:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rows.rms_norm(x, weight, self.config.rms_norm_eps)
-
-
-class _Step:
-    """The state shared by the layers of one step: the plans of attention and of the write of new K and V."""
-
-    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, kernels: Kernels) -> None:
-        self.sequences = [span.rows for span in spans]
-        self._spans = spans
-        self._cache = kv_cache
-        self._kernels = kernels
-        self._attention = kernels.attention.plan(spans, kv_cache.block_tokens)
-        runs = [
-            run
-            for span in spans
-            for run in slot_runs(span, span.context_length, span.total_length, kv_cache.block_tokens)
-        ]
-        self._write = kernels.writer.plan(np.concatenate([np.arange(run.start, run.stop) for run in runs]))
-
-    def alone(self, index: int) -> _Step:
-        """Return the same step for one of its sequences, whose rows are then the only ones."""
-        return _Step([replace(self._spans[index], row_start=0)], self._cache, self._kernels)
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        pools = self._cache.keys[layer], self._cache.values[layer]
-        self._write.write(*pools, k, v)
-        return self._attention.attend(q, *pools)[0]
 
 
 def _linear(

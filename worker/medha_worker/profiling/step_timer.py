@@ -107,8 +107,8 @@ class StepTimer:
         self._clock = clock
         blocks = -(-pool_tokens // BLOCK_TOKENS)
         try:
-            self._pool = model.new_kv_cache(blocks, BLOCK_TOKENS)
-            for part in (*self._pool.keys, *self._pool.values):
+            self.pool = model.new_kv_cache(blocks, BLOCK_TOKENS)
+            for part in (*self.pool.keys, *self.pool.values):
                 part.normal_()  # makes the pool resident, without denormal numbers
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
@@ -124,7 +124,7 @@ class StepTimer:
         for work in works:
             end = block + blocks_of((work,))
             spans.append(
-                SequenceSpan(row, work.count, work.context, np.arange(block, end) % self._pool.num_blocks)
+                SequenceSpan(row, work.count, work.context, np.arange(block, end) % self.pool.num_blocks)
             )
             row, block = row + work.count, end
         positions = torch.cat([torch.arange(work.context, work.context + work.count) for work in works])
@@ -136,7 +136,7 @@ class StepTimer:
         last_rows = [span.row_start + span.row_count - 1 for span in spans]
         samplers = [_sampler(sampling, model.config.vocab_size) for _ in works]
         started = self._clock()
-        hidden = model.forward(entering, positions, spans, self._pool)
+        hidden = model.forward(entering, model.prepare(positions, spans, self.pool))
         model.device.synchronise()
         forwarded = self._clock()
         if model.shard.is_last_stage:

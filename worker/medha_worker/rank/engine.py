@@ -24,6 +24,7 @@ from medha_process.part_settings import RankSettings
 from medha_worker.device import HOST, host_device
 from medha_worker.host_memory import keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
+from medha_worker.model.decode_graphs import captured_sizes
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
@@ -123,6 +124,7 @@ class Loaded:
         settings, config = self._settings, self._config
         assert self._warm is not None
         kv_cache = self._pool(self._warm, grid)
+        model.capture_decodes(kv_cache, captured_sizes(settings.spec.scheduling.max_running))
         ready = RankReady(
             rank=settings.rank,
             block_size_tokens=kv_cache.block_tokens,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -25,14 +26,23 @@ from torch import Tensor
 from medha.kv.blocks import BlockLedger
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, Tokens
+from medha_worker.device import Device
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
+from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.sampler import LogitsMask, NotSampled
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
-from medha_worker.rank.sampled_tokens import Computed, Result, SampledTokens, TokenLink, new_samplers
+from medha_worker.rank.sampled_tokens import (
+    Computed,
+    Result,
+    SampledTokens,
+    TokenLink,
+    last_hidden,
+    new_samplers,
+)
 
 _log = logging.getLogger("medha.executor")
 
@@ -43,18 +53,25 @@ _Result = TypeVar("_Result")
 class Model(Protocol):
     """The interface that the executor needs of a model; `Transformer` implements it."""
 
-    def forward(
+    device: Device
+
+    def prepare(
         self,
-        tokens_or_hidden: Tensor,
         positions: Tensor,
         spans: Sequence[SequenceSpan],
         kv_cache: KVCache,
         spread: SpreadPlan | None = None,
-    ) -> Tensor:
-        """Run the layers and return hidden states, [rows, hidden].
+    ) -> PreparedStep:
+        """Return what all layers of a step share; any thread may call this while another step runs.
 
-        The input is int64 [rows] tokens, or the previous stage's hidden states, in host memory; so are the
-        positions. K and V of the rows are written to the pool. `spread` replaces `spans` where lanes share requests.
+        Positions are int64 [rows] in host memory. `spread` replaces `spans` where lanes share requests.
+        """
+
+    def forward(self, tokens_or_hidden: Tensor, step: PreparedStep) -> Tensor:
+        """Run the layers over a step and return hidden states, [rows, hidden]; the step can be run once.
+
+        The input is int64 [rows] tokens, or the previous stage's hidden states. K and V of the rows are written to
+        the pool.
         """
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -92,7 +109,7 @@ class Executor:
         self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
         new_sampler = new_samplers(vocab_size, tuple(eos_token_ids), mask_for)
         self._state = LaneState(self.ledger, lane, epoch, new_sampler)
-        self._tokens = SampledTokens(model.logits, pipeline)
+        self._tokens = SampledTokens(model.logits, pipeline, model.device)
         self._model = model
         self._kv_cache = kv_cache
         self._clock = clock
@@ -134,7 +151,20 @@ class Executor:
             self._pipeline.expect_hidden(len(plan.batch.positions))
         for one in plan.entries:
             one.sequence.advance(one.stop, samples=one.entry.samples)
-        return plan
+        return replace(plan, prepared=self._prepared_ahead(plan.batch))
+
+    def _prepared_ahead(self, batch: Batch | None) -> PreparedStep | None:
+        """Prepare a batch; None if that fails, and then it fails again where the failure can be contained."""
+        if batch is None:
+            return None
+        try:
+            return self._prepared(batch)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
+            _log.warning("a step could not be prepared ahead: %s", error)
+            return None
+
+    def _prepared(self, batch: Batch) -> PreparedStep:
+        return self._model.prepare(batch.positions, batch.spans, self._kv_cache, batch.spread)
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -161,6 +191,7 @@ class Executor:
         for one in plan.entries:
             if one.entry.samples:
                 one.sequence.fill(one.stop + 1)
+        self._model.device.synchronise()  # otherwise the time would be that of launching the step
         return Done(
             step_id=plan.step.step_id,
             samples=tuple(samples),
@@ -184,9 +215,12 @@ class Executor:
         """Run a plan that no other rank takes part in; entries that fail end alone."""
 
         def forward(entries: Sequence[PlannedEntry]) -> list[Computed]:
-            whole = plan.batch if len(entries) == len(plan.entries) else None
-            block_tokens = self.ledger.block_size_tokens
-            return self._forward(entries, whole or lay_out(self._state.lane, entries, (), block_tokens))
+            is_whole, block_tokens = len(entries) == len(plan.entries), self.ledger.block_size_tokens
+            if is_whole and plan.prepared is not None:
+                return self._forward(entries, plan.prepared)
+            batch = plan.batch if is_whole else None
+            batch = batch or lay_out(self._state.lane, entries, (), block_tokens)
+            return self._forward(entries, self._prepared(batch))
 
         computed = _run_guarded(forward, plan.entries, failures)
         on_forward_done()
@@ -197,23 +231,25 @@ class Executor:
     ) -> list[Result]:
         """Run a plan together with other ranks, which makes it impossible to repeat anything."""
         assert self._pipeline is not None
-        computed = self._forward(plan.entries, plan.batch) if plan.batch is not None else []
+        computed: list[Computed] = []
+        if plan.batch is not None:
+            computed = self._forward(plan.entries, plan.prepared or self._prepared(plan.batch))
         on_forward_done()
         if self._pipeline.is_last_stage:
-            failures += _lost(computed)
+            failures += _lost(computed, self._model.device)
         sampling = [one for one in computed if one.entry.samples]
         return self._tokens.sample(sampling) if sampling else []
 
-    def _forward(self, entries: Sequence[PlannedEntry], batch: Batch) -> list[Computed]:
-        """Run the entries as one flat batch."""
+    def _forward(self, entries: Sequence[PlannedEntry], step: PreparedStep) -> list[Computed]:
+        """Run the entries, which are the step's flat batch."""
         asked = self._clock()
         inputs = self._input(entries)
         self._waited_seconds = self._clock() - asked
-        hidden = self._model.forward(inputs, batch.positions, batch.spans, self._kv_cache, batch.spread)
+        hidden = self._model.forward(inputs, step)
         if self._pipeline is not None and not self._pipeline.is_last_stage and len(hidden):
             self._pipeline.send_hidden(hidden)
         ends = accumulate(one.entry.token_count for one in entries)
-        return [Computed(one, hidden[end - 1]) for one, end in zip(entries, ends, strict=True)]
+        return [Computed(one, hidden, end - 1) for one, end in zip(entries, ends, strict=True)]
 
     def _input(self, entries: Sequence[PlannedEntry]) -> Tensor:
         """Return token ids, int64 [rows], on the first stage, else the previous stage's hidden states."""
@@ -257,7 +293,7 @@ def _sample(result: Result, failures: list[EntryFailed]) -> Sample | None:
     return Sample(planned.entry.id, sampled.token, finish_reason, sampled.logprob)
 
 
-def _lost(computed: Sequence[Computed]) -> list[EntryFailed]:
+def _lost(computed: Sequence[Computed], device: Device) -> list[EntryFailed]:
     """Return failures for entries that arrived as NaN because some rank could not compute them.
 
     Entries that sample are left out: sampling finds those.
@@ -265,7 +301,7 @@ def _lost(computed: Sequence[Computed]) -> list[EntryFailed]:
     unseen = [one for one in computed if not one.entry.samples]
     if not unseen:
         return []
-    finite = torch.stack([one.hidden for one in unseen]).isfinite().all(dim=1).tolist()
+    finite = last_hidden(unseen, device).isfinite().all(dim=1).tolist()
     detail = "hidden states hold NaN: the model's numbers have overflowed or its weights are damaged"
     return [
         EntryFailed(one.entry.id, "not_finite", detail)

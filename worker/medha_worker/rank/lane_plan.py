@@ -20,6 +20,7 @@ from medha.shards import ShardMap
 from medha.wire.frames import TokenIds
 from medha.wire.messages import EntryFailed, Extent, Step, StepEntry
 from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.rank.kv_parallel_plan import LOCAL, STRATEGIES, Ids, SpreadEntry, plan_spread, positions
 from medha_worker.rank.lane_state import LaneState, SequenceState, diverged
@@ -73,6 +74,7 @@ class LanePlan:
     entries: tuple[PlannedEntry, ...] = ()
     failures: tuple[EntryFailed, ...] = ()
     batch: Batch | None = None  # of all entries
+    prepared: PreparedStep | None = None  # the batch, if the model could prepare it ahead
 
 
 def plan_lane(step: Step, state: LaneState, copies: tuple[BlockCopy, ...]) -> LanePlan:

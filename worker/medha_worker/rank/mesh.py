@@ -390,6 +390,7 @@ class PodGroup:
     def __init__(self, group: Any, index: int, size: int) -> None:
         self._group: Any = group
         self._index, self._size = index, size
+        self.captures = size == 1
 
     def wait_at_most(self, wait: timedelta) -> None:
         """Bound the wait of every collective that is begun from here on."""

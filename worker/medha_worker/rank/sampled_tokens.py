@@ -21,6 +21,7 @@ from torch import Tensor
 from medha.errors import PartFailed
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, StepEntry
+from medha_worker.device import Device
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler, sample_tokens
 from medha_worker.rank.lane_plan import PlannedEntry
@@ -43,10 +44,11 @@ class TokenLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """An entry that was computed, and the hidden state of its last position, [hidden]."""
+    """An entry that was computed: its last position is row `row` of hidden states, [rows, hidden]."""
 
     planned: PlannedEntry
     hidden: Tensor
+    row: int
 
     @property
     def entry(self) -> StepEntry:
@@ -59,9 +61,12 @@ Result = tuple[PlannedEntry, SampledToken | NotSampled]
 class SampledTokens:
     """Samples tokens, or expects those that another rank samples."""
 
-    def __init__(self, logits: Callable[[Tensor], Tensor | None], link: TokenLink | None) -> None:
+    def __init__(
+        self, logits: Callable[[Tensor], Tensor | None], link: TokenLink | None, device: Device
+    ) -> None:
         """`logits` takes hidden states [rows, hidden]; it returns None on a rank that only contributes to another's."""
         self._logits = logits
+        self._device = device
         self._link = link
         self._expected: deque[list[PlannedEntry]] = deque()  # by step; their tokens have not arrived yet
         self._digest = 0  # of all tokens of this lane that are known here
@@ -72,7 +77,7 @@ class SampledTokens:
         samplers = [one.sequence.sampler for one in entries if one.sequence.sampler is not None]
         logits = None
         if link is None or link.is_last_stage:
-            logits = self._logits(torch.stack([one.hidden for one in computed]))
+            logits = self._logits(last_hidden(computed, self._device))
         if logits is None:
             assert link is not None
             for one in entries:
@@ -122,6 +127,17 @@ class SampledTokens:
             )
         for one, token in zip(entries, tokens, strict=True):
             one.sequence.learn(token)
+
+
+def last_hidden(computed: Sequence[Computed], device: Device) -> Tensor:
+    """Return the hidden states of the last positions of entries, of which there is at least one: [entries, hidden]."""
+    together = computed[0].hidden
+    if any(one.hidden is not together for one in computed):  # entries that were run alone
+        return torch.stack([one.hidden[one.row] for one in computed])
+    rows = [one.row for one in computed]
+    if rows == list(range(len(rows))):  # decodes come first
+        return together[: len(rows)]
+    return together.index_select(0, device.place(torch.tensor(rows)))
 
 
 def new_samplers(

@@ -9,6 +9,8 @@ from medha.cost.predictor import Work
 from medha.errors import OutOfMemory
 from medha.wire.messages import Sampling, StepProfile
 from medha_worker.model import out_of_memory
+from medha_worker.model.decode_graphs import captured_sizes
+from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.profile_fit import MeasuredStep, fit_profile
 from medha_worker.profiling.step_timer import BLOCK_TOKENS, GREEDY, Shape, StepTimer, blocks_of, median
@@ -26,6 +28,7 @@ _COSTLY = Sampling(temperature=1.0, top_p=0.9)  # the sampling that takes the mo
 class WarmUp:
     profile: StepProfile
     activation_bytes: int
+    """Memory that a step takes, and that steps which are captured keep."""
     steps: tuple[MeasuredStep, ...] = ()
     """Steps that the profile was fitted to."""
 
@@ -78,10 +81,21 @@ def warm_up(
     if ran_out():
         raise OutOfMemory(f"{too_large} of a rank of this pod, whose log says more; {mend}")
     activation_bytes = max(memory.peak_bytes() - before, 0)
+    activation_bytes += _captured_bytes(model, timer.pool, max_running)
     for works in shapes:
         measured(works)
     steps = [median([measured(works) for _ in range(REPEATS)]) for works in shapes]
     return WarmUp(step_profile(steps), activation_bytes, tuple(steps))
+
+
+def _captured_bytes(model: Transformer, pool: KVCache, most_rows: int) -> int:
+    """Return the memory that captured decodes take; they are captured again once the pool has its size."""
+    memory = model.device.memory
+    before = memory.used_bytes()
+    model.capture_decodes(pool, captured_sizes(most_rows))
+    taken = max(memory.used_bytes() - before, 0) if model.captures else 0
+    model.forget_captured()
+    return taken
 
 
 def shape_name(works: Shape) -> str:

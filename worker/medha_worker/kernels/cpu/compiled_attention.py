@@ -53,6 +53,9 @@ class CpuAttention:
     def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
         return _CpuStep(self, spans, block_tokens)
 
+    def for_graph(self, rows: int) -> None:
+        """Return None: a CPU has nothing to gain from a captured step."""
+
     def scratch(self, threads: int) -> torch.Tensor:
         """Return each thread's memory, float32 [threads, floats], a page apart."""
         floats = self._kernel.scratch.offsets()["end"] + 1024

@@ -1,0 +1,172 @@
+"""Captured decodes compute what eager ones do, whatever the padding, and write to no sequence's KV but their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.device import HOST, Device, InOrder
+from medha_worker.host_memory import HostMemory
+from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.kernels.protocol import AttentionBackend, StepAttention
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.decode_graphs import captured_sizes
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import Shard
+
+from .models import run_step
+
+BLOCK_TOKENS, BLOCKS, SIZES = 16, 40, (1, 2, 4, 8)
+CLOSE = {"rtol": 1e-3, "atol": 2e-5}  # products of padded batches round differently
+
+
+class Repeating(InOrder):
+    """A runtime in which captured work is run again, and counted."""
+
+    captures = True
+
+    def __init__(self) -> None:
+        super().__init__(HOST)
+        self.replays = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+
+        def replay() -> None:
+            self.replays += 1
+            run()
+
+        return replay
+
+
+class Replanned:
+    """Attention that is planned again for each replay."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._planned: StepAttention | None = None
+
+    def replan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
+        self._planned = self._backend.plan(spans, block_tokens)
+
+    def attend(
+        self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._planned is not None
+        return self._planned.attend(q, pool_keys, pool_values)
+
+
+class Replanning:
+    """A backend whose attention can be captured where captured work is run again."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self.plan = backend.plan
+
+    def for_graph(self, rows: int) -> Replanned:
+        return Replanned(self._backend)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    init_checkpoint(directory, preset="tiny", seed=1)
+    return directory
+
+
+@pytest.fixture
+def runtime() -> Repeating:
+    return Repeating()
+
+
+@pytest.fixture
+def model(checkpoint: Path, runtime: Repeating) -> Transformer:
+    device = Device(HOST, torch.float32, HostMemory(), runtime)
+    config = ModelConfig.from_directory(checkpoint)
+    kernels = torch_kernels(device)
+    kernels = replace(kernels, attention=Replanning(kernels.attention))
+    return Transformer.load(checkpoint, config, Shard.whole(config), device=device, kernels=kernels)
+
+
+def decodes(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, list[SequenceSpan]]:
+    """Return the tokens, positions and spans of one decode step of sequences with so many tokens in the pool."""
+    order = np.random.default_rng(3).permutation(BLOCKS)
+    spans, used = [], 0
+    for row, length in enumerate(lengths):
+        blocks = -(-(length + 1) // BLOCK_TOKENS)
+        spans.append(SequenceSpan(row, 1, length, order[used : used + blocks]))
+        used += blocks
+    return torch.arange(10, 10 + len(lengths)), torch.tensor(lengths), spans
+
+
+def filled(model: Transformer) -> KVCache:
+    cache = model.new_kv_cache(BLOCKS, BLOCK_TOKENS)
+    noise = torch.Generator().manual_seed(7)
+    for pool in (*cache.keys, *cache.values):
+        pool[:, : BLOCKS * BLOCK_TOKENS].normal_(generator=noise)
+    return cache
+
+
+def of_sequences(cache: KVCache) -> torch.Tensor:
+    """Return K and V of all blocks that a sequence can hold."""
+    return torch.stack([pool[:, : BLOCKS * BLOCK_TOKENS] for pool in (*cache.keys, *cache.values)])
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_a_captured_step_equals_an_eager_one(model: Transformer, runtime: Repeating, rows: int) -> None:
+    eager, captured = filled(model), filled(model)
+    model.capture_decodes(captured, SIZES)
+    lengths = [33, 0, 16, 47, 5, 15, 31, 64]
+    for step in range(3):  # both copies of a size, and the first one again
+        batch = decodes([length + step for length in lengths[:rows]])
+        wanted = run_step(model, *batch, eager)
+        found = run_step(model, *batch, captured)
+        assert runtime.replays == step + 1
+        torch.testing.assert_close(found, wanted, **CLOSE)
+        torch.testing.assert_close(of_sequences(captured), of_sequences(eager), **CLOSE)
+
+
+def test_the_next_step_may_be_prepared_before_this_one_runs(model: Transformer) -> None:
+    eager, captured = filled(model), filled(model)
+    model.capture_decodes(captured, SIZES)
+    first, second = decodes([33, 20, 8]), decodes([34, 21, 9])
+    prepared = [model.prepare(*batch[1:], captured) for batch in (first, second)]
+    for batch, step in zip((first, second), prepared, strict=True):
+        torch.testing.assert_close(model.forward(batch[0], step), run_step(model, *batch, eager), **CLOSE)
+
+
+def test_steps_that_were_not_captured_run_eagerly(model: Transformer, runtime: Repeating) -> None:
+    cache = filled(model)
+    model.capture_decodes(cache, SIZES)
+    chunk = torch.arange(10, 15), torch.arange(5), [SequenceSpan(0, 5, 0, [0])]
+    for tokens, positions, spans in (chunk, decodes([3] * 9)):
+        run_step(model, tokens, positions, spans, cache)
+    run_step(model, *decodes([3]), filled(model))  # another pool
+    assert runtime.replays == 0
+
+
+def test_nothing_is_captured_where_that_gains_nothing(checkpoint: Path) -> None:
+    device = Device(HOST, torch.float32, HostMemory(), InOrder(HOST))
+    config = ModelConfig.from_directory(checkpoint)
+    kernels = torch_kernels(device)
+    model = Transformer.load(checkpoint, config, Shard.whole(config), device=device, kernels=kernels)
+    model.capture_decodes(model.new_kv_cache(BLOCKS, BLOCK_TOKENS), SIZES)
+    assert model.prepare(torch.tensor([0]), [SequenceSpan(0, 1, 0, [0])], filled(model)).captured is None
+
+
+def test_padding_costs_at_most_seven_rows_or_an_eighth() -> None:
+    for most in (1, 3, 8, 100, 256, 1000):
+        sizes = captured_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+        for rows in range(1, most + 1):
+            padded = min(size for size in sizes if size >= rows)
+            assert padded - rows <= max(7, rows / 4), (rows, padded)

@@ -1,0 +1,106 @@
+"""NVIDIA GPUs as devices: streams, events, graphs and memory figures of torch's CUDA runtime.
+
+Unproven until a GPU has run it (docs/gpu.md): this module is type-checked, and its calls are compared with the
+signatures of the pinned torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from medha_worker.device import Device
+
+_WARM_RUNS = 2
+"""Runs before a capture: libraries allocate and choose kernels in their first run, which a capture must not see."""
+
+
+class CudaRuntime:
+    """`Runtime` of one GPU. Work of `ahead` has a stream of its own; everything else is on the default one."""
+
+    captures = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._device = torch_device
+        self._ahead = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+        self._graphs = torch.cuda.graph_pool_handle()  # graphs run one at a time, so they share their memory
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == self._device.type:
+            return tensor
+        # From pinned memory the copy is asynchronous. Torch keeps that memory until the copy is done.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        with torch.cuda.stream(self._ahead):
+            yield
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self._device)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(beside):
+            for _ in range(_WARM_RUNS):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(beside)
+        # No other thread may allocate meanwhile: captures are made before the first step, while none runs.
+        with torch.cuda.graph(graph, pool=self._graphs):
+            run()
+        return graph.replay
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class CudaMark:
+    """`Mark` of a GPU: an event behind what the calling thread's stream holds now."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._device = torch_device
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(torch_device))
+
+    def wait(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._device))
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class CudaMemory:
+    """`DeviceMemory` of one GPU, which one rank has to itself.
+
+    What is free is the driver's figure, so that memory of libraries and of other processes counts; blocks that
+    torch caches are returned first.
+    """
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._device = torch_device
+
+    def free_bytes(self, ranks: int) -> int:  # noqa: ARG002 - ranks share a host, not a GPU
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free
+
+    def used_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def forget_peak(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def cuda_device(index: int, dtype: torch.dtype) -> Device:
+    """Return a GPU of this process as a device, and make it the one that torch uses."""
+    torch_device = torch.device("cuda", index)
+    torch.cuda.set_device(torch_device)
+    return Device(torch_device, dtype, CudaMemory(torch_device), CudaRuntime(torch_device))

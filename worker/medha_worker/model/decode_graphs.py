@@ -1,0 +1,161 @@
+"""Steps of decodes alone, captured for a few numbers of rows, so that launching their kernels costs no time.
+
+A captured step reads and writes the same memory each time it is replayed. A step of fewer rows than were captured is
+padded: the rows behind its own decode token 0 in the pool's scratch block, which belongs to no sequence. Each size is
+captured twice, so that the tables of one step are filled while the step before is running.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import torch
+
+from medha_worker.device import Mark
+from medha_worker.kernels.protocol import GraphAttention, GraphWrite, Kernels
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.prepared_step import LayerStep, Rotation, new_slots
+
+RunLayers = Callable[[torch.Tensor, Rotation, LayerStep], torch.Tensor]
+"""Function that runs a rank's layers: entering rows, their rotation and their attention -> hidden states."""
+
+_COPIES = 2
+
+
+def captured_sizes(most_rows: int) -> list[int]:
+    """Return the numbers of rows that are captured: powers of two up to 8, then multiples of 8, 16 and 32.
+
+    Padding then costs at most 7 rows below 64, and at most an eighth of the rows above.
+    """
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 4096, 32)]
+    sizes = [size for size in steps if size < most_rows]
+    return [*sizes, most_rows]
+
+
+class DecodeGraphs:
+    """The captured steps of one rank's layers over one KV pool."""
+
+    def __init__(
+        self,
+        run_layers: RunLayers,
+        rotation: Callable[[torch.Tensor], Rotation],
+        entering: torch.Tensor,
+        kv_cache: KVCache,
+        kernels: Kernels,
+        sizes: Sequence[int],
+    ) -> None:
+        """Capture the layers for each of `sizes`, ascending.
+
+        Args:
+            run_layers: Runs the layers; called while work is captured.
+            rotation: Returns the rotation of positions, int64 [rows] on the device.
+            entering: One entering row, token ids int64 [1] or hidden states [1, hidden_size] on the device.
+            kv_cache: The pool that all steps read and write.
+            kernels: Their attention and writer can be captured.
+            sizes: Numbers of rows.
+        """
+        self._sizes = list(sizes)
+        self._kv_cache = kv_cache
+
+        def captured(rows: int) -> _CapturedStep:
+            return _CapturedStep(rows, run_layers, rotation, entering, kv_cache, kernels)
+
+        # The largest first: smaller ones then fit into the memory that it took.
+        by_size = {rows: [captured(rows) for _ in range(_COPIES)] for rows in reversed(self._sizes)}
+        self._next = {rows: cycle(copies) for rows, copies in by_size.items()}
+
+    def take(
+        self, positions: torch.Tensor, spans: Sequence[SequenceSpan], kv_cache: KVCache
+    ) -> CapturedRows | None:
+        """Return a captured step whose tables are filled for `spans`, or None if they are not decodes that fit."""
+        rows = len(spans)
+        is_decode = all(span.row_count == 1 and span.is_causal for span in spans)
+        if kv_cache is not self._kv_cache or not is_decode or not 0 < rows <= self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        captured = next(self._next[size])
+        captured.fill(positions, spans)
+        return CapturedRows(captured, rows)
+
+
+class CapturedRows:
+    """A captured step that is filled for some rows: `Captured` of a `PreparedStep`."""
+
+    def __init__(self, step: _CapturedStep, rows: int) -> None:
+        self._step, self._rows = step, rows
+
+    def replay(self, entering: torch.Tensor) -> torch.Tensor:
+        return self._step.replay(entering)[: self._rows]
+
+
+class _CapturedStep:
+    """One capture: its fixed inputs and tables, and its result, which the next replay overwrites."""
+
+    def __init__(
+        self,
+        rows: int,
+        run_layers: RunLayers,
+        rotation: Callable[[torch.Tensor], Rotation],
+        entering: torch.Tensor,
+        kv_cache: KVCache,
+        kernels: Kernels,
+    ) -> None:
+        device = kv_cache.device
+        attention, write = kernels.attention.for_graph(rows), kernels.writer.for_graph(rows)
+        assert attention is not None, f"{kernels.name} attention cannot be captured"
+        assert write is not None, f"writes of {kernels.name} cannot be captured"
+        self._device, self._cache = device, kv_cache
+        self._scratch = SequenceSpan(0, 1, 0, [kv_cache.scratch_block])
+        self._step = _GraphStep(attention, write, kv_cache, rows)
+        self._rows = rows
+        self._entering = entering.new_zeros(rows, *entering.shape[1:])
+        self._positions = device.place(torch.zeros(rows, dtype=torch.int64))
+        self._hidden: torch.Tensor | None = None
+        self._used: Mark = device.runtime.mark()
+        self.fill(torch.zeros(0, dtype=torch.int64), [])
+
+        def run() -> None:
+            self._hidden = run_layers(self._entering, rotation(self._positions), self._step)
+
+        self._replay = device.runtime.capture(run)
+
+    def fill(self, positions: torch.Tensor, spans: Sequence[SequenceSpan]) -> None:
+        """Fill the tables for the next replay, behind the last one; positions are in host memory."""
+        self._used.wait()
+        padding = self._rows - len(spans)
+        padded = [*spans, *(self._at_row(row) for row in range(len(spans), self._rows))]
+        self._positions.copy_(self._device.place(torch.cat([positions, positions.new_zeros(padding)])))
+        self._step.fill(padded)
+
+    def _at_row(self, row: int) -> SequenceSpan:
+        scratch = self._scratch
+        return SequenceSpan(row, scratch.row_count, scratch.context_length, scratch.blocks)
+
+    def replay(self, entering: torch.Tensor) -> torch.Tensor:
+        """Run the layers on `entering`, and on older rows behind it; return hidden states [captured rows, hidden_size]."""
+        self._entering[: len(entering)] = entering
+        self._replay()
+        self._used = self._device.runtime.mark()
+        assert self._hidden is not None
+        return self._hidden
+
+
+class _GraphStep:
+    """`LayerStep` with fixed tables."""
+
+    def __init__(self, attention: GraphAttention, write: GraphWrite, kv_cache: KVCache, rows: int) -> None:
+        self.sequences = [slice(row, row + 1) for row in range(rows)]
+        self._attention, self._write, self._cache = attention, write, kv_cache
+
+    def fill(self, spans: Sequence[SequenceSpan]) -> None:
+        block_tokens = self._cache.block_tokens
+        self._attention.replan(spans, block_tokens)
+        self._write.replan(new_slots(spans, block_tokens))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        pools = self._cache.keys[layer], self._cache.values[layer]
+        self._write.write(*pools, k, v)
+        return self._attention.attend(q, *pools)[0]

@@ -1,0 +1,82 @@
+"""What all layers of one step share: made once per step from integers in host memory, and then on the device.
+
+`Transformer.prepare` makes it. It needs nothing that earlier steps compute, so another thread may make it while they
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from medha_worker.device import Mark
+from medha_worker.kernels.protocol import Kernels
+from medha_worker.kernels.sequence_span import SequenceSpan, slot_runs
+from medha_worker.model.kv_cache import KVCache
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of RoPE for each row of a step, each [rows, head_dim / 2]."""
+
+
+class LayerStep(Protocol):
+    """The attention of a step's rows, the same for each layer but for the pool."""
+
+    @property
+    def sequences(self) -> Sequence[slice]:
+        """Rows of each sequence, which can be computed alone if memory runs out."""
+        ...
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write K and V, [rows, kv_heads, head_dim], and attend with q, [rows, query_heads, head_dim]."""
+        ...
+
+
+class Captured(Protocol):
+    """A step whose layers were captured: `DecodeGraphs` makes it."""
+
+    def replay(self, entering: torch.Tensor) -> torch.Tensor:
+        """Run the layers on token ids, int64 [rows], or hidden states; return hidden states, [rows, hidden_size]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step that the layers can run: either `layers` and `rotation`, or what was `captured`."""
+
+    ready: Mark
+    layers: LayerStep | None = None
+    rotation: Rotation | None = None
+    captured: Captured | None = None
+
+
+class OwnStep:
+    """A step whose rows attend to nothing but this pool: the plans of attention and of the write of new K and V."""
+
+    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, kernels: Kernels) -> None:
+        self.sequences = [span.rows for span in spans]
+        self._spans = spans
+        self._cache = kv_cache
+        self._kernels = kernels
+        self._attention = kernels.attention.plan(spans, kv_cache.block_tokens)
+        self._write = kernels.writer.plan(new_slots(spans, kv_cache.block_tokens))
+
+    def alone(self, index: int) -> OwnStep:
+        """Return the same step for one of its sequences, whose rows are then the only ones."""
+        return OwnStep([replace(self._spans[index], row_start=0)], self._cache, self._kernels)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        pools = self._cache.keys[layer], self._cache.values[layer]
+        self._write.write(*pools, k, v)
+        return self._attention.attend(q, *pools)[0]
+
+
+def new_slots(spans: Sequence[SequenceSpan], block_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the slots of all rows of spans that are causal, int64 [rows]."""
+    runs = [
+        run for span in spans for run in slot_runs(span, span.context_length, span.total_length, block_tokens)
+    ]
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs])
