@@ -74,7 +74,9 @@ class ReplicaStatus(Model):
     """Creation time of the youngest pod of the gang that started last. A younger pod has replaced one of
     that gang."""
     restarted_member: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
-    """`newestMember` of the gang that the operator last replaced."""
+    """`newestMember` of the gang that the operator last replaced because a member was lost."""
+    moved_member: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """`newestMember` of the gang that the operator last replaced because a node was being emptied."""
     restarts: int = Field(default=0, ge=0)
     """Number of gangs replaced since the replica last served for `lifecycle.restart.stableSeconds`."""
     last_restart_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})

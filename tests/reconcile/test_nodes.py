@@ -149,6 +149,58 @@ def test_a_pod_that_has_come_anew_meanwhile_is_left_where_it_is(world: World) ->
     assert world.status.restarts == 0
 
 
+@pytest.mark.parametrize("has_deployment", [False, True])
+@pytest.mark.parametrize("is_evicted", [True, False])
+@pytest.mark.parametrize("deleted", [0, 1, 2])
+def test_a_move_whose_deletions_were_interrupted_leaves_no_pod_of_the_old_gang(
+    world: World, deleted: int, is_evicted: bool, has_deployment: bool
+) -> None:
+    """A conflict ends the reconcile after some of the deletions; the status has been written before them."""
+    world.pods["r-l0-0"] = replace(world.pods["r-l0-0"], node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    if has_deployment:
+        world.deployment, world.may_drain = "owner", world.status.newest_member
+    before = uids(world)
+    world.do(world.plan().actions)
+    if is_evicted:
+        del world.pods["r-l0-0"]
+    else:
+        world.now += EVICTION_SECONDS
+    actions = world.plan().actions
+    deletions = [index for index, action in enumerate(actions) if isinstance(action, Delete)]
+    assert len(deletions) == 4 - is_evicted
+    world.do(actions[: deletions[deleted]])
+    assert condition(world, "Degraded") == ("False", "Healthy"), "a move is no loss"
+    world.controllers()
+    world.kubelets()
+    world.now += 2
+    assert world.settle() == 0
+    assert not uids(world) & before
+    assert world.created_pods == 8
+    assert world.status.restarts == 0
+    assert [notice.reason for notice in world.notice].count("GangRestarted") == 0
+    assert condition(world, "Ready") == ("True", "Serving")
+
+
+def test_a_move_that_is_called_off_before_any_pod_has_left_hides_no_later_loss(world: World) -> None:
+    on_node(world, "a")
+    world.nodes["a"] = Node(cordoned=True)
+    before = uids(world)
+    world.do(world.plan().actions)
+    world.now += EVICTION_SECONDS
+    actions = world.plan().actions
+    world.do(action for action in actions if not isinstance(action, Delete))
+    world.nodes["a"] = Node()
+    assert world.settle() == 0
+    assert uids(world) == before
+    del world.pods["r-l0-0"]
+    planned = world.plan().actions
+    world.do(action for action in planned if not isinstance(action, Delete))
+    assert condition(world, "Degraded") == ("True", "MemberLost")
+    assert world.settle() == 0
+    assert world.status.restarts == 1
+
+
 @pytest.mark.parametrize("is_time_known", [True, False])
 def test_pods_that_come_back_to_a_cordoned_node_are_not_ended_again(
     world: World, is_time_known: bool

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
+from medha_operator.deployment.observed_deployment import MAY_DRAIN
 from medha_operator.kube.client import ApiError
 from medha_operator.kube.kinds import Key, Kind
 from medha_operator.kube.store import Document
@@ -282,7 +284,7 @@ def test_an_object_of_ours_that_the_watch_has_not_told_of_is_taken_back_from_who
     on_stage(test)
 
 
-def pod(stage: Stage, uid: str, *, is_started: bool) -> dict[str, object]:
+def pod(stage: Stage, uid: str, *, is_started: bool) -> dict[str, Any]:
     """Return the only member of `r`; it has a node."""
     template = stage.cluster.objects["StatefulSet", "default", "r-l0"]["spec"]["template"]
     container = {"name": "worker", "started": is_started, "ready": is_started, "state": {"running": {}}}
@@ -297,6 +299,45 @@ def pod(stage: Stage, uid: str, *, is_started: bool) -> dict[str, object]:
         "spec": {"nodeName": "n", "volumes": template["spec"]["volumes"]},
         "status": {"conditions": [placed, ready], "containerStatuses": [container]},
     }
+
+
+@pytest.mark.parametrize("conflicts", [1, 2])
+def test_a_conflict_amid_the_deletions_of_a_move_leaves_no_member_of_the_gang(conflicts: int) -> None:
+    """Evictors have taken the first pod, as the deployment permitted; the others are still to be deleted."""
+    deletions = 0
+
+    def refuse(verb: str, kind: str) -> None:
+        nonlocal deletions
+        deletions += (verb, kind) == ("delete", "Pod")
+        if (verb, kind) == ("delete", "Pod") and 2 <= deletions < 2 + conflicts:
+            raise ApiError(409, "Conflict", "the object has been modified")
+
+    async def test(stage: Stage) -> None:
+        replica = resource("MedhaReplica", GRID | {"parallelism": {"stream": 4}})
+        owner = {"kind": "MedhaDeployment", "name": "d", "uid": "owner", "controller": True}
+        replica["metadata"]["ownerReferences"] = [owner]
+        key = stage.see(replica)
+        await stage.work()
+        for ordinal in range(4):
+            member = pod(stage, f"member-{ordinal}", is_started=True)
+            stage.see(member | {"metadata": {**member["metadata"], "name": f"r-l0-{ordinal}"}})
+        await stage.work()
+        stored = stage.cluster.objects[key]
+        gang = stored["status"]["newestMember"]
+        stage.see(stored | {"metadata": {**stored["metadata"], "annotations": {MAY_DRAIN: gang}}})
+        await stage.work()
+        leaves = stage.cluster.objects.pop(("Pod", "default", "r-l0-0"))
+        stage.index.stores["Pod"].see("DELETED", stage.cluster.put(leaves))
+        del stage.cluster.objects["Pod", "default", "r-l0-0"]
+        assert len(await stage.work()) == 1
+        for _ in range(conflicts):  # as if each back-off were over
+            stage.queue.add(key)
+            await stage.work()
+        assert [name for kind, _, name in stage.cluster.objects if kind == "Pod"] == []
+        assert stage.cluster.objects[key]["status"]["restarts"] == 0
+        assert stage.cluster.notice.count("Moving") == 1
+
+    on_stage(test, refuse)
 
 
 def test_secrets_are_made_sure_of_in_a_resync_only_where_pods_do_not_start() -> None:

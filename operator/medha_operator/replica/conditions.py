@@ -257,7 +257,7 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> DerivedCond
                 text += ", nor does any other: the control plane may be cut off. No pod is replaced until a node reports"
                 return DerivedCondition("Degraded", True, "NoNodeReports", text)
             return DerivedCondition("Degraded", True, "NodeUnreachable", text)
-    if observed.status.newest_member is not None and expected:
+    if observed.status.newest_member not in (None, observed.status.moved_member) and expected:
         crashed = _first_problem(pods, "CrashLooping", "RendezvousFailed")
         if crashed is not None:
             return DerivedCondition("Degraded", True, *crashed)

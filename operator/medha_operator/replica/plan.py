@@ -394,6 +394,10 @@ def _gang(
     members are deleted, too, once for each gang: at once the first time, later after a back-off. Members that
     have never all started are left alone.
 
+    A gang stays recorded until all of its members are being deleted, so that a deletion that fails is planned
+    again. `restarted_member` and `moved_member` record that this has begun: its reason may pass before the
+    last deletion, e.g. when no pod is left on the cordoned node.
+
     Pods of an older revision are deleted once pods of the newer one would replace them.
 
     Evictors have `EVICTION_SECONDS` to evict the pods of a cordoned node before the operator deletes them.
@@ -411,18 +415,20 @@ def _gang(
         notice = RecordEvent("RevisionChanging", f"{len(outdated)} pods of an older revision end")
         ending = _end(outdated, "an older revision")
         return [notice, *ending], status.model_copy(update=_NO_GANG), None
+    if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
+        # The record was tampered with: a complete gang has a pod as young as its record.
+        status = status.model_copy(update=_NO_GANG)
+    broken, members = _broken(alive, expected, status), _members(alive, status)
+    has_begun = status.newest_member in (status.restarted_member, status.moved_member)
+    if broken is not None and members and has_begun:
+        return _end(members, broken), status, None
     cordoned = on_cordoned_node(observed)
     if cordoned is not None and opened is not None:
         left = opened + EVICTION_SECONDS - now
         if left > 0:
             return [], status, left
         notice = RecordEvent(MOVING, f"node {cordoned.node} is being emptied: the replica moves")
-        ending = _end(alive, "its node is cordoned")
-        return [notice, *ending], status.model_copy(update=_NO_GANG), None
-    if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
-        status = status.model_copy(
-            update=_NO_GANG
-        )  # the record was tampered with: a complete gang has a pod as young as its record
+        return [notice, *_end(alive, "its node is cordoned")], _moved(status), None
     if status.newest_member is None:
         ended = [pod for pod in alive if pod.is_failed]
         if ended:  # only its object is left, and keeps its successor from being created
@@ -431,38 +437,48 @@ def _gang(
             newest = max(pod.created for pod in alive)
             return [], status.model_copy(update={"newest_member": timestamp(newest)}), None
         return [], status, None
-    broken = _broken(alive, expected, seconds(status.newest_member))
     if broken is None:
+        if status.moved_member == status.newest_member:  # no pod has left, and none has to any more
+            status = status.model_copy(update={"moved_member": None})
         return [], _settled(status, restart, now), None
-    members = [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
     if not members:  # all members are gone: pods that come are the next gang
         return [], status.model_copy(update=_NO_GANG), None
     if has_left_node(observed):
         notice = RecordEvent(MOVING, f"{broken} as a node is being emptied: the replica moves")
-        return [notice, *_end(members, broken)], status.model_copy(update=_NO_GANG), None
-    actions: list[Action] = []
-    if status.restarted_member != status.newest_member:
-        wait = _backoff_seconds(status, restart) - _since_restart(status, now)
-        if wait > 0:
-            return [], status, wait
-        status = status.model_copy(
-            update={
-                "restarted_member": status.newest_member,
-                "restarts": status.restarts + 1,
-                "last_restart_time": timestamp(now),
-            }
-        )
-        actions.append(RecordEvent("GangRestarted", f"{broken}; all pods restart", is_warning=True))
-    return [*actions, *_end(members, broken)], status, None
+        return [notice, *_end(members, broken)], _moved(status), None
+    wait = _backoff_seconds(status, restart) - _since_restart(status, now)
+    if wait > 0:
+        return [], status, wait
+    restarted = {
+        "restarted_member": status.newest_member,
+        "restarts": status.restarts + 1,
+        "last_restart_time": timestamp(now),
+    }
+    notice = RecordEvent("GangRestarted", f"{broken}; all pods restart", is_warning=True)
+    return [notice, *_end(members, broken)], status.model_copy(update=restarted), None
 
 
 _NO_GANG = {"newest_member": None}
 
 
-def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
-    """Return why the recorded gang is no longer complete; None if it is."""
+def _moved(status: ReplicaStatus) -> ReplicaStatus:
+    """Record that the gang leaves its nodes, which is no restart."""
+    return status.model_copy(update={"moved_member": status.newest_member})
+
+
+def _members(alive: list[Pod], status: ReplicaStatus) -> list[Pod]:
+    """Return the members of the recorded gang, and pods that have ended; none if no gang is recorded."""
+    if status.newest_member is None:
+        return []
+    return [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
+
+
+def _broken(alive: list[Pod], expected: int, status: ReplicaStatus) -> str | None:
+    """Return why the recorded gang is no longer complete; None if it is, or if none is recorded."""
+    if status.newest_member is None:
+        return None
     for pod in alive:
-        if pod.created > newest:
+        if pod.created > seconds(status.newest_member):
             return f"pod {pod.name} was replaced"
         if pod.is_failed:
             return f"pod {pod.name} has ended"
