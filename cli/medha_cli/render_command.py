@@ -32,7 +32,6 @@ from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 _NO_UID = "00000000-0000-0000-0000-000000000000"
 _NAMESPACE_PATTERN = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-_EPOCH = "1970-01-01T00:00:00Z"
 
 
 @click.command("render")
@@ -89,19 +88,26 @@ def rendered(document: object, namespace: str, uid: str, settings: OperatorSetti
     kind = document.get("kind")
     if kind == "MedhaReplica":
         spec = parse_replica(document).spec
-        yield from _of_replica(_created(document, spec, namespace, uid, LONGEST_REPLICA_NAME), settings)
+        created = _created(document, spec, namespace, uid, LONGEST_REPLICA_NAME)
+        yield from _replica_objects(created, settings)
     elif kind == "MedhaDeployment":
         wanted = parse_deployment(document).spec
         created = _created(document, wanted, namespace, uid, LONGEST_DEPLOYMENT_NAME)
-        yield from _of_deployment(created, settings)
+        observed = ObservedDeployment(**created, status=DeploymentStatus())
+        for manifest in _applied(plan_deployment(observed, 0.0, settings).actions):
+            yield manifest
+            if manifest["kind"] == "MedhaReplica":
+                # Its own UID is unknown, too.
+                child = created | {"name": manifest["metadata"]["name"], "spec": manifest["spec"]}
+                yield from _replica_objects(child, settings)
     else:
         raise ConfigInvalid(
             f"kind: {kind!r} is neither MedhaReplica nor MedhaDeployment; remove that document"
         )
 
 
-def _created(document: Any, spec: BaseModel, namespace: str, uid: str, longest: int) -> Manifest:
-    """Return the document as a cluster would store it, with every default."""
+def _created(document: Any, spec: BaseModel, namespace: str, uid: str, longest: int) -> dict[str, Any]:
+    """Return the observed fields, except the status, of a resource that was just created, with every default."""
     metadata = document["metadata"]
     name = metadata["name"]
     if len(name) > longest or re.fullmatch(NAME_PATTERN, name) is None:
@@ -113,43 +119,18 @@ def _created(document: Any, spec: BaseModel, namespace: str, uid: str, longest: 
             f"{where} is {named!r}; it must hold lower-case letters, digits and `-` alone, begin and end with a letter or "
             "digit, and be no longer than 63"
         )
-    known = {"uid": uid, "generation": 1, "resourceVersion": "1", "creationTimestamp": _EPOCH}
     return {
-        "metadata": {"namespace": namespace, **metadata, **known},
+        "name": name,
+        "namespace": named,
+        "uid": uid,
+        "generation": 1,
+        "resource_version": "1",
         "spec": spec.model_dump(mode="json", by_alias=True, exclude_none=True),
     }
 
 
-def _of_replica(document: dict[str, Any], settings: OperatorSettings) -> Iterator[Manifest]:
-    metadata = document["metadata"]
-    observed = Observed(
-        name=metadata["name"],
-        namespace=metadata["namespace"],
-        uid=metadata["uid"],
-        generation=1,
-        resource_version="1",
-        spec=document["spec"],
-        status=ReplicaStatus(),
-    )
-    yield from _applied(plan(observed, 0.0, settings).actions)
-
-
-def _of_deployment(document: dict[str, Any], settings: OperatorSettings) -> Iterator[Manifest]:
-    metadata = document["metadata"]
-    observed = ObservedDeployment(
-        name=metadata["name"],
-        namespace=metadata["namespace"],
-        uid=metadata["uid"],
-        generation=1,
-        resource_version="1",
-        spec=document["spec"],
-        status=DeploymentStatus(),
-    )
-    for manifest in _applied(plan_deployment(observed, 0.0, settings).actions):
-        yield manifest
-        if manifest["kind"] == "MedhaReplica":
-            made = manifest["metadata"] | {"uid": metadata["uid"]}  # its own UID is unknown, too
-            yield from _of_replica(manifest | {"metadata": made}, settings)
+def _replica_objects(created: dict[str, Any], settings: OperatorSettings) -> Iterator[Manifest]:
+    return _applied(plan(Observed(**created, status=ReplicaStatus()), 0.0, settings).actions)
 
 
 def _applied(actions: tuple[Action, ...]) -> Iterator[Manifest]:
