@@ -106,7 +106,7 @@ def shown(name: str, results: list[Result]) -> tuple[Any, ...]:
     )
 
 
-COLUMNS = ("shorts met %", "longs met %", "p99 s", "stretch", "worst", "given up %")
+COLUMNS = ("shorts met %", "longs met %", "p99 s", "stretch", "worst", "demoted %")
 
 
 def overloads(count: int, *, mixed: bool) -> list[Jobs]:

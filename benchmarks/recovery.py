@@ -271,7 +271,7 @@ class Network:
         for rule in self._rules:
             _ip(f"rule add pref 10 {rule} blackhole")
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         for _ in self._rules:
             _ip("rule del pref 10")
         self._rules = []
@@ -384,7 +384,7 @@ def fail(replica: Replica, network: Network, failure: Failure, expected: Sequenc
                 os.kill(process.pid, signal.SIGKILL if failure.kind == "kill" else signal.SIGSTOP)
         if failure.kind == "cut":
             time.sleep(failure.seconds)
-            network.mend()
+            network.restore()
             back_at = time.monotonic()
     if not all(stream.times for stream in streams):
         sys.exit(f"{failure}: {[stream.error for stream in streams]}\n{replica.log.read_text()[-8000:]}")
@@ -428,7 +428,7 @@ def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
     seconds = time.monotonic() - failed_at
     if any(len(stream.times) == LONG_TOKENS for stream in streams):
         sys.exit("streams were over before the router failed, so that nothing was left to be freed")
-    network.mend()
+    network.restore()
     replica.wait_ready()
     return seconds
 

@@ -204,7 +204,11 @@ def medha_server(stack: ExitStack, checkpoint: Path, threads: int) -> str:
 
 
 def vllm_server(stack: ExitStack, command: str, checkpoint: Path, threads: int) -> str:
-    """Serve the checkpoint with vLLM's CPU build; return its URL."""
+    """Serve the checkpoint with vLLM's CPU build; return its URL.
+
+    `--long-prefill-token-threshold` keeps vLLM's default, off: prompts that run together are equally long here, so that
+    none has to leave a part of the step to shorter ones.
+    """
     port = free_port("127.0.0.1")
     arguments = [
         *shlex.split(command), "serve", str(checkpoint), "--served-model-name", MODEL, "--host", "127.0.0.1",

@@ -43,8 +43,8 @@ _EARLY_ERROR_SECONDS = 0.5
 """Longest time until a stream's status is sent; an error before then still gets its own status."""
 
 
-class Door:
-    """The HTTP endpoints, on top of the router's components."""
+class HttpApi:
+    """The endpoints, on top of the router's components."""
 
     def __init__(
         self,
@@ -279,23 +279,23 @@ class Door:
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def build_app(door: Door, sites: SitePolicy) -> ASGIApp:
+def build_app(api: HttpApi, sites: SitePolicy) -> ASGIApp:
     """Return the ASGI application. Every response carries `X-Request-Id`; every error is an OpenAI error object."""
     # No redirects: their target would be taken from the Host header.
     app = FastAPI(title="Medha", openapi_url=None, redirect_slashes=False)
     for path, post in (
-        ("/v1/chat/completions", door.chat_completions),
-        ("/v1/completions", door.completions),
-        ("/tokenize", door.tokenize),
-        ("/detokenize", door.detokenize),
+        ("/v1/chat/completions", api.chat_completions),
+        ("/v1/completions", api.completions),
+        ("/tokenize", api.tokenize),
+        ("/detokenize", api.detokenize),
     ):
         app.add_api_route(path, post, methods=["POST"])
     for path, get in (
-        ("/v1/models", door.models),
-        ("/v1/models/{model:path}", door.model),
-        ("/health", door.health),
-        ("/ready", door.ready),
-        ("/metrics", door.metrics),
+        ("/v1/models", api.models),
+        ("/v1/models/{model:path}", api.model),
+        ("/health", api.health),
+        ("/ready", api.ready),
+        ("/metrics", api.metrics),
     ):
         app.add_api_route(path, get, methods=["GET", "HEAD"])
 

@@ -23,7 +23,7 @@ from medha_process.host_resources import raise_file_limit
 from medha_process.part_process import begin_part, end_with_parent, log_failure, settings_option
 from medha_process.router_settings import RouterSettings
 from medha_process.watchdog import BEAT_SECONDS, Watchdog
-from medha_router.app import Door, build_app
+from medha_router.app import HttpApi, build_app
 from medha_router.connections import Connection, Connections, connection_limit
 from medha_router.origin_policy import SitePolicy
 from medha_router.replica_link import ReplicaLink
@@ -98,11 +98,11 @@ async def serve(settings: RouterSettings, file_limit: int) -> int:
                 settings.max_connections,
             )
         connections = Connections(limit, settings.head_seconds, observer.http_refused)
-        door = Door(settings, tokenizing, link, observer, connections)
+        api = HttpApi(settings, tokenizing, link, observer, connections)
         address = listener.getsockname()[0]
         sites = SitePolicy.of(address, settings.allowed_hosts, settings.allowed_origins)
         config = uvicorn.Config(
-            build_app(door, sites),
+            build_app(api, sites),
             http=partial(Connection, connections),  # type: ignore[arg-type]  # uvicorn only calls it
             timeout_keep_alive=settings.idle_seconds,  # type: ignore[arg-type]  # it may be a fraction
             ws="none",
@@ -120,10 +120,10 @@ async def serve(settings: RouterSettings, file_limit: int) -> int:
         stopping = asyncio.create_task(stop.wait())
         broken = asyncio.create_task(link.broken.wait())
         await asyncio.wait((serving, stopping, broken), return_when=asyncio.FIRST_COMPLETED)
-        door.draining = True
+        api.draining = True
         if stop.is_set():
-            log.info("stopping; %d requests are open", door.open_requests)
-            await _drained(door, settings.drain_seconds, end)
+            log.info("stopping; %d requests are open", api.open_requests)
+            await _drained(api, settings.drain_seconds, end)
         link.end_all("this router is stopping")
         server.should_exit = True
         await serving
@@ -134,14 +134,14 @@ async def serve(settings: RouterSettings, file_limit: int) -> int:
     return 1 if link.broken.is_set() else 0
 
 
-async def _drained(door: Door, limit_seconds: float, end: asyncio.Event) -> None:
+async def _drained(api: HttpApi, limit_seconds: float, end: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_seconds
-    while door.open_requests and loop.time() < deadline and not end.is_set():  # noqa: ASYNC110 - a plain count is enough
+    while api.open_requests and loop.time() < deadline and not end.is_set():  # noqa: ASYNC110 - a plain count is enough
         await asyncio.sleep(0.02)
-    if door.open_requests:
+    if api.open_requests:
         reason = "this router must end at once" if end.is_set() else "the drain time is over"
-        log.warning("%s; %d open requests are aborted", reason, door.open_requests)
+        log.warning("%s; %d open requests are aborted", reason, api.open_requests)
 
 
 async def _keep_alive(watchdog: Watchdog) -> None:

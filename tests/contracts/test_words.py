@@ -47,15 +47,6 @@ OPENING = re.compile(r" *#+ *(-- )?(Of|Who|Whom|Whose|Whether|What)\b[^?]*$")
 HELP = re.compile(r'\b(help|description|says)=f?"(Of|Who|Whom|Whose|Whether|What|How)\b[^?"]*"')
 """First line of a comment, and a help text or description, without a subject and a verb."""
 
-ALLOWED = {
-    (
-        "given up",
-        "benchmarks/one_server.py",
-    ): "a column of one_server.json: `demoted`, as the setting `demotedShare`",
-}
-"""Words that stay for now, and the file: prose that repeats an identifier or a setting of today. Identifiers themselves
-(`demoted`, `promise`, `look`, `draw`, `Authenticator`) are no prose; neither is what stands in backticks."""
-
 
 def tracked(*folders: str) -> Iterator[tuple[str, str]]:
     """Yield name and text of the files in these folders that git knows."""
@@ -84,30 +75,29 @@ def prose_of(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def banned_in(
-    text: str, patterns: frozenset[str] = frozenset(BANNED), allowed: frozenset[str] = frozenset()
-) -> list[tuple[int, str]]:
+def banned_in(text: str, patterns: frozenset[str] = frozenset(BANNED)) -> list[tuple[int, str]]:
     """Return line and advice for each banned word of a text."""
     text = without_code(text)
     return [
         (text.count("\n", 0, match.start()), f"{match[0]!r}: {BANNED[pattern]}")
         for pattern in patterns
         for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
-        if match[0].lower() not in allowed
     ]
 
 
 def found_in(name: str, text: str, patterns: frozenset[str] = frozenset(BANNED)) -> list[str]:
-    """Return place and advice for each banned word in the prose of a file."""
-    allowed = frozenset(word for word, file in ALLOWED if file == name)
+    """Return place and advice for each banned word in the prose of a file.
+
+    Identifiers are no prose, and neither is what stands in backticks.
+    """
     if not name.endswith(".py"):
-        return [f"{name}:{line + 1}: {advice}" for line, advice in banned_in(text, patterns, allowed)]
+        return [f"{name}:{line + 1}: {advice}" for line, advice in banned_in(text, patterns)]
     if not banned_in(text.replace("`", " "), patterns):  # nearly always: then there is no need to parse it
         return []
     return [
         f"{name}:{first + line}: {advice}"
         for first, prose in prose_of(text)
-        for line, advice in banned_in(prose, patterns, allowed)
+        for line, advice in banned_in(prose, patterns)
     ]
 
 
@@ -124,11 +114,6 @@ def test_prose_of_tests_and_benchmarks_has_no_word_of_ours() -> None:
         for hit in found_in(name, text, IN_TESTS)
     ]
     assert found == [], "\n".join(found)
-
-
-def test_every_allowed_word_is_still_there() -> None:
-    gone = [place for place in ALLOWED if place[0] not in (ROOT / place[1]).read_text(encoding="utf-8")]
-    assert gone == []
 
 
 def headless(text: str) -> list[str]:

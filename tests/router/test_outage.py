@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Router]:
+def router(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Router]:
     """A router that has just begun and knows from manifests that there is a model."""
     router = start_router(
         tmp_path_factory.mktemp("router"),
@@ -54,12 +54,12 @@ def door(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Rou
 
 
 @pytest.fixture
-def replica(door: Router, bundle_files: dict[str, bytes]) -> Iterator[ScriptedReplica]:
-    running = ScriptedReplica(door, bundle_files)
-    door.wait_ready()
+def replica(router: Router, bundle_files: dict[str, bytes]) -> Iterator[ScriptedReplica]:
+    running = ScriptedReplica(router, bundle_files)
+    router.wait_ready()
     yield running
     running.stop()
-    wait_for(lambda: door.http.get("/ready").status_code == 503, "the replica is still heard")
+    wait_for(lambda: router.http.get("/ready").status_code == 503, "the replica is still heard")
 
 
 def scraped(router: Router) -> str:
@@ -72,12 +72,12 @@ def missed(router: Router, service_class: str) -> float:
 
 
 def test_a_model_that_manifests_name_is_an_outage_and_no_wrong_name_when_nobody_was_ever_heard(
-    door: Router,
+    router: Router,
 ) -> None:
     """As after a restart of the router while all replicas are down."""
-    before = scraped(door)
+    before = scraped(router)
     assert f'medha_router_replicas{{model="{MODEL}",state="ready"}} 0.0' in before
-    client = openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.InternalServerError) as refused:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])
     assert refused.value.status_code == 503
@@ -86,90 +86,94 @@ def test_a_model_that_manifests_name_is_an_outage_and_no_wrong_name_when_nobody_
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="wrong", messages=[{"role": "user", "content": "x"}])
     assert [one.id for one in client.models.list()] == []
-    assert door.http.get(f"/v1/models/{MODEL}").status_code == 503
+    assert router.http.get(f"/v1/models/{MODEL}").status_code == 503
     for _ in range(9):
-        assert door.post("/v1/completions", BODY).status_code == 503
-    record("unserved", before, scraped(door))
+        assert router.post("/v1/completions", BODY).status_code == 503
+    record("unserved", before, scraped(router))
 
 
-def test_refusals_count_as_first_tokens_that_never_came_in_the_class_that_was_asked_for(door: Router) -> None:
-    before = {name: missed(door, name) for name in CLASSES}
+def test_refusals_count_as_first_tokens_that_never_came_in_the_class_that_was_asked_for(
+    router: Router,
+) -> None:
+    before = {name: missed(router, name) for name in CLASSES}
     for tier in (None, "default", "batch", "no such class"):
-        assert door.post("/v1/completions", {**BODY, "service_tier": tier}).status_code == 503
-    assert {name: missed(door, name) - before[name] for name in CLASSES} == {"interactive": 3, "batch": 1}
+        assert router.post("/v1/completions", {**BODY, "service_tier": tier}).status_code == 503
+    assert {name: missed(router, name) - before[name] for name in CLASSES} == {"interactive": 3, "batch": 1}
     for faulty in ({**BODY, "n": 0}, {**BODY, "model": "wrong"}, {"model": MODEL}):
-        assert door.post("/v1/completions", faulty).status_code in (400, 404)
-    assert sum(missed(door, name) for name in CLASSES) == sum(before.values()) + 4
+        assert router.post("/v1/completions", faulty).status_code in (400, 404)
+    assert sum(missed(router, name) for name in CLASSES) == sum(before.values()) + 4
 
 
-def test_names_that_nobody_knows_share_one_value_of_the_label(door: Router) -> None:
-    before = scraped(door)
+def test_names_that_nobody_knows_share_one_value_of_the_label(router: Router) -> None:
+    before = scraped(router)
     for number in range(10):
-        assert door.post("/v1/completions", {**BODY, "model": f"wrong-{number}"}).status_code == 404
-    after = scraped(door)
+        assert router.post("/v1/completions", {**BODY, "model": f"wrong-{number}"}).status_code == 404
+    after = scraped(router)
     assert "wrong-" not in after
     assert 'medha_requests_total{endpoint="completions",model="(unknown)",outcome="model_not_found"}' in after
     record("wrong-names", before, after)
 
 
 def test_requests_that_are_served_in_time_and_late(
-    door: Router, replica: ScriptedReplica, bundle: Bundle
+    router: Router, replica: ScriptedReplica, bundle: Bundle
 ) -> None:
     replica.script = Script(tokens=say(bundle, "Hello"))
-    assert door.post("/v1/completions", BODY).status_code == 200
-    before = scraped(door)
+    assert router.post("/v1/completions", BODY).status_code == 200
+    before = scraped(router)
     for _ in range(10):
-        assert door.post("/v1/completions", BODY).status_code == 200
-    served = scraped(door)
+        assert router.post("/v1/completions", BODY).status_code == 200
+    served = scraped(router)
     record("served", before, served)
     replica.script = Script(tokens=say(bundle, "Hello"), delay_seconds=0.06)  # the class promises 0.05
     late = {"x-slo-ttft-ms": "0.001"}
-    assert door.post("/v1/completions", BODY, headers=late).status_code == 200
-    before = scraped(door)
+    assert router.post("/v1/completions", BODY, headers=late).status_code == 200
+    before = scraped(router)
     for _ in range(10):
-        assert door.post("/v1/completions", BODY, headers=late).status_code == 200
-    record("late", before, scraped(door))
+        assert router.post("/v1/completions", BODY, headers=late).status_code == 200
+    record("late", before, scraped(router))
 
 
 def test_a_replica_that_is_lost_leaves_its_model_and_refusals_count(
-    door: Router, bundle_files: dict[str, bytes]
+    router: Router, bundle_files: dict[str, bytes]
 ) -> None:
-    replica = ScriptedReplica(door, bundle_files)
-    door.wait_ready()
+    replica = ScriptedReplica(router, bundle_files)
+    router.wait_ready()
     replica.stop()
-    wait_for(lambda: door.http.get("/ready").status_code == 503, "the replica is still heard")
-    before = scraped(door)
+    wait_for(lambda: router.http.get("/ready").status_code == 503, "the replica is still heard")
+    before = scraped(router)
     for _ in range(10):
-        assert door.post("/v1/completions", BODY).status_code == 503
-    record("lost", before, scraped(door))
+        assert router.post("/v1/completions", BODY).status_code == 503
+    record("lost", before, scraped(router))
 
 
 def test_requests_that_find_the_queue_full_count_as_missed(
-    door: Router, replica: ScriptedReplica, bundle: Bundle
+    router: Router, replica: ScriptedReplica, bundle: Bundle
 ) -> None:
     replica.script = Script(tokens=say(bundle, "Hello"))
     replica.order("announce", {"waiting_limit": 1, "waiting": 1})
-    wait_for(lambda: door.metric("medha_replica_sequences_waiting") == 1, "the replica is not full")
-    waiting = threading.Thread(target=lambda: httpx.post(f"{door.url}/v1/completions", json=BODY, timeout=30))
+    wait_for(lambda: router.metric("medha_replica_sequences_waiting") == 1, "the replica is not full")
+    waiting = threading.Thread(
+        target=lambda: httpx.post(f"{router.url}/v1/completions", json=BODY, timeout=30)
+    )
     waiting.start()
-    wait_for(lambda: door.metric("medha_router_sequences_waiting") == 1, "nobody waits")
-    assert door.post("/v1/completions", BODY).status_code == 429
-    before = scraped(door)
+    wait_for(lambda: router.metric("medha_router_sequences_waiting") == 1, "nobody waits")
+    assert router.post("/v1/completions", BODY).status_code == 429
+    before = scraped(router)
     for _ in range(10):
-        assert door.post("/v1/completions", BODY).status_code == 429
-    record("overloaded", before, scraped(door))
+        assert router.post("/v1/completions", BODY).status_code == 429
+    record("overloaded", before, scraped(router))
     replica.order("announce", {"waiting_limit": 10, "waiting": 0})
     waiting.join()
 
 
 def test_an_answer_that_breaks_off_has_missed_what_was_promised_of_its_output(
-    door: Router, bundle_files: dict[str, bytes], bundle: Bundle
+    router: Router, bundle_files: dict[str, bytes], bundle: Bundle
 ) -> None:
-    replica = ScriptedReplica(door, bundle_files, script=Script(tokens=say(bundle, "Hello"), hold=True))
-    door.wait_ready()
+    replica = ScriptedReplica(router, bundle_files, script=Script(tokens=say(bundle, "Hello"), hold=True))
+    router.wait_ready()
     counted = 'medha_request_tpot_attainment_total{met="false",'
-    before = door.metric(counted)
-    with door.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+    before = router.metric(counted)
+    with router.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
         lines = (line for line in response.iter_lines() if line)
         next(lines)
         replica.stop()
@@ -177,38 +181,38 @@ def test_an_answer_that_breaks_off_has_missed_what_was_promised_of_its_output(
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert done == "data: [DONE]"
     # The answer is counted once it is closed, which is after its last line.
-    wait_for(lambda: door.metric(counted) == before + 1, "it is not counted")
+    wait_for(lambda: router.metric(counted) == before + 1, "it is not counted")
 
 
-def test_strangers_at_the_link_are_counted(door: Router) -> None:
-    before = scraped(door)
+def test_strangers_at_the_link_are_counted(router: Router) -> None:
+    before = scraped(router)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = read_public_key(door.keys.router_public)
+    server = read_public_key(router.keys.router_public)
     strangers = [
-        connect(context, door.control, f"stranger/{number}".encode(), KeyPair.new(), server)
+        connect(context, router.control, f"stranger/{number}".encode(), KeyPair.new(), server)
         for number in range(5)
     ]
     counted = 'medha_router_refused_connections_total{link="control"}'
-    wait_for(lambda: door.metric(counted) >= 5, "they are not counted")
-    record("strangers", before, scraped(door))
+    wait_for(lambda: router.metric(counted) >= 5, "they are not counted")
+    record("strangers", before, scraped(router))
     for stranger in strangers:
         stranger.close(0)
     context.term()
 
 
-def test_models_that_come_and_go_in_manifests_are_known_and_forgotten(door: Router, models: Path) -> None:
+def test_models_that_come_and_go_in_manifests_are_known_and_forgotten(router: Router, models: Path) -> None:
     def status(model: str) -> int:
-        return door.post("/v1/completions", {**BODY, "model": model}).status_code
+        return router.post("/v1/completions", {**BODY, "model": model}).status_code
 
     wanted = f'medha_router_replicas_desired{{model="{MODEL}"}}'
     declare(models, tiny=0, other=2)
     try:
         wait_for(lambda: status("other") == 503, "it is not known")
-        assert door.metric(wanted) == 0
-        record("suspended", scraped(door), of=lambda labels: labels.get("model") == MODEL)
+        assert router.metric(wanted) == 0
+        record("suspended", scraped(router), of=lambda labels: labels.get("model") == MODEL)
         declare(models, other=2)
         wait_for(lambda: status(MODEL) == 404, "it is still known")
-        assert f'model="{MODEL}",state="ready"' not in scraped(door)
+        assert f'model="{MODEL}",state="ready"' not in scraped(router)
     finally:
         declare(models, tiny=1)
         wait_for(lambda: status(MODEL) == 503, "it is not known again")

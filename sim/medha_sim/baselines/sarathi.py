@@ -5,7 +5,8 @@ Modelled: all runnable decodes first, then prefill chunks in order of arrival un
 sequence that is in flight (a decode or a partial prefill) re-enters only when its step has left the *last*
 stage, so consecutive chunks of one prompt do not overlap (no SPP). `long_prefill_threshold_tokens` is vLLM's
 `--long-prefill-token-threshold`: the most tokens that one prefill gets of a step, so that later requests get
-a share.
+a share. Systems named `vllm-N` set it to a quarter of N; vLLM's default is
+no threshold.
 
 Left out: preemption by recomputation (KV is reserved at admission), CPU time of the scheduler, prefix
 caching.
