@@ -31,7 +31,7 @@ SAMPLE = (
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", SAMPLE, ids=lambda plan: plan.name)
-def test_the_cluster_comes_to_what_the_spec_says(on: Stage, plan: Plan) -> None:
+def test_the_cluster_comes_to_what_the_spec_asks_for(on: Stage, plan: Plan) -> None:
     assert on.run(plan).verdict == "well"
 
 

@@ -375,7 +375,7 @@ def test_what_was_there_before_stays_and_does_not_get_worse(user: Api, operator:
     user.call("PATCH", label, {"metadata": {"labels": {"medha.dev/admission": "exempt"}}})
 
 
-def test_a_pod_that_only_the_merge_makes_unsafe_is_not_made_and_the_replica_says_why(
+def test_a_pod_that_only_the_merge_makes_unsafe_is_not_made_and_the_replica_reports_why(
     helm: Helm, user: Api, accepting: ControlPlane, tmp_path: Path
 ) -> None:
     user.call("POST", REPLICA.path(JUDGED), replica(MERGED["no security context of the worker"], "merged"))
@@ -396,7 +396,7 @@ def test_a_pod_that_only_the_merge_makes_unsafe_is_not_made_and_the_replica_says
     user.delete(REPLICA, "merged", JUDGED)
 
 
-def test_a_replica_that_nobody_looks_after_is_admitted_with_a_warning(
+def test_a_replica_that_no_operator_manages_is_admitted_with_a_warning(
     user: Api, accepting: ControlPlane
 ) -> None:
     text = json.dumps(replica(FORBIDDEN["host network"]))

@@ -142,7 +142,7 @@ def test_definitions_go_with_the_release_when_asked(installer: Helm, accepting: 
     accepting.kubectl("wait", "--for=delete", "--timeout=30s", "crd", *OURS)
 
 
-def test_what_is_printed_after_an_install_tells_how_a_replica_joins(installer: Helm) -> None:
+def test_what_is_printed_after_an_install_shows_how_a_replica_joins(installer: Helm) -> None:
     notes = install(installer, "--dry-run=server")
     assert "routerRef: {name: medha-router, namespace: medha-system}" in notes
 

@@ -192,7 +192,7 @@ HERE, ELSEWHERE = Pod("x", "here", {"app": "x"}), Pod("y", "there", {"app": "y"}
         ({"podSelector": {"matchExpressions": [{"key": "app", "operator": "NotIn", "values": ["y"]}]}}, True),
     ],
 )  # fmt: skip
-def test_a_policy_of_the_target_opens_what_its_rules_say(spec: dict[str, Any], opened: bool) -> None:
+def test_a_policy_of_the_target_opens_what_its_rules_allow(spec: dict[str, Any], opened: bool) -> None:
     assert is_open([policy(namespace="there", **spec)], HERE, ELSEWHERE, 8000) is opened
 
 

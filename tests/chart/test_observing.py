@@ -81,7 +81,7 @@ def test_alerts_ask_for_series_and_labels_that_are_exported(helm: Helm) -> None:
     assert asked <= recorded
 
 
-def test_every_alert_is_told_of_in_the_guide(helm: Helm) -> None:
+def test_every_alert_is_described_in_the_guide(helm: Helm) -> None:
     alerts = {rule["alert"] for group in rules(helm)["groups"] for rule in group["rules"] if "alert" in rule}
     guide = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(Medha[A-Z]\w+)`", guide)) == alerts

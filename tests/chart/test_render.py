@@ -33,7 +33,7 @@ def settings(manifests: list[Manifest], name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["defaults", "everything"])
-def test_helm_has_nothing_to_say_against_the_chart(helm: Helm, name: str) -> None:
+def test_helms_linter_finds_nothing_in_the_chart(helm: Helm, name: str) -> None:
     helm("lint", "--strict", str(CHART), values=TABLE[name])
 
 

@@ -274,7 +274,7 @@ def test_a_log_that_cannot_be_written_is_named_before_anything_starts(
 ROUTER = {"maxBodyBytes": "1Mi", "allowedHosts": ["chat.example"], "allowedOrigins": ["https://chat.example"]}
 
 
-def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
+def test_the_parts_get_what_the_manifest_declares(tmp_path: Path) -> None:
     replica = parse_replica(
         REPLICA | {"spec": REPLICA["spec"] | {"lifecycle": {"drainSeconds": 7}, "router": ROUTER}}
     )  # type: ignore[operator]

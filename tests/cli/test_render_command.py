@@ -85,7 +85,7 @@ def test_settings_of_the_operator_change_images_and_gangs(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_what_cannot_be_rendered_is_told_with_the_file_and_the_field(
+def test_what_cannot_be_rendered_is_refused_with_the_file_and_the_field(
     tmp_path: Path, document: Any, reported: str
 ) -> None:
     result = run(tmp_path, document)
@@ -94,7 +94,7 @@ def test_what_cannot_be_rendered_is_told_with_the_file_and_the_field(
     assert reported in " ".join(result.output.split())
 
 
-def test_an_empty_file_and_wrong_settings_are_told(tmp_path: Path) -> None:
+def test_an_empty_file_and_wrong_settings_are_refused(tmp_path: Path) -> None:
     assert "holds no document" in run(tmp_path).output
     settings = tmp_path / "settings.json"
     replica = manifest("MedhaReplica", "r", model=MODEL)
@@ -106,7 +106,7 @@ def test_an_empty_file_and_wrong_settings_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Bad Name", "", "a" * 64])
-def test_a_namespace_that_no_cluster_has_is_told(tmp_path: Path, name: str) -> None:
+def test_a_namespace_that_no_cluster_has_is_refused(tmp_path: Path, name: str) -> None:
     result = run(tmp_path, manifest("MedhaReplica", "r", model=MODEL), flags=("--namespace", name))
     assert result.exit_code == 2
     assert f"--namespace is {name!r}; it must hold lower-case letters" in " ".join(result.output.split())

@@ -18,7 +18,7 @@ def test_trying_a_file_leaves_nothing_and_keeps_what_is_there(tmp_path: Path) ->
     assert (tmp_path / "old.html").read_text() == "old"
 
 
-def test_what_cannot_be_written_is_refused_by_option_file_and_mend(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused_with_option_file_and_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "taken.json").mkdir()
     (tmp_path / "circle").symlink_to(tmp_path / "circle")

@@ -113,7 +113,7 @@ def test_the_next_run_removes_what_killed_ones_have_left_and_their_keys(temporar
     assert list(named.iterdir()) == [named / "events.jsonl"], "whatever it is called, and what is in it"
 
 
-def test_with_none_or_several_runs_the_error_says_what_to_do(temporary: Path) -> None:
+def test_with_none_or_several_runs_the_error_names_the_fix(temporary: Path) -> None:
     with pytest.raises(ConfigInvalid, match=r"no running medha up.*start one .medha up FILE.*--url"):
         find(None, None)
     one, other = directory(temporary, "medha-1"), directory(temporary, "medha-2")

@@ -53,7 +53,7 @@ def test_policies_are_compared_in_a_table_on_a_page_and_in_json(tmp_path: Path) 
     assert found["runs"][0]["result"]["all"]["arrived"] > 0
 
 
-def test_longer_prompts_are_not_refused_and_what_is_refused_is_told(tmp_path: Path) -> None:
+def test_longer_prompts_are_not_refused_and_what_is_refused_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     longs = ("--long", "1", "--long-scale", "3", "-p", "lars", "-o", str(out))
     done = medha("simulate", *QUICK, *longs)
@@ -95,7 +95,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     assert run["result"]["all"]["arrived"] > 0
 
 
-def test_ctrl_c_while_the_capacity_is_measured_says_that_nothing_was_done(
+def test_ctrl_c_while_the_capacity_is_measured_reports_that_nothing_was_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> float:
@@ -108,7 +108,7 @@ def test_ctrl_c_while_the_capacity_is_measured_says_that_nothing_was_done(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_deployment_without_any_capacity_is_told_as_that(
+def test_a_deployment_without_any_capacity_is_reported_as_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "measured_capacity", lambda *_: 0.0)
@@ -186,7 +186,9 @@ def test_options_that_a_trace_ignores_are_refused(tmp_path: Path, options: list[
     assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
 
 
-def test_a_prompt_longer_than_any_replica_takes_is_told_before_anything_is_simulated(tmp_path: Path) -> None:
+def test_a_prompt_longer_than_any_replica_takes_is_refused_before_anything_is_simulated(
+    tmp_path: Path,
+) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(HEADER + "0,100,3\n1,10000000000,3\n")
     result = simulate("--trace", str(trace), "-o", str(tmp_path / "page.html"))
@@ -252,7 +254,7 @@ def test_requests_of_a_trace_are_of_the_service_classes_of_a_fourth_column(tmp_p
         (["-o", "page.json"], "the JSON is written beside it"),
     ],
 )
-def test_wrong_options_are_told_with_their_mend(arguments: list[str], words: str) -> None:
+def test_wrong_options_are_refused_with_their_fix(arguments: list[str], words: str) -> None:
     result = simulate(*arguments)
     assert result.exit_code == 2
     assert words in result.stderr
@@ -271,7 +273,9 @@ def test_wrong_options_are_told_with_their_mend(arguments: list[str], words: str
         (["-p", "lars", "-o", "log.html"], "--out: log.json is read by this command; choose another"),
     ],
 )
-def test_wrong_options_of_a_replay_are_told_before_its_log_is_read(arguments: list[str], words: str) -> None:
+def test_wrong_options_of_a_replay_are_refused_before_its_log_is_read(
+    arguments: list[str], words: str
+) -> None:
     result = CliRunner().invoke(main, ["replay", "log.json", *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
@@ -284,7 +288,7 @@ def test_help_shows_examples() -> None:
         assert f"Examples:\n    medha {'simulate --quick' if name == 'simulate' else 'up'}" in result.stdout
 
 
-def test_a_replay_of_nothing_is_told(tmp_path: Path) -> None:
+def test_a_replay_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("{}\n")
     for arguments, words in (
         (["nowhere.jsonl"], "cannot be read"),

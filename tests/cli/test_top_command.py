@@ -169,7 +169,7 @@ def test_no_line_is_wider_than_the_terminal_and_the_requests_stay(width: int) ->
     assert row(lines, "REQUEST")
 
 
-def test_who_was_given_up_shows_the_promise_and_without_any_there_is_no_such_column() -> None:
+def test_a_demoted_request_shows_its_revised_deadline_and_without_any_there_is_no_such_column() -> None:
     assert row(render(new_snapshot(), 118), "cmpl-").split()[-2:] == ["9.00", "s"]
     snapshot = new_snapshot()
     core = snapshot.status.core
@@ -187,7 +187,7 @@ def test_columns_that_matter_less_go_first() -> None:
 
 
 @pytest.mark.parametrize("height", [12, 16, 20, 30, 50])
-def test_it_is_no_higher_than_the_terminal_and_says_how_many_it_leaves_out(height: int) -> None:
+def test_it_is_no_higher_than_the_terminal_and_shows_how_many_it_leaves_out(height: int) -> None:
     lines = render(new_snapshot(40), height=height)
     assert len(lines) <= height
     shown = sum(line.startswith(("book-", "cmpl-", "chat-")) for line in lines)
@@ -301,7 +301,7 @@ def medha(
 
 
 @pytest.mark.parametrize("command", ["top", "trace"])
-def test_without_a_replica_the_error_says_how_to_get_one(command: str, tmp_path: Path) -> None:
+def test_without_a_replica_the_error_names_the_way_to_get_one(command: str, tmp_path: Path) -> None:
     done = medha(command, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no running medha up" in done.stderr
@@ -356,7 +356,7 @@ def tracer() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_trace_for_which_there_is_no_room_is_told_and_the_former_one_kept(
+def test_a_trace_for_which_there_is_no_room_is_an_error_and_the_former_one_is_kept(
     tracer: str, tmp_path: Path
 ) -> None:
     output = tmp_path / "trace.json"

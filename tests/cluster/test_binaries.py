@@ -43,7 +43,7 @@ def test_what_the_assets_lack_must_be_built(bare: pytest.MonkeyPatch, tmp_path: 
         binaries.build(["etcd", "kube-scheduler"])
 
 
-def test_without_go_and_assets_tests_are_skipped_with_one_line_that_says_what_to_do(
+def test_without_go_and_assets_tests_are_skipped_with_one_line_that_names_the_fix(
     bare: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(pytest.skip.Exception) as skipped, skipping_what_cannot_run():

@@ -184,7 +184,7 @@ def test_a_deployment_has_a_scale_subresource(plane: ControlPlane) -> None:
     plane.kubectl("delete", "md", "r")
 
 
-def test_kubectl_explain_tells_units_bounds_and_how_a_change_is_applied(plane: ControlPlane) -> None:
+def test_kubectl_explain_shows_units_bounds_and_how_a_change_is_applied(plane: ControlPlane) -> None:
     said = plane.kubectl("explain", "mr.spec.scheduling.maxStepSeconds")
     assert "Bound of a step when nothing decodes" in said
     assert "A change reaches the running replica by a new epoch" in " ".join(said.split())

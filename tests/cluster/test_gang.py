@@ -141,7 +141,7 @@ def test_half_a_replica_is_never_placed_and_the_whole_is_once_it_fits(scheduled:
     )
 
 
-def test_a_gang_that_the_installation_does_not_name_is_said_and_nothing_is_made(
+def test_a_gang_that_the_installation_does_not_name_is_reported_and_nothing_is_made(
     scheduled: ControlPlane,
 ) -> None:
     apply(scheduled, "unnamed", "volcano")

@@ -42,7 +42,7 @@ def api(node: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_a_kubelet_misses_is_told_with_the_field_that_names_it(api: Api, name: str) -> None:
+def test_what_a_kubelet_misses_is_reported_with_the_field_that_names_it(api: Api, name: str) -> None:
     change, reason, words = WRONG[name]
     spec = {
         "model": {"name": "m", "source": {"path": "/"}},

@@ -88,7 +88,7 @@ def far_node(cluster: Cluster) -> Node:
     return found
 
 
-def told_soon(cluster: Cluster, node: Node, lost: float) -> None:
+def reported_soon(cluster: Cluster, node: Node, lost: float) -> None:
     """Wait until the replica says that the node, lost at that Unix time, is lost, and soon after Kubernetes does."""
 
     def degraded() -> dict[str, str]:
@@ -112,7 +112,7 @@ def test_a_kubelet_that_comes_back_within_the_limit_costs_no_pod(cluster: Cluste
     before, node = medha.pod_uids(cluster), far_node(cluster)
     lost = datetime.now(UTC).timestamp()
     node.stop_kubelet()
-    told_soon(cluster, node, lost)
+    reported_soon(cluster, node, lost)
     node.start_kubelet()
     node.wait_until_ready()
     wait_ready(cluster)
@@ -131,7 +131,7 @@ def test_the_pods_of_a_frozen_node_are_replaced_and_its_old_ranks_are_refused_wh
     medha.apply(cluster, spread(node_lost_seconds=10))
     lost = datetime.now(UTC).timestamp()
     node.freeze()
-    told_soon(cluster, node, lost)
+    reported_soon(cluster, node, lost)
     eventually(lambda: set(medha.pod_uids(cluster).values()).isdisjoint(before.values()), bool, READY_SECONDS)
     wait_ready(cluster)
     assert node.name not in places(cluster).values()

@@ -190,7 +190,7 @@ def edited(path: Path, before: str, after: str) -> str:
     return source.replace(before, after)
 
 
-def test_a_chart_that_is_uninstalled_and_installed_anew_finds_the_replica_and_its_router_serves_it(
+def test_a_chart_that_is_uninstalled_and_installed_again_finds_the_replica_and_its_router_serves_it(
     cluster: Cluster,
 ) -> None:
     uids = medha.pod_uids(cluster)
@@ -327,7 +327,7 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
         medha.apply(cluster, document)
     messages: dict[str, str] = {}
 
-    def look() -> dict[str, tuple[str, str]]:
+    def poll() -> dict[str, tuple[str, str]]:
         """Note the message of each replica that gives its reason now.
 
         A container that ends again and again also runs in between, at a time of its own.
@@ -339,7 +339,7 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
                     messages.setdefault(name, each["message"])
         return {name: condition(each) for name, each in present.items()}
 
-    eventually(look, lambda _: messages.keys() == TROUBLES.keys(), READY_SECONDS)
+    eventually(poll, lambda _: messages.keys() == TROUBLES.keys(), READY_SECONDS)
     text = "cannot be read by uid 65532: /model has mode 0700 and belongs to uid 0"
     assert text in messages["no-right"]
     cluster.kubectl("delete", "medhareplicas", "--all", "--timeout=10s")

@@ -191,7 +191,7 @@ def test_a_lost_pod_restarts_its_gang_once(running: Operator, api: Api, home: st
     assert ready(api, "r", home)["status"]["restarts"] == 1
 
 
-def test_a_replica_that_is_made_anew_at_once_takes_nothing_from_the_one_before(
+def test_a_replica_that_is_created_again_at_once_takes_nothing_from_the_one_before(
     running: Operator, api: Api, home: str
 ) -> None:
     api.apply(replica("r", home))
@@ -205,7 +205,7 @@ def test_a_replica_that_is_made_anew_at_once_takes_nothing_from_the_one_before(
     assert before not in owners
 
 
-def test_what_the_api_server_refuses_is_told_to_the_user(running: Operator, api: Api, home: str) -> None:
+def test_what_the_api_server_refuses_is_reported_to_the_user(running: Operator, api: Api, home: str) -> None:
     wrong = {"spec": {"tolerations": [{"key": "a", "operator": "Maybe"}]}}
     api.apply(replica("r", home, template=wrong))
     notice = eventually(lambda: [event for event in api.list(EVENT, home) if event["reason"] == "Refused"])
@@ -445,7 +445,7 @@ def scraped(process: Operator) -> str:
         return str(answer.read(), "utf-8")
 
 
-def says(process: Operator, *lines: str) -> str:
+def metrics_showing(process: Operator, *lines: str) -> str:
     """The operator's metrics, once they have these lines."""
     return eventually(lambda: scraped(process), lambda seen: all(f"{line}\n" in seen for line in lines))
 
@@ -456,10 +456,10 @@ def holds(kind: str, namespace: str, name: str, value: int) -> str:
     return f"medha_operator_condition{{{labels}}} {value}.0"
 
 
-def test_metrics_tell_of_looks_resources_and_readiness(running: Operator, api: Api, home: str) -> None:
+def test_metrics_show_reconciles_resources_and_readiness(running: Operator, api: Api, home: str) -> None:
     api.apply(replica("r", home))
     ready(api, "r", home)
-    text = says(running, holds("Ready", home, "r", 1), holds("Stalled", home, "r", 0))
+    text = metrics_showing(running, holds("Ready", home, "r", 1), holds("Stalled", home, "r", 0))
     eventually(
         lambda: scraped(running),
         lambda seen: 'medha_operator_ready_seconds_count{kind="MedhaReplica"}' in seen,
@@ -514,11 +514,11 @@ def test_what_alerts_go_by_while_a_write_is_refused_or_pods_are_suspended(
 
     api.apply(replica("r", home))
     ready(api, "r", home)
-    before = says(running, holds("Ready", home, "r", 1), holds("Reconciling", home, "r", 0))
+    before = metrics_showing(running, holds("Ready", home, "r", 1), holds("Reconciling", home, "r", 0))
     record("operator-serving", before, of=lambda labels: mine(labels) and "reason" not in labels)
     with frozen_config_maps(api, home):
         api.apply(replica("r", home, scheduling={"policy": "edf"}))
-        says(running, holds("Ready", home, "r", 1), holds("Reconciling", home, "r", 1))
+        metrics_showing(running, holds("Ready", home, "r", 1), holds("Reconciling", home, "r", 1))
         failed = 'medha_operator_reconcile_errors_total{kind="MedhaReplica",reason="Invalid"}'
         first = eventually(lambda: scraped(running), lambda seen: f"{failed} " in seen)
         count = [line for line in first.splitlines() if line.startswith(failed)]
@@ -527,7 +527,7 @@ def test_what_alerts_go_by_while_a_write_is_refused_or_pods_are_suspended(
     api.apply(replica("r", home, suspend=True))
     of_ready = 'condition="Ready",kind="MedhaReplica",reason="Suspended",resource="r"'
     reason = f'medha_operator_reason{{{of_ready},resource_namespace="{home}"}} 1.0'
-    record("operator-suspended", says(running, reason, holds("Stalled", home, "r", 0)), of=mine)
+    record("operator-suspended", metrics_showing(running, reason, holds("Stalled", home, "r", 0)), of=mine)
     api.delete(REPLICA, "r", home)
 
 
@@ -559,10 +559,10 @@ def test_a_crash_loop_is_one_resource_to_alerts_and_one_event_that_counts(
 
     for crashes in (1, 2):
         play(waits)
-        waiting = says(running, holds("Ready", home, "r", 0), holds("Stalled", home, "r", 1))
+        waiting = metrics_showing(running, holds("Ready", home, "r", 0), holds("Stalled", home, "r", 1))
         eventually(notice, lambda seen, crashes=crashes: seen == [crashes])
         play(runs)
-        trying = says(running, holds("Ready", home, "r", 0), holds("Stalled", home, "r", 0))
+        trying = metrics_showing(running, holds("Ready", home, "r", 0), holds("Stalled", home, "r", 0))
     record("operator-crash-waits", waiting, of=of_resource)
     record("operator-crash-runs", trying, of=of_resource)
     found = api.get(REPLICA, "r", home)

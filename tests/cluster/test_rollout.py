@@ -149,7 +149,9 @@ def test_draining_a_node_ends_and_two_serve_meanwhile(plane: ControlPlane, api: 
     assert all(one["status"]["restarts"] == 0 for one in api.list(REPLICA))
 
 
-def test_without_room_it_waits_says_why_and_goes_on_when_there_is_room(plane: ControlPlane, api: Api) -> None:
+def test_without_room_it_waits_with_a_reason_and_goes_on_when_there_is_room(
+    plane: ControlPlane, api: Api
+) -> None:
     apply(api)
     complete(api)
     used = {pod["spec"]["nodeName"] for pod in api.list(POD, "default")}

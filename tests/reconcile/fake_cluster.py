@@ -115,7 +115,7 @@ class FakeCluster:
         return self.put(found | {"status": status})
 
     async def record_event(self, about: Document, reason: str, message: str, **_: Any) -> None:
-        self._begin("tell", "Event")
+        self._begin("record", "Event")
         self.notice.append(reason)
 
 
@@ -154,22 +154,22 @@ class Stage:
             del self.cluster.objects[key]
             self.index.stores[key[0]].see("DELETED", gone)
 
-    async def work(self, most_looks: int = 20) -> list[float]:
+    async def work(self, most_reconciles: int = 20) -> list[float]:
         """Reconcile until nothing is due now; return the back-offs of the reconciles that failed."""
         pauses: list[float] = []
-        for _ in range(most_looks):
+        for _ in range(most_reconciles):
             if not len(self.queue):
                 break
             key, _ = await self.queue.take()
             try:
-                look = await self.reconciler.reconcile(key)
+                result = await self.reconciler.reconcile(key)
             except ApiError as error:
                 pauses.append(self.queue.failed(key, least_pause(error)))
             except ValueError:  # a mistake that a test has planted
                 pauses.append(self.queue.failed(key))
             else:
-                self.queue.done(key, makes_progress=look.makes_progress)
-                if look.writes:
+                self.queue.done(key, makes_progress=result.makes_progress)
+                if result.writes:
                     self.queue.add(key)
         return pauses
 

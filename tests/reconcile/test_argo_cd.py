@@ -50,7 +50,7 @@ def test_a_replica_is_progressing_until_it_serves_and_while_it_changes() -> None
 
 
 @pytest.mark.parametrize("problem", ["ImagePullFailed", "ModelFetchFailed", "CrashLooping"])
-def test_what_does_not_mend_itself_is_degraded_and_says_why(problem: str) -> None:
+def test_what_does_not_recover_by_itself_is_degraded_with_a_reason(problem: str) -> None:
     status, message = health(troubled(problem))
     assert status == "Degraded"
     assert message.startswith(f"{problem}: ")

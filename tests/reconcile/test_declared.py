@@ -49,7 +49,7 @@ def model(name: str, replicas: int, *classes: str) -> DeclaredModel:
     return DeclaredModel(name=name, service_classes=classes or ("default",), replicas=replicas)
 
 
-def test_a_router_is_told_of_the_replicas_and_deployments_that_name_it_in_any_namespace() -> None:
+def test_a_router_learns_of_the_replicas_and_deployments_that_name_it_in_any_namespace() -> None:
     here = replica("here")
     there = resource("MedhaReplica", GRID | {"routerRef": {"name": "front"}}, "there")
     there["metadata"]["namespace"] = "edge"
@@ -169,7 +169,7 @@ def test_two_installations_keep_to_their_own_entries() -> None:
     assert router.entries().keys() == {entry_name(SETTINGS), entry_name(other)}
 
 
-def test_somebody_elses_config_map_is_left_alone_and_told_of() -> None:
+def test_somebody_elses_config_map_is_left_alone_and_reported() -> None:
     router = Router(replica())
     router.install()
     metadata = {"name": MAP.name, "namespace": "edge"}
@@ -193,7 +193,7 @@ def test_that_of_an_earlier_router_of_the_name_is_waited_for() -> None:
     assert router.reconcile() == (True, 300.0)
 
 
-def test_a_change_of_what_a_resource_declares_asks_for_a_look_and_no_other_change_does() -> None:
+def test_a_change_of_what_a_resource_declares_asks_for_a_reconcile_and_no_other_change_does() -> None:
     async def run() -> None:
         stage = Stage(FakeCluster(), SETTINGS)
         declarations = Declarations(stage.index, SETTINGS)

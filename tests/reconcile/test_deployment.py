@@ -186,7 +186,7 @@ def test_a_default_that_a_newer_release_adds_begins_no_rollout(world: Deployment
 # --- room -----------------------------------------------------------------------------------------------
 
 
-def test_no_room_for_one_more_is_said_after_a_while_and_nothing_is_taken_down() -> None:
+def test_no_room_for_one_more_is_reported_after_a_while_and_nothing_is_taken_down() -> None:
     world = DeploymentWorld(2, capacity=2)
     world.settle()
     world.change(template=template(image="b"))
@@ -214,7 +214,7 @@ def test_without_room_the_bound_of_unavailable_ones_is_used() -> None:
     assert world.images() == ["b", "b"]
 
 
-def test_room_is_waited_for_since_it_was_looked_for_not_since_the_pods_were_missing() -> None:
+def test_room_is_waited_for_since_it_was_checked_not_since_the_pods_were_missing() -> None:
     """A replica that was suspended had no node for a day; an autoscaler gets its time all the same."""
     world = DeploymentWorld(2, capacity=1, template=template(suspend=True))
     world.settle()
@@ -402,7 +402,7 @@ def test_a_replica_on_a_cordoned_node_leaves_once_another_one_is_there(world: De
     assert "annotations" not in world.replicas["d-1"]["metadata"]
 
 
-def test_a_replica_whose_pods_are_told_to_end_is_not_ready_though_they_were_when_its_status_was_written(
+def test_a_replica_whose_pods_are_being_deleted_is_not_ready_though_its_status_still_shows_it(
     world: DeploymentWorld,
 ) -> None:
     document = world.replicas["d-1"]

@@ -124,7 +124,7 @@ def test_a_deployment_whose_replicas_serve_what_it_asks_for_is_complete_though_t
     assert world.condition("Available")[0] == "True"
 
 
-def test_replicas_that_were_refused_something_for_a_while_need_not_be_ready_for_long_anew() -> None:
+def test_replicas_that_were_refused_something_for_a_while_need_not_be_ready_for_long_again() -> None:
     world = DeploymentWorld(3, minReadySeconds=60)
     world.settle()
     world.now += 60
@@ -139,7 +139,7 @@ def test_replicas_that_were_refused_something_for_a_while_need_not_be_ready_for_
     assert applied(world.plan()) == ["d-3"]
 
 
-def test_a_status_written_by_a_look_that_has_not_judged_the_pods_counts_for_nothing() -> None:
+def test_a_status_written_by_a_reconcile_that_has_not_judged_the_pods_counts_for_nothing() -> None:
     """When planning fails, the status has the newest generation and conditions of an earlier one."""
     world = DeploymentWorld(3)
     world.settle()

@@ -69,7 +69,7 @@ def test_a_node_is_emptied_though_a_quota_lets_nobody_stand_in() -> None:
     assert sorted(world.replicas) == ["d-0", "d-1"]
 
 
-def test_pods_that_are_not_made_yet_are_told_as_that() -> None:
+def test_pods_that_are_not_created_yet_are_reported_as_that() -> None:
     world = QuotaWorld(2)
     world.do(world.plan().actions)
     world.capacity = 0
@@ -136,7 +136,7 @@ def test_a_replica_whose_objects_are_refused_lacks_no_room(kind: str) -> None:
     asyncio.run(test())
 
 
-def test_one_that_is_refused_beside_one_without_room_is_told_in_the_same_words_each_time() -> None:
+def test_one_that_is_refused_beside_one_without_room_is_reported_in_the_same_words_each_time() -> None:
     world = DeploymentWorld(2, capacity=0)
     world.do(world.plan().actions)
     world.operate()
@@ -238,7 +238,7 @@ def test_who_stands_in_serves_though_the_others_are_to_have_no_pods(world: Deplo
     assert world.serving() == {"d-0"}
 
 
-def test_one_that_hangs_beside_suspended_ones_is_told(world: DeploymentWorld) -> None:
+def test_one_that_hangs_beside_suspended_ones_is_reported(world: DeploymentWorld) -> None:
     world.broken.add("b")
     world.change(template=template(suspend=True), rollout={"partition": 1})
     watched(world)
@@ -253,7 +253,7 @@ def test_one_that_hangs_beside_suspended_ones_is_told(world: DeploymentWorld) ->
 # --- no valid spec --------------------------------------------------------------------------------------
 
 
-def test_a_refused_spec_freezes_nothing_that_is_said_of_replicas(world: DeploymentWorld) -> None:
+def test_a_refused_spec_freezes_no_status_of_replicas(world: DeploymentWorld) -> None:
     world.change(rollout={"maxSurge": -1})
     world.settle()
     assert world.condition("Ready") == ("False", "Invalid")
@@ -310,7 +310,7 @@ def test_a_refused_spec_releases_no_pause(world: DeploymentWorld) -> None:
     assert world.condition("Ready") == ("False", "Paused")
 
 
-def test_of_a_refused_spec_revisions_are_told_as_they_were(world: DeploymentWorld) -> None:
+def test_revisions_of_a_refused_spec_are_reported_as_they_were(world: DeploymentWorld) -> None:
     before = world.status
     world.change(rollout={"maxSurge": -1})
     world.settle()

@@ -104,7 +104,7 @@ SERVICE = Key("Service", "default", "r")
 
 
 @pytest.mark.parametrize("change", [{"selector": {"a": "b"}}, {"publishNotReadyAddresses": False}])
-def test_a_fight_over_an_object_is_told_and_gets_slower_and_slower(change: Change) -> None:
+def test_a_fight_over_an_object_is_reported_and_gets_slower_and_slower(change: Change) -> None:
     async def test(stage: Stage) -> None:
         key = stage.see(resource("MedhaReplica"))
         await stage.work()
@@ -128,10 +128,10 @@ def test_a_fight_over_an_object_is_told_and_gets_slower_and_slower(change: Chang
         for count in range(1, 10):
             stage.queue.add(key)
             await stage.queue.take()
-            look = await stage.reconciler.reconcile(key)
+            result = await stage.reconciler.reconcile(key)
             stage.queue.done(key)
-            assert look.requeue_seconds is not None
-            assert 0 < look.requeue_seconds <= wait
+            assert result.requeue_seconds is not None
+            assert 0 < result.requeue_seconds <= wait
             stage.now += wait
             stage.queue.add(key)
             await stage.work()

@@ -49,7 +49,7 @@ DOWN = MADE + 'Internal error occurred: failed calling webhook "x": connection r
         ("", "CreatingPods", "events of the StatefulSets", False),
     ],
 )
-def test_who_refuses_pods_is_told_with_what_mends_it(
+def test_a_refusal_of_pods_is_reported_with_its_fix(
     words: str, reason: str, fix: str, is_stalled: bool
 ) -> None:
     world = World(**GRID)
@@ -109,7 +109,7 @@ MOUNT = 'MountVolume.SetUp failed for volume "{}" : {}'
         ("", "StartingContainers", "check the pod's events"),
     ],
 )
-def test_what_a_pod_waits_for_is_told_with_the_field_that_names_it(
+def test_what_a_pod_waits_for_is_reported_with_the_field_that_names_it(
     words: str, reason: str, notice: str
 ) -> None:
     world = World(**HUB, routerRef={"name": "frnt"})
@@ -206,7 +206,7 @@ TYPED = "failed to create typed patch object (default/r-l0; apps/v1, Kind=Statef
         ),
     ],
 )
-def test_a_wrong_field_of_a_pod_is_the_users_to_mend_though_the_api_server_calls_it_its_own_error(
+def test_a_wrong_field_of_a_pod_is_the_users_to_fix_though_the_api_server_calls_it_its_own_error(
     words: str, notice: str
 ) -> None:
     error = ApiError(500, "InternalError", words)
@@ -225,7 +225,7 @@ def test_a_wrong_field_of_a_pod_is_the_users_to_mend_though_the_api_server_calls
         (TYPED + ".spec.template.spec.nodeSelektor: field not declared in schema", "Refused"),
     ],
 )
-def test_what_is_refused_of_the_objects_themselves_is_told_apart_too(words: str, reason: str) -> None:
+def test_refusals_of_the_objects_themselves_are_told_apart_too(words: str, reason: str) -> None:
     status = 500 if words.startswith(TYPED) else 403
 
     def refuse(verb: str, kind: str) -> None:

@@ -109,7 +109,7 @@ def test_volcano_gets_one_pod_group_over_all_lanes(more: dict[str, str], queue: 
         assert annotations.of_kubernetes == annotations.of_volcano == group["metadata"]["name"]
 
 
-def test_kueue_gets_labels_that_say_which_pods_belong_together() -> None:
+def test_kueue_gets_labels_for_the_pods_that_belong_together() -> None:
     wanted = spec("kueue", queue="research")
     assert gang_object(OWNER, wanted, "abc") is None
     groups = set()

@@ -30,7 +30,7 @@ def pod_of_lane(lane: dict[str, Any], **metadata: Any) -> dict[str, Any]:
     }
 
 
-def test_a_replica_that_is_made_anew_is_rid_of_the_pod_of_its_predecessor_on_a_lost_node() -> None:
+def test_a_replica_that_is_created_again_is_rid_of_the_pod_of_its_predecessor_on_a_lost_node() -> None:
     """Its kubelet cannot confirm its end, so it still has the name that its successor needs."""
 
     async def test() -> None:

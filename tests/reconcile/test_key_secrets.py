@@ -23,7 +23,7 @@ REREAD_SECONDS = 300.0
 OWN, SHARED = ((SECRET.name, "default", f"front-{what}") for what in ("keys", "enrolment"))
 
 
-def look(cluster: FakeCluster) -> float:
+def reconcile_quietly(cluster: FakeCluster) -> float:
     again, notice = reconcile_and_watch(cluster)
     assert notice == []
     return again
@@ -49,33 +49,33 @@ def data(cluster: FakeCluster) -> list[Any]:
 
 def test_nothing_is_made_before_there_is_a_router_which_is_asked_for_soon_again() -> None:
     cluster = FakeCluster()
-    assert look(cluster) < REREAD_SECONDS
+    assert reconcile_quietly(cluster) < REREAD_SECONDS
     assert cluster.objects == {}
 
 
-def test_a_router_that_is_installed_anew_finds_the_keys_that_its_replicas_know() -> None:
+def test_a_router_that_is_installed_again_finds_the_keys_that_its_replicas_know() -> None:
     cluster = FakeCluster()
     install(cluster)
-    assert look(cluster) == REREAD_SECONDS
+    assert reconcile_quietly(cluster) == REREAD_SECONDS
     before = data(cluster)
     assert [cluster.objects[name]["metadata"].get("ownerReferences") for name in (OWN, SHARED)] == [
         None,
         None,
     ]
     del cluster.objects[ROUTER.name, "default", "front"]
-    look(cluster)
+    reconcile_quietly(cluster)
     install(cluster)
-    assert look(cluster) == REREAD_SECONDS
+    assert reconcile_quietly(cluster) == REREAD_SECONDS
     assert data(cluster) == before
 
 
 def test_what_enrols_is_the_same_wherever_an_earlier_attempt_ended() -> None:
     cluster = FakeCluster()
     install(cluster)
-    look(cluster)
+    reconcile_quietly(cluster)
     before = data(cluster)
     del cluster.objects[SHARED]
-    look(cluster)
+    reconcile_quietly(cluster)
     assert data(cluster) == before
 
 
@@ -92,14 +92,14 @@ def lost(cluster: FakeCluster, name: tuple[str, str, str]) -> None:
     [(lost, OWN, [SHARED]), (spoilt, OWN, [OWN, SHARED]), (spoilt, SHARED, [SHARED])],
     ids=["keys lost", "keys spoilt", "enrolment spoilt"],
 )
-def test_secrets_by_which_nobody_can_join_are_told_of_and_left_as_they_are_until_somebody_deletes_them(
+def test_secrets_by_which_nobody_can_join_are_reported_and_left_until_somebody_deletes_them(
     harm: Callable[[FakeCluster, tuple[str, str, str]], None],
     name: tuple[str, str, str],
     fixes: list[tuple[str, str, str]],
 ) -> None:
     cluster = FakeCluster()
     install(cluster)
-    look(cluster)
+    reconcile_quietly(cluster)
     harm(cluster, name)
     reconcile_and_watch(cluster)  # what is lost is made
     for fix in fixes:
@@ -113,11 +113,11 @@ def test_secrets_by_which_nobody_can_join_are_told_of_and_left_as_they_are_until
         lost(cluster, fix)
         if fix != fixes[-1]:
             reconcile_and_watch(cluster)
-    look(cluster)
-    look(cluster)
+    reconcile_quietly(cluster)
+    reconcile_quietly(cluster)
 
 
-def test_whoever_looks_at_a_router_hears_of_it_at_its_deployment() -> None:
+def test_trouble_with_a_router_is_an_event_of_its_deployment() -> None:
     async def run() -> None:
         cluster = FakeCluster()
         install(cluster)
@@ -136,7 +136,7 @@ def test_a_token_that_is_not_the_first_admits_too() -> None:
     """While a token is being replaced, the Secret holds both the newer and the earlier one."""
     cluster = FakeCluster()
     install(cluster)
-    look(cluster)
+    reconcile_quietly(cluster)
     entries = cluster.objects[OWN]["data"]
     entries[TOKENS] = b64encode(b"a-newer-token\n" + b64decode(entries[TOKENS])).decode()
-    look(cluster)
+    reconcile_quietly(cluster)

@@ -60,7 +60,7 @@ def test_a_replica_is_in_progress_until_it_serves() -> None:
         ("CrashLooping", "Failed"),
     ],
 )
-def test_what_does_not_mend_itself_has_failed(problem: str, expected: str) -> None:
+def test_what_does_not_recover_by_itself_has_failed(problem: str, expected: str) -> None:
     assert kstatus(troubled(problem)) == expected
 
 

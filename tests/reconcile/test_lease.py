@@ -147,7 +147,7 @@ def test_renewals_without_an_answer_end_the_tenure_and_the_process(kept: Kept, c
     assert clock.now >= 1015.0
 
 
-def test_a_container_that_is_started_anew_in_its_pod_goes_on_at_once(kept: Kept, clock: Clock) -> None:
+def test_a_container_that_restarts_in_its_pod_goes_on_at_once(kept: Kept, clock: Clock) -> None:
     Party(kept, clock, "pod").tries()
     assert Party(kept, clock, "pod").tries()
 

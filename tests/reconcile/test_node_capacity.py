@@ -266,7 +266,7 @@ def test_a_replica_waits_for_room_that_others_take_and_goes_when_a_node_comes() 
     on_stage(test)
 
 
-def test_room_is_looked_for_only_once_no_node_was_cordoned_for_a_while() -> None:
+def test_room_is_checked_only_once_no_node_was_cordoned_for_a_while() -> None:
     async def test(stage: Stage) -> None:
         (key,) = await serving_on(stage, "r")
         stored(stage, node("new"))
@@ -366,7 +366,7 @@ def test_a_pod_of_others_that_waits_for_a_node_comes_first() -> None:
     ("status", "words"),
     [(403, "not allowed to list the pods of all namespaces"), (500, "could not be checked for room")],
 )
-def test_who_cannot_be_told_of_room_stays_where_it_is(status: int, words: str) -> None:
+def test_a_replica_whose_room_cannot_be_checked_stays_where_it_is(status: int, words: str) -> None:
     def refuse(verb: str, kind: str) -> None:
         if verb == "list":
             raise ApiError(status, "No", "not for you")
@@ -383,7 +383,7 @@ def test_who_cannot_be_told_of_room_stays_where_it_is(status: int, words: str) -
     on_stage(test, refuse)
 
 
-def test_a_demand_that_is_not_judged_is_told_and_nothing_moves() -> None:
+def test_a_demand_that_is_not_judged_is_reported_and_nothing_moves() -> None:
     async def test(stage: Stage) -> None:
         stored(stage, node("old", cpu="64"))
         apart = {"podAntiAffinity": {REQUIRED: [{"topologyKey": "kubernetes.io/hostname"}]}}

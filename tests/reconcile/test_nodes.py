@@ -21,7 +21,7 @@ def world() -> World:
     return world
 
 
-def test_a_silent_node_is_told_at_once_and_its_pods_replaced_after_the_limit(world: World) -> None:
+def test_a_silent_node_is_reported_at_once_and_its_pods_replaced_after_the_limit(world: World) -> None:
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
     world.nodes["lost"] = Node(unreachable_since=world.now)
     world.settle()
@@ -34,7 +34,7 @@ def test_a_silent_node_is_told_at_once_and_its_pods_replaced_after_the_limit(wor
     assert world.status.restarts == 1
 
 
-def test_no_pod_is_forced_while_no_node_at_all_is_heard_of(world: World) -> None:
+def test_no_pod_is_forced_while_no_node_at_all_reports(world: World) -> None:
     """Either the control plane is cut off from kubelets whose pods serve, or the only node has a kubelet that hangs."""
     before = uids(world)
     for index, (name, pod) in enumerate(sorted(world.pods.items())):
@@ -49,7 +49,7 @@ def test_no_pod_is_forced_while_no_node_at_all_is_heard_of(world: World) -> None
     assert condition(world, "Degraded") == ("True", "NoNodeReports")
 
 
-def test_a_silence_is_counted_anew_when_a_first_node_is_heard_of_again(world: World) -> None:
+def test_a_silence_is_counted_from_the_time_when_a_first_node_reports_again(world: World) -> None:
     """The others are about to be heard of as well."""
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
     world.nodes["lost"] = Node(unreachable_since=world.now)
@@ -110,7 +110,7 @@ def test_evictors_take_the_pods_of_a_cordoned_node_and_the_rest_follows_as_a_mov
 
 
 @pytest.mark.parametrize("forgotten", [None, "budget", "status"])
-def test_an_evicted_pod_that_ends_before_anybody_looks_counts_as_a_move(
+def test_an_evicted_pod_that_ends_before_the_next_reconcile_counts_as_a_move(
     world: World, forgotten: str | None
 ) -> None:
     """A user may delete the budget, and a refusal may end the reconcile that opened it before the status is written."""
@@ -132,7 +132,7 @@ def test_an_evicted_pod_that_ends_before_anybody_looks_counts_as_a_move(
     assert world.status.restarts == 1
 
 
-def test_a_pod_that_has_come_anew_meanwhile_is_left_where_it_is(world: World) -> None:
+def test_a_pod_that_was_created_again_meanwhile_is_left_where_it_is(world: World) -> None:
     for name in ("r-l0-1", "r-l1-0"):
         world.pods[name] = replace(world.pods[name], node="a")
     world.nodes["a"] = Node(cordoned=True)
@@ -143,7 +143,7 @@ def test_a_pod_that_has_come_anew_meanwhile_is_left_where_it_is(world: World) ->
     world.controllers()
     world.kubelets()
     assert deleted_pods(world.plan()) == set()
-    del world.pods["r-l1-0"]  # it ends before anybody looks
+    del world.pods["r-l1-0"]  # it ends before the next reconcile
     assert deleted_pods(world.plan()) == {"r-l0-0", "r-l1-1"}
     world.settle()
     assert world.status.restarts == 0
@@ -258,7 +258,7 @@ def test_a_replica_that_would_find_no_other_node_serves_on_and_moves_when_there_
     assert condition(world, "Draining") == ("False", "NotDraining")
 
 
-def test_nobody_leaves_and_nothing_is_told_while_nodes_are_being_cordoned(world: World) -> None:
+def test_nobody_leaves_and_nothing_is_reported_while_nodes_are_being_cordoned(world: World) -> None:
     on_node(world, "a")
     cordoned = [
         Node(cordoned=True, cordoned_since=world.now),
@@ -323,7 +323,7 @@ def test_a_budget_whose_time_is_spoilt_gets_a_new_one(world: World, spoilt: str)
     assert deleted_pods(world.plan()) == set(world.pods)
 
 
-def test_a_replica_of_a_deployment_leaves_a_cordoned_node_only_when_it_is_told_so(world: World) -> None:
+def test_a_replica_of_a_deployment_leaves_a_cordoned_node_only_with_permission(world: World) -> None:
     for name, pod in world.pods.items():
         world.pods[name] = replace(pod, node="a")
     world.nodes["a"] = Node(cordoned=True)
@@ -343,7 +343,7 @@ def test_a_replica_of_a_deployment_leaves_a_cordoned_node_only_when_it_is_told_s
     assert world.status.restarts == 0
 
 
-def test_a_replica_that_never_started_leaves_a_cordoned_node_without_leave() -> None:
+def test_a_replica_that_never_started_leaves_a_cordoned_node_without_permission() -> None:
     world = World(**GRID)
     world.do(world.plan().actions)
     world.controllers()
@@ -502,7 +502,9 @@ def test_a_pod_of_somebody_else_that_is_labelled_as_ours_is_not_forced(world: Wo
 @pytest.mark.parametrize(
     ("has_finalizer", "words"), [(False, "has not ended yet"), (True, "a finalizer holds")]
 )
-def test_what_keeps_a_name_that_a_pod_needs_is_told(world: World, has_finalizer: bool, words: str) -> None:
+def test_what_keeps_a_name_that_a_pod_needs_is_reported(
+    world: World, has_finalizer: bool, words: str
+) -> None:
     world.pods = {"r-l0-1": replace(world.pods["r-l0-1"], is_deleting=True, has_finalizer=has_finalizer)}
     world.owners["r-l0-1"] = "an earlier StatefulSet"
     world.do(world.plan().actions)

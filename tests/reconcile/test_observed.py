@@ -130,7 +130,7 @@ def test_a_sidecar_that_crashes_is_no_model_that_cannot_be_fetched() -> None:
     assert found[0] == "CrashLooping"
 
 
-def test_the_last_words_of_a_crash_are_told() -> None:
+def test_the_last_output_of_a_crash_is_reported() -> None:
     found = pod_of(worker(**crashed(1, "no such\n file"))).problem
     assert found == ("CrashLooping", "container worker: ended with exit code 1 (Error): no such file")
 
@@ -144,7 +144,7 @@ def test_a_member_asks_for_a_restart_until_it_has_come_up_again_by_itself() -> N
 
 
 @pytest.mark.parametrize(("grace", "has_finalizer"), [(600, False), (0, True)])
-def test_a_pod_that_is_there_though_it_was_told_to_end_at_once_is_held(
+def test_a_pod_that_is_there_though_it_was_deleted_without_grace_is_held(
     grace: int, has_finalizer: bool
 ) -> None:
     document = pod()
@@ -201,12 +201,12 @@ def test_a_node_is_to_be_emptied_by_people_and_by_autoscalers(spec: dict[str, An
         ("False", Node(reporting_since=SINCE)),  # not ready, but its kubelet says so
     ],
 )
-def test_a_node_whose_kubelet_is_not_heard_of_is_unknown(status: str, expected: Node) -> None:
+def test_a_node_whose_kubelet_does_not_report_is_unknown(status: str, expected: Node) -> None:
     ready = {"type": "Ready", "status": status, "lastTransitionTime": "2030-01-01T00:00:00Z"}
     assert node_of({"status": {"conditions": [ready]}}) == expected
 
 
-def test_some_node_is_heard_of_since_the_first_of_those_that_are() -> None:
+def test_some_node_reports_since_the_first_of_those_that_do() -> None:
     silent = Node(unreachable_since=SINCE)
     assert (
         any_report_since([Node(reporting_since=SINCE + 60), silent, Node(reporting_since=SINCE + 5)])

@@ -48,7 +48,7 @@ class Scripted:
         return outcome
 
 
-def test_looks_are_counted_by_outcome_errors_by_reason_and_waits_in_seconds() -> None:
+def test_reconciles_are_counted_by_outcome_errors_by_reason_and_waits_in_seconds() -> None:
     async def run() -> None:
         program = Program(OperatorSettings(), "me")
         now = [0.0]
@@ -99,7 +99,7 @@ def status(**conditions: tuple[str, float]) -> dict[str, Any]:
         pytest.param(
             status(Ready=("False", 4), Scheduled=("True", 9), Reconciling=("True", 4), Stalled=("False", 4)),
             200.0,
-            id="since its creation, though the first look came later",
+            id="since its creation, though the first reconcile came later",
         ),
         pytest.param(
             status(Ready=("False", 150), Reconciling=("True", 150), Stalled=("False", 4)),
@@ -132,7 +132,7 @@ def test_the_time_to_ready_counts_from_what_was_asked_for(
     asyncio.run(run())
 
 
-def test_conditions_are_told_of_each_resource_and_reasons_only_where_something_is_amiss() -> None:
+def test_conditions_are_exported_for_each_resource_and_reasons_only_where_something_is_amiss() -> None:
     async def run() -> None:
         queue = WorkQueue(lambda: 0.0)
         index = Index(queue.add)

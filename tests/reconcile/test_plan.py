@@ -71,7 +71,7 @@ def test_fields_that_restart_replace_all_pods_once(world: World) -> None:
     assert world.status.restarts == 0
 
 
-def test_a_change_is_told_as_a_change_and_never_as_a_loss(world: World) -> None:
+def test_a_change_is_reported_as_a_change_and_never_as_a_loss(world: World) -> None:
     world.spec = world.spec | {"kvCache": {"size": "1Gi"}}
     notice = []
     for _ in range(8):
@@ -183,7 +183,7 @@ def test_what_is_too_much_and_held_by_a_finalizer_is_deleted_once(world: World) 
 # --- restarts -------------------------------------------------------------------------------------------
 
 
-def test_what_enrols_at_a_router_elsewhere_is_copied_once_and_anew_for_another_router() -> None:
+def test_the_enrolment_of_a_router_elsewhere_is_copied_once_and_again_for_another_router() -> None:
     world = World(routerRef={"name": "front", "namespace": "elsewhere"})
     world.settle()
     (first,) = [name for kind, name in world.objects if kind == "Secret" and "enrolment" in name]
@@ -198,7 +198,7 @@ def test_what_enrols_at_a_router_elsewhere_is_copied_once_and_anew_for_another_r
 
 
 @pytest.mark.parametrize("router", [{"name": "front"}, {"name": "front", "namespace": "default"}])
-def test_what_enrols_at_a_router_of_the_same_namespace_is_mounted_as_it_is(router: dict[str, str]) -> None:
+def test_the_enrolment_of_a_router_of_the_same_namespace_is_mounted_as_it_is(router: dict[str, str]) -> None:
     world = World(routerRef=router)
     world.settle()
     assert [name for kind, name in world.objects if kind == "Secret" and "enrolment" in name] == []
@@ -264,7 +264,7 @@ def test_pods_that_have_never_all_started_are_left_alone() -> None:
     assert condition(world, "Stalled") == ("True", "ImagePullFailed")
 
 
-def test_a_pod_that_does_not_start_is_told_before_those_that_wait_for_it() -> None:
+def test_a_pod_that_does_not_start_is_reported_before_those_that_wait_for_it() -> None:
     world = World(**GRID)
     world.do(world.plan().actions)
     world.controllers()
@@ -302,7 +302,7 @@ def spoil(world: World, **times: str) -> None:
     world.status = world.status.model_copy(update=times)
 
 
-def test_a_record_that_is_later_than_its_pods_is_made_anew_and_hides_no_lost_pod(world: World) -> None:
+def test_a_record_that_is_later_than_its_pods_is_made_again_and_hides_no_lost_pod(world: World) -> None:
     record = world.status.newest_member
     spoil(world, newest_member="2099-01-01T00:00:00Z")
     assert world.settle() == 0
@@ -315,7 +315,7 @@ def test_a_record_that_is_later_than_its_pods_is_made_anew_and_hides_no_lost_pod
     assert world.status.restarts == 1
 
 
-def test_a_record_that_is_spoilt_while_a_pod_is_lost_is_made_anew_by_the_next_gang(world: World) -> None:
+def test_a_record_that_is_spoilt_while_a_pod_is_lost_is_made_again_by_the_next_gang(world: World) -> None:
     del world.pods["r-l0-1"]
     spoil(world, newest_member="2099-01-01T00:00:00Z")
     assert world.settle() == 0
@@ -367,7 +367,7 @@ def test_time_without_serving_is_not_stable_time(world: World) -> None:
     assert world.status.restarts == 1
 
 
-def test_ranks_mended_in_place_are_unready_for_a_while_and_nothing_else(world: World) -> None:
+def test_ranks_that_restart_in_place_are_unready_for_a_while_and_nothing_else(world: World) -> None:
     before = dict(world.pods)
     world.pods = {name: replace(pod, is_ready=False) for name, pod in before.items()}
     planned = world.plan()
@@ -480,7 +480,7 @@ def test_whatever_happens_it_ends_where_a_fresh_replica_of_the_spec_ends(
         assert mine == theirs
 
 
-def test_restarts_that_no_time_stands_beside_are_somebody_elses_word() -> None:
+def test_restarts_without_a_time_were_not_written_by_the_operator_and_are_forgotten() -> None:
     world = World(**GRID)
     world.settle()
     world.status = world.status.model_copy(update={"restarts": 1_000_000})
@@ -516,7 +516,7 @@ def test_an_annotation_of_the_pods_restarts_them_as_docs_say() -> None:
     assert world.status.restarts == 0
 
 
-def test_pods_that_crash_again_and_again_are_told_of_in_the_same_words_each_time_that_they_do() -> None:
+def test_pods_that_crash_repeatedly_are_reported_in_the_same_words_each_time() -> None:
     world = World(**GRID)
     world.settle()
     world.notice.clear()

@@ -46,9 +46,9 @@ def refusing(verb: str, kind: str, status: int, reason: str) -> Callable[[str, s
     return refuse
 
 
-async def fail_again(stage: Stage, key: Key, looks: int) -> None:
+async def fail_again(stage: Stage, key: Key, reconciles: int) -> None:
     """Reconcile that many times more, as if each back-off were over."""
-    for _ in range(looks):
+    for _ in range(reconciles):
         stage.queue.add(key)
         assert await stage.work()
 
@@ -57,13 +57,13 @@ async def fail_again(stage: Stage, key: Key, looks: int) -> None:
     ("kind", "spec", "child"),
     [("MedhaDeployment", DEPLOYMENT, "MedhaReplica"), ("MedhaReplica", GRID, "StatefulSet")],
 )
-def test_a_child_that_is_always_refused_is_told_once_and_waited_for(
+def test_a_child_that_is_always_refused_is_reported_once_and_waited_for(
     kind: str, spec: dict[str, object], child: str
 ) -> None:
     async def test(stage: Stage) -> None:
         key = stage.see(resource(kind, spec))
         pauses = await stage.work()
-        assert len(pauses) == 1, "the operator's own writes must not ask for another look"
+        assert len(pauses) == 1, "the operator's own writes must not ask for another reconcile"
         assert pauses[0] == least_pause(ApiError(403, "", ""))
         assert stage.cluster.calls_of("status") <= 2
         status, reason, message = stage.condition(key)
@@ -75,7 +75,7 @@ def test_a_child_that_is_always_refused_is_told_once_and_waited_for(
     on_stage(test, refusing("apply", child, 403, "Forbidden"))
 
 
-def test_a_refusal_in_the_same_words_is_not_written_again_whatever_else_the_plan_has_to_say() -> None:
+def test_a_refusal_in_the_same_words_is_not_written_again_whatever_else_is_planned() -> None:
     async def test(stage: Stage) -> None:
         key = stage.see(resource("MedhaDeployment", DEPLOYMENT))
         await stage.work()
@@ -98,7 +98,7 @@ def test_a_refusal_in_the_same_words_is_not_written_again_whatever_else_the_plan
 
 
 @pytest.mark.parametrize("status", [500, 0, 409])
-def test_an_error_that_stays_is_told_after_some_looks_and_ends_with_the_first_that_succeeds(
+def test_an_error_that_stays_is_reported_after_some_reconciles_until_one_succeeds(
     status: int,
 ) -> None:
     async def test(stage: Stage) -> None:
@@ -123,7 +123,7 @@ def test_an_error_that_stays_is_told_after_some_looks_and_ends_with_the_first_th
     on_stage(test, refusing("apply", "Service", status, "InternalError"))
 
 
-def test_a_mistake_of_the_operators_own_is_told_too() -> None:
+def test_a_mistake_of_the_operators_own_is_reported_too() -> None:
     def break_down(verb: str, kind: str) -> None:
         if (verb, kind) == ("apply", "Service"):
             raise ValueError("no such thing")
@@ -138,7 +138,7 @@ def test_a_mistake_of_the_operators_own_is_told_too() -> None:
     on_stage(test, break_down)
 
 
-def test_a_replica_that_waits_for_the_end_of_an_earlier_one_says_so_once() -> None:
+def test_a_replica_that_waits_for_the_end_of_an_earlier_one_reports_it_once() -> None:
     async def test(stage: Stage) -> None:
         left = {
             "name": "r-l0",
@@ -158,7 +158,7 @@ def test_a_replica_that_waits_for_the_end_of_an_earlier_one_says_so_once() -> No
 
 
 @pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "PodDisruptionBudget"])
-def test_an_object_of_somebody_else_keeps_its_name_and_the_user_hears_of_it(kind: str) -> None:
+def test_an_object_of_somebody_else_keeps_its_name_and_the_conflict_is_reported(kind: str) -> None:
     async def test(stage: Stage) -> None:
         theirs = stage.cluster.put({"kind": kind, "metadata": {"name": "r", "namespace": "default"}})
         key = stage.see(resource("MedhaReplica"))
@@ -201,7 +201,7 @@ def replaced(stage: Stage, key: Key) -> None:
         ("MedhaDeployment", DEPLOYMENT, ("MedhaReplica",)),
     ],
 )
-def test_nothing_is_made_anew_for_a_resource_whose_end_was_not_told(
+def test_nothing_is_created_again_for_a_resource_whose_end_was_not_reported(
     end: Callable[[Stage, Key], None], kind: str, spec: dict[str, object], lost: tuple[str, ...]
 ) -> None:
     """The garbage collector deletes the children, and the watch has reported nothing else."""
@@ -219,7 +219,7 @@ def test_nothing_is_made_anew_for_a_resource_whose_end_was_not_told(
 
 
 @pytest.mark.parametrize("end", [gone, leaving, replaced])
-def test_no_pods_are_made_for_a_new_replica_that_has_gone_before_the_first_look(
+def test_no_pods_are_made_for_a_new_replica_that_has_gone_before_the_first_reconcile(
     end: Callable[[Stage, Key], None],
 ) -> None:
     async def test(stage: Stage) -> None:
@@ -267,7 +267,7 @@ def test_a_refusal_is_written_once_however_often_the_operator_starts(child: str)
     on_stage(test, refuse)
 
 
-def test_an_object_of_ours_that_the_watch_has_not_told_of_is_taken_back_from_whoever_changed_it() -> None:
+def test_an_object_of_ours_that_the_watch_has_not_reported_is_taken_back_from_whoever_changed_it() -> None:
     async def test(stage: Stage) -> None:
         key = stage.see(resource("MedhaReplica"))
         uid = stage.cluster.objects[key]["metadata"]["uid"]
@@ -371,7 +371,7 @@ def test_pods_that_an_earlier_replica_left_behind_do_not_vouch_for_the_new_keys(
     on_stage(test)
 
 
-def test_a_gang_that_begins_anew_has_its_secrets_made_sure_of() -> None:
+def test_a_gang_that_begins_again_has_its_secrets_made_sure_of() -> None:
     """A Secret that a user has deleted is created before the operator waits for the pods that mount it."""
 
     async def test(stage: Stage) -> None:
@@ -405,7 +405,7 @@ def refuse_kind(kind: str, status: int = 403) -> Callable[[str, str], None]:
     return refuse
 
 
-def test_a_refused_write_is_told_of_a_replica_that_serves_and_leaves_it_ready() -> None:
+def test_a_refused_write_is_reported_for_a_replica_that_serves_and_leaves_it_ready() -> None:
     """If it were not ready, the next template would take it down together with others."""
 
     async def test(stage: Stage) -> None:
@@ -475,7 +475,7 @@ def test_a_router_whose_keys_may_not_be_read_is_none_of_this_installations() -> 
     on_stage(test)
 
 
-def test_what_is_told_of_a_refusal_follows_whether_the_replica_serves() -> None:
+def test_the_report_of_a_refusal_depends_on_whether_the_replica_serves() -> None:
     async def test(stage: Stage) -> None:
         key = stage.see(resource("MedhaReplica"))
         await stage.work()
@@ -497,7 +497,7 @@ VOLCANO = GRID | {"placement": {"gang": "volcano"}}
 WITH_VOLCANO = OperatorSettings(gang_apis=("volcano",))
 
 
-def test_a_gang_scheduler_that_is_not_there_is_told_of_the_replicas_that_ask_for_it_until_it_comes() -> None:
+def test_a_missing_gang_scheduler_is_reported_at_the_replicas_that_ask_for_it_until_it_comes() -> None:
     async def test(stage: Stage) -> None:
         key = stage.see(resource("MedhaReplica", VOLCANO))
         other = stage.see(resource("MedhaReplica", name="other"))

@@ -128,7 +128,7 @@ def test_a_watch_that_is_always_refused_costs_a_list_less_and_less_often(
     assert played.pauses == pauses
 
 
-def test_a_watch_that_has_told_something_is_listed_for_soon_when_it_ends() -> None:
+def test_a_watch_that_has_reported_something_is_listed_for_soon_when_it_ends() -> None:
     refused = ApiError(500, "InternalError", "no watch")
     notice: list[Event] = [("ADDED", service(7, "b"))]
     played = Played([*[[service(5)]] * 3, [service(8)]], [refused, refused, notice, refused])

@@ -64,9 +64,7 @@ def condition_since(world: World, kind: str) -> str:
 
 
 @pytest.mark.parametrize(("change", "reason"), REFUSED)
-def test_what_is_said_of_pods_goes_on_following_them(
-    world: World, change: dict[str, Any], reason: str
-) -> None:
+def test_the_status_goes_on_following_the_pods(world: World, change: dict[str, Any], reason: str) -> None:
     refuse(world, change)
     world.settle()
     whole = dict(world.pods)
@@ -82,7 +80,7 @@ def test_what_is_said_of_pods_goes_on_following_them(
 
 
 @pytest.mark.parametrize(("change", "reason"), REFUSED)
-def test_a_gang_that_has_lost_a_member_starts_anew_once_and_later_each_time(
+def test_a_gang_that_has_lost_a_member_restarts_once_and_later_each_time(
     world: World, change: dict[str, Any], reason: str
 ) -> None:
     refuse(world, change | {"lifecycle": {"restart": {"backoffSeconds": 7}}})
@@ -105,15 +103,15 @@ def test_a_gang_that_has_lost_a_member_starts_anew_once_and_later_each_time(
 
 
 @pytest.mark.parametrize("accepted", [{"image": "b"}, {"parallelism": {"tensor": 2, "stream": 3, "kv": 3}}])
-@pytest.mark.parametrize("looks", range(1, 5))
+@pytest.mark.parametrize("reconciles", range(1, 5))
 @pytest.mark.parametrize("loses", [False, True])
 def test_a_change_that_was_under_way_is_finished(
-    world: World, accepted: dict[str, Any], looks: int, loses: bool
+    world: World, accepted: dict[str, Any], reconciles: int, loses: bool
 ) -> None:
     """However far it has come: the StatefulSets make what the last accepted spec asks for."""
     before = uids(world)
     refuse(world, accepted)
-    for _ in range(looks):
+    for _ in range(reconciles):
         world.do(world.plan().actions)
     refuse(world, REFUSED[0][0])
     world.do(world.plan().actions)
@@ -136,7 +134,7 @@ def test_the_event_comes_behind_what_the_api_server_may_refuse(world: World) -> 
     assert actions[-1] == RecordEvent("Invalid", actions[-1].message, is_warning=True)  # type: ignore[union-attr]
 
 
-def test_revisions_that_somebody_has_spoilt_say_nothing_of_pods(world: World) -> None:
+def test_revisions_that_somebody_has_spoilt_describe_no_pods(world: World) -> None:
     refuse(world, REFUSED[0][0])
     world.revisions = {name: replace(one, templates=()) for name, one in world.revisions.items()}
     assert world.settle() == 0
@@ -197,7 +195,7 @@ def test_pods_of_two_revisions_serve_nobody(world: World) -> None:
     assert condition(world, "Serving")[0] == "False"
 
 
-def test_a_spec_that_is_mended_leaves_nothing_of_its_refusal(world: World) -> None:
+def test_a_spec_that_is_corrected_leaves_no_trace_of_its_refusal(world: World) -> None:
     before, said = uids(world), world.status
     refuse(world, REFUSED[0][0])
     world.settle()
@@ -209,7 +207,7 @@ def test_a_spec_that_is_mended_leaves_nothing_of_its_refusal(world: World) -> No
     }
 
 
-def test_a_refusal_in_other_words_is_told_again(world: World) -> None:
+def test_a_refusal_in_other_words_is_reported_again(world: World) -> None:
     refuse(world, {"parallelism": {"tensor": 0}})
     world.settle()
     refuse(world, {"parallelism": {"stream": 0}})
@@ -217,7 +215,7 @@ def test_a_refusal_in_other_words_is_told_again(world: World) -> None:
     assert [notice.reason for notice in world.notice] == ["Invalid", "Invalid"]
 
 
-def test_the_user_hears_of_it_by_one_event_and_no_child_is_written() -> None:
+def test_a_refusal_is_one_event_and_no_child_is_written() -> None:
     async def test(stage: Stage) -> None:
         key: Key = await serving(stage)
         stage.cluster.calls.clear()
@@ -232,7 +230,7 @@ def test_the_user_hears_of_it_by_one_event_and_no_child_is_written() -> None:
         assert stage.condition(key, "Accepted")[:2] == ("False", "Invalid")
         assert "parallelism.tensor" in stage.condition(key, "Accepted")[2]
         assert stage.cluster.notice == ["Invalid"]
-        assert set(stage.cluster.calls) == {("status", "MedhaReplica"), ("tell", "Event")}
+        assert set(stage.cluster.calls) == {("status", "MedhaReplica"), ("record", "Event")}
         stage.see(pod(stage, "b", is_started=False))
         await stage.work()
         assert stage.condition(key)[:2] == ("False", "Invalid")

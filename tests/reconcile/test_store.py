@@ -57,7 +57,7 @@ def test_an_event_that_comes_late_changes_nothing(pods: Store, delivered: list[K
     assert delivered == [REPLICA]
 
 
-def test_an_answer_does_not_bring_back_what_the_watch_has_told_to_be_gone(pods: Store) -> None:
+def test_an_answer_does_not_bring_back_what_the_watch_has_reported_as_gone(pods: Store) -> None:
     pods.see("ADDED", pod(5))
     pods.see("DELETED", pod(9))
     pods.offer(pod(8))  # the answer to a write before the deletion, read after it
@@ -126,13 +126,13 @@ def test_an_unchanged_object_is_not_read_again(pods: Store) -> None:
     assert pods.of(REPLICA)[0] is known
 
 
-def test_a_list_of_one_namespace_says_nothing_of_others(pods: Store) -> None:
+def test_a_list_of_one_namespace_changes_no_other(pods: Store) -> None:
     pods.see("ADDED", pod(5))
     relist(pods, [], "10", "elsewhere")
     assert len(pods.of(REPLICA)) == 1
 
 
-def test_what_is_told_of_one_namespace_makes_no_answer_from_another_too_late(pods: Store) -> None:
+def test_an_event_of_one_namespace_makes_no_answer_from_another_too_late(pods: Store) -> None:
     relist(pods, [], "20", "elsewhere")
     pods.see("BOOKMARK", {"metadata": {"resourceVersion": "21"}}, "elsewhere")
     relist(pods, [], "10", "default")
@@ -157,7 +157,7 @@ def test_a_list_from_before_what_was_known_when_it_was_asked_for_is_no_view_to_g
     assert len(pods.of(REPLICA)) == 1
 
 
-def test_what_the_api_server_says_of_an_object_corrects_what_the_watch_has_not_told(
+def test_an_object_that_was_read_corrects_what_the_watch_has_not_reported(
     pods: Store, delivered: list[Key]
 ) -> None:
     pods.see("ADDED", pod(5))
@@ -182,7 +182,7 @@ def test_a_correction_that_comes_after_the_watch_changes_nothing(pods: Store) ->
     assert [entry.version for entry in pods.of(REPLICA)] == [12]
 
 
-def test_a_change_that_matters_to_no_plan_asks_for_no_look(pods: Store, delivered: list[Key]) -> None:
+def test_a_change_that_matters_to_no_plan_asks_for_no_reconcile(pods: Store, delivered: list[Key]) -> None:
     pods.see("ADDED", pod(5))
     delivered.clear()
     pods.see("MODIFIED", pod(6))  # say, an annotation
@@ -192,7 +192,7 @@ def test_a_change_that_matters_to_no_plan_asks_for_no_look(pods: Store, delivere
     assert delivered == [REPLICA]
 
 
-def test_a_node_that_changes_asks_for_a_look_at_the_replicas_that_are_on_it(delivered: list[Key]) -> None:
+def test_a_node_that_changes_asks_to_reconcile_the_replicas_that_are_on_it(delivered: list[Key]) -> None:
     index = Index(delivered.append)
     index.stores["Pod"].see("ADDED", pod(5, node="a"))
     delivered.clear()
@@ -231,7 +231,7 @@ def test_the_status_of_a_statefulset_matters_only_until_its_controller_knows_of_
     assert tell(9, 2, observedGeneration=2, readyReplicas=0) == 0
 
 
-def test_an_object_that_makes_no_sense_is_passed_over_and_told_once(
+def test_an_object_that_makes_no_sense_is_passed_over_and_reported_once(
     pods: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt = pod(6, name="spoilt")

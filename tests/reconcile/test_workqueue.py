@@ -46,7 +46,7 @@ def test_a_key_that_is_asked_for_often_is_taken_once_and_in_order() -> None:
     in_a_loop(test)
 
 
-def test_what_changes_during_a_look_is_looked_at_after_it() -> None:
+def test_what_changes_during_a_reconcile_is_reconciled_after_it() -> None:
     async def test(queue: WorkQueue) -> None:
         queue.add(A)
         key, _ = await queue.take()
@@ -58,11 +58,11 @@ def test_what_changes_during_a_look_is_looked_at_after_it() -> None:
     in_a_loop(test)
 
 
-def test_a_key_rests_in_proportion_to_what_its_look_took_and_never_long() -> None:
+def test_a_key_rests_in_proportion_to_the_time_of_its_reconcile_and_never_long() -> None:
     assert [rest_seconds(elapsed) for elapsed in (0.0, 0.01, 0.1, 100.0)] == [0.0, 0.1, 1.0, 2.0]
 
 
-def test_who_waited_for_a_look_rests_though_the_look_itself_took_no_time() -> None:
+def test_a_key_that_waited_for_its_reconcile_rests_though_the_reconcile_took_no_time() -> None:
     """If many keys compete, each is reconciled less often."""
 
     async def test(queue: WorkQueue, clock: Clock) -> None:
@@ -77,7 +77,7 @@ def test_who_waited_for_a_look_rests_though_the_look_itself_took_no_time() -> No
     at_a_clock(test)
 
 
-def test_what_is_heard_while_a_key_rests_makes_one_look_after_it_and_holds_up_no_other() -> None:
+def test_events_while_a_key_rests_make_one_reconcile_after_it_and_hold_up_no_other() -> None:
     async def test(queue: WorkQueue, clock: Clock) -> None:
         queue.add(A)
         key, _ = await queue.take()
@@ -104,7 +104,7 @@ def test_after_a_step_of_more_to_come_a_key_does_not_rest() -> None:
     at_a_clock(test)
 
 
-def test_a_change_during_a_look_that_fails_is_not_lost() -> None:
+def test_a_change_during_a_reconcile_that_fails_is_not_lost() -> None:
     async def test(queue: WorkQueue) -> None:
         queue.add(A)
         key, _ = await queue.take()
@@ -130,7 +130,7 @@ def test_failures_wait_twice_as_long_each_and_success_forgets_them() -> None:
     in_a_loop(test)
 
 
-def test_of_two_later_looks_the_earlier_counts_and_a_worker_that_waits_hears_it() -> None:
+def test_of_two_later_reconciles_the_earlier_counts_and_wakes_a_worker_that_waits() -> None:
     async def test(queue: WorkQueue) -> None:
         waiting = asyncio.create_task(queue.take())
         queue.add_later(A, 3600.0)
@@ -140,7 +140,7 @@ def test_of_two_later_looks_the_earlier_counts_and_a_worker_that_waits_hears_it(
     in_a_loop(test)
 
 
-def test_what_is_heard_during_a_look_that_is_refused_waits_as_long_as_the_refusal() -> None:
+def test_an_event_during_a_reconcile_that_is_refused_waits_as_long_as_the_refusal() -> None:
     """The change may be the reconcile's own status, which the watch reported before the answer came."""
 
     async def test(queue: WorkQueue) -> None:

@@ -131,7 +131,7 @@ class World:
             self.now += 2
         return self.writes - before
 
-    def is_told_ready(self) -> bool:
+    def is_reported_ready(self) -> bool:
         return any(one.type == "Ready" and one.status == "True" for one in self.status.conditions)
 
     # --- the cluster's side -----------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class World:
 
     def _end_pod(self, pod: Pod, *, is_forced: bool) -> None:
         assert not (pod.has_finalizer if is_forced else pod.is_deleting), f"{pod.name} is deleted twice"
-        assert is_forced or not self.is_told_ready(), f"{pod.name} ends of what is Ready"
+        assert is_forced or not self.is_reported_ready(), f"{pod.name} ends of what is Ready"
         if is_forced and pod.uid not in self.held:
             del self.pods[pod.name]
         else:
