@@ -50,16 +50,20 @@ class Peers:
         self._replaced.append(former)
         return former
 
-    def received_on_tokens(self, replica: str, identity: bytes) -> None:
+    def received_on_tokens(self, replica: str, identity: bytes) -> Announce | None:
         """Record an announcement on the token link.
+
+        Return the replica's last card if its present connection is whole from now on and was not before.
 
         Raises:
             WireInvalid: the connection is another replica's, or was replaced.
         """
         self._require_own(replica, identity)
         heard = self._tokens.setdefault(replica, deque(maxlen=REMEMBERED_TOKENS))
-        if identity not in heard:
-            heard.append(identity)
+        if identity in heard:
+            return None
+        heard.append(identity)
+        return self._cards.get(identity)
 
     def is_whole(self, replica: str) -> bool:
         """Return whether both links of the present connection have been heard."""

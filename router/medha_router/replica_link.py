@@ -94,7 +94,6 @@ class ReplicaLink:
         folder = settings.models_directory
         self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
         self._peers = Peers()
-        self._early: dict[str, Announce] = {}  # cards of replicas not yet heard on the token socket
         self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are being received
         self._prompts: dict[str, TokenIds] = {}
         self._outcomes: dict[str, asyncio.Queue[Outcome]] = {}  # by sequence
@@ -259,13 +258,12 @@ class ReplicaLink:
                 identity, message, _ = self._read(frames)
                 if not isinstance(message, Announce):
                     raise WireInvalid("only Announce is expected on the token link", reason="unexpected")
-                self._peers.received_on_tokens(message.replica, identity)
+                card = self._peers.received_on_tokens(message.replica, identity)
             except WireInvalid as error:
                 self._drops.drop("tokens", error)
                 continue
-            early = self._early.pop(message.replica, None)
-            if early is not None:
-                self._announced(early)
+            if card is not None:
+                self._handle(Received(card.replica, card))
 
     async def _receive_control(self) -> None:
         while True:
@@ -293,7 +291,8 @@ class ReplicaLink:
                 if former is not None:
                     self._parts = {key: parts for key, parts in self._parts.items() if key[0] != former}
                     self._handle(LinkLost(card.replica))
-                self._announced(card)
+                if self._peers.is_whole(card.replica):
+                    self._handle(Received(card.replica, card))
             case Emit() | Refused() | Failed() as answer:
                 card = self._peers.card(identity)
                 if isinstance(answer, Emit):
@@ -305,12 +304,6 @@ class ReplicaLink:
                 raise WireInvalid(
                     f"{type(other).__name__} is not expected from a replica", reason="unexpected"
                 )
-
-    def _announced(self, card: Announce) -> None:
-        if self._peers.is_whole(card.replica):
-            self._handle(Received(card.replica, card))
-        else:
-            self._early[card.replica] = card
 
     def _bundle_part(self, identity: bytes, part: BundlePart, payload: memoryview) -> None:
         if part.digest != self._peers.card(identity).digest:

@@ -205,6 +205,45 @@ def test_a_replica_that_connects_anew_is_sent_what_it_may_have_lost(
         assert stop_router(router) == 0
 
 
+def test_a_card_of_a_replaced_connection_is_not_taken_for_one_of_the_new_connection(
+    attacked: Router, speaker: ScriptedReplica
+) -> None:
+    """The first connection is heard on the control link only; the second one is heard on the token link first."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    keys = KeyPair.of_token(read_tokens(attacked.keys.enrolment)[0])
+    server = read_public_key(attacked.keys.router_public)
+    half = connect(context, attacked.control, b"twice/1", keys, server)
+    control, tokens = (
+        connect(context, endpoint, b"twice/2", keys, server)
+        for endpoint in (attacked.control, attacked.tokens)
+    )
+    card = replace(speaker.card, replica="twice", draining=True)  # no request is sent to it
+    running = 'medha_replica_sequences_running{model="tiny",replica="twice"}'
+
+    def announce_on_tokens() -> None:
+        """Announce, and wait until the router has handled it: it has if it dropped what follows."""
+        before = dropped(attacked, "tokens", "unexpected")
+        for message in (card, Cancel("a")):
+            tokens.socket.send_multipart(encode(message))
+        wait_for(lambda: dropped(attacked, "tokens", "unexpected") == before + 1, "it is not counted")
+
+    try:
+        before = dropped(attacked, "control", "unexpected")
+        for message in (replace(card, running=11), Cancel("a")):
+            half.socket.send_multipart(encode(message))
+        wait_for(lambda: dropped(attacked, "control", "unexpected") == before + 1, "it is not counted")
+        announce_on_tokens()
+        assert attacked.metric(running) == 0, "no connection was heard on both links yet"
+        control.socket.send_multipart(encode(replace(card, running=22)))
+        wait_for(lambda: attacked.metric(running) == 22, "the new connection is not used")
+        announce_on_tokens()
+        assert attacked.metric(running) == 22
+    finally:
+        for opened in (half, control, tokens):
+            opened.close(0)
+        context.term()
+
+
 @pytest.mark.parametrize("field", ["key_file", "enrolment_file"])
 def test_a_key_file_that_is_missing_ends_the_start_and_is_named(tmp_path: Path, field: str) -> None:
     keys = KeyFiles.create(tmp_path / "keys")

@@ -45,5 +45,8 @@ def test_it_does_once_nothing_is_heard_of_the_successor(peers: Peers) -> None:
 def test_a_controller_that_connects_anew_takes_its_own_place(peers: Peers, epoch: int) -> None:
     assert peers.received_on_control(replace(CARD, epoch=epoch), b"tests/grid/again", is_alive=True) == NEW
     assert not peers.is_whole(CARD.replica), "its token link was not heard yet"
-    peers.received_on_tokens(CARD.replica, b"tests/grid/again")
+    assert peers.received_on_tokens(CARD.replica, b"tests/grid/third") is None, "this is another connection"
+    card = peers.received_on_tokens(CARD.replica, b"tests/grid/again")
+    assert card == replace(CARD, epoch=epoch)
     assert peers.is_whole(CARD.replica)
+    assert peers.received_on_tokens(CARD.replica, b"tests/grid/again") is None, "it was whole before"
