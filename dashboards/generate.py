@@ -171,7 +171,7 @@ SLO = Dashboard(
             Panel("Output tokens in time, by class", "Do prefills slow down running answers?", "percentunit", {"{{service_class}}": _share(_TPOT, _R, "service_class")}),
             Panel("TTFT divided by its target", "1 is just in time. Plain seconds mean little if prompt lengths differ a thousandfold.", "short", _quantiles("medha_request_ttft_target_ratio", _R, "service_class")),
             Panel("TTFT", "Time to first token.", "s", _quantiles("medha_request_ttft_seconds", _R, "service_class")),
-            Panel("TPOT", "Time per output token of whole requests.", "s", _quantiles("medha_request_tpot_seconds", _R, "service_class")),
+            Panel("TPOT", "Mean time per output token of whole sequences.", "s", _quantiles("medha_request_tpot_seconds", _R, "service_class")),
         ],
         "Traffic": [
             Panel("Requests", "How do requests end?", "reqps", {"{{outcome}}": _rate("medha_requests_total", _R, "outcome")}),

@@ -37,6 +37,18 @@ class Piece:
     finish_reason: str | None = None
 
 
+@dataclass
+class TokenTimes:
+    """Times of one sequence's output tokens, in seconds of the loop's clock."""
+
+    first: float
+    last: float
+
+    def per_token_seconds(self, output_tokens: int) -> float | None:
+        """Return the mean time per output token after the first; None before the second."""
+        return None if output_tokens < 2 else (self.last - self.first) / (output_tokens - 1)
+
+
 class ChoiceOutput:
     """Turns the tokens of one choice into text, up to a stop string."""
 
@@ -155,7 +167,8 @@ class Generation:
         prompts = {}
         self._choices: dict[str, ChoiceOutput] = {}
         self._cached_tokens: dict[int, int] = {}  # by prompt
-        self._last_token_at: dict[str, float] = {}
+        self._token_times: dict[str, TokenTimes] = {}  # by sequence, from its first token on
+        self._slowest_per_token_seconds: float | None = None
         for prompt_index, ids in enumerate(prepared.prompts):
             prompt = f"{request_id}/{prompt_index}"
             prompts[prompt] = ids
@@ -229,7 +242,7 @@ class Generation:
                 reason = piece.finish_reason
                 if outcome.finish_reason is None:
                     self._link.abandon(outcome.id)  # a stop string ended it: the replica does not know
-                self._observer.sequence_finished(self.plan.model, reason)
+                self._observe_sequence(outcome.id, reason)
             yield piece
         self._outcome = reason
         self._observe_request()
@@ -247,21 +260,32 @@ class Generation:
             self._first_token_at = now
             seconds = now - self._arrived_at
             self._observer.first_token(model, service_class, self._longest_prompt, seconds, self._ttft_target)
-        last = self._last_token_at.get(sequence_id)
-        if last is not None:
-            self._observer.between_tokens(model, service_class, now - last)
-        self._last_token_at[sequence_id] = now
+        times = self._token_times.get(sequence_id)
+        if times is None:
+            self._token_times[sequence_id] = TokenTimes(now, now)
+            return
+        self._observer.between_tokens(model, service_class, now - times.last)
+        times.last = now
+
+    def _observe_sequence(self, sequence_id: str, reason: str) -> None:
+        model, service_class = self.plan.model, self.terms.name
+        self._observer.sequence_finished(model, reason)
+        times = self._token_times.get(sequence_id)
+        if times is None:
+            return
+        seconds = times.per_token_seconds(self._choices[sequence_id].output_tokens)
+        if seconds is not None:
+            self._observer.per_token(model, service_class, seconds)
+            self._slowest_per_token_seconds = max(seconds, self._slowest_per_token_seconds or 0.0)
 
     def _observe_request(self) -> None:
         now = asyncio.get_running_loop().time()
         model, service_class = self.plan.model, self.terms.name
         self._observer.request_finished(model, service_class, now - self._arrived_at)
-        longest = max(choice.output_tokens for choice in self._choices.values())
-        if longest > 1 and self._first_token_at is not None:
-            per_token = (max(self._last_token_at.values()) - self._first_token_at) / (longest - 1)
-            self._observer.per_token(
-                model, service_class, self._longest_prompt, per_token, self.tpot_target_seconds
-            )
+        slowest = self._slowest_per_token_seconds
+        if slowest is not None:
+            met = slowest <= self.tpot_target_seconds
+            self._observer.tpot_attained(model, service_class, self._longest_prompt, met)
 
     def close(self) -> None:
         """Free everything and cancel what still runs."""

@@ -116,12 +116,9 @@ class Observer:
         self._observe("medha_inter_token_seconds", seconds, model, service_class)
         self._observe("vllm:inter_token_latency_seconds", seconds, model, _ENGINE)
 
-    def per_token(
-        self, model: str, service_class: str, prompt_tokens: int, seconds: float, target_seconds: float
-    ) -> None:
+    def per_token(self, model: str, service_class: str, seconds: float) -> None:
         self._observe("medha_request_tpot_seconds", seconds, model, service_class)
         self._observe("vllm:request_time_per_output_token_seconds", seconds, model, _ENGINE)
-        self.tpot_attained(model, service_class, prompt_tokens, seconds <= target_seconds)
 
     def tpot_attained(self, model: str, service_class: str, prompt_tokens: int, met: bool) -> None:
         length = prompt_length_label(prompt_tokens)

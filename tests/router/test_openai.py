@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
 from medha.wire.frames import encode
-from medha.wire.messages import BundlePart, Failed, ServiceClassTerms
+from medha.wire.messages import BundlePart, Emit, Failed, ServiceClassTerms
 from medha_router.tokenizer_bundle import Bundle
 
 from .conftest import MAX_MODEL_LEN, MODEL, TEXT, Router, Script, ScriptedReplica, say, wait_for
@@ -374,6 +376,54 @@ def test_metrics_have_our_names_and_those_of_vllm(router: Router) -> None:
     assert router.metric('vllm:kv_cache_usage_perc{engine="r0",model_name="tiny"}') == 0.25
     assert router.metric("vllm:time_to_first_token_seconds_count{") >= 1
     assert router.metric('vllm:request_success_total{engine="router",finished_reason="length"') >= 1
+
+
+@pytest.mark.parametrize("choices", [{"prompt": ["x", "y"]}, {"prompt": "x", "n": 2}])
+def test_the_time_per_output_token_is_that_of_each_sequence(
+    router: Router, replica: ScriptedReplica, bundle: Bundle, choices: dict[str, Any]
+) -> None:
+    """One token comes at a time, so what lies between a sequence's first and last token is all its gaps."""
+    replica.script = Script(tokens=say(bundle, "Hello there"))
+    tpot, gap = "medha_request_tpot_seconds", "medha_inter_token_seconds"
+    names = (
+        f"{tpot}_count",
+        f"{tpot}_sum",
+        f"{gap}_count",
+        f"{gap}_sum",
+        "medha_request_tpot_attainment_total",
+    )
+    names += ("vllm:request_time_per_output_token_seconds_count",)
+    before = [router.metric(name) for name in names]
+    assert router.post("/v1/completions", {"model": MODEL, "temperature": 1, **choices}).status_code == 200
+    after = [router.metric(name) for name in names]
+    count, seconds, gaps, gap_seconds, judged, count_of_alias = np.subtract(after, before)
+    gaps_each = len(replica.script.tokens) - 1
+    assert (count, count_of_alias, gaps) == (2, 2, 2 * gaps_each)
+    assert seconds * gaps_each == pytest.approx(gap_seconds)
+    assert judged == 1, "objectives count requests"
+
+
+@pytest.mark.parametrize("slow_ends_first", [True, False])
+def test_a_request_misses_its_tpot_target_if_one_of_its_sequences_does(
+    router: Router, replica: ScriptedReplica, bundle: Bundle, slow_ends_first: bool
+) -> None:
+    first, second = say(bundle, "dog jumps")[:2]
+    replica.script = Script(tokens=(first,), hold=True)
+    name = 'medha_request_tpot_attainment_total{met="%s"'
+    before = [router.metric(name % met) for met in ("true", "false")]
+    body = {"model": MODEL, "prompt": ["x", "y"], "stream": True}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+        choices = (json.loads(line.removeprefix("data: "))["choices"][0] for line in lines)
+        assert {next(choices)["index"], next(choices)["index"]} == {0, 1}
+        time.sleep(0.06)  # the class has a target of 0.05
+        slow, fast = (submit.id for submit in replica.submits)
+        # The rest of its tokens comes in one message, so this sequence is fast on any machine.
+        ends = [Emit(slow, (second,), "length"), Emit(fast, (second,) * 1000, "length")]
+        for end in ends if slow_ends_first else reversed(ends):
+            replica.order("send", end)
+        assert {choice["index"] for choice in choices} == {0, 1}
+    assert [router.metric(name % met) for met in ("true", "false")] == [before[0], before[1] + 1]
 
 
 def test_first_tokens_are_held_against_what_the_class_gives_so_long_a_prompt(
