@@ -75,7 +75,7 @@ LISTS = 4
 LEAST_MEASURED = 100
 """The number of replicas with which the client's objects alone are measured, too."""
 _LIMIT_SECONDS = 400.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 TYPE = {"apiVersion": REPLICA.api_version, "kind": REPLICA.name}
 _APPLY = "application/apply-patch+yaml"
 
@@ -248,7 +248,7 @@ def all_written(watched: Watched, began: float, expected: int) -> float:
         elapsed = time.monotonic() - began
         assert elapsed < _LIMIT_SECONDS, "nothing more happens"
         left = (expected - done) * elapsed / max(done, 1.0)  # at the rate until now, which rises at first
-        time.sleep(max(_LOOK_SECONDS, min(left / 2, elapsed / 4)))
+        time.sleep(max(_POLL_SECONDS, min(left / 2, elapsed / 4)))
     return time.monotonic()
 
 

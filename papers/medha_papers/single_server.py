@@ -51,7 +51,7 @@ class _Waiting:
         self.job = np.empty(0, dtype=np.int64)
         self.remaining = np.empty(0)
         self.plan = Plan(np.empty(0), np.empty(0), np.empty(0, dtype=np.int64))
-        self._look()
+        self._refresh_columns()
 
     def add(self, job: int) -> None:
         plan, due = self.plan, self.jobs.deadline[job]
@@ -63,7 +63,7 @@ class _Waiting:
         )
         self.job = np.append(self.job, job)
         self.remaining = np.append(self.remaining, self.jobs.work_seconds[job])
-        self._look()
+        self._refresh_columns()
 
     def remove(self, row: int) -> None:
         by_due = self.plan.by_due[self.plan.by_due != row]
@@ -74,9 +74,9 @@ class _Waiting:
         )
         self.job = np.delete(self.job, row)
         self.remaining = np.delete(self.remaining, row)
-        self._look()
+        self._refresh_columns()
 
-    def _look(self) -> None:
+    def _refresh_columns(self) -> None:
         jobs, job = self.jobs, self.job
         self.columns = Columns(
             jobs.arrival[job], jobs.deadline[job], jobs.work_seconds[job], self.remaining, tie=job

@@ -23,7 +23,7 @@ HEADING = "In a cluster"
 SETTINGS = ROOT / ".medha" / "cluster.env"
 PORT = 8000
 """Port of this machine to which README.md forwards the router's port."""
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 def main() -> int:
@@ -54,11 +54,11 @@ def main() -> int:
         while not SETTINGS.exists():
             if cluster.poll() is not None:
                 return _record_event(f"`{serve}` ended with {cluster.returncode}: see above")
-            if asked_to_end.wait(_LOOK_SECONDS):
+            if asked_to_end.wait(_POLL_SECONDS):
                 return 130
         walk = stack.enter_context(_ended(["bash", "-c", _script(steps)]))
         while walk.poll() is None:
-            if asked_to_end.wait(_LOOK_SECONDS):
+            if asked_to_end.wait(_POLL_SECONDS):
                 return 0
             if cluster.poll() is not None:
                 return _record_event(f"`{serve}` ended with {cluster.returncode}: see above")

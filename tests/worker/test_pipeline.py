@@ -42,10 +42,12 @@ class FirstStage:
         raise AssertionError("nothing is before the first stage")
 
     def send_tokens(self, ids: Sequence[int]) -> None:
-        raise AssertionError(f"{ids} are drawn on the last stage")
+        raise AssertionError(f"{ids} are sampled on the last stage")
 
     def receive_tokens(self, count: int) -> list[int]:
-        assert len(self.tokens) >= count, "the first stage waits for a token that the last one has not drawn"
+        assert len(self.tokens) >= count, (
+            "the first stage waits for a token that the last one has not sampled"
+        )
         taken, self.tokens = self.tokens[:count], self.tokens[count:]
         return taken
 
@@ -73,7 +75,7 @@ class LastStage:
         self.sent.append(ids)
 
     def receive_tokens(self, count: int) -> list[int]:
-        raise AssertionError(f"{count} tokens are drawn here")
+        raise AssertionError(f"{count} tokens are sampled here")
 
 
 PROMPTS = {"long": 64, "short": 8}
@@ -127,18 +129,18 @@ def chunk(name: str, start: int, count: int) -> StepEntry:
     return StepEntry(name, 0, (Extent(start, count),), start + count >= PROMPTS[name])
 
 
-def test_chunks_that_draw_nothing_wait_for_no_token(stage: tuple[Executor, FirstStage]) -> None:
+def test_chunks_that_sample_nothing_wait_for_no_token(stage: tuple[Executor, FirstStage]) -> None:
     """The last stage has not begun, so the token of `short` is missing; the chunks of `long` pass nevertheless."""
     executor, pipeline = stage
     run(executor, 0, chunk("short", 0, 8), admits=["short", "long"])
     for number in range(1, 8):
         run(executor, number, chunk("long", 8 * (number - 1), 8))
     assert [len(hidden) for hidden in pipeline.sent] == [8] * 8
-    with pytest.raises(AssertionError, match="has not drawn"):
+    with pytest.raises(AssertionError, match="has not sampled"):
         run(executor, 8, chunk("short", 8, 1))  # this step needs the token
 
 
-def test_a_decode_embeds_the_token_that_was_drawn_elsewhere(stage: tuple[Executor, FirstStage]) -> None:
+def test_a_decode_embeds_the_token_that_was_sampled_elsewhere(stage: tuple[Executor, FirstStage]) -> None:
     executor, pipeline = stage
     planned = plan(executor, 0, chunk("short", 0, 8), admits=["short", "long"])
     executor.run(planned)
@@ -164,13 +166,13 @@ def digest(before: int, names: Sequence[str], tokens: Sequence[int]) -> int:
         pytest.param([77, digest(digest(0, ["short"], [76]), ["short"], [77])], id="one step too late"),
     ],
 )
-def test_a_rank_stops_that_is_sent_what_was_not_drawn_for_it(
+def test_a_rank_stops_if_it_receives_tokens_that_were_not_sampled_for_it(
     stage: tuple[Executor, FirstStage], tokens: list[int]
 ) -> None:
     executor, pipeline = stage
     run(executor, 0, chunk("short", 0, 8), admits=["short"])
     pipeline.tokens = tokens
-    with pytest.raises(PartFailed, match="tokens came for short that are not those drawn for them"):
+    with pytest.raises(PartFailed, match="tokens came for short that are not those sampled for them"):
         run(executor, 1, chunk("short", 8, 1))
 
 

@@ -84,7 +84,7 @@ def test_filters_keep_what_the_warpers_of_transformers_keep(sampling: Sampling) 
     torch.testing.assert_close(result.softmax(-1), expected.softmax(-1), rtol=1e-9, atol=1e-12)
 
 
-def test_a_nucleus_wider_than_the_first_look_is_found() -> None:
+def test_a_nucleus_wider_than_the_first_candidates_is_found() -> None:
     logits = random_logits(2, vocab=20_000) * 0.01  # nearly flat: the nucleus holds most of the vocabulary
     expected = TopPLogitsWarper(0.95)(None, logits.double())
     result = filter_logits(logits, [Sampling(top_p=0.95)] * 2)
@@ -143,7 +143,7 @@ def test_greedy_takes_the_largest_logit() -> None:
 
 
 @pytest.mark.parametrize("key", ["seed", "sample_index", "position"])
-def test_draws_follow_the_distribution_along_each_part_of_the_key(key: str) -> None:
+def test_samples_follow_the_distribution_along_each_part_of_the_key(key: str) -> None:
     """Pearson's chi-square over 20,000 samples is below the 99.99 % quantile of its 7 degrees of freedom."""
     draws, vocab = 20_000, 8
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))
@@ -164,7 +164,7 @@ def test_draws_follow_the_distribution_along_each_part_of_the_key(key: str) -> N
     assert ((observed - expected) ** 2 / expected).sum() < 29.9
 
 
-def test_neighbouring_positions_draw_independently() -> None:
+def test_neighbouring_positions_are_sampled_independently() -> None:
     """Chi-square over the nine outcomes of 10,000 disjoint pairs is below the 99.99 % quantile of 8 degrees."""
     draws = 20_000
     sequences = [sampler(Sampling(), vocab=3) for _ in range(draws)]
@@ -177,7 +177,7 @@ def test_neighbouring_positions_draw_independently() -> None:
     assert ((joint - expected) ** 2 / expected).sum() < 31.8
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
+def test_a_sample_does_not_depend_on_the_batch() -> None:
     logits = random_logits(12, seed=3)
     kinds = [
         Sampling(),
@@ -193,7 +193,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     assert together == alone == backwards
 
 
-def test_a_resumed_sequence_draws_the_same_tokens() -> None:
+def test_a_resumed_sequence_samples_the_same_tokens() -> None:
     logits = random_logits(30, seed=5)
     sampling = Sampling(temperature=1.3, frequency_penalty=0.4, repetition_penalty=1.2, presence_penalty=0.1)
     original = sampler(sampling)
@@ -210,7 +210,7 @@ def test_a_resumed_sequence_draws_the_same_tokens() -> None:
     assert len(set(tokens)) > 10
 
 
-def test_seeds_and_samples_of_one_prompt_draw_differently() -> None:
+def test_seeds_and_samples_of_one_prompt_give_different_tokens() -> None:
     logits = torch.zeros(1, VOCAB)
     assert len({sampled(logits, sampler(Sampling(), seed=seed)).token for seed in range(40)}) > 20
     assert len({sampled(logits, sampler(Sampling(), sample_index=index)).token for index in range(40)}) > 20
@@ -250,7 +250,7 @@ def test_a_bias_outside_the_vocabulary_is_refused(token: int) -> None:
         sampler(Sampling(logit_bias={token: 1.0}))
 
 
-def test_no_stop_token_is_drawn_before_min_tokens() -> None:
+def test_no_stop_token_is_sampled_before_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 6] = 50.0, 40.0
     sequence = sampler(Sampling(temperature=0.0, min_tokens=2, stop_token_ids=(6,)), eos_token_ids=(5,))
@@ -280,7 +280,7 @@ def test_how_a_sequence_ends(sampling: Sampling, token: int, reason: str | None)
     assert sampler(sampling, outputs=(8, 8), eos_token_ids=(5,)).append(token) == reason
 
 
-def test_the_mask_hook_sees_the_output_and_allows_only_what_it_says() -> None:
+def test_the_mask_hook_receives_the_output_and_only_tokens_that_it_allows_are_sampled() -> None:
     seen = []
 
     def only_even(outputs: object) -> torch.Tensor:
@@ -320,7 +320,7 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1e6, 1e300, math.inf])
-def test_any_temperature_draws_a_token(temperature: float) -> None:
+def test_any_temperature_samples_a_token(temperature: float) -> None:
     logits = random_logits(1)
     logits[0, 3] = -math.inf
     tokens = {
@@ -342,9 +342,7 @@ def test_any_temperature_draws_a_token(temperature: float) -> None:
         ([-math.inf] * 3, "every token is masked"),
     ],
 )
-def test_a_row_that_cannot_be_drawn_from_fails_alone(
-    row: list[float], detail: str, temperature: float
-) -> None:
+def test_a_row_that_cannot_be_sampled_fails_alone(row: list[float], detail: str, temperature: float) -> None:
     logits = torch.tensor([[0.0, 9.0, 0.0], row, [0.0, 0.0, 90.0]])
     sampling = Sampling(temperature=temperature, top_p=0.9, logprobs=2)
     first, middle, last = sample_tokens(logits, [sampler(sampling, vocab=3) for _ in range(3)])
@@ -359,7 +357,7 @@ def test_an_all_masking_hook_fails_the_row() -> None:
     (result,) = sample_tokens(
         random_logits(1), [sampler(Sampling(), mask=lambda _: torch.zeros(VOCAB, dtype=torch.bool))]
     )
-    assert result == NotSampled("every token is masked, so none can be drawn")
+    assert result == NotSampled("every token is masked, so none can be sampled")
 
 
 def test_no_rows_give_no_tokens() -> None:

@@ -305,7 +305,7 @@ def _not_sampled(row: Tensor) -> NotSampled:
         )
     if bool(row.isposinf().any()):
         return NotSampled("the logits hold +inf: the model's numbers have overflowed", "not_finite")
-    return NotSampled("every token is masked, so none can be drawn")
+    return NotSampled("every token is masked, so none can be sampled")
 
 
 # --- the random stream -------------------------------------------------------------------------------

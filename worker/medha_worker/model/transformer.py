@@ -58,7 +58,7 @@ class Transformer:
         self._group = group or Alone()
         self._lanes = lanes
         self._ran_out = ran_out
-        self._has_logged = False  # whether `ran_out` was called in this forward pass
+        self._has_reported = False  # whether `ran_out` was called in this forward pass
         self.config = config
         self.shard = shard
         self._weights = weights
@@ -185,7 +185,7 @@ class Transformer:
                 layers = OwnStep(spans, kv_cache, self.kernels)
             else:
                 assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
-                layers = SpreadStep(spread, self._lanes, kv_cache, self.kernels, self._log_once)
+                layers = SpreadStep(spread, self._lanes, kv_cache, self.kernels, self._report_once)
             rotation = self._rotation(self.device.place(positions))
             return PreparedStep(self.device.runtime.mark(), layers, rotation)
 
@@ -201,7 +201,7 @@ class Transformer:
         Returns:
             Hidden states, [rows, hidden_size], before the final norm. They are overwritten two steps later.
         """
-        self._has_logged = False
+        self._has_reported = False
         step.ready.wait()
         entering = self.device.place(tokens_or_hidden)
         if step.captured is not None:
@@ -342,11 +342,11 @@ class Transformer:
 
     def _take_part_as_nan(self, rows: slice, error: Exception) -> None:
         _log.warning("memory ran out for one sequence of %d rows alone: %s", rows.stop - rows.start, error)
-        self._log_once()
+        self._report_once()
 
-    def _log_once(self) -> None:
-        if not self._has_logged:
-            self._has_logged = True
+    def _report_once(self) -> None:
+        if not self._has_reported:
+            self._has_reported = True
             self._ran_out()
 
     def _widened(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from medha_worker.rank.lane_plan import LanePlan
 Prepare = Callable[[Step], LanePlan | None]
 """Function that plans a step, or returns None if planning has to wait."""
 
-_LOOK_SECONDS = 0.1  # how long the thread may continue to wait once nothing runs any more
+_POLL_SECONDS = 0.1  # how long the thread may continue to wait once nothing runs any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class StepPrefetcher:
     def _read_ahead(self) -> None:
         while not self._ended:
             self._is_busy.wait()
-            readable, _, _ = select.select(self._descriptors, [], [], _LOOK_SECONDS)
+            readable, _, _ = select.select(self._descriptors, [], [], _POLL_SECONDS)
             if self._descriptors[1] in readable:
                 os.eventfd_read(self._descriptors[1])
             if self._is_busy.is_set() and not self._ended:

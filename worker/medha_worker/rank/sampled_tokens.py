@@ -122,8 +122,8 @@ class SampledTokens:
         self._digest = _digest(self._digest, entries, tokens)
         if digest != self._digest:
             raise PartFailed(
-                f"tokens came for {', '.join(one.entry.id for one in entries)} that are not those drawn for them: this "
-                "rank and the one that draws have parted"
+                f"tokens came for {', '.join(one.entry.id for one in entries)} that are not those sampled for them: this "
+                "rank and the one that samples have diverged"
             )
         for one, token in zip(entries, tokens, strict=True):
             one.sequence.learn(token)
