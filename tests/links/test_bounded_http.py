@@ -19,7 +19,7 @@ WAIT_SECONDS = 20.0
 
 
 class Page:
-    """A WSGI application with one page that streams for as long as it is told to."""
+    """A WSGI application with one page that streams until it is stopped."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()

@@ -1,4 +1,4 @@
-"""What a process has dropped, and what its controller makes of the totals that it tells."""
+"""A process counts what it drops, and its controller counts the growth of the totals that it reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from medha_links.drops import MOST_MESSAGES, Drops, RankDrops
 LINKS = ("control", "tokens")
 
 
-def test_a_process_tells_totals_by_link_and_reason() -> None:
+def test_a_process_reports_totals_by_link_and_reason() -> None:
     drops = Drops(logging.getLogger("test"))
     assert drops.totals() == ()
     for link, reason in (("control", "type"), ("tokens", "type"), ("control", "type"), ("control", "size")):
@@ -24,8 +24,8 @@ def test_a_process_tells_totals_by_link_and_reason() -> None:
 
 
 def test_totals_weigh_little_however_much_was_dropped() -> None:
-    told = tuple((link, reason, MOST_MESSAGES) for link in LINKS for reason in DROP_REASONS)
-    assert len(encode(RankHello(0, "a", dropped=told))[0]) < 1024
+    totals = tuple((link, reason, MOST_MESSAGES) for link in LINKS for reason in DROP_REASONS)
+    assert len(encode(RankHello(0, "a", dropped=totals))[0]) < 1024
 
 
 def test_totals_grow_once_and_begin_anew_with_another_process() -> None:
@@ -50,8 +50,8 @@ def test_totals_that_come_late_take_nothing_back_and_are_not_counted_twice() -> 
 
 
 def test_links_and_reasons_that_are_not_known_make_no_new_labels() -> None:
-    told = (("elsewhere", "type", 1), ("control", "of a later release", 1), ("control", "type", 1))
-    assert RankDrops(LINKS).growth(0, "a", told) == {("control", "type"): 1}
+    totals = (("elsewhere", "type", 1), ("control", "of a later release", 1), ("control", "type", 1))
+    assert RankDrops(LINKS).growth(0, "a", totals) == {("control", "type"): 1}
 
 
 @pytest.mark.parametrize("messages", [-1, MOST_MESSAGES + 1, 10**400])

@@ -56,7 +56,7 @@ def test_several_keys_and_tokens_may_be_listed_while_one_takes_the_place_of_anot
 
 
 @pytest.mark.parametrize("read", [KeyPair.read, read_public_key, read_public_keys, read_tokens])
-def test_a_file_that_is_missing_or_empty_is_named_with_its_mend(
+def test_a_file_that_is_missing_or_empty_is_named_with_its_fix(
     read: Callable[[Path], object], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigInvalid, match=re.escape(f"{tmp_path}/none: ") + ".*docs/security.md"):

@@ -227,7 +227,7 @@ def test_the_watch_of_a_socket_ends_with_it(context: Context, endpoint: str) -> 
 def test_links_that_are_closed_as_their_server_goes_leave_the_others_of_the_process_alive(
     tmp_path: Path,
 ) -> None:
-    """ZeroMQ's thread, which all of them share, tells of each lost connection: it must not wait for who listens no more."""
+    """All of them share ZeroMQ's thread, which reports each lost connection: it must not wait for a listener that has ended."""
     staying, mine = Context(), Context()
     stays = Authenticator(staying, [CLIENT.public])
     stay = bind(staying, f"ipc://{tmp_path}/stay", SERVER)
@@ -252,7 +252,7 @@ def test_links_that_are_closed_as_their_server_goes_leave_the_others_of_the_proc
         going.term()
         end = time.monotonic() + SECONDS
         while zmq.Event.DISCONNECTED not in lost[0].connections.take():
-            assert time.monotonic() < end, "the lost connection is not told of"
+            assert time.monotonic() < end, "the lost connection is not reported"
         for link in lost:
             link.close(0)
         stay.socket.send_multipart([peer, b"there?"])
@@ -279,5 +279,5 @@ def test_no_module_makes_a_socket_of_zeromq_but_the_one_that_gives_it_keys() -> 
     }
     assert set(making) == {"core/medha_links/sockets.py"}
     assert set(making["core/medha_links/sockets.py"]) == {"zmq.ROUTER", "zmq.DEALER", "zmq.PAIR"}, (
-        "bound and connected with CURVE; the pair tells of connections, within a process"
+        "bound and connected with CURVE; the pair reports connections, within a process"
     )

@@ -41,12 +41,12 @@ def main(ready: Path, behaviour: str, *arguments: str) -> int:
     if behaviour != "mute":
         ready.touch()
     beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    told_at = time.monotonic()
+    reported_at = time.monotonic()
     while not terminated:
         if behaviour in ("beat", "stop-when"):
             beats.sendto(b"WATCHDOG=1", os.environ["NOTIFY_SOCKET"].replace("@", "\0"))
-            if time.monotonic() > told_at + 1.0:
-                told_at = time.monotonic()
+            if time.monotonic() > reported_at + 1.0:
+                reported_at = time.monotonic()
                 print("still here")
         if behaviour == "crash-when" and Path(arguments[0]).exists():
             print("out of luck")

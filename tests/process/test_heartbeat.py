@@ -44,8 +44,8 @@ def watching(*process_ids: int) -> Beats:
     return beats
 
 
-def looked_at_often(beats: Beats, start: float, stop: float) -> list[int]:
-    """What is silent at `stop`, after looking as often as a supervisor does."""
+def polled_often(beats: Beats, start: float, stop: float) -> list[int]:
+    """Return the processes that are silent at `stop`, after polling as often as a supervisor does."""
     now = start
     while now < stop:
         beats.silent(now)
@@ -55,7 +55,7 @@ def looked_at_often(beats: Beats, start: float, stop: float) -> list[int]:
 
 def test_a_part_is_silent_that_was_heard_and_is_not_any_more() -> None:
     beats = watching(7, 8)
-    assert looked_at_often(beats, 0.0, SILENT_SECONDS) == []
+    assert polled_often(beats, 0.0, SILENT_SECONDS) == []
     beats.seen(8, SILENT_SECONDS)
     assert list(beats.silent(SILENT_SECONDS + 0.1)) == [7]
     beats.forget(7)
@@ -74,12 +74,12 @@ def test_a_part_that_was_started_has_longer_until_its_first_sign_of_life_unless_
     beats = Beats()
     beats.started(7, 0.0)
     beats.started(8, 0.0)
-    assert looked_at_often(beats, 0.0, IMPORT_SECONDS) == []
+    assert polled_often(beats, 0.0, IMPORT_SECONDS) == []
     assert list(beats.silent(IMPORT_SECONDS, lambda process_id: process_id == 8)) == [8]
     beats.seen(8, IMPORT_SECONDS)
-    assert looked_at_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + 0.1) == [7]
+    assert polled_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + 0.1) == [7]
     beats.forget(7)
-    assert looked_at_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + SILENT_SECONDS + 0.1) == [8]
+    assert polled_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + SILENT_SECONDS + 0.1) == [8]
 
 
 def test_the_kernel_knows_who_was_stopped() -> None:
@@ -98,7 +98,7 @@ def test_nobody_is_silent_because_the_supervisor_itself_stood_still() -> None:
     beats = watching(7)
     beats.silent(0.0)
     assert beats.silent(1000.0) == {}
-    assert looked_at_often(beats, 1000.0 + POLL_SECONDS, 1000.1 + SILENT_SECONDS) == [7]
+    assert polled_often(beats, 1000.0 + POLL_SECONDS, 1000.1 + SILENT_SECONDS) == [7]
     assert AWAY_SECONDS < SILENT_SECONDS
 
 
@@ -107,12 +107,12 @@ def test_nobody_is_heard_who_was_not_started_or_has_ended() -> None:
     assert not beats.seen(8, 1.0)
     beats.forget(7)
     assert not beats.seen(7, 1.0)
-    assert looked_at_often(beats, 0.0, 10 * SILENT_SECONDS) == []
+    assert polled_often(beats, 0.0, 10 * SILENT_SECONDS) == []
 
 
 @dataclass
 class Heard:
-    """A listener that watches this process and no other, and what it was told."""
+    """A listener that watches this process and no other, and the reports it got."""
 
     listener: Listener
     reported: SimpleQueue[tuple[int, PartState]]
@@ -188,7 +188,7 @@ def test_the_beats_of_another_user_and_of_other_processes_do_not_count(seen: Hea
     for options in ([], ["as nobody"]):
         sent = send(str(path), said, *options)
         assert sent.returncode == 0, sent.stderr
-    assert seen.is_heard()  # and the first that it is told of
+    assert seen.is_heard()  # and the first that is reported to it
 
 
 def test_a_flood_of_datagrams_hides_no_beat(seen: Heard) -> None:
@@ -225,7 +225,7 @@ while True:
     assert seen.is_heard()
 
 
-def test_a_listener_that_has_died_or_whose_file_was_removed_says_so(seen: Heard, tmp_path: Path) -> None:
+def test_a_listener_that_has_died_or_whose_file_was_removed_reports_it(seen: Heard, tmp_path: Path) -> None:
     path = Path(seen.listener.address)
     path.rename(tmp_path / "elsewhere")
     assert "was removed" in seen.listener.problem()

@@ -146,7 +146,7 @@ def words_of(*exits: Exited) -> tuple[str, list[str]]:
     return state.failure, said
 
 
-def test_why_a_start_has_failed_is_told_once_whoever_ends_first() -> None:
+def test_the_reason_of_a_failed_start_is_reported_once_whichever_part_ends_first() -> None:
     rank = Exited("rank 0", 1, "CRITICAL medha.rank: too little memory", "too little memory")
     controller = Exited("controller", 1, "", "rank 0: OutOfMemory: too little memory")
     other = Exited("rank 1", 1, "", "too little memory")
@@ -158,18 +158,18 @@ def test_why_a_start_has_failed_is_told_once_whoever_ends_first() -> None:
     assert said == []
 
 
-def test_parts_that_end_for_other_reasons_than_the_first_are_told_too() -> None:
+def test_parts_that_end_for_other_reasons_than_the_first_are_reported_too() -> None:
     rank = Exited("rank 0", 1, "", "too little memory")
     _, said = words_of(rank, Exited("rank 1", 1, "", "no such file"), Exited("router", 0, "bye"))
     assert said == ["rank 1 exited with status 1 because: no such file"]
 
 
-def test_the_first_failure_is_the_one_that_is_told() -> None:
+def test_the_first_failure_is_the_one_that_is_reported() -> None:
     state, _ = run(*SERVING, *dead("rank 0"), (2.1, Exited("router", 1)))
     assert state.failure.startswith("rank 0 was killed by SIGKILL")
 
 
-def test_an_illegal_instruction_comes_with_its_mend() -> None:
+def test_an_illegal_instruction_is_reported_with_its_fix() -> None:
     state, _ = run((2.0, Exited("rank 0", -signal.SIGILL)))
     assert "rank 0 was killed by SIGILL" in state.failure
     assert "ONEDNN_MAX_CPU_ISA" in state.failure

@@ -1,4 +1,4 @@
-"""Real processes under the supervisor: however a run ends, its reason is told and nothing is left."""
+"""Real processes under the supervisor: however a run ends, its reason is reported and nothing is left."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_part_that_fails_at_the_start_ends_the_run_and_is_named_with_its_last_
     assert "READY" not in run.output
 
 
-def test_a_part_that_says_why_it_fails_is_quoted_once(start: Start) -> None:
+def test_a_part_that_logs_why_it_fails_is_quoted_once(start: Start) -> None:
     run = start(controller="last-words")
     assert run.end() == 1
     assert (

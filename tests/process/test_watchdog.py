@@ -7,9 +7,9 @@ import sys
 from medha_process.watchdog import AWAY_SECONDS, Deadline
 
 
-def test_a_main_loop_that_does_not_come_back_in_time_has_broken_its_promise() -> None:
+def test_a_main_loop_that_does_not_return_in_time_has_missed_its_deadline() -> None:
     deadline = Deadline()
-    assert deadline.missed(1e9) is None, "what was never promised"
+    assert deadline.missed(1e9) is None, "no deadline was set"
     deadline.renew(100.0, 4.0, "step 7")
     deadline.missed(100.0)
     for now in (101.0, 102.0, 103.0, 104.0):
@@ -28,7 +28,7 @@ def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:
     assert deadline.missed(101.0 + 2 * AWAY_SECONDS) == "step 7"
 
 
-def test_a_stuck_process_ends_itself_and_says_what_it_was_stuck_in() -> None:
+def test_a_stuck_process_ends_itself_and_logs_where_it_was_stuck() -> None:
     program = (
         "import time\n"
         "from medha_process.watchdog import Watchdog\n"

@@ -96,7 +96,7 @@ class Script:
     refuse: str | None = None
     hold: bool = False  # emit the tokens and leave the sequence open
     delay_seconds: float = 0.0
-    cached_tokens: int = 0  # that the first token of each sequence is said to have found
+    cached_tokens: int = 0  # of the prompt, reported with the first token of each sequence
 
 
 @dataclass
@@ -108,7 +108,7 @@ class ScriptedReplica:
     name: str = "r0"
     script: Script = field(default_factory=Script)
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of its announcements, where they are to differ."""
+    """Fields of its announcements that differ from the usual ones."""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     prompts: dict[str, list[int]] = field(default_factory=dict)

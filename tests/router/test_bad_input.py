@@ -286,7 +286,7 @@ def test_an_unknown_model_is_404(router: Router) -> None:
     ],
     ids=["ids", "with output", "text", "output alone", "chat", "chat in a process"],
 )
-def test_what_does_not_fit_the_context_is_told_so(
+def test_a_request_that_does_not_fit_the_context_gets_an_error_that_says_so(
     router: Router, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = router.post(path, body)

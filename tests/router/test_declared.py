@@ -17,7 +17,7 @@ def write(folder: Path, name: str, *models: DeclaredModel) -> None:
     (folder / name).write_text(to_text(models), encoding="utf-8")
 
 
-def test_all_files_count_together_and_only_a_change_is_told(tmp_path: Path) -> None:
+def test_all_files_count_together_and_only_a_change_is_reported(tmp_path: Path) -> None:
     files = DeclaredFiles(tmp_path)
     assert files.changed() is None
     write(tmp_path, "one.json", B, A)
@@ -62,7 +62,7 @@ def test_a_volume_of_a_config_map_is_followed_as_the_kubelet_swaps_it(tmp_path: 
         ("\udcff", "one.json"),
     ],
 )
-def test_a_spoilt_file_is_told_of_once_and_counts_as_it_was(
+def test_a_broken_file_is_reported_once_and_its_last_content_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, named: str
 ) -> None:
     files = DeclaredFiles(tmp_path)
@@ -72,9 +72,9 @@ def test_a_spoilt_file_is_told_of_once_and_counts_as_it_was(
     with caplog.at_level(logging.ERROR):
         assert files.changed() == (A,)
         assert files.changed() is None
-    (told,) = caplog.messages
-    assert "one.json" in told
-    assert named in told
+    (message,) = caplog.messages
+    assert "one.json" in message
+    assert named in message
     write(tmp_path, "one.json", B)
     assert files.changed() == (B,)
 

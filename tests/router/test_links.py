@@ -1,4 +1,4 @@
-"""Who is no replica of this router gets nowhere; what a replica says out of place is dropped and counted."""
+"""Strangers are refused, and messages of a replica that are out of place are dropped and counted."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def test_after_all_that_the_router_serves(attacked: Router, speaker: ScriptedRep
         pytest.param(Emit("x", (1,), logprobs=(TokenLogprob(0.0, ((-1, 0.0),)),)), "state", id="of no token"),
         pytest.param(Emit("x", (1,), cached_tokens=-1), "state", id="fewer than none cached"),
         pytest.param(BundlePart("00", "tokenizer.json", 0), "state", id="a bundle that was not announced"),
-        pytest.param(Cancel("a"), "unexpected", id="what only a router says"),
+        pytest.param(Cancel("a"), "unexpected", id="a message that only routers send"),
     ],
 )
-def test_a_replica_that_says_what_cannot_be_is_not_believed(
+def test_impossible_messages_of_a_replica_are_dropped_and_counted(
     attacked: Router, speaker: ScriptedReplica, message: Message, reason: str
 ) -> None:
     before = dropped(attacked, "control", reason)
@@ -132,7 +132,7 @@ def test_a_card_with_impossible_numbers_is_dropped_and_the_one_before_holds(
     assert attacked.post("/v1/completions", BODY).status_code == 200
 
 
-def test_nobody_speaks_for_another_replica_or_without_having_announced_himself(
+def test_messages_for_another_replica_or_before_an_announcement_are_dropped(
     attacked: Router, speaker: ScriptedReplica
 ) -> None:
     """Another replica's token admits to the router, and not to the requests of this one."""
@@ -149,7 +149,7 @@ def test_nobody_speaks_for_another_replica_or_without_having_announced_himself(
 
 
 @pytest.mark.parametrize("kind", ["plaintext", "no token", "the key of another router"])
-def test_who_is_not_enrolled_is_refused_and_counted(
+def test_a_connection_without_enrolment_is_refused_and_counted(
     attacked: Router, speaker: ScriptedReplica, kind: str
 ) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -178,7 +178,7 @@ def test_who_is_not_enrolled_is_refused_and_counted(
 # --- connections that are lost ------------------------------------------------------------------------------
 
 
-def test_a_replica_that_connects_anew_is_sent_what_it_may_have_lost(
+def test_a_replica_that_connects_again_is_sent_what_it_may_have_lost(
     tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
 ) -> None:
     """Neither side knows what was on its way; the stream goes on where the client's text ends."""

@@ -1,4 +1,4 @@
-"""What clients and metrics are told while nobody can serve, or not in time: the situations that alerts are about."""
+"""Clients get errors, and metrics count them, while no replica serves or none in time: the situations of the alerts."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_requests_that_are_served_in_time_and_late(
         assert router.post("/v1/completions", BODY).status_code == 200
     served = scraped(router)
     record("served", before, served)
-    replica.script = Script(tokens=say(bundle, "Hello"), delay_seconds=0.06)  # the class promises 0.05
+    replica.script = Script(tokens=say(bundle, "Hello"), delay_seconds=0.06)  # the class has a target of 0.05
     late = {"x-slo-ttft-ms": "0.001"}
     assert router.post("/v1/completions", BODY, headers=late).status_code == 200
     before = scraped(router)
@@ -166,7 +166,7 @@ def test_requests_that_find_the_queue_full_count_as_missed(
     waiting.join()
 
 
-def test_an_answer_that_breaks_off_has_missed_what_was_promised_of_its_output(
+def test_an_answer_that_fails_after_its_first_token_misses_its_tpot_target(
     router: Router, bundle_files: dict[str, bytes], bundle: Bundle
 ) -> None:
     replica = ScriptedReplica(router, bundle_files, script=Script(tokens=say(bundle, "Hello"), hold=True))

@@ -31,7 +31,7 @@ def test_a_controller_of_a_former_epoch_does_not_take_the_place_of_its_successor
     with pytest.raises(WireInvalid, match="later one"):
         peers.received_on_control(replace(CARD, epoch=7), OLD, is_alive=True)
     assert peers.identity(CARD.replica) == NEW
-    assert peers.is_whole(CARD.replica), "what the other one said on the token link changes nothing"
+    assert peers.is_whole(CARD.replica), "the announcement of the other one on the token link changes nothing"
     assert peers.received_on_control(CARD, NEW, is_alive=True) is None
 
 
@@ -42,7 +42,7 @@ def test_it_does_once_nothing_is_heard_of_the_successor(peers: Peers) -> None:
 
 
 @pytest.mark.parametrize("epoch", [8, 9])
-def test_a_controller_that_connects_anew_takes_its_own_place(peers: Peers, epoch: int) -> None:
+def test_a_controller_that_connects_again_takes_its_own_place(peers: Peers, epoch: int) -> None:
     assert peers.received_on_control(replace(CARD, epoch=epoch), b"tests/grid/again", is_alive=True) == NEW
     assert not peers.is_whole(CARD.replica), "its token link was not heard yet"
     assert peers.received_on_tokens(CARD.replica, b"tests/grid/third") is None, "this is another connection"

@@ -46,7 +46,7 @@ def test_it_follows_its_replica_refuses_when_full_and_drains(
     replica = ScriptedReplica(lone_router, bundle_files)
     lone_router.wait_ready()
 
-    # A replica without room: one request may wait here, the next is told to come back.
+    # A replica without room: one request may wait here, the next is refused and may come back.
     replica.order("announce", {"waiting_limit": 1, "waiting": 1})
     while lone_router.metric("medha_replica_sequences_waiting") != 1:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Everything that is drawn is drawn by itself: prompts of one request, their samples, and other requests."""
+"""Prompts of one request, their samples and other requests are sampled independently."""
 
 from itertools import combinations
 
@@ -28,7 +28,7 @@ def keys(replica: ScriptedReplica) -> list[tuple[int, int]]:
     return [(submit.seed, submit.sample_index) for submit in replica.submits]
 
 
-def drawn_from_equal_logits(submits: list[Submit]) -> Draws:
+def sampled_from_equal_logits(submits: list[Submit]) -> Draws:
     """What the worker's sampler draws for each where all tokens are equally likely, int64 [submits, TOKENS]."""
     sequences = [
         SequenceSampler(
@@ -59,15 +59,15 @@ def dependence(one: Draws, other: Draws) -> float:
     return float(((table - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize("seeds", [(None, None), (7, 8)], ids=["drawn", "named"])
-def test_prompts_samples_and_requests_draw_independently(
+@pytest.mark.parametrize("seeds", [(None, None), (7, 8)], ids=["random", "given"])
+def test_prompts_samples_and_requests_are_sampled_independently(
     client: openai.OpenAI, replica: ScriptedReplica, seeds: tuple[int | None, int | None]
 ) -> None:
     for seed in seeds:
         client.completions.create(
             model=MODEL, prompt=["one two"] * 3, n=2, seed=seed, temperature=1.0, extra_body={"top_k": -1}
         )
-    streams = drawn_from_equal_logits(replica.submits)
+    streams = sampled_from_equal_logits(replica.submits)
     assert len(streams) == 12
     # Above 200 lies less than one in 10^19 of what is independent.
     assert max(dependence(one, other) for one, other in combinations(streams, 2)) < 200

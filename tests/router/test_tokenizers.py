@@ -454,7 +454,7 @@ def test_a_decoder_that_is_not_known_is_refused_before_it_serves(tmp_path: Path)
         read_bundle(tmp_path)
 
 
-def test_what_the_refusal_says_to_do_makes_the_checkpoint_serve(tmp_path: Path) -> None:
+def test_the_fix_that_the_error_names_makes_the_checkpoint_serve(tmp_path: Path) -> None:
     config = {"tokenizer_class": "GemmaTokenizer", "additional_special_tokens": ["<|im|>"]}
     one = Made("llama 2", config=config)
     with pytest.raises(CheckpointInvalid) as caught:

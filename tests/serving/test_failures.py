@@ -75,7 +75,7 @@ def streamed(served: Served, tokens: int, kill: psutil.Process | None = None, af
 def test_a_stream_goes_on_with_the_same_text_when_a_part_dies(
     replica: Served, module: str, which: int
 ) -> None:
-    """The router resubmits it to the next epoch with its seed and what was drawn; sampling is keyed by position."""
+    """The router resubmits it to the next epoch with its seed and the sampled tokens; sampling is keyed by position."""
     undisturbed = streamed(replica, 400)
     victim = processes(replica, module)[which]
     assert streamed(replica, 400, kill=victim, after=40) == undisturbed

@@ -92,8 +92,8 @@ def test_a_prompt_that_passes_one_lanes_share_is_on_both_lanes_of_the_example(gr
     assert min(more) > 0
 
 
-def test_a_grid_draws_what_one_rank_draws(grid: Served, served: Served) -> None:
-    """Penalties look at the tokens drawn before, which a rank may have drawn elsewhere."""
+def test_a_grid_samples_the_tokens_of_one_rank(grid: Served, served: Served) -> None:
+    """Penalties depend on the tokens sampled before, which another rank may have sampled."""
     options = {"temperature": 0.9, "seed": 11, "presence_penalty": 1.0}
     assert complete(grid.url, PROMPTS, **options) == complete(served.url, PROMPTS, **options)
 

@@ -78,7 +78,7 @@ def test_eight_ranks_miss_their_goal_if_any_kind_of_process_takes_longer_than_20
     assert missed(recovery, outcomes(recovery, slowest_part=part)) == {f"{kind} of"}
 
 
-def test_how_long_two_ranks_or_a_router_take_is_told_and_not_claimed(recovery: ModuleType) -> None:
+def test_recovery_times_of_two_ranks_or_a_router_are_reported_and_not_claimed(recovery: ModuleType) -> None:
     assert missed(recovery, outcomes(recovery, slowest_part="rank 7"), ranks=2) == set()
     assert missed(recovery, outcomes(recovery, slowest_part="router")) == set()
     rows = recovery.measured(outcomes(recovery, slowest_part="router"))
@@ -128,7 +128,7 @@ def test_only_clients_of_a_router_that_failed_ask_again(recovery: ModuleType, as
     assert (Once.asked, bool(stream.error), stream.text) == (3 if asks_again else 1, not asks_again, "abab")
 
 
-def test_a_kind_of_failure_that_interrupted_nothing_is_told(recovery: ModuleType) -> None:
+def test_a_kind_of_failure_that_interrupted_nothing_is_reported(recovery: ModuleType) -> None:
     found = [
         recovery.Outcome(recovery.Failure("kill", ("rank 7",), 1), 4, 4, [5.0, 6.0], 1),
         recovery.Outcome(recovery.Failure("cut", ("rank 7",), 1), 4, 4, [], 1),
@@ -158,7 +158,7 @@ def test_a_failure_that_nobody_noticed_is_not_one_that_was_outlived(
     assert missed(recovery, [recovery.Outcome(failure, 4, 4, [0.1], epochs=1)]) == set()
 
 
-def test_a_cut_network_is_told_from_when_it_is_back_and_from_when_it_went(recovery: ModuleType) -> None:
+def test_a_cut_network_is_timed_from_its_return_and_from_its_loss(recovery: ModuleType) -> None:
     failures = [recovery.Failure("cut", ("rank 7",), 1, seconds) for seconds in (2.0, 12.0)]
     found = [recovery.Outcome(failure, 4, 4, [0.0, 3.0], 1) for failure in failures]
     (row,) = recovery.measured(found)

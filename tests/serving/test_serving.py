@@ -88,7 +88,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
-def test_logprobs_are_those_of_the_tokens_drawn(client: openai.OpenAI) -> None:
+def test_logprobs_are_those_of_the_sampled_tokens(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "hello"}],
@@ -238,7 +238,7 @@ def test_the_next_turn_finds_prompt_and_answer_cached(served: Served, client: op
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         found.append(answer.usage.prompt_tokens_details.cached_tokens)
-        computed = len(ids) + len(out) - 1  # the last token drawn has no KV
+        computed = len(ids) + len(out) - 1  # the last sampled token has no KV
         expected.append(computed // 16 * 16)
         ids = [*ids, *out, *tokenizer(" and then").input_ids]
     assert found == expected[:-1]
@@ -264,7 +264,7 @@ def test_a_seed_gives_the_same_samples_again_and_n_gives_different_ones(client: 
     assert len(set(first)) == 4
 
 
-def test_prompts_of_one_request_are_drawn_independently_and_a_seed_gives_them_again(
+def test_prompts_of_one_request_are_sampled_independently_and_a_seed_repeats_them(
     client: openai.OpenAI,
 ) -> None:
     def draw(prompts: int, n: int, tokens: int, seed: int | None) -> list[str]:

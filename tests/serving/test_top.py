@@ -236,7 +236,7 @@ def test_keys_and_a_new_size_are_taken_at_once(terminal: Terminal) -> None:
     terminal.press(b"p")
     terminal.read_until(rb"paused")
     terminal.resize(20, 60)
-    os.kill(terminal.process.pid, signal.SIGWINCH)  # as the kernel tells those whose terminal it is
+    os.kill(terminal.process.pid, signal.SIGWINCH)  # as the kernel does for the processes of a terminal
     terminal.press(b"p")
     terminal.read_until(rb"q quit[^\n]*\n")
     frames = terminal.read_until(rb"(?s)(\x1b\[H.*){3}").split(b"\x1b[H")  # each is drawn from the corner on
@@ -247,7 +247,7 @@ def test_keys_and_a_new_size_are_taken_at_once(terminal: Terminal) -> None:
     assert terminal.process.wait(timeout=20) == 0
 
 
-def test_in_a_pipe_it_prints_one_look_after_another(grid: Served, folder: Path) -> None:
+def test_in_a_pipe_it_prints_one_snapshot_after_another(grid: Served, folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "medha_cli.main", "top", "--json", "--interval", "0.1", "--run-dir", str(folder / "run")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -278,7 +278,7 @@ def test_only_one_trace_is_taken_at_a_time(grid: Served, folder: Path, tmp_path:
 # --- the trace of everything above: the last test of this file, for it ends the grid ------------------
 
 
-def look_until_coupled(folder: Path) -> None:
+def poll_until_coupled(folder: Path) -> None:
     """Until the long prompt has passed to the second lane."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -334,7 +334,7 @@ def prepared_ahead(events: list[dict[str, Any]]) -> int:
 def test_the_trace_shows_chunks_of_one_prompt_in_both_stages_at_once(
     load: Load, grid: Served, folder: Path
 ) -> None:
-    look_until_coupled(folder)
+    poll_until_coupled(folder)
     load.enough.set()
     load.join()
     grid.wait_idle()
@@ -377,7 +377,7 @@ def test_a_running_replica_is_recorded_for_a_while_and_again(served: Served, tmp
         assert slices.count("sample") >= 5
 
 
-def test_recording_a_replica_that_does_nothing_says_so(served: Served, tmp_path: Path) -> None:
+def test_recording_an_idle_replica_prints_that_no_step_ran(served: Served, tmp_path: Path) -> None:
     served.wait_idle()
     address = re.search(r"(http://\S+:\d+)/metrics\s+\(scheduling\)", "".join(served.lines))
     assert address

@@ -327,18 +327,20 @@ def test_a_rank_that_was_replaced_begins_the_next_epoch_with_the_requests_left_t
     assert (step.epoch, step.step_id, [admit.id for admit in step.admits]) == (1, 0, ["c"])
 
 
-def told_of_requests(stage: Stage) -> list[object]:
+def reports_of_requests(stage: Stage) -> list[object]:
     """Return what the router receives about requests until their epoch is over."""
-    told: list[object] = []
+    reports: list[object] = []
     while True:
         message = stage.from_controller(object)
         if not isinstance(message, Announce):
-            told.append(message)
+            reports.append(message)
         elif not message.ready:
-            return told
+            return reports
 
 
-def test_the_router_is_told_what_was_computed_when_a_rank_was_lost_and_what_only_waited(stage: Stage) -> None:
+def test_the_router_learns_which_requests_were_computed_when_a_rank_was_lost_and_which_only_waited(
+    stage: Stage,
+) -> None:
     stage.ready()
     stage.send_tokens()
     stage.submit("computed")
@@ -349,7 +351,7 @@ def test_the_router_is_told_what_was_computed_when_a_rank_was_lost_and_what_only
     while stage.from_controller(Announce).waiting == 0:  # type: ignore[attr-defined]
         pass
     stage.hello("second")
-    assert told_of_requests(stage) == [
+    assert reports_of_requests(stage) == [
         Refused("without ids", "not_ready", "the epoch has ended"),
         Refused("waits", "not_ready", "the epoch has ended"),
         Failed("computed", "rank_lost", "a rank was lost while a step had it"),
@@ -391,7 +393,7 @@ def change(stage: Stage, **scheduling: object) -> None:
     settings.model_copy(update={"spec": spec}).write(stage.settings)
 
 
-def test_who_is_missing_at_the_first_start_is_told_once_others_are_here(
+def test_ranks_missing_at_the_first_start_are_logged_once_others_are_present(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("medha_worker.controller.rank_links.LOG_SECONDS", 0.0)
@@ -417,14 +419,14 @@ def test_settings_that_change_are_the_fault_of_no_request(
         stage.submit("computed")
         stage.step()
         change(stage, policy="srpt")
-        assert told_of_requests(stage) == [Refused("computed", "not_ready", "the epoch has ended")]
+        assert reports_of_requests(stage) == [Refused("computed", "not_ready", "the epoch has ended")]
         assert stage.hello().epoch == 1
 
 
 @pytest.mark.parametrize(
     "edit", [{"min_chunk_tokens": 4096}, {"policy": "srpt"}], ids=["invalid", "no profile"]
 )
-def test_settings_that_no_epoch_could_begin_with_are_told_and_the_replica_serves_on(
+def test_settings_that_no_epoch_could_begin_with_are_logged_and_the_replica_continues_to_serve(
     tmp_path: Path, edit: dict[str, object]
 ) -> None:
     path = tmp_path / "p.json"
@@ -435,8 +437,8 @@ def test_settings_that_no_epoch_could_begin_with_are_told_and_the_replica_serves
         path.unlink()
         change(stage, **edit)
         assert stage.process.stderr is not None
-        told = next(line for line in stage.process.stderr if "settings" in line)
-        assert "the previous ones stay in force" in told
+        logged = next(line for line in stage.process.stderr if "settings" in line)
+        assert "the previous ones stay in force" in logged
         stage.send_tokens()
         stage.submit("a")
         assert stage.step().epoch == 0
@@ -476,33 +478,32 @@ def test_a_rank_whose_connection_ends_costs_the_epoch_although_nothing_is_sent_t
     stage.step()
     stage.rank.close(0)
     stage.rank_tokens.close(0)
-    told, end = None, time.monotonic() + 10
-    while not isinstance(told, Failed) and time.monotonic() < end:
+    message, end = None, time.monotonic() + 10
+    while not isinstance(message, Failed) and time.monotonic() < end:
         received = stage.router.receive(timeout_seconds=1)
-        told = received and received.message
-    assert told == Failed("a", "rank_lost", "a rank was lost while a step had it")
+        message = received and received.message
+    assert message == Failed("a", "rank_lost", "a rank was lost while a step had it")
     assert "rank 0 is gone" in stage.kill()
 
 
-def test_what_a_rank_says_last_counts_although_its_connection_has_ended(stage: Stage) -> None:
+def test_the_last_message_of_a_rank_counts_although_its_connection_has_ended(stage: Stage) -> None:
     stage.ready()
     stage.send_tokens()
     stage.submit("a")
     step = stage.step()
-    stage.process.send_signal(
-        signal.SIGSTOP
-    )  # so that it sees the end of the connection together with the last messages
+    # It is stopped, so that it sees the end of the connection together with the last messages.
+    stage.process.send_signal(signal.SIGSTOP)
     stage.finish(step, Sample("a", 7, finish_reason="length"))
     stage.rank.close()
     stage.rank_tokens.close()
     time.sleep(0.2)  # the messages are in transit, and this process cannot see when they arrive
     stage.process.send_signal(signal.SIGCONT)
     end = time.monotonic() + 10
-    told: object = None
-    while not isinstance(told, (Emit, Failed)) and time.monotonic() < end:
+    message: object = None
+    while not isinstance(message, (Emit, Failed)) and time.monotonic() < end:
         received = stage.router.receive(timeout_seconds=1)
-        told = received and received.message
-    assert told == Emit("a", (7,), finish_reason="length")
+        message = received and received.message
+    assert message == Emit("a", (7,), finish_reason="length")
 
 
 def test_connections_of_a_former_process_and_of_a_stranger_may_end_without_an_epoch(stage: Stage) -> None:
@@ -526,12 +527,12 @@ def test_connections_of_a_former_process_and_of_a_stranger_may_end_without_an_ep
     assert stage.step().epoch == epoch
 
 
-def test_a_step_that_ends_without_a_token_it_was_to_draw_ends_the_epoch(stage: Stage) -> None:
+def test_a_step_that_ends_without_a_token_it_was_to_sample_ends_the_epoch(stage: Stage) -> None:
     stage.ready()
     stage.send_tokens()
     stage.submit("a")
     stage.finish(stage.step())
-    assert told_of_requests(stage) == [Failed("a", "rank_lost", "a rank was lost while a step had it")]
+    assert reports_of_requests(stage) == [Failed("a", "rank_lost", "a rank was lost while a step had it")]
     assert stage.hello("first").epoch == 1
 
 

@@ -165,7 +165,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         run()
 
 
-def test_ranks_that_get_nothing_of_a_small_vocabulary_embed_and_draw_with_the_others(
+def test_ranks_that_get_no_part_of_a_small_vocabulary_embed_and_sample_with_the_others(
     tmp_path: Path,
 ) -> None:
     """Nine tokens over eight tensor ranks give the first ranks two each, one rank one, and the last ranks none."""

@@ -158,7 +158,7 @@ def test_chunks_mixed_with_decodes_give_the_text_of_transformers(
 
 
 @pytest.mark.parametrize("prompt_tokens", [48, 49, 55])
-def test_forks_share_the_prompt_and_draw_what_separate_sequences_draw(
+def test_forks_share_the_prompt_and_sample_what_separate_sequences_sample(
     model: Transformer, prompt_tokens: int
 ) -> None:
     """The prompt ends at the end of a block, after the first token of one, or in the middle of one."""
@@ -267,7 +267,7 @@ def test_a_prompt_may_be_forgotten_and_given_again_for_one_step(model: Transform
     assert len(engine.executor._state.sequences) == 1
 
 
-def test_the_stage_is_free_before_tokens_are_drawn(model: Transformer) -> None:
+def test_the_stage_is_free_before_tokens_are_sampled(model: Transformer) -> None:
     order: list[str] = []
 
     class Watched:

@@ -183,10 +183,10 @@ def wire(message: Message, payload: bytes | None = None) -> list[bytes]:
             id="dropped more than a message can hold",
         ),
         pytest.param(Step(1, 0, ()), "unexpected", id="what only a controller says"),
-        pytest.param(Cancel("a"), "unexpected", id="what only a router says"),
+        pytest.param(Cancel("a"), "unexpected", id="a message that only routers send"),
     ],
 )
-def test_a_rank_that_says_what_cannot_be_is_not_believed(
+def test_impossible_messages_of_a_rank_are_dropped_and_counted(
     watched: Watched, message: Message, reason: str
 ) -> None:
     before = watched.dropped("rank_control", reason)
@@ -262,15 +262,17 @@ def test_a_bundle_that_is_not_ours_is_not_sent(watched: Watched) -> None:
     watched.wait_dropped("router_control", before + 1, "state")
 
 
-def test_what_a_rank_has_dropped_is_counted_once_however_often_it_is_told(watched: Watched) -> None:
+def test_messages_that_a_rank_dropped_are_counted_once_however_often_it_reports_them(
+    watched: Watched,
+) -> None:
     before = watched.dropped("at_rank_tokens", "payload"), watched.dropped("rank_control")
     for messages in (2, 2, 5, 5):
-        told = (
+        dropped = (
             ("tokens", "payload", messages),
             ("elsewhere", "type", 1),
             ("control", "of a later release", 1),
         )
-        watched.rank.send(RankHello(0, "first", dropped=told))
+        watched.rank.send(RankHello(0, "first", dropped=dropped))
     watched.wait_dropped("at_rank_tokens", before[0] + 5, "payload")
     watched.serves("after what was dropped")
     assert watched.dropped("at_rank_tokens", "payload") == before[0] + 5

@@ -65,7 +65,9 @@ def test_while_the_ranks_gather_the_status_names_who_is_missing(inspection: Insp
     assert (status["state"], status["missing_ranks"], status["core"]) == ("gathering", [1], None)
 
 
-def test_ranks_are_told_once_when_a_trace_begins_and_when_its_time_is_over(inspection: Inspection) -> None:
+def test_ranks_get_one_message_when_a_trace_begins_and_one_when_its_time_is_over(
+    inspection: Inspection,
+) -> None:
     assert inspection.rank_trace_requests(1.0) is None
     pieces = ask(inspection, TraceQuery(5.0), 2.0)
     assert inspection.rank_trace_requests(3.0) == Trace(4.0)
@@ -105,8 +107,8 @@ def test_a_file_is_written_from_the_first_epoch_on_and_none_is_overwritten(
 ) -> None:
     inspection = Inspection("grid", "tiny", tmp_path / "trace.json")
     inspection.begin_epoch(new_core(epoch), History(), 1.0)
-    told = inspection.rank_trace_requests(1.0)
-    assert told is not None
-    assert told.seconds == pytest.approx(FOREVER_SECONDS)
+    request = inspection.rank_trace_requests(1.0)
+    assert request is not None
+    assert request.seconds == pytest.approx(FOREVER_SECONDS)
     inspection.close()
     assert json.loads((tmp_path / name).read_bytes())

@@ -48,7 +48,7 @@ def test_a_size_that_is_named_is_taken() -> None:
     assert pool_blocks(replace(REQUEST, size_bytes=200 * MIB + 5), 1000 * MIB) == 200
 
 
-def test_a_length_that_does_not_fit_the_fraction_names_numbers_and_mend() -> None:
+def test_the_error_for_a_length_that_does_not_fit_the_fraction_names_numbers_and_the_fix() -> None:
     with pytest.raises(OutOfMemory) as caught:
         pool_blocks(REQUEST, 100 * MIB)
     text = str(caught.value)
@@ -157,7 +157,7 @@ def test_without_a_cgroup_the_machines_memory_counts(tmp_path: Path, monkeypatch
 # --- the warm-up --------------------------------------------------------------------------------------
 
 
-def test_the_profile_of_a_warm_up_foretells_what_it_measured_and_beyond() -> None:
+def test_the_profile_of_a_warm_up_predicts_what_it_measured_and_beyond() -> None:
     truth = Profile(
         name="truth",
         source="test",
@@ -247,7 +247,7 @@ def test_what_lanes_exchange_is_counted_beside_the_activations() -> None:
     assert with_lanes(lanes=3, passes_keys=True) == 2 * queries + 2 * (2 * 2 * 1000 * 16 * 4)
 
 
-def test_a_batch_that_does_not_fit_the_warm_up_names_the_mend(
+def test_the_error_for_a_batch_that_does_not_fit_the_warm_up_names_the_fix(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exhausted(*_: object) -> None:

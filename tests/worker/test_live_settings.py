@@ -42,7 +42,7 @@ def test_a_change_is_seen_once(number: LiveFile[int], tmp_path: Path) -> None:
     assert number.changed(2 * POLL_SECONDS) is None
 
 
-def test_what_cannot_be_used_is_said_once_and_what_comes_after_it_is_read(
+def test_settings_that_cannot_be_used_are_reported_once_and_later_ones_are_read(
     number: LiveFile[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mount(tmp_path, "v2", "two")

@@ -114,7 +114,7 @@ def test_nothing_is_remembered_of_requests_that_have_ended(beside: Beside) -> No
     assert beside.history.launched == {}
 
 
-def test_a_lost_epoch_is_told_and_what_was_counted_stays(beside: Beside) -> None:
+def test_a_lost_epoch_is_reported_and_the_counts_stay(beside: Beside) -> None:
     run(beside, (1.0, 1.01, 1.02))
     beside.submit("b", 2.0)
     lost = beside.watch.status(None, 3.0, missing_ranks=[1])

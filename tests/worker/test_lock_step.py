@@ -13,7 +13,7 @@ def test_a_step_of_one_lane_passes_at_once() -> None:
     assert joined.join(done) == done
 
 
-def test_the_last_lane_completes_the_event_with_what_all_have_drawn() -> None:
+def test_the_last_lane_completes_the_event_with_the_samples_of_all() -> None:
     joined = LockStep()
     joined.expect(Step(step_id=1, epoch=0, entries=(), lanes=(0, 3)), now=0.0)
     assert joined.join(StageFree(1, 0, lanes=(3,))) is None
@@ -107,7 +107,7 @@ def test_a_request_that_gets_neither_its_token_nor_a_reason_is_named_when_the_la
     joined.join(first)
     second = Done(1, (Sample("b", 6),), lanes=(1,))
     assert joined.unsampled(second) == ["a"]
-    told = Done(1, (Sample("b", 6),), (EntryFailed("a", "internal", "masked"),), lanes=(1,))
-    assert joined.unsampled(told) == []
-    joined.join(told)
+    failed = Done(1, (Sample("b", 6),), (EntryFailed("a", "internal", "masked"),), lanes=(1,))
+    assert joined.unsampled(failed) == []
+    joined.join(failed)
     assert joined.unsampled(second) == [], "a late duplicate"

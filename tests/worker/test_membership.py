@@ -115,14 +115,14 @@ def test_an_idle_rank_that_is_not_heard_is_silent_and_a_busy_one_is_not() -> Non
 
 
 @pytest.mark.parametrize(
-    ("own", "told", "is_stranger"),
+    ("own", "reported", "is_stranger"),
     [("new", "old", True), ("new", "new", False), ("new", "", False), ("", "old", False)],
 )
-def test_a_rank_of_another_revision_is_a_stranger_and_one_that_does_not_tell_is_not(
-    own: str, told: str, is_stranger: bool
+def test_a_rank_of_another_revision_is_a_stranger_and_one_without_a_revision_is_not(
+    own: str, reported: str, is_stranger: bool
 ) -> None:
     membership = Membership(2, revision=own)
-    assert membership.is_of_other_revision(RankHello(0, "a", revision=told)) is is_stranger
+    assert membership.is_of_other_revision(RankHello(0, "a", revision=reported)) is is_stranger
 
 
 def test_a_rank_of_pods_that_were_replaced_is_refused_by_its_last_epoch() -> None:

@@ -137,7 +137,7 @@ def test_ranks_listen_at_their_own_address_alone() -> None:
     assert listening == {"127.0.0.1"}
 
 
-def test_who_waits_for_a_rank_that_has_left_is_told_at_once() -> None:
+def test_waiting_for_a_rank_that_has_left_ends_at_once() -> None:
     first, second = together(Topology(stream=2))
     first.close()
     with pytest.raises(PartFailed, match="rank 1 waits for hidden states of rank 0, and lost it"):
@@ -145,7 +145,7 @@ def test_who_waits_for_a_rank_that_has_left_is_told_at_once() -> None:
     second.close()
 
 
-def test_who_has_begun_to_wait_for_a_rank_that_then_leaves_is_told_at_once() -> None:
+def test_a_wait_for_a_rank_ends_at_once_when_that_rank_leaves() -> None:
     first, second = together(Topology(stream=2))
     second.expect_hidden(1)
     first.close()

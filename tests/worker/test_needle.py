@@ -192,7 +192,7 @@ def test_transformers_answers_every_question_and_ends(needle: Path, model: Model
     assert answers(needle, haystack) == expected
 
 
-def test_a_name_that_was_not_said_has_no_passkey(needle: Path, model: Model) -> None:
+def test_a_name_that_the_prompt_does_not_have_has_no_passkey(needle: Path, model: Model) -> None:
     haystack = make_haystack(model.tokenizer, 700, seed=0)
     missing = next(name for name in NAMES if name not in haystack.passkeys)
     asked = Haystack(haystack.text, haystack.tokens, {missing: ""}, {})

@@ -144,7 +144,7 @@ def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_
             assert sampled == [(one.id, one.token) for one in alone.samples]
 
 
-def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_draw_their_tokens(
+def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_are_sampled(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the rank that samples notices it, and others wait for a token of every row."""
@@ -199,7 +199,7 @@ def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engi
     return came_of
 
 
-def test_ranks_on_which_the_largest_chunk_does_not_fit_do_not_start_and_name_the_mend(
+def test_ranks_on_which_the_largest_chunk_does_not_fit_do_not_start_and_name_the_fix(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     """Otherwise the replica would report that it is ready, and each large request would fail."""
@@ -299,12 +299,12 @@ def run_shared(
     """Return what both lanes report of each step, and the steps for which a rank reported too little memory."""
     sampled = np.random.default_rng(7).integers(0, 100, 64).astype(np.int32)
     ranks._rendezvous()
-    told: list[int] = []
+    tight_steps: list[int] = []
 
     def work(rank: int) -> list[Done]:
         grid = ranks._grids[rank]
         running = 0
-        model = ranks._models[rank].in_grid(grid.tensor_group, grid, lambda: told.append(running))
+        model = ranks._models[rank].in_grid(grid.tensor_group, grid, lambda: tight_steps.append(running))
         tight: Any = Tight(model.kernels.attention, 10 if rank == tight_rank else math.inf)
         model.kernels = replace(model.kernels, attention=tight)
         runner = Executor(
@@ -335,7 +335,7 @@ def run_shared(
         )
         for dones in of_lanes
     ]
-    return joined, told
+    return joined, tight_steps
 
 
 def sampled(done: Done, name: str) -> int:
@@ -345,11 +345,11 @@ def sampled(done: Done, name: str) -> int:
 @pytest.mark.parametrize("strategy", [strategy for strategy, _ in SPREADS], ids=[name for _, name in SPREADS])
 def test_a_shared_request_that_does_not_fit_on_one_lane_ends_alone(lanes: Ranks, strategy: str) -> None:
     expected, _ = run_shared(lanes, strategy, large=False, tight_rank=None)
-    whole, told = run_shared(lanes, strategy, large=True, tight_rank=None)
+    whole, tight_steps = run_shared(lanes, strategy, large=True, tight_rank=None)
     assert all(done.failures == () for done in whole)
-    assert not told
+    assert not tight_steps
     for tight_rank in range(lanes.topology.ranks):
-        found, told = run_shared(lanes, strategy, large=True, tight_rank=tight_rank)
+        found, tight_steps = run_shared(lanes, strategy, large=True, tight_rank=tight_rank)
         failed = [{(one.id, one.reason) for one in done.failures} for done in found]
         if failed[0] | failed[1] != {("large", "not_finite")}:  # no rows depend on these on the last layer
             assert failed[:2] == [set(), set()]
@@ -357,7 +357,7 @@ def test_a_shared_request_that_does_not_fit_on_one_lane_ends_alone(lanes: Ranks,
             assert lanes._grids[tight_rank].is_last_stage
             assert sampled(found[1], "large") == sampled(whole[1], "large")
         assert failed[2:] == [set(), set()]
-        assert told == [0]
+        assert tight_steps == [0]
         for done, alone in zip(found, expected, strict=True):
             for one in alone.samples:
                 assert sampled(done, one.id) == one.token

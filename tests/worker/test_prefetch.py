@@ -118,7 +118,7 @@ def test_what_had_come_before_a_step_begins_is_planned_while_it_runs(both: Both)
         plan.wait_for(2)
 
 
-def test_one_that_cannot_be_planned_says_so_when_its_turn_comes_and_none_behind_it_is_planned(
+def test_a_step_that_cannot_be_planned_fails_when_its_turn_comes_and_none_behind_it_is_planned(
     both: Both,
 ) -> None:
     def outcome(step: Step) -> LanePlan:

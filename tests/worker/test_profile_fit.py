@@ -63,7 +63,7 @@ def test_whatever_was_measured_more_work_never_takes_less(noise: list[float]) ->
         assert seconds == sorted(seconds)
 
 
-def test_a_range_of_contexts_is_foretold_from_the_others() -> None:
+def test_a_range_of_contexts_is_predicted_from_the_others() -> None:
     tests = held_out([measured(TRUTH, works) for works in GRID.shapes()], layers=4)
     assert [(test.low, test.high) for test in tests] == [
         (1, 1024),
@@ -115,30 +115,34 @@ class Played:
 
 
 def test_each_step_is_measured_in_each_round_after_one_that_does_not_count() -> None:
-    timer, told = Played(), list[tuple[int, int]]()
+    timer, reported = Played(), list[tuple[int, int]]()
     shapes = GRID.shapes()
     steps = measure(
-        timer, shapes, rounds=3, max_step_seconds=60, progress=lambda done, total: told.append((done, total))
+        timer,
+        shapes,
+        rounds=3,
+        max_step_seconds=60,
+        progress=lambda done, total: reported.append((done, total)),
     )
     assert {step.works for step in steps} == set(shapes)
     assert all(timer.seen.count(works) == 4 for works in shapes)
     rounds = [timer.seen[i : i + len(shapes)] for i in range(0, len(timer.seen), len(shapes))]
     assert rounds[1] != rounds[2]  # another order, so that no step always follows the same one
-    assert told == [(i + 1, 4 * len(shapes)) for i in range(4 * len(shapes))]
+    assert reported == [(i + 1, 4 * len(shapes)) for i in range(4 * len(shapes))]
 
 
 def test_steps_that_take_too_long_are_left_out_with_all_larger_ones() -> None:
-    timer, told = Played(), list[tuple[int, int]]()
+    timer, reported = Played(), list[tuple[int, int]]()
     limit = measured(TRUTH, (Work(4096, 256),)).seconds
     steps = measure(
-        timer, GRID.shapes(), rounds=2, max_step_seconds=limit, progress=lambda *pair: told.append(pair)
+        timer, GRID.shapes(), rounds=2, max_step_seconds=limit, progress=lambda *pair: reported.append(pair)
     )
     assert max(step.seconds for step in steps) == pytest.approx(limit)
     assert (Work(16384, 1024),) not in timer.seen
-    assert told[-1][0] == told[-1][1] == len(timer.seen)
+    assert reported[-1][0] == reported[-1][1] == len(timer.seen)
 
 
-def test_a_machine_on_which_no_step_is_short_enough_is_told_so() -> None:
+def test_a_machine_on_which_no_step_is_short_enough_is_an_error_that_says_so() -> None:
     with pytest.raises(ConfigInvalid, match="no step ends within --max-step-seconds 1e-09; raise it"):
         measure(Played(), GRID.shapes(), rounds=1, max_step_seconds=1e-9)
 

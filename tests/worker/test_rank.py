@@ -244,7 +244,7 @@ def test_a_rank_reports_what_it_holds(served: tuple[Stage, RankReady], checkpoin
     assert ready.load_seconds > 0
 
 
-def test_a_rank_says_what_transformers_says(served: tuple[Stage, RankReady], checkpoint: Path) -> None:
+def test_a_rank_samples_the_tokens_of_transformers(served: tuple[Stage, RankReady], checkpoint: Path) -> None:
     """The prompt arrives in pieces and runs in chunks; it and a fork of it get 20 tokens each."""
     stage, _ = served
     ids = np.random.default_rng(0).integers(7, 512, 70).astype(np.int32)
@@ -320,7 +320,9 @@ def test_whatever_else_comes_over_a_link_a_rank_goes_on(
     stage.run(Step(0, 0, (), releases=("a",), forgets=("p",)))
 
 
-def test_a_rank_that_its_controller_does_not_admit_ends_and_says_so(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_rank_that_its_controller_does_not_admit_ends_and_logs_why(
+    tmp_path: Path, checkpoint: Path
+) -> None:
     stage = Stage(tmp_path, checkpoint, start=False)
     try:
         stage.settings.write_text(
@@ -408,7 +410,7 @@ def fault_of(stage: Stage) -> str:
     return message.detail
 
 
-def test_a_pool_that_cannot_hold_the_longest_request_is_a_fault_that_names_the_mend(
+def test_a_pool_that_cannot_hold_the_longest_request_is_an_error_that_names_the_fix(
     start: Callable[..., Stage],
 ) -> None:
     spec = SPEC.model_copy(update={"kv_cache": KvCacheSpec(size="100Ki")})

@@ -70,11 +70,11 @@ def test_a_pod_reads_what_root_has_made(model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(model: Path, name: str) -> None:
+def test_a_file_that_may_not_be_read_is_not_reported_as_missing(model: Path, name: str) -> None:
     (model / name).chmod(0o600)
-    with as_user_of_a_pod(), pytest.raises(CheckpointInvalid) as told:
+    with as_user_of_a_pod(), pytest.raises(CheckpointInvalid) as caught:
         read_everything(model)
-    assert str(told.value) == (
+    assert str(caught.value) == (
         f"{model / name}: cannot be read by uid 65532: {model / name} has mode 0600 and belongs to uid 0; "
         f"where the model is kept, run: chmod -R a+rX {model}"
     )
@@ -86,7 +86,7 @@ def test_a_folder_that_may_not_be_entered_is_named(model: Path) -> None:
         read_everything(model)
 
 
-def test_a_file_that_is_missing_is_still_said_to_be_so(model: Path) -> None:
+def test_a_file_that_is_missing_is_still_reported_as_missing(model: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(CheckpointInvalid, match=r"model\.safetensors is missing"):
         read_everything(model)

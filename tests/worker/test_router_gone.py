@@ -84,7 +84,7 @@ def test_nothing_is_left_of_a_router_that_was_killed_and_nobody_is_computed_for_
     assert (emit.id, emit.tokens) == ("held", (9,)), "nothing of the former router's requests comes before it"
 
 
-def test_a_router_that_does_not_admit_the_replica_is_said_and_asked_again(tmp_path: Path) -> None:
+def test_a_router_that_does_not_admit_the_replica_is_logged_and_tried_again(tmp_path: Path) -> None:
     """The router's tokens may change, and then admit the replica."""
     stage = Stage(tmp_path, start=False)
     try:
@@ -126,7 +126,7 @@ def test_a_key_file_that_is_missing_ends_the_start_and_is_named(tmp_path: Path, 
         stage.close()
 
 
-def test_metrics_tell_that_kv_is_free_while_there_is_no_router(stage: Stage) -> None:
+def test_metrics_report_that_kv_is_free_while_there_is_no_router(stage: Stage) -> None:
     step = ask_for_all(stage)
     close_router(stage)
     stage.finish(step, Sample("runs", 7))

@@ -124,7 +124,7 @@ def test_nothing_else_is_here_and_nothing_can_be_written(questions: Questions) -
     assert get(questions, "/status", method="POST")[0] == "405 Method Not Allowed"
 
 
-def test_a_loop_that_does_not_answer_is_told_not_waited_for(
+def test_a_loop_that_does_not_answer_is_reported_not_waited_for(
     questions: Questions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("medha_worker.controller.telemetry_server.ANSWER_SECONDS", 0.05)

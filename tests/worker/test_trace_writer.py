@@ -138,7 +138,7 @@ def test_a_step_on_two_stages_is_two_slices_with_its_chunk_and_an_arrow_between(
     assert (start["ts"], end["ts"]) == (190_000, 249_999)
 
 
-def test_waits_that_come_too_often_are_told_as_a_sum(traced: Traced) -> None:
+def test_waits_that_come_too_often_are_traced_as_a_sum(traced: Traced) -> None:
     step = traced.submit("a", 20, 100.0)
     times = StepTimes(step.step_id, 100.1, 100.2, (), (("all_reduce", 0.0125),))
     traced.tracing.put(101.0, part(0, times))
@@ -153,7 +153,7 @@ def test_a_rank_of_another_machine_is_put_on_our_clock_by_its_fastest_message(tr
     assert [event["ts"] for event in slices(traced.events(), "prefill 20")] == [1_500_000, 2_250_000]
 
 
-def test_a_lane_that_only_helps_says_so_and_gets_no_arrow(traced: Traced) -> None:
+def test_a_lane_that_only_helps_has_a_slice_and_no_arrow(traced: Traced) -> None:
     step = traced.submit("a", 20, 100.0)
     lane = step.entries[0].lane
     helper = TOPOLOGY.stream * (1 - lane) + 1
@@ -210,7 +210,7 @@ def test_every_piece_ends_an_event_so_that_a_crash_leaves_what_can_be_read(trace
     assert slices(json.loads(text + b"]"), "prefill 20")
 
 
-def test_a_trace_ends_at_its_largest_size_and_says_so(traced: Traced) -> None:
+def test_a_trace_ends_at_its_largest_size_with_a_message(traced: Traced) -> None:
     for index in range(2 * trace_module.PIECE_EVENTS):
         traced.tracing.put(100.0, part(0, StepTimes(index, 100.1, 100.2)))
     text = b"".join(traced.tracing.pieces(most_bytes=20_000))
@@ -276,5 +276,5 @@ def test_times_that_are_no_numbers_are_left_out_and_the_trace_stays_json(traced:
         raise AssertionError(f"{constant} is no JSON")
 
     events = json.loads(b"".join(traced.tracing.pieces()), parse_constant=refuse)
-    told = [event["name"] for event in events if event["ph"] in "Xi"]
-    assert told == ["step 6", "5 steps were left out", "1 steps were left out", "step 8"]
+    names = [event["name"] for event in events if event["ph"] in "Xi"]
+    assert names == ["step 6", "5 steps were left out", "1 steps were left out", "step 8"]
