@@ -45,7 +45,7 @@ class Snapshot(BaseModel):
 
 
 class NotAnswering(PartFailed):
-    """Nobody answers now; a later poll may succeed."""
+    """The replica does not answer now; a later poll may succeed."""
 
 
 class Target:

@@ -10,7 +10,7 @@ from medha.api.fields import Model
 
 
 class Condition(Model):
-    """One aspect of a resource, in the form of every Kubernetes condition."""
+    """State of one aspect of a resource, in the form of every Kubernetes condition."""
 
     type: str = Field(min_length=1, max_length=316)
     """Name of the aspect."""
@@ -35,7 +35,7 @@ class RoleCount(Model):
     """Number of pods of one role of the grid."""
 
     role: str = Field(max_length=63)
-    """`lead` (lane 0, whose first stage runs the controller) or `kv` (the other lanes)."""
+    """Name of the role: `lead` (lane 0, whose first stage runs the controller) or `kv` (the other lanes)."""
     desired: int = 0
     """Number of pods that the grid has of this role."""
     ready: int = 0

@@ -34,7 +34,7 @@ class Entry:
     """True if the client chose the id; another request may then have the same id."""
     model: str | None = None
     outcome: str | None = None
-    """`stop`, `length`, `cancelled`, or the code of the error."""
+    """The outcome: `stop`, `length`, `cancelled`, or the code of the error."""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     ttft_seconds: float | None = None

@@ -38,7 +38,7 @@ _BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: a stop drains first, and `/ready` must answer 503 meanwhile."""
+    """Runs uvicorn without its signal handlers: a stop drains first, and `/ready` must answer 503 meanwhile."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Where a rank computes: made once, when the rank starts, and passed to all that makes or moves tensors.
+"""The device on which a rank computes: made once, when it starts, and passed to all that makes or moves tensors.
 
 Tensors are in one of two memories. Token ids, positions, tables, frames and what gloo sends are in *host*
 memory; weights, activations and the KV pool are in the device's. On a CPU both are the same.

@@ -11,7 +11,7 @@ from medha.api.fields import Label, Model, Name, ResourceQuantity, live, restart
 
 
 class SecretKey(Model):
-    """One entry of a Secret in the replica's namespace."""
+    """Reference to an entry of a Secret in the replica's namespace."""
 
     name: Name
     """Name of the Secret."""

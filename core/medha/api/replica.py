@@ -394,7 +394,7 @@ class ObjectMeta(BaseModel):
 
 
 class MedhaReplica(Model):
-    """One model, served by one grid of ranks under one controller."""
+    """Serves one model on one grid of ranks, under one controller."""
 
     api_version: Literal["medha.dev/v1alpha1"]
     kind: Literal["MedhaReplica"]

@@ -136,8 +136,8 @@ class Facts:
     left_first_stage: int | None = None  # a step
     completed: Completed | None = None
     moves: list[tuple[str, OpenPhase | None, int]] = field(default_factory=list)
-    """(request, phase, prompt tokens). The request is in this phase from now on, and may have been before; None:
-    it has ended. The tokens are 0 unless it begins to wait or begins its prefill."""
+    """Phases that begin or continue, as (request, phase, prompt tokens). The request may have been in the phase
+    before; None: it has ended. The tokens are 0 unless it begins to wait or begins its prefill."""
     launched: list[Launched] = field(default_factory=list)
     first_tokens: list[OpenRequest] = field(default_factory=list)
     later_tokens: int = 0  # output tokens, without those that are the first of a request

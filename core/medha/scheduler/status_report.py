@@ -129,7 +129,7 @@ class RequestStatus(_Model):
     prefill_left_seconds: float
     """Predicted time of the remaining prefill if it runs alone."""
     slack_seconds: float
-    """`deadline_in_seconds` - `prefill_left_seconds`."""
+    """Slack: `deadline_in_seconds` less `prefill_left_seconds`."""
     ttft_seconds: float | None
     """Seconds from its arrival to its first token; none before that."""
     tpot_target_seconds: float

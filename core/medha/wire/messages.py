@@ -290,7 +290,7 @@ class Grow:
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Extent:
-    """`count` token positions `start, start + stride, ...` of a sequence."""
+    """A sequence's `count` token positions `start, start + stride, ...`."""
 
     start: int
     count: int
@@ -400,7 +400,8 @@ class RankHello:
     revision: str = ""
     """Revision of the replica's pods that the rank belongs to; empty if unknown (earlier release, no cluster)."""
     dropped: tuple[tuple[str, str, int], ...] = ()
-    """(link, reason, messages) that this process has dropped since it began; sent on the link `control` only."""
+    """Numbers of messages that this process has dropped since it began, as (link, reason, messages); sent on the link
+    `control` only."""
 
 
 @dataclass(frozen=True, slots=True)

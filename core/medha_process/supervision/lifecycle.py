@@ -101,7 +101,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing else has happened; deadlines are checked."""
+    """The event that only time has passed; deadlines are checked."""
 
 
 @dataclass(frozen=True, slots=True)

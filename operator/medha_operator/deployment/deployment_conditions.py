@@ -42,12 +42,12 @@ class Rollout:
 
     @property
     def is_complete(self) -> bool:
-        """Every replica is as the spec asks and available, and none is surplus."""
+        """True if every replica is as the spec asks and available, and none is surplus."""
         return self._is_as_desired and self.available == self.replicas
 
     @property
     def is_suspended(self) -> bool:
-        """Every replica is as the spec asks, and those that are not available should have no pods."""
+        """True if every replica is as the spec asks, and those that are not available should have no pods."""
         suspended = sum(child.is_suspended for child in self.children)
         return self._is_as_desired and suspended > 0 and self.available + suspended == self.replicas
 
@@ -58,7 +58,7 @@ class Rollout:
 
     @property
     def is_at_rest(self) -> bool:
-        """Nothing moves until somebody does something."""
+        """True if nothing changes before somebody changes the deployment or the cluster."""
         rests = self.is_complete or self.is_suspended or self.has_change_waiting
         return rests or _stalled(self) is not None
 

@@ -119,9 +119,9 @@ class Observed:
     deployment: str | None = None
     """Name of the MedhaDeployment that owns it."""
     may_drain: str | None = None
-    """`status.newestMember` of the gang that the deployment permits to leave a cordoned node."""
+    """The `status.newestMember` of the gang that the deployment permits to leave a cordoned node."""
     objects: Mapping[tuple[str, str], Object] = field(default_factory=dict)
-    """(kind, name) -> object, of those that we render."""
+    """Objects of the kinds that we render, by (kind, name)."""
     revisions: tuple[Revision, ...] = ()
     pods: tuple[Pod, ...] = ()
     earlier_pods: tuple[Pod, ...] = ()

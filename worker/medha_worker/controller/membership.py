@@ -47,7 +47,7 @@ class Membership:
     def __init__(
         self, ranks: int, first_epoch: int = 0, oldest_epoch: int = 0, *, revision: str = ""
     ) -> None:
-        """`first_epoch` begins next.
+        """Begin without ranks; `first_epoch` begins next.
 
         Ranks of epochs before `oldest_epoch` belong to pods that were replaced.
         """

@@ -171,7 +171,7 @@ class SpreadStep:
             self._passing.append(self._queries)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Like `StepAttention.attend`, for own rows [rows, heads, head_dim]; `k` and `v` are theirs."""
+        """Attend as `StepAttention.attend` does, for own rows [rows, heads, head_dim]; `k` and `v` are theirs."""
         all_q = self._share(layer, q, k, v)
         for ring in self._passing:
             ring.start(layer, q)
@@ -429,7 +429,7 @@ class _Partial:
     def _one_by_one(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `StepAttention.attend`, with less memory at a time; NaN if that does not suffice."""
+        """Attend as `StepAttention.attend` does, with less memory at a time; NaN if that does not suffice."""
         output = q.new_empty(self._planned, *q.shape[1:])
         sums = q.new_empty(self._planned, q.shape[1], dtype=torch.float32)
         for span in self._spans:

@@ -314,7 +314,7 @@ class Transformer:
         rotation: Rotation,
         sequences: Sequence[slice],
     ) -> _Heads:
-        """Like `_heads`, but sequence by sequence if memory runs out; NaN for those that do not fit alone."""
+        """Compute as `_heads` does, but sequence by sequence if memory runs out; NaN for those that do not fit alone."""
         try:
             return self._heads(layer, hidden, rotation)
         except (MemoryError, RuntimeError) as error:
