@@ -391,12 +391,8 @@ class KvPools:
         remaining_seconds: Callable[[int], float] | None,
         owners: Sequence[int] | None,
     ) -> Iterable[ShardMap]:
-        """Yield the maps to try, in order: the one that uses the caches best, then one that ignores them."""
+        """Yield the maps to try on several lanes: the one that uses the caches best, then one that ignores them."""
         lanes = range(len(self._lanes))
-        if len(lanes) == 1:
-            if reserved_tokens <= self._lane_tokens:
-                yield ShardMap((Segment(0, 0, reserved_tokens),))
-            return
         free = [self.free_tokens_on(lane) for lane in lanes]
         seconds = list(pending_seconds or [0.0] * len(free))
         is_long = spreads(

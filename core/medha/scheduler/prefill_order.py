@@ -45,8 +45,8 @@ class PrefillOrder:
             first = self._guarded.first(table.stage_columns, plan, now, correction / pace)
             return lambda chosen: _by_due(plan.by_due, first, chosen)
         columns = table.columns(correction)
-        prefill_order, tie = keys(self._policy, columns, now, self._lars_denominator), columns.tie
-        return lambda chosen: _by_key(prefill_order, tie, chosen)
+        sort_keys, tie = keys(self._policy, columns, now, self._lars_denominator), columns.tie
+        return lambda chosen: _by_key(sort_keys, tie, chosen)
 
 
 def _by_due(by_due: Ints, first: int | None, chosen: Bools) -> Iterator[int]:
@@ -60,12 +60,12 @@ def _by_due(by_due: Ints, first: int | None, chosen: Bools) -> Iterator[int]:
                 yield row
 
 
-def _by_key(prefill_order: Floats, tie: Ints, chosen: Bools) -> Iterator[int]:
+def _by_key(sort_keys: Floats, tie: Ints, chosen: Bools) -> Iterator[int]:
     if 2 * np.count_nonzero(chosen) > len(chosen):
-        for row in urgent_first(prefill_order, tie):
+        for row in urgent_first(sort_keys, tie):
             if chosen[row]:
                 yield row
         return
     rows = np.flatnonzero(chosen)
-    for place in urgent_first(prefill_order[rows], tie[rows]):
+    for place in urgent_first(sort_keys[rows], tie[rows]):
         yield int(rows[place])
