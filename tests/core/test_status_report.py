@@ -30,21 +30,30 @@ class Watched:
     """A controller and its history."""
 
     def __init__(self, controller: ReplicaController) -> None:
-        self._controller, self._history = controller, History()
+        self.controller, self._history = controller, History()
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
-        commands = self._controller.handle(event, now)
-        self._history.take(self._controller, event, commands, now)
+        commands = self.controller.handle(event, now)
+        self._history.take(self.controller, event, commands, now)
         return commands
 
     def status(self, now: float, order: Order = "urgency", most_requests: int = 50) -> CoreStatus:
-        return status(self._controller, self._history, now, order=order, most_requests=most_requests)
+        return status(self.controller, self._history, now, order=order, most_requests=most_requests)
 
 
-def new_core(*, stream: int = 2, kv: int = 1, kv_blocks: int = 1000, policy: str = "lars") -> Watched:
+def new_core(
+    *,
+    stream: int = 2,
+    kv: int = 1,
+    kv_blocks: int = 1000,
+    policy: str = "lars",
+    scheduling: SchedulingSpec | None = None,
+) -> Watched:
+    if scheduling is None:
+        scheduling = SchedulingSpec(policy=policy, max_chunk_tokens=256, min_chunk_tokens=256)  # type: ignore[arg-type]
     config = ReplicaConfig(
         topology=Topology(stream=stream, kv=kv),
-        scheduling=SchedulingSpec(policy=policy, max_chunk_tokens=256, min_chunk_tokens=256),  # type: ignore[arg-type]
+        scheduling=scheduling,
         service_classes={name: ServiceClass(name=name) for name in ("default", "batch")},
         default_class="default",
         max_model_len=100_000,
@@ -106,7 +115,7 @@ def test_slack_is_what_is_left_of_the_deadline_beside_the_work() -> None:
     assert not found.demoted
 
 
-def test_one_that_cannot_be_on_time_is_shown_as_demoted_with_its_promise() -> None:
+def test_a_request_that_cannot_be_on_time_is_shown_as_demoted_with_its_revised_deadline() -> None:
     core = new_core(policy="guarded", kv_blocks=4000)
     core.handle(submit("hopeless", 50_000, deadline_after_seconds=0.01), 0.0)
     core.handle(submit("fine", 100, deadline_after_seconds=5.0), 0.0)
@@ -120,6 +129,34 @@ def test_one_that_cannot_be_on_time_is_shown_as_demoted_with_its_promise() -> No
         ("default", 1, 1),
         ("batch", 0, 0),
     ]
+
+
+@pytest.mark.parametrize(("stream", "before_deadline"), [(1, False), (2, False), (8, False), (8, True)])
+def test_a_revised_deadline_is_when_the_first_token_is_due_however_many_stages_the_prompt_drains_through(
+    stream: int, before_deadline: bool
+) -> None:
+    """With many stages, work may be due later than at first and yet before the deadline of the first token."""
+    share = 0.5
+    scheduling = SchedulingSpec(
+        policy="guarded",
+        demoted_share=share,
+        max_chunk_tokens=256,
+        min_chunk_tokens=256,
+        max_step_seconds=0.002,
+    )
+    core = new_core(stream=stream, scheduling=scheduling)
+    alone = core.controller.predictor.uncorrected_prefill(0, 512)
+    end = alone.busy_seconds / share
+    deadline = 1e-3
+    if before_deadline:
+        latest = alone.seconds - scheduling.max_step_seconds / stream  # later, it could be on time
+        deadline = (max(end, alone.drain_seconds) + latest) / 2
+        assert deadline - alone.drain_seconds < end < deadline
+    core.handle(submit("two chunks", 512, deadline_after_seconds=deadline), 0.0)
+    found = core.status(0.0)
+    request = find(found, "two chunks")
+    assert (request.phase, request.demoted, found.classes[0].demoted) == ("prefill", True, 1)
+    assert request.revised_deadline_in_seconds == pytest.approx(end + alone.drain_seconds)
 
 
 def test_requests_are_counted_by_class_and_phase() -> None:

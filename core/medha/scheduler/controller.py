@@ -172,11 +172,14 @@ class ReplicaController:
         """Return how a step in flight was filled."""
         return self._in_flight[step.step_id].built.packed
 
-    def due(self, request: Request) -> float:
-        """Return the due time of a request on the clock of `now`, by which the policy `guarded` orders it.
+    def is_demoted(self, request: Request) -> bool:
+        """Return whether the policy `guarded` has demoted a request whose prompt is not wholly dispatched."""
+        return self._table.is_demoted(request)
 
-        This is its deadline, or its revised deadline while it is demoted. With several stages, both are earlier
-        by the time in which the prompt drains from the pipeline, as long as it is not wholly dispatched.
+    def due(self, request: Request) -> float:
+        """Return when the first token of a request is due, on the clock of `now`.
+
+        This is its deadline, or its revised deadline while it is demoted.
         """
         return self._table.due(request)
 

@@ -312,15 +312,27 @@ class RequestTable:
         return self._held.item(request.row)
 
     def dispatched_by(self, request: Request) -> float:
-        """Return the due time of a prefill: -inf if it is wholly dispatched already.
-
-        It is later than the deadline only if the request is demoted.
-        """
+        """Return by when the last chunk of a prefill must have left a stage; -inf if it is wholly dispatched."""
         return self._due.item(request.row) if request.row != NOWHERE else -inf
 
+    def is_demoted(self, request: Request) -> bool:
+        """Return whether a request is demoted, so that it is due at a revised deadline.
+
+        A request that is wholly dispatched is not.
+        """
+        row = request.row
+        return row != NOWHERE and self._due.item(row) > self._busy_until.item(row)
+
     def due(self, request: Request) -> float:
-        """Return the due time of a request, as `dispatched_by`; its deadline if it is wholly dispatched."""
-        return self._due.item(request.row) if request.row != NOWHERE else request.deadline
+        """Return when the first token of a request is due: at its deadline, or its revised one while demoted.
+
+        The columns have the earlier time at which its last chunk must have left a stage. The prompt then drains
+        from the pipeline.
+        """
+        row = request.row
+        if not self.is_demoted(request):
+            return request.deadline
+        return self._due.item(row) + (self._deadline.item(row) - self._busy_until.item(row))
 
     def remaining_seconds(self, request: Request) -> float:
         """Return the uncorrected remaining work of one prefill."""

@@ -125,7 +125,7 @@ class RequestStatus(_Model):
     demoted: bool
     """True while it is demoted."""
     revised_deadline_in_seconds: float | None
-    """Seconds until its revised deadline; none unless it is demoted."""
+    """Seconds until its first token is due by its revised deadline; none unless it is demoted."""
     prefill_left_seconds: float
     """Predicted time of the remaining prefill if it runs alone."""
     slack_seconds: float
@@ -265,7 +265,7 @@ def _classes(core: ReplicaController, requests: Sequence[Request], now: float) -
         if where == "waiting":
             counts[name, "waiting_tokens"] += request.submit.tokens
         if where in ("waiting", "prefill"):
-            counts[name, "demoted"] += core.due(request) > request.deadline
+            counts[name, "demoted"] += core.is_demoted(request)
             counts[name, "late"] += now > request.deadline
     return tuple(
         ClassStatus(
@@ -297,7 +297,7 @@ def _key(core: ReplicaController, request: Request, order: Order, now: float) ->
 
 
 def _request(core: ReplicaController, request: Request, history: History, now: float) -> RequestStatus:
-    due, deadline_in = core.due(request), request.deadline - now
+    deadline_in, demoted = request.deadline - now, core.is_demoted(request)
     left = deadline_in - core.slack_seconds(request, now)
     seen = history.open.get(request.id)
     return RequestStatus(
@@ -316,8 +316,8 @@ def _request(core: ReplicaController, request: Request, history: History, now: f
         age_seconds=now - request.arrival,
         ttft_target_seconds=request.targets.ttft_seconds,
         deadline_in_seconds=deadline_in,
-        demoted=due > request.deadline,
-        revised_deadline_in_seconds=due - now if due > request.deadline else None,
+        demoted=demoted,
+        revised_deadline_in_seconds=core.due(request) - now if demoted else None,
         prefill_left_seconds=left,
         slack_seconds=deadline_in - left,
         ttft_seconds=seen.first_token_at - request.arrival if seen is not None and seen.emitted else None,
