@@ -98,7 +98,7 @@ def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_no
         ("tests/serving/test_needle.py::test", ["test_needle.py"], ["recovery.py", "test_recovery.py"]),
         ("tests/worker/test_foreign.py::test", ["test_controller.py", "test_rank.py"], ["test_mesh.py"]),
         ("tests/worker", ["test_exactness.py", "test_model_transformer.py"], ["test_engine_load.py"]),
-        ("tests/core", ["test_replica_controller_machine.py", "replayed.py"], ["test_going_ahead.py"]),
+        ("tests/core", ["test_replica_controller_machine.py", "replayed.py"], ["test_run_ahead.py"]),
     ],
 )
 def test_a_row_reads_no_tests_beside_its_own_but_those_that_they_name(

@@ -1,4 +1,4 @@
-"""A deterministic replica without a model: it replays what the controller commands, and checks every promise.
+"""A deterministic replica without a model: it replays what the controller commands, and checks every guarantee.
 
 Test modules cannot import each other under pytest's importlib mode, so these helpers come as fixtures.
 """
@@ -176,7 +176,7 @@ class FakeReplica:
             stage = running.stages_left
             if stage + 1 == self.config.topology.stream:
                 self.now += self.step_seconds
-                if stage == 0 and not late_stage_free:  # then its tokens are drawn
+                if stage == 0 and not late_stage_free:  # then its tokens are sampled
                     self.handle(StageFree(running.step.step_id, 0))
                 self._pipeline.remove(running)
                 self.handle(self._done(running.step))

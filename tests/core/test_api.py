@@ -165,7 +165,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("spec", "told"), BAD, ids=[f"{index}" for index in range(len(BAD))])
-def test_a_wrong_field_is_refused_with_its_name_its_value_and_the_mend(
+def test_a_wrong_field_is_refused_with_its_name_its_value_and_the_fix(
     spec: dict[str, Any], told: list[str]
 ) -> None:
     with pytest.raises(ConfigInvalid) as error:
@@ -195,7 +195,7 @@ def test_a_document_of_another_kind_is_refused(document: object, told: list[str]
         assert part in str(error.value)
 
 
-def test_every_wrong_field_is_told_at_once() -> None:
+def test_all_wrong_fields_are_reported_at_once() -> None:
     with pytest.raises(ConfigInvalid) as error:
         parse_replica(manifest(parallelism={"tensor": 0, "kv": 0}, router={"port": -1}))
     assert len(str(error.value).splitlines()) == 3

@@ -119,7 +119,7 @@ def test_where_the_link_is_unknown_the_smaller_message_travels() -> None:
     ]
 
 
-def test_entries_of_a_chunk_say_who_computes_what_and_who_draws() -> None:
+def test_entries_of_a_chunk_say_which_lane_computes_what_and_which_one_samples() -> None:
     auto = ContextParallel("auto", RingCosts(8, 2))
     entries = auto.entries("a", (1, 0), 0, 8, samples=True, shard_map_version=3)
     assert [(entry.lane, entry.extents, entry.samples) for entry in entries] == [

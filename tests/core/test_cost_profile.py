@@ -153,7 +153,7 @@ def change(path: str, value: object) -> str:
         (change("launch_seconds", "NaN"), r"launch_seconds: .*\(found 'NaN'\)"),
     ],
 )
-def test_a_bad_profile_names_its_field_its_value_and_the_mend(text: str, message: str) -> None:
+def test_a_bad_profile_names_its_field_its_value_and_the_fix(text: str, message: str) -> None:
     with pytest.raises(ConfigInvalid, match=message) as caught:
         Profile.from_json(text, "p.json")
     assert "measure it again with `medha profile`" in str(caught.value)

@@ -1,4 +1,4 @@
-"""`guarded` on one server: which deadlines it keeps, what it promises to the others, and that it does as promised."""
+"""`guarded` on one server: which deadlines it meets, and which revised deadlines the other requests get and meet."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ CROWD = st.lists(
 
 @given(CROWD, st.sampled_from([0.05, 0.1, 0.5]), st.sampled_from([0.05, 0.5]))
 @settings(max_examples=150)
-def test_everybody_ends_by_the_deadline_or_by_the_first_promise(
+def test_every_request_ends_by_its_deadline_or_by_its_first_revised_deadline(
     requests: Jobs, share: float, quantum: float
 ) -> None:
     """Nearly all of these are overloads, many deadlines are hopeless from the start."""
@@ -169,7 +169,7 @@ def test_a_flood_of_short_requests_starves_a_long_one_only_under_srpt(policy: st
 
 
 def test_a_short_request_that_is_hopeless_from_the_start_does_not_wait_behind_long_ones_demoted() -> None:
-    """Its promise is minutes away; but it goes first where that costs the others next to nothing."""
+    """Its revised deadline is minutes away; but it goes first where that costs the others next to nothing."""
     requests = jobs((0, 20, 22), (0, 25, 27), (1, 0.05, 0.01))
     schedule = serve(requests, "guarded", quantum_seconds=0.1)
     assert schedule.revised_deadline[2] > 100
@@ -236,7 +236,7 @@ def test_the_one_with_most_remaining_work_among_those_that_are_too_many_is_demot
     assert table.demoted == [1]
 
 
-def test_a_promise_is_the_work_demoted_so_far_over_the_share() -> None:
+def test_a_revised_deadline_is_the_work_demoted_so_far_over_the_share() -> None:
     table = Table.of((0, 8, 7), (0, 3, 2))
     table.order(now=0)
     assert table.plan.revised_deadline.tolist() == pytest.approx([(3 + 8) / SHARE, 3 / SHARE])
@@ -246,7 +246,7 @@ def test_a_promise_is_the_work_demoted_so_far_over_the_share() -> None:
     )
 
 
-def test_a_promise_binds_who_is_kept() -> None:
+def test_a_revised_deadline_binds_requests_that_are_not_demoted() -> None:
     """The demoted request needs nearly all the time until its revised deadline, so another that needs it, too, must be demoted."""
     table = Table.of((0, 5, 5), (94, 4, 99))
     table.revised_deadline(0, at=100)
@@ -255,15 +255,15 @@ def test_a_promise_binds_who_is_kept() -> None:
     assert table.plan.revised_deadline.tolist() == pytest.approx([100, 94 + (5 + 4) / SHARE])
 
 
-def test_a_promise_drives_out_nobody_who_is_small_beside_it() -> None:
+def test_a_revised_deadline_demotes_no_request_that_is_small_beside_it() -> None:
     table = Table.of((0, 5, 5), (90.5, 0.05, 92.5))
     table.revised_deadline(0, at=100)
     assert table.order(now=90.5) == [1, 0]
     assert table.demoted == [0], "5.05 s fit before 100, and the margin is there for such"
 
 
-def test_a_promise_that_cannot_be_kept_even_alone_is_renewed_and_blocks_nobody() -> None:
-    """Steps took longer than predicted; without a new promise it would go before every short until it ends."""
+def test_a_revised_deadline_that_cannot_be_met_even_alone_is_renewed_and_blocks_no_request() -> None:
+    """Steps took longer than predicted; without a new revised deadline it would go before every short until it ends."""
     table = Table.of((0, 5, 5), (97, 0.05, 99))
     table.revised_deadline(0, at=98)
     assert table.order(now=97) == [1, 0]
@@ -299,7 +299,7 @@ def test_when_there_is_room_for_many_again_they_return_over_several_decisions() 
 
 @given(st.integers(0, 2**32), st.integers(1, 3))
 @settings(max_examples=50)
-def test_far_dues_are_looked_at_in_some_decisions_and_near_ones_in_all(seed: int, lanes: int) -> None:
+def test_far_due_times_are_examined_in_some_decisions_and_near_ones_in_all(seed: int, lanes: int) -> None:
     generator = np.random.default_rng(seed)
     arrival, work = np.zeros(300), generator.choice([0.01, 0.2, 3.0], 300) * generator.random(300)
     table = Table.of(*zip(arrival, work, generator.uniform(1, 150, 300), strict=True))
@@ -327,7 +327,7 @@ def test_far_dues_are_looked_at_in_some_decisions_and_near_ones_in_all(seed: int
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_few_rows_looked_at_one_by_one_lead_to_the_same_plan_as_arrays_do(lanes: int) -> None:
+def test_few_rows_examined_one_by_one_lead_to_the_same_plan_as_arrays_do(lanes: int) -> None:
     generator = np.random.default_rng(lanes)
     as_it_stood = {"nobody demoted": 0, "first by due": 0, "first of the demoted": 0}
     for _ in range(100):
@@ -370,12 +370,12 @@ def test_for_far_dues_two_are_demoted_at_a_time_and_the_next_decisions_go_on() -
         table.order_by(guarded, now=0.0)
         demoted.append(len(table.demoted))
     assert demoted == [0, 0, 2, 4, 6, 8, 10, 13, 13, 13, 11], (
-        "two too many went for the first promise, and come back"
+        "two too many were demoted for the first revised deadline, and come back"
     )
 
 
 def test_who_would_be_on_time_by_the_share_alone_is_no_victim() -> None:
-    """Each 5 s are promised for before 100; only who would be later than the deadline makes room."""
+    """The 5 s of each are due at a revised deadline before 100; only a request that would miss its deadline makes room."""
     table = Table.of(*((0.0, 5.0, 100.0) for _ in range(21)))
     table.order(now=0)
     table.order(now=0)  # the three that would be are taken back
@@ -493,37 +493,37 @@ def shifted(rows: set[int], removed: int) -> set[int]:
 
 @given(st.integers(0, 2**32), st.integers(1, 3))
 @settings(max_examples=25)
-def test_whatever_comes_and_goes_the_plan_stays_sorted_and_promises_do_not_come_forward(
+def test_whatever_comes_and_goes_the_plan_stays_sorted_and_no_revised_deadline_moves_earlier(
     seed: int, lanes: int
 ) -> None:
     """Floods, cancels, no work, hopeless deadlines, slow steps: the arrays that the engine relies on agree."""
     generator = np.random.default_rng(seed)
-    rows: list[dict[str, float]] = []  # arrival, deadline, work, remaining, due, promise
+    rows: list[dict[str, float]] = []  # arrival, deadline, work, remaining, due, revised deadline
     now = 1e6
     for number in range(80):
         for _ in range(40 if number % 30 == 29 else generator.poisson(0.6)):
             work = float(generator.choice([0.0, 0.001, 0.2, 1.0, generator.uniform(0, 20)]))
             deadline = now + float(generator.choice([-5, work / 2, 2, 3 * work]))
-            rows.append({"a": now, "d": deadline, "w": work, "r": work, "due": deadline, "p": np.inf})
+            rows.append({"a": now, "d": deadline, "w": work, "r": work, "due": deadline, "revised": np.inf})
         if rows and generator.random() < 0.1:
             rows.pop(int(generator.integers(len(rows))))
         if rows:
             column = {name: np.array([row[name] for row in rows]) for name in rows[0]}
             columns = Columns(column["a"], column["d"], column["w"], column["r"], np.arange(len(rows)))
             by_due = np.argsort(column["due"], kind="stable")
-            table = Table(columns, Plan(column["due"], column["p"].copy(), by_due))
+            table = Table(columns, Plan(column["due"], column["revised"].copy(), by_due))
             order = table.order(now, lanes=lanes)
             assert sorted(order) == list(range(len(rows)))
             due, revised_deadline = table.plan.due, table.plan.revised_deadline
             demoted = due > columns.deadline
             assert (np.diff(due[table.plan.by_due]) >= 0).all()
             assert (due == np.where(demoted, revised_deadline, columns.deadline)).all()
-            revised = np.isfinite(column["p"])
-            assert (revised_deadline[revised] >= column["p"][revised]).all()
-            for row, due_then, promise_then in zip(
+            revised = np.isfinite(column["revised"])
+            assert (revised_deadline[revised] >= column["revised"][revised]).all()
+            for row, due_then, revised_then in zip(
                 rows, due.tolist(), revised_deadline.tolist(), strict=True
             ):
-                row["due"], row["p"] = due_then, promise_then
+                row["due"], row["revised"] = due_then, revised_then
             for served in order[:lanes]:
                 rows[served]["r"] -= min(0.5, rows[served]["r"])
             rows = [row for row in rows if row["r"] > 1e-9]

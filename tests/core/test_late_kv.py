@@ -49,20 +49,22 @@ def admitted(replica: Any) -> list[str]:
     return [admit.id for step in replica.steps for admit in step.admits]
 
 
-def test_one_that_was_demoted_takes_no_kv_until_its_promise_is_near(crowded: Any, submit_of: Any) -> None:
+def test_one_that_was_demoted_takes_no_kv_until_its_revised_deadline_is_near(
+    crowded: Any, submit_of: Any
+) -> None:
     replica = crowded(blocks=40)
     replica.submit(submit_of("late", 100, 1, age_seconds=5.0))
     request = replica.controller.find("late")
     work_seconds = request.deadline - replica.controller.slack_seconds(request, 0.0)
-    promises = []
+    revised = []
     while "late" not in admitted(replica):
-        promises.append(replica.controller.due(request))
+        revised.append(replica.controller.due(request))
         assert replica.advance()
-    # Promised with the first step behind its arrival: one is on its way, ahead of the one that runs.
-    assert len(set(promises[2:])) == 1
-    near = promises[2] - 3 * work_seconds
+    # Demoted in the first step after its arrival: one is on its way, ahead of the one that runs.
+    assert len(set(revised[2:])) == 1
+    near = revised[2] - 3 * work_seconds
     assert near <= replica.now <= near + replica.step_seconds
-    assert len(promises) > 5
+    assert len(revised) > 5
     replica.run().check_empty()
 
 

@@ -1,4 +1,4 @@
-"""What prefills really take in company decides which deadlines `guarded` promises: the pace that is measured reaches it."""
+"""`guarded` decides by the measured pace, so by what prefills really take beside other work, which requests it demotes."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_publishe
     assert pools.expected(8, hasher.hashes(np.arange(8, dtype=np.int32)))[0] == 4, "the older one has gone"
 
 
-def test_releases_are_told_in_the_order_in_which_they_happened_whatever_lanes_they_concern() -> None:
+def test_releases_are_sent_in_the_order_in_which_they_happened_whatever_lanes_they_concern() -> None:
     """A sequence of lane 1 ends before one of lanes 0 and 1, and one step tells of both: lane 1 forgets the former first."""
     pools = KvPools(lanes=2, kv_blocks=20, block_size_tokens=4, tokens_per_lane=16)
     replicas = [LaneReplay(BlockLedger(20, 4), lane) for lane in range(2)]

@@ -65,7 +65,7 @@ def test_every_length_of_one_repeated_token_has_a_hash_of_its_own(token: int) ->
     assert len(set(hashes)) == 100
 
 
-def test_prompts_beyond_the_keys_that_are_drawn_at_first_keep_their_hashes() -> None:
+def test_prompts_beyond_the_keys_that_are_generated_at_first_keep_their_hashes() -> None:
     ids = np.arange(4 * 10_000, dtype=np.int32)
     fresh, used = PrefixHasher(4, b"a secret"), PrefixHasher(4, b"a secret")
     used.hashes(ids[:100])

@@ -257,7 +257,7 @@ def test_questions_about_one_document_share_its_kv_and_run_together(replica_of: 
     assert {admits(replica)[name] for name in names} == {400}
 
 
-def test_who_waits_is_told_when_the_prompt_that_begins_alike_is_computed(
+def test_a_follower_may_start_once_the_prompt_that_begins_alike_is_computed(
     replica_of: Any, submit_of: Any
 ) -> None:
     replica = replica_of(kv_blocks=120, max_chunk_tokens=64)
@@ -295,7 +295,7 @@ def test_a_cached_document_leaves_a_question_about_it_short(replica_of: Any, sub
     replica.run().check_empty()
 
 
-def test_the_promise_of_a_cached_prompt_is_that_of_the_whole(replica_of: Any, submit_of: Any) -> None:
+def test_the_ttft_target_of_a_cached_prompt_is_that_of_the_whole(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of(kv_blocks=4000)
     for name in ("first", "second"):
         hashes = HASHER.hashes(np.arange(8000, dtype=np.int32))
@@ -370,8 +370,8 @@ def test_a_more_urgent_question_does_not_wait_for_a_patient_one(replica_of: Any,
     replica.run().check_empty()
 
 
-def test_nobody_waits_for_a_leader_that_is_demoted(replica_of: Any, submit_of: Any) -> None:
-    """Its promise lies behind the follower's deadline: whoever waited for it would be late with it."""
+def test_no_follower_waits_for_a_leader_that_is_demoted(replica_of: Any, submit_of: Any) -> None:
+    """Its revised deadline is later than the follower's deadline, so a follower that waited would be late with it."""
     replica = replica_of(
         kv_blocks=4000,
         max_chunk_tokens=64,
@@ -401,7 +401,7 @@ def test_nobody_waits_for_a_leader_that_is_demoted(replica_of: Any, submit_of: A
 def test_a_sample_with_more_time_than_the_one_that_is_demoted_computes_its_prompt_itself(
     replica_of: Any, submit_of: Any, deadline_seconds: float, alone: bool
 ) -> None:
-    """Not one that is as late itself, nor one for which the promise is early enough."""
+    """Not one that is as late itself, nor one for which the revised deadline is early enough."""
     replica = replica_of(
         kv_blocks=4000,
         max_chunk_tokens=64,

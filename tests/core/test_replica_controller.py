@@ -63,7 +63,7 @@ SETTINGS = st.fixed_dictionaries(
 
 @settings(max_examples=400)
 @given(actions=ACTIONS, replica_settings=SETTINGS, seed=st.integers(0, 1000))
-def test_whatever_happens_the_promises_to_ranks_and_router_hold(
+def test_whatever_happens_the_guarantees_to_ranks_and_router_hold(
     replica_of: Any, submit_of: Any, actions: list[Any], replica_settings: dict[str, Any], seed: int
 ) -> None:
     replica = replica_of(random=Random(seed), **replica_settings)
@@ -119,7 +119,7 @@ def test_64_chats_that_name_no_max_tokens_run_at_once_on_a_model_of_a_million_to
     assert replica.controller.load().waiting == 0
 
 
-def test_a_named_max_tokens_is_reserved_whole_except_for_the_last_token_drawn(
+def test_a_named_max_tokens_is_reserved_whole_except_for_the_last_token_sampled(
     replica_of: Any, submit_of: Any
 ) -> None:
     replica = replica_of(kv_blocks=4, block_size_tokens=4)
@@ -337,7 +337,7 @@ def test_a_sample_does_not_share_a_prefill_that_fails(replica_of: Any, submit_of
     assert [admit.fork_of for admit in step.admits] == [None], "its KV is not there: it prefills by itself"
 
 
-def test_a_prompt_named_again_before_the_ranks_were_told_to_forget_it_is_kept(
+def test_a_prompt_named_again_before_the_ranks_were_asked_to_forget_it_is_kept(
     replica_of: Any, submit_of: Any
 ) -> None:
     replica = replica_of(kv_blocks=8, block_size_tokens=4)
@@ -369,7 +369,7 @@ def test_a_request_cancelled_in_flight_keeps_its_blocks_until_its_step_is_done(
     assert [step.releases for step in replica.steps] == [(), (), ("a",)]
 
 
-def test_a_token_drawn_after_the_cancel_is_dropped(replica_of: Any, submit_of: Any) -> None:
+def test_a_token_sampled_after_the_cancel_is_dropped(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of()
     replica.submit(submit_of("a", 10, 4))
     replica.cancel("a")
@@ -377,7 +377,7 @@ def test_a_token_drawn_after_the_cancel_is_dropped(replica_of: Any, submit_of: A
     assert [type(command) for command in commands] == [Step]
 
 
-def test_a_failure_after_the_cancel_is_not_told(replica_of: Any, submit_of: Any) -> None:
+def test_a_failure_after_the_cancel_is_not_reported(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of()
     replica.submit(submit_of("a", 10, 4))
     replica.cancel("a")
@@ -403,7 +403,7 @@ def test_a_waiting_request_that_is_cancelled_is_gone_and_its_prompt_forgotten(
     assert "prompt of b" in [prompt for step in replica.steps for prompt in step.forgets]
 
 
-def test_a_resumed_request_computes_its_output_again_but_draws_only_what_is_left(
+def test_a_resumed_request_computes_its_output_again_but_samples_only_what_is_left(
     replica_of: Any, submit_of: Any
 ) -> None:
     replica = replica_of()
@@ -414,7 +414,7 @@ def test_a_resumed_request_computes_its_output_again_but_draws_only_what_is_left
 
 
 @pytest.mark.parametrize(("tokens", "max_tokens"), [(18, 8), (100, None), (10, 0)])
-def test_a_request_with_nothing_left_to_draw_ends_at_once(
+def test_a_request_with_nothing_left_to_sample_ends_at_once(
     replica_of: Any, submit_of: Any, tokens: int, max_tokens: int | None
 ) -> None:
     replica = replica_of(max_model_len=100)
@@ -897,10 +897,10 @@ def test_lars_divides_slack_by_what_the_settings_say(
 
 
 @pytest.mark.parametrize(("share", "first"), [(0.1, "on time"), (0.5, "hopeless")])
-def test_who_is_demoted_is_promised_its_end_by_the_share_of_the_settings(
+def test_a_demoted_request_gets_a_revised_deadline_by_the_share_of_the_settings(
     replica_of: Any, submit_of: Any, share: float, first: str
 ) -> None:
-    """About 1.1 s of work are promised for 11 s or for 2.2 s from now; the other one is due after 5 s."""
+    """About 1.1 s of work get a revised deadline 11 s or 2.2 s from now; the other one is due after 5 s."""
     replica = replica_of(kv_blocks=20_000, policy="guarded", demoted_share=share)
     hopeless = submit_of("hopeless", 8000, 1, deadline_after_seconds=0.5)
     on_time = submit_of("on time", 3000, 1, deadline_after_seconds=5.0)

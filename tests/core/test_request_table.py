@@ -70,7 +70,7 @@ def test_whoever_finds_no_room_is_found_though_others_that_wanted_more_have_gone
         assert table.late_without_capacity(room, NOW, 1.0) is first
 
 
-def test_a_demoted_long_one_claims_no_share_of_longs_before_its_promise_has_been_near() -> None:
+def test_a_demoted_long_one_claims_no_share_of_longs_before_its_revised_deadline_has_been_near() -> None:
     table = RequestTable(by_due=True)
     request = late_request(1, is_long=True)
     table.add(request, 1.0, Alone(1.0, 0.0), request.deadline, 5)

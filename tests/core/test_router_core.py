@@ -273,14 +273,14 @@ def test_a_prompts_salt_goes_with_it_to_every_replica_that_gets_it() -> None:
     assert [command.cache_salt for command in (prompt, again)] == ["mine", "mine"]  # type: ignore[union-attr]
 
 
-def test_a_late_token_of_a_demoted_attempt_is_dropped_and_that_attempt_cancelled() -> None:
+def test_a_late_token_of_an_abandoned_attempt_is_dropped_and_that_attempt_cancelled() -> None:
     core = serving()
     core.handle(arrive("a"), 0.0)
     announce(core, 2.0, epoch=2)
     assert core.handle(Received("r0", Emit("a", (9,))), 2.1) == [Send("r0", Cancel("a"))]
 
 
-def test_a_silent_replica_is_demoted_and_its_sequences_go_to_another() -> None:
+def test_a_silent_replica_counts_as_lost_and_its_sequences_go_to_another() -> None:
     core = serving(RoutingLimits(silence_seconds=5.0), "r0", "r1")
     ((first, _),) = submits(core.handle(arrive("a"), 0.0))
     other = "r1" if first == "r0" else "r0"
@@ -328,7 +328,7 @@ def test_a_prefill_that_takes_long_outlives_losses_that_are_far_apart() -> None:
     assert len(submits(commands)) == 1
 
 
-def test_who_had_drawn_tokens_when_its_replica_was_lost_is_no_suspect() -> None:
+def test_a_sequence_with_sampled_tokens_is_no_suspect_when_its_replica_is_lost() -> None:
     core = serving()
     commands = [*core.handle(arrive("a", prompt="p"), 0.0), *core.handle(arrive("b", prompt="q"), 0.0)]
     for epoch in range(1, 5):
@@ -473,7 +473,7 @@ def test_a_queued_sequence_whose_replicas_never_come_back_ends_unavailable() -> 
     assert failure.kind == "unavailable"
 
 
-def test_a_sequence_waits_as_long_as_its_replica_says_that_it_is_being_mended() -> None:
+def test_a_sequence_waits_as_long_as_its_replica_reports_that_it_recovers() -> None:
     """Weights may take minutes to read; behind the last announcement it is silent, and then gone."""
     core = serving(RoutingLimits(unserved_seconds=60.0, recovery_seconds=500.0, silence_seconds=5.0))
     core.handle(arrive("a"), 0.0)
@@ -490,7 +490,7 @@ def test_a_sequence_waits_as_long_as_its_replica_says_that_it_is_being_mended() 
     assert core.open == 0
 
 
-def test_a_replica_that_is_mended_for_ever_keeps_nobody_for_ever() -> None:
+def test_a_replica_that_recovers_for_ever_keeps_no_sequence_for_ever() -> None:
     core = serving(RoutingLimits(recovery_seconds=100.0))
     core.handle(arrive("a"), 0.0)
     failures: list[RouterCommand] = []
@@ -778,7 +778,7 @@ def test_work_forwarded_since_the_last_announcement_counts_by_its_length() -> No
     assert ask(core, "late", 100) == "r0"
 
 
-def test_a_prefix_draws_a_request_to_where_it_was_sent_while_that_saves_more_than_the_load_costs() -> None:
+def test_a_prefix_attracts_a_request_to_where_it_was_sent_while_that_saves_more_than_the_load_costs() -> None:
     core = balanced("r0", "r1")
     assert ask(core, "first", 640, prefix=PREFIX) == "r0"
     card = {"prefill_points": POINTS, "longest_request_tokens": 10_000, "waiting_limit": 1000}
@@ -853,7 +853,7 @@ def test_a_request_goes_only_to_a_replica_that_holds_all_of_its_output_as_long_a
     assert ("short", "left") in [(replica, submit.id) for replica, submit in left]
 
 
-def test_ten_thousand_queued_sequences_are_looked_at_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_thousand_queued_sequences_are_examined_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is announced in between: the cost of dispatching follows from what is forwarded."""
     examined = Counter[str]()
     choose = RouterCore._choose

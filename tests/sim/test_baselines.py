@@ -461,7 +461,7 @@ def test_other_grids_are_simulated_on_all_of_their_gpus(system: str, grid: Topol
 
 
 @pytest.mark.parametrize(("system", "gpus"), [("loongserve", 2), ("distserve", 8)])
-def test_weights_that_do_not_fit_a_part_of_a_system_are_told_with_what_to_change(
+def test_weights_that_do_not_fit_a_part_of_a_system_are_refused_with_what_to_change(
     system: str, gpus: int
 ) -> None:
     deployment = Deployment(model=LLAMA31_405B, hardware=H100, topology=Topology(8, 2))

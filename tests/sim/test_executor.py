@@ -91,7 +91,7 @@ def test_coupled_lanes_wait_for_each_other_at_every_stage() -> None:
     assert times(run, step(3, entry("b", 4, 4, lane=1), lanes=(1,)), 7.0) == (8, 12)
 
 
-def test_each_sampling_entry_draws_the_token_of_its_next_position_until_its_end() -> None:
+def test_each_sampling_entry_samples_the_token_of_its_next_position_until_its_end() -> None:
     run = executor({0: (1,), 1: (1,)}, stages=1)
     (_, done) = run.launch(step(0, entry("a", 0, 10, samples=True), entry("b", 0, 5)), 0.0).events[1]
     assert isinstance(done, Done)
@@ -108,7 +108,7 @@ def test_a_later_attempt_of_a_request_ends_where_the_first_would_have() -> None:
     assert done.samples[0].finish_reason == "stop"
 
 
-def test_the_ground_truth_of_a_step_is_what_its_predictor_says_of_the_whole_batch() -> None:
+def test_the_ground_truth_of_a_step_is_the_prediction_of_the_whole_batch() -> None:
     topology = Topology(tensor=8, stream=2)
     predictor = Predictor(profile_for(LLAMA3_8B, H100, topology), topology)
     cost = PredictorCost(predictor)

@@ -119,13 +119,13 @@ def test_kv_that_does_not_fit_names_what_would_have_to_be_offloaded() -> None:
     assert re.search(r"do not fit.*offload .* GB to host memory; try less of --context", text)
 
 
-def test_targets_out_of_reach_name_the_closest_grid_and_the_flags_that_mend_it() -> None:
+def test_targets_out_of_reach_name_the_closest_grid_and_the_flags_that_fix_it() -> None:
     wish = replace(WISH, ttft_seconds=1.0, tpot_seconds=0.1, max_gpus=16)
     closest = plan(LLAMA3_8B, H100, wish)[0]
     text = shortfall(LLAMA3_8B, H100, wish, closest)
     assert f"closest, {closest.topology}, misses TTFT" in text
-    mended = float(text.split("--ttft ")[1].split()[0])
-    assert plan(LLAMA3_8B, H100, replace(wish, ttft_seconds=mended))[0].fits
+    fixed = float(text.split("--ttft ")[1].split()[0])
+    assert plan(LLAMA3_8B, H100, replace(wish, ttft_seconds=fixed))[0].fits
 
 
 @pytest.mark.parametrize("name", ["context_tokens", "ttft_seconds", "memory_fraction", "max_gpus"])
@@ -179,7 +179,7 @@ def test_a_model_that_no_replica_serves_has_no_plan(
 
 
 @pytest.mark.parametrize(("text", "found"), [("[]", "list"), ('"s"', "str"), ("null", "NoneType")])
-def test_a_model_that_is_no_object_is_told(tmp_path: Path, text: str, found: str) -> None:
+def test_a_model_that_is_no_object_is_refused(tmp_path: Path, text: str, found: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigInvalid, match=f"is a JSON {found}, expected an object"):
         read_shape(tmp_path)
@@ -203,18 +203,18 @@ def test_the_command_prints_a_table_json_and_a_page(tmp_path: Path) -> None:
     assert 'src="http' not in html  # readable without a network
 
 
-def test_two_missed_targets_are_mended_together() -> None:
+def test_two_missed_targets_are_fixed_together() -> None:
     wish = replace(WISH, ttft_seconds=1.0, tpot_seconds=0.001, max_gpus=16)
     text = shortfall(LLAMA3_8B, H100, wish, plan(LLAMA3_8B, H100, wish)[0])
     found = re.search(r"try --ttft (\S+) with --tpot (\S+)$", text)
     assert found, text
     ttft, tpot = map(float, found.groups())
-    for mended, fits in (
+    for fixed, fits in (
         (replace(wish, ttft_seconds=ttft, tpot_seconds=tpot), True),
         (replace(wish, ttft_seconds=ttft), False),
         (replace(wish, tpot_seconds=tpot), False),
     ):
-        assert plan(LLAMA3_8B, H100, mended)[0].fits is fits
+        assert plan(LLAMA3_8B, H100, fixed)[0].fits is fits
 
 
 def test_more_gpus_are_named_where_they_suffice_and_weights_that_do_not_fit_are_told_from_kv() -> None:

@@ -342,7 +342,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: int, text: str, words: str)
 
 
 @pytest.mark.parametrize("name", ["block_size_tokens", "kv_blocks", "max_model_len"])
-def test_ranks_that_could_serve_nothing_are_told(tmp_path: Path, name: str) -> None:
+def test_ranks_that_could_serve_nothing_are_refused(tmp_path: Path, name: str) -> None:
     def change(lines: list[str]) -> None:
         ready = json.loads(lines[1])
         ready["body"][name] = 0
@@ -365,7 +365,7 @@ def test_a_request_that_is_refused_twice_ends_once(tmp_path: Path) -> None:
     assert read(record).log.requests["twice"].ending == "refused"
 
 
-def test_a_file_that_is_no_log_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     with pytest.raises(ConfigInvalid, match="begins with its spec and its ranks"):
         read_record(tmp_path / "empty")

@@ -151,7 +151,7 @@ def test_a_long_prompt_that_is_never_answered_holds_up_all_behind_it() -> None:
     assert found["while_long_prefills"]["count"] == 1
 
 
-def test_steps_tell_chunks_by_context_decodes_and_how_well_they_were_predicted() -> None:
+def test_steps_show_chunks_by_context_decodes_and_how_well_they_were_predicted() -> None:
     log = RunLog(window_seconds=10.0)
     entries = (
         StepEntry("a", 0, (Extent(0, 512),), False),

@@ -182,7 +182,7 @@ def test_a_trace_is_held_to_the_length_of_the_deployments_model(tmp_path: Path) 
         replace(spec, deployment=replace(DEPLOYMENT, max_model_len=5000)).check()
 
 
-def test_an_error_in_a_process_is_told_with_the_run_that_it_ended() -> None:
+def test_an_error_in_a_process_is_reported_with_the_run_that_it_ended() -> None:
     broken = replace(SPEC, workload=WorkloadSpec(shape="trace", trace=Path("nowhere.csv")))
     with pytest.raises(ConfigInvalid, match=r"nowhere\.csv"):
         run_study(broken, jobs=1)
@@ -208,7 +208,7 @@ def test_other_systems_are_compared_on_the_same_requests() -> None:
         ({"disturbance": Disturbance(noise=0.1)}, "noise is 0.1, which loongserve is not simulated with"),
     ],
 )
-def test_what_a_baseline_cannot_do_is_told(change: dict[str, Any], words: str) -> None:
+def test_what_a_baseline_cannot_do_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigInvalid, match=words):
         replace(SPEC, systems=("lars", "loongserve"), **change).check()
 
@@ -235,7 +235,7 @@ def test_only_a_mix_has_a_measured_capacity() -> None:
         measured_capacity(DEPLOYMENT, WorkloadSpec(shape="conversations"))
 
 
-def test_weights_that_do_not_fit_are_told_before_anything_runs() -> None:
+def test_weights_that_do_not_fit_are_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigInvalid, match="Use more tensor or stream ranks"):
         Deployment(model=LLAMA3_70B, hardware=H100, topology=Topology()).kv_tokens()
 

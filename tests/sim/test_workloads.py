@@ -229,7 +229,7 @@ def test_a_column_of_a_trace_names_service_classes_and_each_has_its_own_targets(
         ("3,1,024,5", r"csv:3: the row has 4 cells for 3 columns; quote a cell that holds a comma, or leave"),
     ],
 )
-def test_a_row_that_is_short_or_holds_no_number_is_told_with_its_line(
+def test_a_row_that_is_short_or_holds_no_number_is_refused_with_its_line(
     tmp_path: Path, row: str, words: str
 ) -> None:
     path = trace(tmp_path, f"at,in,out\n1,30,5\n{row}\n")
@@ -259,7 +259,7 @@ def test_a_trace_may_begin_with_a_mark_of_byte_order(tmp_path: Path) -> None:
     assert len(read_trace(trace(tmp_path, text), TARGETS).arrivals) == 1
 
 
-def test_arrivals_that_are_drawn_for_a_trace_follow_seed_and_burstiness(tmp_path: Path) -> None:
+def test_arrivals_that_are_generated_for_a_trace_follow_seed_and_burstiness(tmp_path: Path) -> None:
     path = trace(tmp_path, "in,out\n" + "30,4\n" * 4000)
 
     def gaps_of(**settings: Any) -> Seconds:
@@ -324,7 +324,7 @@ def test_a_wrong_trace_is_refused_with_its_line_and_column(tmp_path: Path, text:
     assert words in str(caught.value)
 
 
-def test_a_missing_trace_and_a_missing_rate_are_told(tmp_path: Path) -> None:
+def test_a_missing_trace_and_a_missing_rate_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="cannot be read"):
         read_trace(tmp_path / "none.csv", TARGETS)
     with pytest.raises(ConfigInvalid, match="give a rate"):

@@ -87,7 +87,7 @@ def test_who_arrives_while_a_long_step_runs_is_in_the_next_one(replica_of: Any, 
     replica.run().check_empty()
 
 
-def test_who_waits_for_a_place_keeps_nobody_from_going_ahead(replica_of: Any, submit_of: Any) -> None:
+def test_who_waits_for_a_place_keeps_no_decode_from_running_ahead(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of(max_running=2)
     for name in ("first", "second", "waits"):
         replica.submit(submit_of(name, 8, 20))
@@ -157,7 +157,7 @@ def test_a_sequence_that_has_to_grow_keeps_the_others_with_it(replica_of: Any, s
     replica.check_empty()
 
 
-def test_tokens_are_told_in_their_order(replica_of: Any, submit_of: Any) -> None:
+def test_tokens_are_emitted_in_their_order(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of()
     replica.submit(submit_of("chat", 8, 5))
     replica.advance()
