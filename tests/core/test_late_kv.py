@@ -27,8 +27,9 @@ OUTPUT_TOKENS = 60
 def crowded(replica_of: Any, submit_of: Any) -> Any:
     """A replica of 100 blocks, of which a long request that decodes holds `blocks`."""
 
-    def make(blocks: int) -> Any:
+    def make(blocks: int, stages: int = 1) -> Any:
         replica = replica_of(
+            stages=stages,
             policy="guarded",
             kv_blocks=100,
             block_size_tokens=4,
@@ -37,8 +38,8 @@ def crowded(replica_of: Any, submit_of: Any) -> Any:
             max_step_seconds=0.02,
         )
         replica.submit(submit_of("holder", 4 * blocks - OUTPUT_TOKENS + 1, OUTPUT_TOKENS))
-        replica.advance()
-        assert replica.emitted["holder"]
+        while "holder" not in replica.emitted:
+            assert replica.advance()
         assert replica.controller.ledger.held_blocks == blocks
         return replica
 
@@ -49,10 +50,11 @@ def admitted(replica: Any) -> list[str]:
     return [admit.id for step in replica.steps for admit in step.admits]
 
 
+@pytest.mark.parametrize("stages", [1, 8])
 def test_one_that_was_demoted_takes_no_kv_until_its_revised_deadline_is_near(
-    crowded: Any, submit_of: Any
+    crowded: Any, submit_of: Any, stages: int
 ) -> None:
-    replica = crowded(blocks=40)
+    replica = crowded(blocks=40, stages=stages)
     replica.submit(submit_of("late", 100, 1, age_seconds=5.0))
     request = replica.controller.find("late")
     work_seconds = request.deadline - replica.controller.slack_seconds(request, 0.0)

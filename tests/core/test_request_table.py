@@ -70,17 +70,25 @@ def test_whoever_finds_no_room_is_found_though_others_that_wanted_more_have_gone
         assert table.late_without_capacity(room, NOW, 1.0) is first
 
 
-def test_a_demoted_long_one_claims_no_share_of_longs_before_its_revised_deadline_has_been_near() -> None:
+@pytest.mark.parametrize("drain_seconds", [0.0, 5.0, 200.0])
+def test_a_demoted_long_one_claims_no_share_of_longs_before_its_revised_deadline_has_been_near(
+    drain_seconds: float,
+) -> None:
+    """200 s of a prompt's time in the pipeline make its work due before the deadline even after a demotion."""
     table = RequestTable(by_due=True)
     request = late_request(1, is_long=True)
-    table.add(request, 1.0, Alone(1.0, 0.0), request.deadline, 5)
+    table.add(request, 1.0, Alone(1.0, 0.0), request.deadline - drain_seconds, 5)
+    assert not table.is_demoted(request)
+    assert table.due(request) == table.prefill_due(request) == request.deadline
     crowded, full = Capacity(10, 10, of_longs=4), Capacity(4, 4)
     assert table.late_without_capacity(crowded, NOW, 1.0) is None, "whether it is demoted is not decided yet"
-    table.plan.due[0] = NOW + 10.0
+    table.plan.due[0] = NOW + 10.0 - drain_seconds
+    assert table.is_demoted(request)
+    assert table.due(request) == table.prefill_due(request) == NOW + 10.0
     assert table.late_without_capacity(crowded, NOW, 1.0) is None
     assert table.late_without_capacity(full, NOW, 1.0) is request, "KV that is free is another matter"
     assert table.late_without_capacity(crowded, NOW + 6.9, 1.0) is None
-    table.plan.due[0] = NOW + 100.0  # renewed: there was never room to keep it
+    table.plan.due[0] = NOW + 100.0 - drain_seconds  # renewed: there was never room to keep it
     assert table.late_without_capacity(crowded, NOW + 6.9, 1.0) is None
     assert table.late_without_capacity(crowded, NOW + 7.0, 1.0) is request
 

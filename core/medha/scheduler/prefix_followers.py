@@ -87,7 +87,7 @@ class PrefixFollowers:
             other
             for followers in self._followers.values()
             for other, _ in followers.values()
-            if other.leader is not None and self._table.dispatched_by(other.leader) > other.deadline
+            if other.leader is not None and self._table.prefill_due(other.leader) > other.deadline
         ]
         for other in late:
             self._unfollow(other)
@@ -109,7 +109,7 @@ class PrefixFollowers:
 
     def _find_leader(self, request: Request, candidates: Iterable[Request]) -> bool:
         for leader in islice(candidates, MOST_EXAMINED):
-            if leader.deadline > request.deadline or self._table.dispatched_by(leader) > request.deadline:
+            if leader.deadline > request.deadline or self._table.prefill_due(leader) > request.deadline:
                 continue  # due after the request, by its deadline or by a revised one
             known = max(leader.computed, request.cached_tokens) // self._size
             shared = self._shared_blocks(leader, request, known)

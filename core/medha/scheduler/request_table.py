@@ -311,10 +311,6 @@ class RequestTable:
         """Return whether a waiting request waits for a prefill that it will share."""
         return self._held.item(request.row)
 
-    def dispatched_by(self, request: Request) -> float:
-        """Return by when the last chunk of a prefill must have left a stage; -inf if it is wholly dispatched."""
-        return self._due.item(request.row) if request.row != NOWHERE else -inf
-
     def is_demoted(self, request: Request) -> bool:
         """Return whether a request is demoted, so that it is due at a revised deadline.
 
@@ -333,6 +329,10 @@ class RequestTable:
         if not self.is_demoted(request):
             return request.deadline
         return self._due.item(row) + (self._deadline.item(row) - self._busy_until.item(row))
+
+    def prefill_due(self, request: Request) -> float:
+        """Return `due` of a prefill; -inf if it is wholly dispatched already."""
+        return -inf if request.row == NOWHERE else self.due(request)
 
     def remaining_seconds(self, request: Request) -> float:
         """Return the uncorrected remaining work of one prefill."""
@@ -410,8 +410,9 @@ class RequestTable:
         remaining = self._remaining[found] * correction
         late = lacks & (self._deadline[found] - remaining < now)
         if self._keeps_order and lacks_share.any():
-            near = self._due[found] - NEAR_REVISED_DEADLINE * remaining
-            near[self._due[found] <= self._deadline[found]] = np.inf
+            due, busy_until = self._due[found], self._busy_until[found]
+            near = due + (self._deadline[found] - busy_until) - NEAR_REVISED_DEADLINE * remaining
+            near[due <= busy_until] = np.inf  # not demoted
             patience = self._patience[found] = np.minimum(self._patience[found], near)
             late &= ~lacks_share | (patience <= now)
         return self._earliest(found[late])

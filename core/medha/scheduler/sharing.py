@@ -96,7 +96,7 @@ class Sharing:
         self._update_all(self._followers_of_prefixes.leave_demoted())
         for prompt in self._awaited.values():
             holders = [holder for holder in prompt.holders.values() if not holder.ended]
-            due = min((self._table.dispatched_by(holder) for holder in holders), default=inf)
+            due = min((self._table.prefill_due(holder) for holder in holders), default=inf)
             latest = max((holder.deadline for holder in holders), default=-inf)
             for request in prompt.waiting.values():
                 alone = due > request.deadline > latest

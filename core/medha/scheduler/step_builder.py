@@ -364,10 +364,9 @@ class StepBuilder:
 
         It does only until its revised deadline is near; then it is as urgent as any.
         """
-        due = self._table.dispatched_by(request)
-        if due <= request.deadline or not self._admission.longs_exceed_share:
+        if not self._table.is_demoted(request) or not self._admission.longs_exceed_share:
             return False
-        return due - now > NEAR_REVISED_DEADLINE * self._table.remaining_seconds(request)
+        return self._table.due(request) - now > NEAR_REVISED_DEADLINE * self._table.remaining_seconds(request)
 
     def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
         """Return which of `lanes` has KV for a waiting request now, if any."""
