@@ -10,8 +10,9 @@ code that a simulation loads. Results stay valid after every other change, of co
     python benchmarks/campaign.py --page-only     write the page again from the existing results
     python benchmarks/campaign.py --adopt FILE    take over the results of other code, if a sample of them is the same
     python benchmarks/campaign.py --adopt FILE --except 70B-3D
-                                                  the same without a deployment that the change was meant to affect;
-                                                  then run the first command, which simulates what is missing
+                                                  the same without a deployment, or a system such as medha-guarded,
+                                                  that the change was meant to affect; then run the first command,
+                                                  which simulates what is missing
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from medha.errors import PartFailed
 from medha_papers.campaign_adopt import Differs, check_again, sample
 from medha_papers.campaign_plan import SCALES, runs
 from medha_papers.campaign_pool import Stopwatch, run_all
-from medha_papers.campaign_run import DEPLOYMENTS, Outcome, Run
-from medha_papers.lone_prompt import TOPOLOGIES
+from medha_papers.campaign_run import Outcome, Run
 from medha_papers.reproduction_page import page, report
 from medha_papers.source_digest import digest, loaded_files
 from medha_sim.compiled_core import compiled
@@ -73,14 +73,17 @@ def main() -> int:
         "--except",
         action="append",
         default=[],
-        choices=[*DEPLOYMENTS, *TOPOLOGIES],
+        metavar="NAME",
         dest="left_out",
-        help="a deployment of which --adopt takes nothing over; may be repeated",
+        help="a deployment or a system of which --adopt takes nothing over; may be repeated",
     )
     arguments = options.parse_args()
 
     scale = SCALES[arguments.mode]
     planned = runs(scale)
+    names = {name for run in planned for name in (run.deployment, run.system)}
+    if unknown := [name for name in arguments.left_out if name not in names]:
+        options.error(f"--except {unknown[0]}: no run has this name; use one of {', '.join(sorted(names))}")
     files = loaded_files()
     sources = digest(files)
     older = _newest_first(arguments.results, scale.name)
@@ -217,7 +220,7 @@ def _adopted(arguments: argparse.Namespace, planned: list[Run], sources: str) ->
     known: dict[str, Outcome] = {
         run.key: earlier["runs"][run.key]
         for run in planned
-        if run.deployment not in arguments.left_out
+        if not {run.deployment, run.system} & {*arguments.left_out}
         and "error" not in earlier["runs"].get(run.key, {"error": "not run"})
     }
     chosen = sample(

@@ -127,13 +127,20 @@ def test_a_deployment_that_a_change_was_meant_for_is_not_adopted_and_left_to_be_
     assert set(after["runs"]) == {run.key for run in RUNS}
     assert after["adopted"][0]["except"] == ["70B-3D"]
     page = (tmp_path / "page.md").read_text()
-    assert "of all deployments but 70B-3D, for which it was meant. 2 runs" in page
+    assert "but those of 70B-3D, which were simulated anew. 2 runs" in page
     assert "2 of 3 runs" in page
     capsys.readouterr()
     assert call("--list") == 0
     left = capsys.readouterr().out
     assert changed.key in left
-    assert RUNS[0].key not in left
+
+
+def test_an_exception_that_no_run_has_is_refused(  # type: ignore[no-untyped-def]
+    call, earlier: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        call("--adopt", str(earlier), "--except", "80B")
+    assert f"--except 80B: no run has this name; use one of {RUNS[0].deployment}, " in capsys.readouterr().err
 
 
 def test_results_are_not_adopted_where_one_run_that_is_drawn_comes_out_different(  # type: ignore[no-untyped-def]
