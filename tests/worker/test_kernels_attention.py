@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -185,6 +186,8 @@ def run_backend(
     *,
     head_dim: int = 16,
     level: Callable[[int], float] = lambda token: 0.0,
+    window_tokens: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a backend over a random pool; return its result and the plain one. `level` adds to a key position's scores."""
     slots = SLOTS
@@ -212,11 +215,23 @@ def run_backend(
         if span.is_causal:
             seen = span.context_length + 1 + span.stride * np.arange(span.row_count)
         hidden = torch.from_numpy(positions >= seen[:, None])
+        if window_tokens is not None:
+            hidden |= torch.from_numpy(positions < seen[:, None] - window_tokens)
         by_head = q[part].transpose(0, 1) / math.sqrt(head_dim)
         repeated = [pool[:, place].repeat_interleave(group, dim=0) for pool in (keys, values)]
+        if (
+            sinks is not None
+        ):  # one key more: its score is the sink, whatever the query, and its value is zero
+            by_head = torch.cat([by_head, sinks[:, None, None].expand(-1, span.row_count, 1)], dim=2).double()
+            one = F.one_hot(torch.tensor(head_dim), head_dim + 1).double()
+            repeated[0] = torch.cat(
+                [F.pad(repeated[0].double(), (0, 1)), one.expand(len(sinks), 1, -1)], dim=1
+            )
+            repeated[1] = F.pad(repeated[1].double(), (0, 0, 0, 1))
+            hidden = F.pad(hidden, (0, 1))
         output, log_sum_exp = plain_attention(by_head, repeated[0], repeated[1], hidden)
         wanted[part], wanted_sums[part] = output.transpose(0, 1), log_sum_exp.transpose(0, 1)
-    found, sums = backend.plan(spans, BLOCK_TOKENS).attend(q, keys, values)
+    found, sums = backend.plan(spans, BLOCK_TOKENS, window_tokens).attend(q, keys, values, sinks)
     torch.testing.assert_close(sums.double(), wanted_sums, rtol=1e-3, atol=1e-3)
     return found.double(), wanted
 
@@ -264,6 +279,30 @@ def test_every_case_of_the_torch_backend_equals_a_plain_softmax(
     spans = spans_of(SHAPES, shuffled=shuffled)
     found, wanted = run_backend(TorchAttention(host_device(torch.float32)), spans, kv_heads, group, dtype)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["torch", "compiled"])
+@pytest.mark.parametrize("window_tokens", [None, 1, 2, 16, 100, 2000])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_and_sinks_equal_a_plain_softmax(
+    kind: str, window_tokens: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "_STAND_IN_SCORES", 100_000)  # several pieces
+    monkeypatch.setattr(cpu_attention, "_SPLIT_KEYS", 200)
+    backend = TorchAttention(HOST) if kind == "torch" else compiled(16, 2)
+    spans = spans_of(SHAPES, shuffled=True)
+    if window_tokens is not None:
+        spans = [replace(span, is_causal=True) for span in spans]
+    sinks = normal(4, seed=5) * 4 if has_sinks else None
+    found, wanted = run_backend(backend, spans, 2, 2, window_tokens=window_tokens, sinks=sinks)
+    torch.testing.assert_close(found, wanted, rtol=5e-6, atol=5e-6)
+
+
+def test_a_window_over_a_context_alone_is_refused_because_its_rows_stand_nowhere() -> None:
+    span = SequenceSpan(3, 2, 20, [0, 1], is_causal=False)
+    for backend in (TorchAttention(HOST), compiled(16, 1)):
+        with pytest.raises(ValueError, match="rows 3 to 4 see a context alone"):
+            backend.plan([span], BLOCK_TOKENS, 8)
 
 
 def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

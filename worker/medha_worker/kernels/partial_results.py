@@ -26,3 +26,21 @@ def merge_partials(
         merged = torch.lerp(merged, output.float(), weight[..., None])
         union = torch.logaddexp(union, part)
     return merged.to(outputs[0].dtype), union
+
+
+def add_sinks(
+    output: torch.Tensor, log_sum_exp: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let each row see one key more, whose score is its head's sink and whose value is zero.
+
+    Args:
+        output: [rows, heads, head_dim].
+        log_sum_exp: Natural logarithms, float32 [rows, heads].
+        sinks: [heads].
+
+    Returns:
+        Output in the same dtype, and log-sum-exp.
+    """
+    sinks = sinks.float()
+    kept_share = torch.sigmoid(log_sum_exp - sinks)
+    return (output.float() * kept_share[..., None]).to(output.dtype), torch.logaddexp(log_sum_exp, sinks)

@@ -41,6 +41,7 @@ class StepAttention(Protocol):
         q: torch.Tensor,
         pool_keys: torch.Tensor,
         pool_values: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention of every row to its own sequence, with scores scaled by 1 / sqrt(head_dim).
 
@@ -48,6 +49,9 @@ class StepAttention(Protocol):
             q: [rows, query_heads, head_dim]; rows of no span are left undefined in the result.
             pool_keys: One layer's [kv_heads, slots, head_dim]; the new tokens are already written there.
             pool_values: Likewise, with the same strides.
+            sinks: One layer's attention sinks, [query_heads]: each row also sees a key whose score is its head's
+                sink and whose value is zero. If parts of a row's keys are attended to elsewhere, the sinks are
+                left out here and added once to what was merged (`partial_results.add_sinks`).
 
         Returns:
             [rows, query_heads, head_dim], and the log-sum-exp (natural) of each row's scores, float32 [rows,
@@ -67,8 +71,17 @@ class GraphAttention(StepAttention, Protocol):
 class AttentionBackend(Protocol):
     """An implementation of attention over a paged pool."""
 
-    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
-        """Return the attention of a step's spans, of which there is at least one."""
+    def plan(
+        self, spans: Sequence[SequenceSpan], block_tokens: int, window_tokens: int | None = None
+    ) -> StepAttention:
+        """Return the attention of a step's spans, of which there is at least one.
+
+        Args:
+            spans: The rows and their sequences.
+            block_tokens: Tokens of a block.
+            window_tokens: If given, a row sees only so many of its last keys, its own among them. All spans are
+                causal then, because the keys of a context alone do not say where a row stands.
+        """
         ...
 
     def for_graph(self, rows: int) -> GraphAttention | None:

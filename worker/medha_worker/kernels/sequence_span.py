@@ -40,6 +40,21 @@ class SequenceSpan:
     def rows(self) -> slice:
         return slice(self.row_start, self.row_start + self.row_count)
 
+    def first_seen(self, window_tokens: int | None) -> int:
+        """Return the first token in this pool that any row sees.
+
+        Raises:
+            ValueError: there is a window, and the span is of a context alone.
+        """
+        if window_tokens is None:
+            return 0
+        if not self.is_causal:
+            raise ValueError(
+                f"rows {self.row_start} to {self.rows.stop - 1} see a context alone, which does not say where they "
+                f"stand: a window of {window_tokens} tokens needs spans with is_causal=True"
+            )
+        return max(0, self.context_length + 1 - window_tokens)
+
 
 @dataclass(frozen=True)
 class SlotRun:

@@ -4,7 +4,8 @@ Per sequence, K and V come as *segments*: contiguous runs of the pool, read in p
 are short. The query heads that share a KV head are folded into rows of one product: the same arithmetic with
 larger matrices. A decode (one row) attends to each segment through torch's flash kernel. A chunk attends to each
 segment of its context without a mask, and causally to its own tokens, which are one segment. Partial results
-over disjoint keys are merged exactly by their log-sum-exp.
+over disjoint keys are merged exactly by their log-sum-exp. With a window, a chunk attends to all that it sees, its
+context too, as one masked segment.
 
 The causal mask counts keys, so that segment holds them in the order of their positions. Keys that every row
 sees may come in any order.
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from medha_worker.device import Device
-from medha_worker.kernels.partial_results import merge_partials
+from medha_worker.kernels.partial_results import add_sinks, merge_partials
 from medha_worker.kernels.protocol import StepAttention
 from medha_worker.kernels.sequence_span import SequenceSpan, SlotRun, slot_runs
 from medha_worker.kernels.torch_flash import flash_attention
@@ -37,27 +38,43 @@ class TorchAttention:
         """`device` is the pool's."""
         self._device = device
 
-    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
-        return _TorchStep(spans, block_tokens, self._device)
+    def plan(
+        self, spans: Sequence[SequenceSpan], block_tokens: int, window_tokens: int | None = None
+    ) -> StepAttention:
+        return _TorchStep(spans, block_tokens, window_tokens, self._device)
 
     def for_graph(self, rows: int) -> None:
         """Return None: the segments of a step decide which kernels run."""
 
 
 class _TorchStep:
-    def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int, device: Device) -> None:
+    def __init__(
+        self,
+        spans: Sequence[SequenceSpan],
+        block_tokens: int,
+        window_tokens: int | None,
+        device: Device,
+    ) -> None:
+        self._window = window_tokens
         self._parts: list[tuple[SequenceSpan, list[Segment], Segment | None]] = []
         for span in spans:
             # A decode sees everything stored; a chunk sees its context, and of its own tokens the earlier
             # ones.
             is_chunk = span.is_causal and span.row_count > 1
+            first = span.first_seen(window_tokens)
             context = span.context_length if is_chunk else span.total_length
-            seen_by_all = list(_in_any_order(slot_runs(span, 0, context, block_tokens), device))
+            if is_chunk and window_tokens is not None:
+                context = first
+            seen_by_all = list(_in_any_order(slot_runs(span, first, context, block_tokens), device))
             own = slot_runs(span, context, span.total_length, block_tokens)
             self._parts.append((span, seen_by_all, _in_token_order(own, device) if own else None))
 
     def attend(
-        self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor
+        self,
+        q: torch.Tensor,
+        pool_keys: torch.Tensor,
+        pool_values: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, query_heads, head_dim = q.shape
         kv_heads = pool_keys.shape[0]
@@ -69,12 +86,15 @@ class _TorchStep:
         for span, context, own in self._parts:
             outputs, sums = _over_segments(grouped[span.rows], context, pool, scale)
             if own is not None:
-                causal, causal_sum = _over_own(grouped[span.rows], own, pool, scale, span.stride)
+                causal, causal_sum = _over_own(
+                    grouped[span.rows], own, pool, scale, span.stride, self._window
+                )
                 outputs.append(causal)
                 sums.append(causal_sum)
             merged = (outputs[0], sums[0]) if len(outputs) == 1 else merge_partials(outputs, sums)
             output[span.rows], log_sum_exp[span.rows] = merged
-        return output.view(rows, query_heads, head_dim), log_sum_exp.view(rows, query_heads)
+        result = output.view(rows, query_heads, head_dim), log_sum_exp.view(rows, query_heads)
+        return result if sinks is None else add_sinks(*result, sinks)
 
 
 def _in_any_order(runs: Sequence[SlotRun], device: Device) -> Iterator[Segment]:
@@ -134,16 +154,18 @@ def _over_segments(
 
 
 def _over_own(
-    q: torch.Tensor, segment: Segment, pool: Pool, scale: float, stride: int
+    q: torch.Tensor, segment: Segment, pool: Pool, scale: float, stride: int, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute causal attention of a chunk to its own tokens.
+    """Compute causal attention of a chunk to its own tokens, and with a window also to its context.
 
-    `q` is [rows, kv_heads, group, head_dim]. The segment holds them in the order of their positions.
+    `q` is [rows, kv_heads, group, head_dim]. The segment holds the tokens in the order of their positions.
     """
     rows, kv_heads, group, head_dim = q.shape
     keys, values = _load(segment, pool)
     # Folding would break the causal order: the kernel lets row i of *its* rows see keys 0 to i.
     by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
-    output, log_sum_exp = flash_attention(by_head, keys[None], values[None], scale=scale, causal=stride)
+    output, log_sum_exp = flash_attention(
+        by_head, keys[None], values[None], scale=scale, causal=stride, window=window
+    )
     shape = kv_heads, group, rows
     return output.view(*shape, head_dim).permute(2, 0, 1, 3), log_sum_exp.view(shape).permute(2, 0, 1)

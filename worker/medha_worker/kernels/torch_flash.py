@@ -28,7 +28,13 @@ _STAND_IN_SCORES = 1 << 22
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: int = 0,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute exact attention of rows to keys, and the log-sum-exp (natural) of each row's scaled scores.
 
@@ -37,23 +43,27 @@ def flash_attention(
             serves `heads / kv_heads` consecutive heads. Any strides, as long as the last dimension is
             contiguous. No dimension may be 0.
         scale: Factor on the scores.
-        causal: If not 0, row i sees keys 0 to i * causal, and the last row sees the last key.
+        causal: If not 0, each row sees as many keys more than the row before it, and the last row sees the last
+            key. Without a window, the first row sees key 0 alone.
+        window: If given with `causal`, a row sees only its last so many keys.
 
     Returns:
         Output like `q`, and the log-sum-exp, float32 [batch, heads, rows].
     """
     assert q.shape[2] > 0, "empty queries would crash the process"
     assert k.shape[2] > 0, "empty keys would crash the process"
-    assert not causal or k.shape[2] == (q.shape[2] - 1) * causal + 1, (
+    before = k.shape[2] - (q.shape[2] - 1) * causal - 1  # keys before the last one that the first row sees
+    assert not causal or before == 0 or (before > 0 and window is not None), (
         "causal attention is aligned to the top left"
     )
-    if HAS_OPERATOR and q.device.type == "cpu" and causal <= 1:
+    if HAS_OPERATOR and q.device.type == "cpu" and causal <= 1 and window is None:
         assert _operator is not None
         output, log_sum_exp = _operator.default(q, k, v, 0.0, bool(causal), scale=scale)
         return output, log_sum_exp
-    if q.device.type == "cuda" and causal <= 1 and q.shape[-1] % 8 == 0 and q.shape[-1] <= _MOST_HEAD_DIM:
+    fits_gpu = q.device.type == "cuda" and q.shape[-1] % 8 == 0 and q.shape[-1] <= _MOST_HEAD_DIM
+    if fits_gpu and causal <= 1 and window is None:
         return _on_gpu(q, k, v, scale=scale, is_causal=bool(causal))
-    return _plain(q, k, v, scale=scale, causal=causal)
+    return _plain(q, k, v, scale=scale, causal=causal, before=before, window=window)
 
 
 def _on_gpu(
@@ -72,9 +82,19 @@ def _on_gpu(
 
 
 def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: int,
+    before: int,
+    window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same in plain torch, a few rows at a time, in float32."""
+    """Compute the same in plain torch, a few rows at a time, in float32.
+
+    If `causal` is not 0, `before` is the index of the last key that the first row sees.
+    """
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
     group = heads // k.shape[1]  # query heads that share a KV head
@@ -86,9 +106,12 @@ def _plain(
         part = slice(first, min(first + step, rows))
         scores = q[:, :, part].float() @ k_float.transpose(2, 3) * scale
         if causal:
-            row = torch.arange(part.start, part.stop, device=q.device)
-            future = torch.arange(keys, device=q.device)[None, :] > row[:, None] * causal
-            scores.masked_fill_(future, -math.inf)
+            last_seen = before + torch.arange(part.start, part.stop, device=q.device)[:, None] * causal
+            key = torch.arange(keys, device=q.device)[None, :]
+            hidden = key > last_seen
+            if window is not None:
+                hidden |= key <= last_seen - window
+            scores.masked_fill_(hidden, -math.inf)
         log_sum_exp[:, :, part] = scores.logsumexp(-1)
         output[:, :, part] = (scores.softmax(-1) @ v_float).to(q.dtype)
     return output, log_sum_exp

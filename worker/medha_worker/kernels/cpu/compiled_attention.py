@@ -16,7 +16,7 @@ import torch
 from medha_worker.kernels.cpu.attention_code import CALL_FIELDS, TASK_FIELDS, CompiledAttention
 from medha_worker.kernels.cpu.host_compiler import Target
 from medha_worker.kernels.cpu.openmp import OpenMP
-from medha_worker.kernels.partial_results import merge_partials
+from medha_worker.kernels.partial_results import add_sinks, merge_partials
 from medha_worker.kernels.protocol import StepAttention
 from medha_worker.kernels.sequence_span import SequenceSpan
 
@@ -50,8 +50,10 @@ class CpuAttention:
         self._kernel = compiled_kernel(head_dim, group)
         self._scratch = torch.empty(0)
 
-    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
-        return _CpuStep(self, spans, block_tokens)
+    def plan(
+        self, spans: Sequence[SequenceSpan], block_tokens: int, window_tokens: int | None = None
+    ) -> StepAttention:
+        return _CpuStep(self, spans, block_tokens, window_tokens)
 
     def for_graph(self, rows: int) -> None:
         """Return None: a CPU has nothing to gain from a captured step."""
@@ -73,7 +75,13 @@ class _CpuStep:
     Parts of a split decode write to rows behind the others, and are merged from there.
     """
 
-    def __init__(self, backend: CpuAttention, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
+    def __init__(
+        self,
+        backend: CpuAttention,
+        spans: Sequence[SequenceSpan],
+        block_tokens: int,
+        window_tokens: int | None,
+    ) -> None:
         self._backend = backend
         self._slots = [_slots(span, block_tokens) for span in spans]
         self._rows = max(span.rows.stop for span in spans)
@@ -84,16 +92,22 @@ class _CpuStep:
         # A single thread would gain nothing from parts, but would have to merge them in every layer.
         most_parts = 2 * threads if threads > 1 else 1
         for span, slots in zip(spans, self._slots, strict=True):
+            first = span.first_seen(window_tokens)
             if span.row_count == 1:
-                self._add_decode(
-                    span, slots.ctypes.data, min(most_parts, -(-span.total_length // _SPLIT_KEYS))
-                )
+                parts = min(most_parts, -(-(span.total_length - first) // _SPLIT_KEYS))
+                self._add_decode(span, slots.ctypes.data, first, parts)
+            elif window_tokens is not None:
+                self._add_windows(span, slots.ctypes.data, window_tokens)
             else:
                 self._add_chunk(span, slots.ctypes.data)
         self._tasks: npt.NDArray[np.int64] | None = None
 
     def attend(
-        self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor
+        self,
+        q: torch.Tensor,
+        pool_keys: torch.Tensor,
+        pool_values: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, query_heads, head_dim = q.shape
         assert rows == self._rows
@@ -120,20 +134,29 @@ class _CpuStep:
         for row, parts in self._split:
             merged = merge_partials(output[parts].unbind(), log_sum_exp[parts].unbind())
             output[row], log_sum_exp[row] = merged
-        return output[:rows], log_sum_exp[:rows]
+        result = output[:rows], log_sum_exp[:rows]
+        return result if sinks is None else add_sinks(*result, sinks)
 
-    def _add_decode(self, span: SequenceSpan, slots: int, parts: int) -> None:
-        """Add a row against all keys, split into `parts` runs of keys."""
+    def _add_decode(self, span: SequenceSpan, slots: int, first_key: int, parts: int) -> None:
+        """Add a row against all keys from `first_key` on, split into `parts` runs of keys."""
         total, last = span.total_length, span.context_length
         if parts == 1:
-            self._parts.append((span.row_start, 1, last, 1, 0, slots, 0, total, span.row_start))
+            self._parts.append((span.row_start, 1, last, 1, 0, slots, first_key, total, span.row_start))
             return
         first = self._output_rows
         self._output_rows += parts
         self._split.append((span.row_start, slice(first, first + parts)))
+        keys = total - first_key
         for part in range(parts):
-            start, stop = total * part // parts, total * (part + 1) // parts
+            start, stop = (first_key + keys * edge // parts for edge in (part, part + 1))
             self._parts.append((span.row_start, 1, last, 1, 0, slots, start, stop, first + part))
+
+    def _add_windows(self, span: SequenceSpan, slots: int, window_tokens: int) -> None:
+        """Add each row by itself against the keys in its window."""
+        for index in range(span.row_count):
+            row, last = span.row_start + index, span.context_length + index * span.stride
+            start = max(0, last + 1 - window_tokens)
+            self._parts.append((row, 1, last, 1, 0, slots, start, last + 1, row))
 
     def _add_chunk(self, span: SequenceSpan, slots: int) -> None:
         """Add many rows in tasks of limited size, each against all keys that its last row sees."""
