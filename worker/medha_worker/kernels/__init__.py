@@ -1,1 +1,1 @@
-"""The operators of a model behind one protocol, and their implementations by name: `cpu` and `torch`."""
+"""The operators of a model behind one protocol, and their implementations by name: `flashinfer`, `cpu` and `torch`."""

@@ -28,8 +28,18 @@ def _compiled_kernels(sizes: KernelSizes, device: Device) -> Kernels:
     return compiled_kernels(sizes, device, torch_kernels(device))
 
 
+def _flashinfer_kernels(sizes: KernelSizes, device: Device) -> Kernels:
+    from medha_worker.kernels.flashinfer.flashinfer_kernels import flashinfer_kernels
+
+    return flashinfer_kernels(sizes, device, torch_kernels(device))
+
+
 KERNELS: Mapping[str, Callable[[KernelSizes, Device], Kernels]] = MappingProxyType(
-    {"cpu": _compiled_kernels, "torch": lambda _sizes, device: torch_kernels(device)}
+    {
+        "flashinfer": _flashinfer_kernels,
+        "cpu": _compiled_kernels,
+        "torch": lambda _sizes, device: torch_kernels(device),
+    }
 )
 """Functions that make the kernels of each name, the fastest first; `KernelsUnavailable`: they cannot run here."""
 

@@ -1,0 +1,291 @@
+"""FlashInfer's adapter on a double equals plain torch, calls what the real package has, and waits before it overwrites."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from importlib import util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from medha_worker.device import Device, host_device
+from medha_worker.host_memory import HostMemory
+from medha_worker.kernels.flashinfer import flashinfer_kernels
+from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
+from medha_worker.kernels.name_table import KERNELS, choose_kernels
+from medha_worker.kernels.protocol import KernelSizes, KernelsUnavailable
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_rows import TorchRows
+
+from .computing_device import on_device, on_host
+from .flashinfer_cases import HEAD_DIM, Case, Chunk, adapter, assert_equals_torch, attended, cases
+from .flashinfer_defects import STEPS
+from .flashinfer_double import FlashInferDouble
+from .flashinfer_signatures import CALLED, differences, recorded
+
+
+@given(case=cases())
+def test_the_adapter_equals_plain_torch_in_every_step_that_can_be_planned(case: Case) -> None:
+    assert_equals_torch(case, attended(case, adapter(case, FlashInferDouble())))
+
+
+def test_rows_of_each_kind_may_lie_apart() -> None:
+    """The engine's steps begin with decodes, but lanes that serve others put theirs behind."""
+    kinds = [
+        Chunk(1, 9),
+        Chunk(5, 3),
+        Chunk(1, 20),
+        Chunk(4, 7, is_causal=False),
+        Chunk(3, 0),
+        Chunk(2, 8, False),
+    ]
+    case = Case(kinds, block_tokens=4)
+    assert_equals_torch(case, attended(case, adapter(case, FlashInferDouble())))
+
+
+@pytest.mark.parametrize("version", recorded())
+def test_every_call_of_the_adapter_fits_the_recorded_signature(version: str) -> None:
+    double = FlashInferDouble(signatures=recorded()[version])
+    for case in STEPS:
+        attended(case, adapter(case, double))
+    graph = adapter(STEPS[0], double).for_graph(1, 2)
+    graph.replan([SequenceSpan(0, 1, 2, [1])], 4)
+    rows = FlashInferRows(double, TorchRows())
+    x = on_device(torch.ones(2, 3, HEAD_DIM).half())
+    rows.rms_norm(x, on_device(torch.ones(HEAD_DIM).half()), 1e-5)
+    rows.rotate(x, on_device(torch.ones(2, HEAD_DIM // 2)), on_device(torch.ones(2, HEAD_DIM // 2)))
+    rows.silu_multiply(x.flatten(1)[:, :64])
+    assert double.called == set(CALLED)
+
+
+def test_a_call_that_does_not_fit_is_noticed() -> None:
+    double = FlashInferDouble(signatures=recorded()["0.6.13"])
+    with pytest.raises(TypeError, match="lse_base"):
+        double.bind("BatchPrefillWithPagedKVCacheWrapper.run", None, None, None, lse_base="ln")
+
+
+@pytest.mark.skipif(util.find_spec("flashinfer") is None, reason="the extra gpu is not installed")
+def test_the_installed_version_has_the_recorded_signatures() -> None:
+    import flashinfer
+
+    assert differences(flashinfer) == []
+
+
+# Plans ahead
+
+
+def test_a_plan_takes_no_wrapper_that_the_device_still_reads() -> None:
+    """The double raises if it is planned over its own unfinished work."""
+    case = Case([Chunk(1, 9), Chunk(6, 4), Chunk(3, 2, stride=2)])
+    double = FlashInferDouble()
+    attention = adapter(case, double)
+    ahead = attention.plan(case.spans(), case.block_tokens)
+    for _ in range(5):
+        step, ahead = ahead, attention.plan(case.spans(), case.block_tokens)
+        assert_equals_torch(case, attended(case, attention, step))
+        del step
+        gc.collect()
+    assert {wrapper.plans for wrapper in double.wrappers} == {1}, "nothing was finished meanwhile"
+
+
+def test_two_sets_of_wrappers_take_turns_when_each_step_ends_before_the_one_after_the_next_is_planned() -> (
+    None
+):
+    case = Case([Chunk(1, 9), Chunk(6, 4)])
+    double = FlashInferDouble()
+    attention = adapter(case, double)
+    ahead = attention.plan(case.spans(), case.block_tokens)
+    for _ in range(6):
+        step, ahead = ahead, attention.plan(case.spans(), case.block_tokens)
+        attended(case, attention, step)
+        del step
+        double.work.finish()
+    assert len(double.wrappers) == 2 * 2
+    assert sum(wrapper.plans for wrapper in double.wrappers) == 2 * 7
+
+
+def test_a_step_that_is_planned_and_never_run_does_not_cost_a_wrapper() -> None:
+    case = Case([Chunk(1, 9)])
+    double = FlashInferDouble()
+    attention = adapter(case, double)
+    for _ in range(3):
+        attention.plan(case.spans(), case.block_tokens)
+        double.work.finish()
+    assert len(double.wrappers) == 1
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("split_pages", [None, 0])
+def test_captured_decodes_are_replanned_in_place(split_pages: int | None) -> None:
+    """Padded rows see one token of a scratch block, the last of the pool; the batch has one size."""
+    double = FlashInferDouble()
+    case = Case([Chunk(1, 9), Chunk(1, 0), Chunk(1, 14)], has_sinks=True, split_pages=split_pages)
+    graph = adapter(case, double).for_graph(3, 16)
+    for contexts in ((2, 0, 0), (9, 0, 14), (1, 3, 0)):
+        case = replace(case, chunks=[Chunk(1, context) for context in contexts])
+        graph.replan(case.spans(), case.block_tokens)
+        assert_equals_torch(case, attended(case, None, graph))
+    assert [wrapper.plans for wrapper in double.wrappers] == [3]
+    with pytest.raises(AssertionError, match="other rows than 3 decodes"):
+        graph.replan(case.spans()[:2], case.block_tokens)
+    with pytest.raises(AssertionError, match="and space for 16"):
+        graph.replan([SequenceSpan(row, 1, 39, np.arange(10)) for row in range(3)], 4)
+
+
+def test_a_fixed_split_cannot_be_captured() -> None:
+    case = Case([Chunk(1, 9)], split_pages=4)
+    assert adapter(case, FlashInferDouble()).for_graph(1, 8) is None
+
+
+def test_a_fixed_split_needs_an_implementation_that_obeys_it() -> None:
+    with pytest.raises(ValueError, match="'fa3' ignores it"):
+        type(adapter(Case([Chunk(1, 1)]), FlashInferDouble()))(
+            FlashInferDouble(), None, Case([]).sizes, None, prefill_backend="fa3", split_pages=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("split_pages", "options"), [(None, (None, False)), (0, (None, True)), (3, (3, False))]
+)
+def test_the_split_of_keys_is_asked_for_in_every_plan(
+    split_pages: int | None, options: tuple[int | None, bool]
+) -> None:
+    double = FlashInferDouble()
+    case = Case(
+        [Chunk(1, 9), Chunk(4, 9), Chunk(4, 9, False), Chunk(4, 9, stride=2)], split_pages=split_pages
+    )
+    step = adapter(case, double).plan(case.spans(), case.block_tokens)
+    assert [wrapper.split for wrapper in double.wrappers] == [options] * 5
+    del step
+
+
+# What would be accepted in silence
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q.float(), k, v), "q is torch.float32, and torch.bfloat16 was planned"),
+        (lambda q, k, v: (q, k, v.transpose(0, 1).contiguous().transpose(0, 1)), "strides of K"),
+        (lambda q, k, v: (q, *(one.transpose(0, 1).contiguous() for one in (k, v))), "q is|share"),
+        (lambda q, k, v: (q[:, :3], k, v), "4 heads were planned"),
+        (lambda q, k, v: (q, k[:, :-1], v[:, :-1]), "no whole number of pages"),
+        (lambda q, k, v: (q, k[:, :8], v[:, :8]), "lies outside a pool of 2 pages"),
+        (lambda q, k, v: (q, *(one.mT.contiguous().mT for one in (k, v))), "gaps within a head"),
+    ],
+)
+def test_tensors_that_would_be_misread_are_refused(change: object, message: str) -> None:
+    case = Case([Chunk(1, 9), Chunk(6, 20)])
+    step = adapter(case, FlashInferDouble()).plan(case.spans(), case.block_tokens)
+    q, keys, values, _ = case.tensors()
+    with pytest.raises(AssertionError, match=message):
+        step.attend(*(on_device(one) for one in change(q, keys, values)))  # type: ignore[operator]
+
+
+# Rows
+
+
+@pytest.fixture
+def rows() -> FlashInferRows:
+    return FlashInferRows(FlashInferDouble(), TorchRows())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_equal_plain_torch(rows: FlashInferRows, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    plain, close = TorchRows(), {"rtol": 2e-2, "atol": 2e-2}
+    for x in (normal(5, 96), normal(5, 6, 96)[:, 1:4]):
+        weight = normal(96)
+        found = rows.rms_norm(on_device(x), on_device(weight), 1e-5)
+        torch.testing.assert_close(on_host(found), plain.rms_norm(x, weight, 1e-5), **close)
+    gate_up = normal(5, 200)[:, :192]
+    found = rows.silu_multiply(on_device(gate_up))
+    torch.testing.assert_close(on_host(found), plain.silu_multiply(gate_up.clone()), **close)
+    for count in (1, 2, 5):
+        heads, angles = normal(7, 8, HEAD_DIM), torch.randn(7, HEAD_DIM // 2, generator=random) * 9
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        turned, wanted = on_device(heads.clone()), heads.clone()
+        rows.rotate(turned[:, 2 : 2 + count], on_device(cos), on_device(sin))
+        plain.rotate(wanted[:, 2 : 2 + count], cos, sin)
+        torch.testing.assert_close(on_host(turned), wanted, **close)
+
+
+class Tables(FlashInferDouble):
+    """Keeps the tables of angles that it is given."""
+
+    def apply_rope_with_cos_sin_cache_inplace(self, *args: Any, **kwargs: Any) -> None:
+        self.wrappers.append(args[4])
+        super().apply_rope_with_cos_sin_cache_inplace(*args, **kwargs)
+
+
+def test_the_table_of_a_rotation_is_made_once_for_all_layers_and_anew_for_other_angles() -> None:
+    library = Tables()
+    rows, heads = FlashInferRows(library, TorchRows()), on_device(torch.ones(3, 2, HEAD_DIM).half())
+    for angle in (0.0, 1.0):
+        cos, sin = (on_device(torch.full((4, HEAD_DIM // 2), angle)) for _ in range(2))
+        for _layer in range(2):
+            rows.rotate(heads, cos[:3], sin[:3])  # the model passes a new view in each layer
+    first, second, third, fourth = library.wrappers
+    assert first is second
+    assert third is fourth
+    assert on_host(third).eq(1).all()
+    assert on_host(first).eq(0).all()
+
+
+# The choice
+
+
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+SIZES = KernelSizes(8, 2, 128, 1024, 4096)
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    ("sizes", "device", "dtype", "reason"),
+    [
+        (SIZES, "cpu", torch.bfloat16, "the device is cpu"),
+        (SIZES, "cuda:0", torch.float32, "the model runs in torch.float32"),
+        (
+            replace(SIZES, head_dim=80),
+            "cuda:0",
+            torch.bfloat16,
+            "heads of 64, 128, 256 values, and the model's have 80",
+        ),
+        (
+            SIZES,
+            "cuda:0",
+            torch.bfloat16,
+            r"cannot be imported \(ModuleNotFoundError: .*the extra medha\[gpu\]",
+        ),
+    ],
+)
+def test_kernels_that_cannot_run_say_why(
+    sizes: KernelSizes, device: str, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> object:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(flashinfer_kernels, "import_module", missing)
+    with pytest.raises(KernelsUnavailable, match=reason):
+        KERNELS["flashinfer"](sizes, Device(torch.device(device), dtype, HostMemory()))
+
+
+def test_without_a_gpu_they_are_not_even_imported() -> None:
+    with pytest.raises(KernelsUnavailable, match="torch sees no GPU"):
+        KERNELS["flashinfer"](SIZES, Device(torch.device("cuda", 0), torch.bfloat16, HostMemory()))
+    assert choose_kernels(SIZES, host_device(torch.bfloat16)).name == "torch"
+    assert next(iter(KERNELS)) == "flashinfer"
