@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from medha_worker.device import HOST, Device, InOrder
+from medha_worker.host_memory import HostMemory
+
 
 class OnDevice(torch.Tensor):
     """A tensor in the device's memory."""
@@ -47,21 +50,6 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-class ComputingDevice:
-    """`Device` of such tensors."""
-
-    torch_device = torch.device("cpu")
-
-    def __init__(self, dtype: torch.dtype, work: Work) -> None:
-        self.dtype, self._work = dtype, work
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, OnDevice) else on_device(tensor.clone())
-
-    def synchronise(self) -> None:
-        self._work.finish()
-
-
 class Work:
     """The work that was given to the device, as a count, and how much of it is done."""
 
@@ -84,8 +72,33 @@ class Work:
 class Mark:
     """The point behind all work that was given so far."""
 
+    def wait(self) -> None: ...
+
     def __init__(self, work: Work) -> None:
         self._work, self._point = work, work.given
 
     def is_done(self) -> bool:
         return self._work.done >= self._point
+
+
+class Computing(InOrder):
+    """`Runtime` of such tensors."""
+
+    captures = True
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(HOST)
+        self._work = work
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, OnDevice) else on_device(tensor.clone())
+
+    def mark(self) -> Mark:
+        return Mark(self._work)
+
+    def synchronise(self) -> None:
+        self._work.finish()
+
+
+def computing_device(dtype: torch.dtype, work: Work) -> Device:
+    return Device(HOST, dtype, HostMemory(), Computing(work))

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from medha_worker.device import HOST
+from medha_worker.device import host_device
 from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_attention import TorchAttention
 
-from .computing_device import ComputingDevice, on_device, on_host
+from .computing_device import computing_device, on_device, on_host
 from .flashinfer_double import FlashInferDouble
 
 HEAD_DIM = 64
@@ -89,8 +89,8 @@ class Case:
 def adapter(case: Case, double: FlashInferDouble, package: str = PACKAGE) -> Any:
     """Return the adapter of `package` for a case, on the double."""
     made = importlib.import_module(f"{package}.flashinfer_attention").FlashInferAttention
-    device = ComputingDevice(case.dtype, double.work)
-    return made(double, device, case.sizes, double.work.mark, split_pages=case.split_pages)
+    device = computing_device(case.dtype, double.work)
+    return made(double, device, case.sizes, split_pages=case.split_pages)
 
 
 def attended(case: Case, attention: Any, step: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +104,9 @@ def attended(case: Case, attention: Any, step: Any = None) -> tuple[torch.Tensor
 def assert_equals_torch(case: Case, found: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Assert that a result equals plain torch's in float32, up to the rounding of its dtype."""
     q, keys, values, sinks = case.tensors()
-    step = TorchAttention(HOST).plan(case.spans(), case.block_tokens, case.window_tokens)
+    step = TorchAttention(host_device(torch.float32)).plan(
+        case.spans(), case.block_tokens, case.window_tokens
+    )
     output, sums = step.attend(q.float(), keys.float(), values.float(), sinks)
     tolerance = TOLERANCE[case.dtype]
     assert found[0].dtype == case.dtype

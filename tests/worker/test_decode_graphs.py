@@ -71,7 +71,7 @@ class Replanning:
         self._backend = backend
         self.plan = backend.plan
 
-    def for_graph(self, rows: int) -> Replanned:
+    def for_graph(self, rows: int, most_blocks: int) -> Replanned:
         return Replanned(self._backend)
 
 
@@ -150,6 +150,10 @@ def test_steps_that_were_not_captured_run_eagerly(model: Transformer, runtime: R
     for tokens, positions, spans in (chunk, decodes([3] * 9)):
         run_step(model, tokens, positions, spans, cache)
     run_step(model, *decodes([3]), filled(model))  # another pool
+    shared = [
+        SequenceSpan(row, 1, 199, np.arange(13)) for row in range(4)
+    ]  # 52 entries of tables, of 40 blocks
+    run_step(model, torch.arange(4), torch.full((4,), 199), shared, cache)
     assert runtime.replays == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from medha_worker.device import Device, host_device
+from medha_worker.device import HOST, Device, InOrder, host_device
 from medha_worker.host_memory import HostMemory
 from medha_worker.kernels.flashinfer import flashinfer_kernels
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
@@ -146,7 +146,7 @@ def test_a_fixed_split_cannot_be_captured() -> None:
 def test_a_fixed_split_needs_an_implementation_that_obeys_it() -> None:
     with pytest.raises(ValueError, match="'fa3' ignores it"):
         type(adapter(Case([Chunk(1, 1)]), FlashInferDouble()))(
-            FlashInferDouble(), None, Case([]).sizes, None, prefill_backend="fa3", split_pages=1
+            FlashInferDouble(), None, Case([]).sizes, prefill_backend="fa3", split_pages=1
         )
 
 
@@ -281,11 +281,13 @@ def test_kernels_that_cannot_run_say_why(
 
     monkeypatch.setattr(flashinfer_kernels, "import_module", missing)
     with pytest.raises(KernelsUnavailable, match=reason):
-        KERNELS["flashinfer"](sizes, Device(torch.device(device), dtype, HostMemory()))
+        KERNELS["flashinfer"](sizes, Device(torch.device(device), dtype, HostMemory(), InOrder(HOST)))
 
 
 def test_without_a_gpu_they_are_not_even_imported() -> None:
     with pytest.raises(KernelsUnavailable, match="torch sees no GPU"):
-        KERNELS["flashinfer"](SIZES, Device(torch.device("cuda", 0), torch.bfloat16, HostMemory()))
+        KERNELS["flashinfer"](
+            SIZES, Device(torch.device("cuda", 0), torch.bfloat16, HostMemory(), InOrder(HOST))
+        )
     assert choose_kernels(SIZES, host_device(torch.bfloat16)).name == "torch"
     assert next(iter(KERNELS)) == "flashinfer"

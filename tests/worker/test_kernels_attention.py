@@ -289,7 +289,7 @@ def test_windows_and_sinks_equal_a_plain_softmax(
 ) -> None:
     monkeypatch.setattr(flash, "_STAND_IN_SCORES", 100_000)  # several pieces
     monkeypatch.setattr(cpu_attention, "_SPLIT_KEYS", 200)
-    backend = TorchAttention(HOST) if kind == "torch" else compiled(16, 2)
+    backend = TorchAttention(host_device(torch.float32)) if kind == "torch" else compiled(16, 2)
     spans = spans_of(SHAPES, shuffled=True)
     if window_tokens is not None:
         spans = [replace(span, is_causal=True) for span in spans]
@@ -300,7 +300,7 @@ def test_windows_and_sinks_equal_a_plain_softmax(
 
 def test_a_window_over_a_context_alone_is_refused_because_its_rows_stand_nowhere() -> None:
     span = SequenceSpan(3, 2, 20, [0, 1], is_causal=False)
-    for backend in (TorchAttention(HOST), compiled(16, 1)):
+    for backend in (TorchAttention(host_device(torch.float32)), compiled(16, 1)):
         with pytest.raises(ValueError, match="rows 3 to 4 see a context alone"):
             backend.plan([span], BLOCK_TOKENS, 8)
 

@@ -84,8 +84,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def for_graph(self, rows: int) -> GraphAttention | None:
-        """Return attention of `rows` decodes that can be captured; None if this implementation has none."""
+    def for_graph(self, rows: int, most_blocks: int) -> GraphAttention | None:
+        """Return attention of `rows` decodes that can be captured; None if this implementation has none.
+
+        Their block tables together have at most `most_blocks` entries, up to each one's own token.
+        """
         ...
 
 

@@ -43,7 +43,7 @@ class TorchAttention:
     ) -> StepAttention:
         return _TorchStep(spans, block_tokens, window_tokens, self._device)
 
-    def for_graph(self, rows: int) -> None:
+    def for_graph(self, rows: int, most_blocks: int) -> None:
         """Return None: the segments of a step decide which kernels run."""
 
 

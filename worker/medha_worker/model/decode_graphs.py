@@ -35,6 +35,14 @@ def captured_sizes(most_rows: int) -> list[int]:
     return [*sizes, most_rows]
 
 
+def most_blocks(rows: int, kv_cache: KVCache) -> int:
+    """Return the blocks that captured decodes have room for: each of the pool once, and scratch for every row.
+
+    Sequences that share blocks can have more. Then the step runs as it is.
+    """
+    return kv_cache.num_blocks + rows
+
+
 class DecodeGraphs:
     """The captured steps of one rank's layers over one KV pool."""
 
@@ -75,6 +83,8 @@ class DecodeGraphs:
         is_decode = all(span.row_count == 1 and span.is_causal for span in spans)
         if kv_cache is not self._kv_cache or not is_decode or not 0 < rows <= self._sizes[-1]:
             return None
+        if sum(-(-span.total_length // kv_cache.block_tokens) for span in spans) > most_blocks(0, kv_cache):
+            return None
         size = self._sizes[bisect_left(self._sizes, rows)]
         captured = next(self._next[size])
         captured.fill(positions, spans)
@@ -104,7 +114,8 @@ class _CapturedStep:
         kernels: Kernels,
     ) -> None:
         device = kv_cache.device
-        attention, write = kernels.attention.for_graph(rows), kernels.writer.for_graph(rows)
+        attention = kernels.attention.for_graph(rows, most_blocks(rows, kv_cache))
+        write = kernels.writer.for_graph(rows)
         assert attention is not None, f"{kernels.name} attention cannot be captured"
         assert write is not None, f"writes of {kernels.name} cannot be captured"
         self._device, self._cache = device, kv_cache

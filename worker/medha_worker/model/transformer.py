@@ -137,7 +137,7 @@ class Transformer:
         Prepared steps of decodes alone over `kv_cache` then are replays.
         """
         can_capture = self.device.runtime.captures and self._group.captures
-        if not can_capture or self.kernels.attention.for_graph(1) is None:
+        if not can_capture or self.kernels.attention.for_graph(1, 1) is None:
             return
         is_first = self._weights.embedding is not None
         row = (

@@ -55,7 +55,7 @@ class CpuAttention:
     ) -> StepAttention:
         return _CpuStep(self, spans, block_tokens, window_tokens)
 
-    def for_graph(self, rows: int) -> None:
+    def for_graph(self, rows: int, most_blocks: int) -> None:
         """Return None: a CPU has nothing to gain from a captured step."""
 
     def scratch(self, threads: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Assertions on what FlashInfer is given: it accepts each of these mistakes in silence, and computes something else.
 
-It reads integers of 64 bits as pairs of 32, takes a tensor's shape as another layout's, trusts the page size that it was
-told, and applies the strides of K to V. None of that can be seen in its result.
+It reads integers of 64 bits as pairs of 32, takes a tensor's shape as another layout's, trusts the page size of
+its plan, and applies the strides of K to V. None of that can be seen in its result.
 """
 
 from __future__ import annotations

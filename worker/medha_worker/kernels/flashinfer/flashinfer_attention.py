@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from medha_worker.device import Device
+from medha_worker.device import Device, Mark
 from medha_worker.kernels.flashinfer.call_checks import check_batch, check_planned, check_tensors
 from medha_worker.kernels.flashinfer.page_tables import PagedBatch, decode_batch, step_batches
-from medha_worker.kernels.flashinfer.wrapper_pool import Kind, Mark, WrapperPool, zeros
+from medha_worker.kernels.flashinfer.wrapper_pool import Kind, WrapperPool, zeros
 from medha_worker.kernels.partial_results import add_sinks
 from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.kernels.sequence_span import SequenceSpan
@@ -40,7 +40,6 @@ class FlashInferAttention:
         library: Any,
         device: Device,
         sizes: KernelSizes,
-        mark: Callable[[], Mark],
         *,
         prefill_backend: str = "fa2",
         split_pages: int | None = None,
@@ -51,7 +50,6 @@ class FlashInferAttention:
             library: The package `flashinfer`.
             device: The pool's; its dtype is that of queries and pool.
             sizes: Heads and their size.
-            mark: Returns the point behind all work that the calling thread has given to the device.
             prefill_backend: FlashInfer's implementation for chunks.
             split_pages: Pages after which keys are split between processors: always so many, so that a result does not
                 depend on what else is in the step; 0: never. None: FlashInfer splits as the whole step needs it.
@@ -64,9 +62,9 @@ class FlashInferAttention:
             raise ValueError(
                 f"split_pages={split_pages} needs prefill_backend='fa2': {prefill_backend!r} ignores it"
             )
-        self.library, self.device, self.mark = library, device, mark
+        self.library, self.device = library, device
         self._sizes = sizes.query_heads, sizes.kv_heads, sizes.head_dim
-        self.pool = WrapperPool(library, device, prefill_backend, mark)
+        self.pool = WrapperPool(library, device, prefill_backend)
         self._split_pages = split_pages
 
     def plan(
@@ -89,7 +87,7 @@ class FlashInferAttention:
             if before is not None:
                 runs.append(self._run("prefill", before, block_tokens, _NO_WINDOW, merged=True))
         step = FlashInferStep(self, runs, block_tokens)
-        planned = self.mark()
+        planned = self.device.runtime.mark()
         for run in runs:
             back = weakref.finalize(step, self.pool.give_back, run.kind, run.wrapper, planned)
             back.atexit = False
@@ -272,7 +270,7 @@ class FlashInferGraph:
         if self._staged is not None and not self._staged.is_done():
             self._attention.device.synchronise()  # the plan before this one is still in its pinned memory
         self._attention.plan_decodes(self._wrapper, batch, block_tokens, _NO_WINDOW)
-        self._staged = self._attention.mark()
+        self._staged = self._attention.device.runtime.mark()
         self._block_tokens, self._last_page = block_tokens, int(batch.pages.max())
 
     def attend(

@@ -15,7 +15,6 @@ import torch
 from medha_worker.device import Device
 from medha_worker.kernels.flashinfer.flashinfer_attention import FlashInferAttention
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
-from medha_worker.kernels.flashinfer.wrapper_pool import Mark
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 
 _HEAD_DIMS = (64, 128, 256)
@@ -41,7 +40,7 @@ def flashinfer_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> K
         )
     if not torch.cuda.is_available():
         raise KernelsUnavailable("torch sees no GPU")
-    attention = FlashInferAttention(_library(), device, sizes, lambda: _Event(device.torch_device))
+    attention = FlashInferAttention(_library(), device, sizes)
     kernels = replace(others, name="flashinfer", attention=attention)
     if sizes.intermediate_size % _VALUES_AT_ONCE:
         return kernels
@@ -56,14 +55,3 @@ def _library() -> Any:
         raise KernelsUnavailable(
             f"flashinfer cannot be imported ({type(error).__name__}: {error}); the extra medha[gpu] brings it"
         ) from error
-
-
-class _Event(Mark):
-    """A point in the work of a GPU."""
-
-    def __init__(self, torch_device: torch.device) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(torch_device))
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]

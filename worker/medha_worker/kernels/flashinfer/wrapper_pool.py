@@ -12,25 +12,16 @@ to run on one stream.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
-from medha_worker.device import Device
+from medha_worker.device import Device, Mark
 
-# What FlashInfer recommends. A plan that needs more raises.
+# FlashInfer recommends this size. A plan that needs more raises.
 _PARTIALS_BYTES = 128 << 20
 
 Kind = Literal["decode", "prefill", "masked"]
-
-
-class Mark(Protocol):
-    """A point in the work that was given to a device."""
-
-    def is_done(self) -> bool:
-        """True if the device has passed it."""
-        ...
 
 
 def zeros(device: Device, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -41,18 +32,17 @@ def zeros(device: Device, count: int, dtype: torch.dtype) -> torch.Tensor:
 class WrapperPool:
     """Makes wrappers, and keeps those that are not in use. Threads may take and give back at the same time."""
 
-    def __init__(self, library: Any, device: Device, prefill_backend: str, mark: Callable[[], Mark]) -> None:
+    def __init__(self, library: Any, device: Device, prefill_backend: str) -> None:
         """Allocate the shared memory.
 
         Args:
             library: The package `flashinfer`.
             device: Where the kernels run.
             prefill_backend: FlashInfer's implementation for chunks, such as "fa2".
-            mark: Returns the point behind all work that the calling thread has given.
         """
         self._library = library
         self._prefill_backend = prefill_backend
-        self._mark = mark
+        self._mark = device.runtime.mark
         self.partials = zeros(device, _PARTIALS_BYTES, torch.uint8)
         self._free: dict[Kind, deque[tuple[Any, Mark, Mark]]] = {
             "decode": deque(), "prefill": deque(), "masked": deque(),
