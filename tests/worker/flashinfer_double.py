@@ -43,6 +43,55 @@ def _check_table(name: str, tensor: torch.Tensor, *, on_host: bool) -> None:
         )
 
 
+def attend_pages(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute attention by page tables in float64, and its log-sum-exp of base 2.
+
+    Args:
+        q: [rows, query_heads, head_dim].
+        k: [pages, kv_heads, page_size, head_dim].
+        v: Likewise.
+        plan: Where each sequence's rows and pages start, `row_starts` and `page_starts`; its `pages`; the keys that it
+            has, `lengths`; the factor on scores, `sm_scale`; and what `_seen` reads.
+    """
+    group = q.shape[1] // k.shape[1]
+    result = torch.zeros(q.shape, dtype=torch.float64)
+    sums = torch.zeros(q.shape[:2], dtype=torch.float64)
+    for sequence, length in enumerate(plan["lengths"]):
+        rows = slice(*plan["row_starts"][sequence : sequence + 2])
+        pages = plan["pages"][slice(*plan["page_starts"][sequence : sequence + 2])].long()
+        demand(
+            bool((pages < len(k)).all()),
+            f"page {int(pages.max())} of {len(k)}: it would be read out of bounds",
+        )
+        seen_k, seen_v = (one[pages].transpose(0, 1).flatten(1, 2)[:, :length].double() for one in (k, v))
+        seen_k, seen_v = (one.repeat_interleave(group, 0) for one in (seen_k, seen_v))
+        scores = q[rows].double().transpose(0, 1) @ seen_k.transpose(1, 2) * plan["sm_scale"]
+        scores = scores.masked_fill(~_seen(plan, rows.stop - rows.start, length), -math.inf)
+        demand(
+            bool((scores.logsumexp(-1) > -math.inf).all()), "a row sees no key: its result is undocumented"
+        )
+        result[rows] = (scores.softmax(-1) @ seen_v).transpose(0, 1)
+        sums[rows] = scores.logsumexp(-1).transpose(0, 1) / LN_2
+    return result, sums
+
+
+def _seen(plan: Mapping[str, Any], rows: int, length: int) -> torch.Tensor:
+    """Return which keys each row sees, bool [rows, keys]: causal masks and windows are aligned to the bottom right."""
+    key, last = torch.arange(length)[None], length - rows + torch.arange(rows)[:, None]
+    seen = torch.ones(rows, length, dtype=torch.bool)
+    if plan["mask"] is not None:
+        bits = on_host(plan["mask"])[:, None] >> torch.arange(8) & 1
+        demand(bits.numel() >= rows * length, "the mask has too few bits")
+        seen = bits.flatten()[: rows * length].view(rows, length).bool()
+    elif plan["causal"]:
+        seen = key <= last
+    if plan["window_left"] >= 0:
+        seen = seen & (key >= last - plan["window_left"])
+    return seen
+
+
 class FlashInferDouble:
     """Stands for the module `flashinfer`."""
 
@@ -240,32 +289,10 @@ class _Wrapper:
         demand(return_lse, "the log-sum-exp is computed only if asked for")
         keys, values = cache
         self._check(q, keys, values, plan)
-        query_heads, kv_heads = plan["heads"]
-        result = torch.zeros(q.shape, dtype=torch.float64)
-        sums = torch.zeros(q.shape[:2], dtype=torch.float64)
         k, v = (
             on_host(one) if self._layout == "HND" else on_host(one).transpose(1, 2) for one in (keys, values)
         )
-        for sequence, length in enumerate(plan["lengths"]):
-            rows = slice(*plan["row_starts"][sequence : sequence + 2])
-            pages = plan["pages"][slice(*plan["page_starts"][sequence : sequence + 2])].long()
-            demand(
-                bool((pages < len(k)).all()),
-                f"page {int(pages.max())} of {len(k)}: it would be read out of bounds",
-            )
-            seen_k, seen_v = (one[pages].transpose(0, 1).flatten(1, 2)[:, :length].double() for one in (k, v))
-            group = query_heads // kv_heads
-            seen_k, seen_v = (one.repeat_interleave(group, 0) for one in (seen_k, seen_v))
-            scores = on_host(q)[rows].double().transpose(0, 1) @ seen_k.transpose(1, 2) * plan["sm_scale"]
-            scores = scores.masked_fill(
-                ~self._seen(plan, sequence, rows.stop - rows.start, length), -math.inf
-            )
-            demand(
-                bool((scores.logsumexp(-1) > -math.inf).all()),
-                "a row sees no key: its result is undocumented",
-            )
-            result[rows] = (scores.softmax(-1) @ seen_v).transpose(0, 1)
-            sums[rows] = scores.logsumexp(-1).transpose(0, 1) / LN_2
+        result, sums = attend_pages(on_host(q), k, v, plan)
         if out is None:
             out = on_device(torch.empty(q.shape, dtype=q.dtype))
         if lse is None:
@@ -296,20 +323,6 @@ class _Wrapper:
             keys.dim() == 4 and keys.shape[1:] == page, f"pages of {tuple(keys.shape[1:])} are read as {page}"
         )
         demand(keys.shape == values.shape and keys.stride() == values.stride(), "V is read with K's strides")
-
-    def _seen(self, plan: dict[str, Any], sequence: int, rows: int, length: int) -> torch.Tensor:
-        """Return which keys each row sees, bool [rows, keys]: causal masks are aligned to the bottom right."""
-        key, last = torch.arange(length)[None], length - rows + torch.arange(rows)[:, None]
-        seen = torch.ones(rows, length, dtype=torch.bool)
-        if plan["mask"] is not None:
-            bits = on_host(plan["mask"])[:, None] >> torch.arange(8) & 1
-            demand(bits.numel() >= rows * length, "the mask has too few bits")
-            seen = bits.flatten()[: rows * length].view(rows, length).bool()
-        elif plan["causal"]:
-            seen = key <= last
-        if plan["window_left"] >= 0:
-            seen = seen & (key >= last - plan["window_left"])
-        return seen
 
 
 class PrefillDouble(_Wrapper):

@@ -14,14 +14,14 @@ from hypothesis import given
 
 from medha_worker.device import HOST, Device, InOrder, host_device
 from medha_worker.host_memory import HostMemory
-from medha_worker.kernels.flashinfer import flashinfer_kernels
+from medha_worker.kernels.flashinfer import flashinfer_attention, flashinfer_kernels
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
 from medha_worker.kernels.name_table import KERNELS, choose_kernels
 from medha_worker.kernels.protocol import KernelSizes, KernelsUnavailable
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_rows import TorchRows
 
-from .computing_device import on_device, on_host
+from .computing_device import Computing, on_device, on_host
 from .flashinfer_cases import HEAD_DIM, Case, Chunk, adapter, assert_equals_torch, attended, cases
 from .flashinfer_defects import STEPS
 from .flashinfer_double import FlashInferDouble
@@ -282,6 +282,31 @@ def test_kernels_that_cannot_run_say_why(
     monkeypatch.setattr(flashinfer_kernels, "import_module", missing)
     with pytest.raises(KernelsUnavailable, match=reason):
         KERNELS["flashinfer"](sizes, Device(torch.device(device), dtype, HostMemory(), InOrder(HOST)))
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_every_kernel_is_tried_out_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is missing shows then; the double stands for it with a function that raises."""
+    double = FlashInferDouble()
+    monkeypatch.setattr(flashinfer_kernels, "import_module", lambda _: double)
+    monkeypatch.setattr(
+        flashinfer_attention, "check_planned", lambda *_: None
+    )  # tensors that say "cuda" need one
+    device = Device(torch.device("cuda", 0), torch.bfloat16, HostMemory(), Computing(double.work))
+    kernels = KERNELS["flashinfer"](SIZES, device)
+    assert (kernels.name, type(kernels.rows)) == ("flashinfer", FlashInferRows)
+    assert double.called == set(CALLED)
+    uneven = KERNELS["flashinfer"](replace(SIZES, intermediate_size=4097), device)
+    assert (uneven.name, type(uneven.rows)) == ("flashinfer", TorchRows)
+
+    def missing(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("nvcc was not found")
+
+    for name in ("merge_state_in_place", "rmsnorm", "silu_and_mul", "BatchDecodeWithPagedKVCacheWrapper"):
+        with monkeypatch.context() as patch:
+            patch.setattr(double, name, missing)
+            with pytest.raises(KernelsUnavailable, match=r"tried out \(RuntimeError: nvcc was not found"):
+                KERNELS["flashinfer"](SIZES, device)
 
 
 def test_without_a_gpu_they_are_not_even_imported() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from .computing_device import on_device, on_host
 from .flashinfer_cases import PACKAGE, adapter, assert_equals_torch, attended
 from .flashinfer_defects import DEFECTS, STEPS, Defect
 from .flashinfer_double import FlashInferDouble, Refused
-
-_number = count()
 
 
 def found_by(package: str) -> str:
@@ -74,7 +72,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Defect
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def plant(defect: Defect) -> str:
-        name = f"planted_{next(_number)}"
+        name = "planted_" + re.sub(r"\W", "_", defect.name)
         (tmp_path / name).mkdir()
         for path in Path(str(right.__file__)).parent.glob("*.py"):
             text = path.read_text(encoding="utf-8")

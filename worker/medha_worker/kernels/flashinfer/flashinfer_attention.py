@@ -6,9 +6,9 @@ strides. A step is planned once, as up to four kinds of batches (`page_tables`),
 Its log-sum-exps have base 2, here and in its merge; they become natural in one place, at the end of `attend`. Its own
 argument for sinks is ignored by the implementations used here, so sinks are added to the result.
 
-Unproven until a GPU has run it: all numerics, that plans and runs of different threads do not disturb each other, graphs,
-whether the size of `WrapperPool.partials` suffices for the longest contexts, and every speed, among them which of
-"fa2" and "fa3" is faster for chunks on Hopper.
+Unproven until a GPU has run it: all numerics; that a fixed split makes results independent of the rest of a step; that plans
+and runs of different threads do not disturb each other; graphs; whether `WrapperPool.partials` is large enough for the longest
+contexts; and every speed, among them which of "fa2" and "fa3" is faster for chunks on Hopper.
 """
 
 from __future__ import annotations

@@ -16,14 +16,23 @@ from medha_worker.device import Device
 from medha_worker.kernels.flashinfer.flashinfer_attention import FlashInferAttention
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
+from medha_worker.kernels.sequence_span import SequenceSpan
 
 _HEAD_DIMS = (64, 128, 256)
 # Rows of the MLP are read 16 bytes at a time.
 _VALUES_AT_ONCE = 8
 
 
-def flashinfer_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
-    """Return FlashInfer's attention and row operators; `others` write K and V, and run rows that these cannot.
+def flashinfer_kernels(
+    sizes: KernelSizes, device: Device, others: Kernels, *, split_pages: int | None = None
+) -> Kernels:
+    """Return FlashInfer's attention and row operators.
+
+    Args:
+        sizes: Heads and widths of the model's part.
+        device: Where it runs.
+        others: Kernels that write K and V, and run rows that these cannot.
+        split_pages: See `FlashInferAttention`.
 
     Raises:
         KernelsUnavailable: they cannot run this model on this device.
@@ -40,11 +49,41 @@ def flashinfer_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> K
         )
     if not torch.cuda.is_available():
         raise KernelsUnavailable("torch sees no GPU")
-    attention = FlashInferAttention(_library(), device, sizes)
+    attention = FlashInferAttention(_library(), device, sizes, split_pages=split_pages)
     kernels = replace(others, name="flashinfer", attention=attention)
-    if sizes.intermediate_size % _VALUES_AT_ONCE:
-        return kernels
-    return replace(kernels, rows=FlashInferRows(attention.library, others.rows))
+    if sizes.intermediate_size % _VALUES_AT_ONCE == 0:
+        kernels = replace(kernels, rows=FlashInferRows(attention.library, others.rows))
+    try:
+        try_out(kernels, sizes, device)
+    except Exception as error:  # a compiler's or a driver's
+        raise KernelsUnavailable(
+            f"they failed when they were tried out ({type(error).__name__}: {error})"
+        ) from error
+    return kernels
+
+
+@torch.inference_mode()
+def try_out(kernels: Kernels, sizes: KernelSizes, device: Device) -> None:
+    """Run each kernel once. Those that are not compiled yet are compiled here, for minutes, and not in a request's step."""
+    one = device.place(torch.zeros(1, dtype=device.dtype))
+    block_tokens, blocks = 16, [0, 1]
+    spans = [
+        SequenceSpan(0, 1, 20, blocks),
+        SequenceSpan(1, 3, 5, blocks),
+        SequenceSpan(4, 3, 5, blocks, stride=2),  # a mask, and a merge
+        SequenceSpan(7, 3, 5, blocks, is_causal=False),
+    ]
+    rows = spans[-1].rows.stop
+    heads = one.new_zeros(rows, sizes.query_heads, sizes.head_dim)
+    pool = one.new_zeros(sizes.kv_heads, len(blocks) * block_tokens, sizes.head_dim)
+    angles = one.new_zeros(rows, sizes.head_dim // 2)
+    kernels.rows.rotate(heads, angles, angles)
+    for x in (one.new_zeros(rows, sizes.hidden_size), heads):
+        kernels.rows.rms_norm(x, one.new_zeros(x.shape[-1]), 1e-5)
+    kernels.rows.silu_multiply(one.new_zeros(rows, 2 * sizes.intermediate_size))
+    step = kernels.attention.plan(spans, block_tokens)
+    step.attend(heads, pool, pool)
+    device.synchronise()
 
 
 def _library() -> Any:
