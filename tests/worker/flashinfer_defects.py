@@ -47,7 +47,7 @@ DEFECTS = tuple(
         ("The pool has its heads before its pages", ATTENTION, _VIEWS, _VIEWS.replace(".transpose(0, 1)", ""), "double"),
         ("K and V are exchanged", ATTENTION, _VIEWS, "return pool_values.view(shape).transpose(0, 1), pool_keys.view(shape).transpose(0, 1)", "result"),
         ("Pages have another size in the pool than in the plan", ATTENTION, "shape = kv_heads, pool_keys.shape[1] // block_tokens, block_tokens, head_dim", "shape = kv_heads, pool_keys.shape[1], 1, head_dim", "double"),
-        ("Pages have another size in the plan than in the pool", ATTENTION, "*self._sizes, block_tokens, **self", "*self._sizes, block_tokens + 1, **self", "double"),
+        ("Pages have another size in the plan than in the pool", ATTENTION, "block_tokens,\n            fixed_split", "block_tokens + 1,\n            fixed_split", "double"),
         ("Log-sum-exps keep base 2", ATTENTION, "sums.mul_(math.log(2))", "sums.mul_(1)", "result"),
         ("Log-sum-exps are converted the wrong way", ATTENTION, "sums.mul_(math.log(2))", "sums.div_(math.log(2))", "result"),
         ("Page indices stay in host memory", ATTENTION, "self.device.place(torch.from_numpy(batch.pages))", "torch.from_numpy(batch.pages)", "double"),

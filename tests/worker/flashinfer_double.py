@@ -399,6 +399,16 @@ class DecodeDouble(_Wrapper):
             for buffer in self._buffers:
                 _check_table("a fixed buffer", buffer, on_host=False)
 
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        buffers = float_workspace_buffer, int_workspace_buffer
+        self._library.bind(f"{self._name}.reset_workspace_buffer", None, *buffers)
+        for buffer in buffers:
+            demand(
+                _is_on_device(buffer) and buffer.dtype == torch.uint8, "workspaces are bytes on the device"
+            )
+
     def plan(
         self,
         indptr: torch.Tensor,

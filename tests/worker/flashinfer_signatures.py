@@ -20,6 +20,7 @@ CALLED = (
     "BatchPrefillWithPagedKVCacheWrapper.run",
     "BatchDecodeWithPagedKVCacheWrapper.__init__",
     "BatchDecodeWithPagedKVCacheWrapper.plan",
+    "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer",
     "BatchDecodeWithPagedKVCacheWrapper.run",
     "apply_rope_with_cos_sin_cache_inplace",
     "merge_state_in_place",

@@ -138,6 +138,20 @@ def test_captured_decodes_are_replanned_in_place(split_pages: int | None) -> Non
         graph.replan([SequenceSpan(row, 1, 39, np.arange(10)) for row in range(3)], 4)
 
 
+def test_memory_for_partial_results_grows_with_the_captured_rows_and_is_shared() -> None:
+    double = FlashInferDouble()
+    attention = adapter(Case([Chunk(1, 1)], group=7), double)
+    first = attention.pool.partials_of_decodes(8)
+    assert attention.pool.partials_of_decodes(16) is first
+    assert len(first) == 128 << 20
+    rows = 4000
+    larger = attention.pool.partials_of_decodes(rows)
+    tiles = rows * 7 / 16 + rows  # of 16 rows of heads, at most one for each row more than it takes
+    assert len(larger) >= tiles * 16 * 14 * (HEAD_DIM + 1) * 4
+    assert attention.pool.partials_of_decodes(rows) is larger
+    assert attention.pool.partials_of_decodes(8) is larger
+
+
 def test_a_fixed_split_cannot_be_captured() -> None:
     case = Case([Chunk(1, 9)], split_pages=4)
     assert adapter(case, FlashInferDouble()).for_graph(1, 8) is None
@@ -156,12 +170,15 @@ def test_a_fixed_split_needs_an_implementation_that_obeys_it() -> None:
 def test_the_split_of_keys_is_asked_for_in_every_plan(
     split_pages: int | None, options: tuple[int | None, bool]
 ) -> None:
+    """Chunks are split as FlashInfer likes it, or not at all."""
     double = FlashInferDouble()
     case = Case(
         [Chunk(1, 9), Chunk(4, 9), Chunk(4, 9, False), Chunk(4, 9, stride=2)], split_pages=split_pages
     )
     step = adapter(case, double).plan(case.spans(), case.block_tokens)
-    assert [wrapper.split for wrapper in double.wrappers] == [options] * 5
+    decodes, *chunks = (wrapper.split for wrapper in double.wrappers)
+    assert decodes == options
+    assert chunks == [(None, split_pages is not None)] * 4
     del step
 
 
@@ -295,7 +312,9 @@ def test_every_kernel_is_tried_out_before_the_first_step(monkeypatch: pytest.Mon
     device = Device(torch.device("cuda", 0), torch.bfloat16, HostMemory(), Computing(double.work))
     kernels = KERNELS["flashinfer"](SIZES, device)
     assert (kernels.name, type(kernels.rows)) == ("flashinfer", FlashInferRows)
-    assert double.called == set(CALLED)
+    assert {*CALLED} - double.called == {"BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer"}, (
+        "for captures"
+    )
     uneven = KERNELS["flashinfer"](replace(SIZES, intermediate_size=4097), device)
     assert (uneven.name, type(uneven.rows)) == ("flashinfer", TorchRows)
 

@@ -7,8 +7,8 @@ Its log-sum-exps have base 2, here and in its merge; they become natural in one 
 argument for sinks is ignored by the implementations used here, so sinks are added to the result.
 
 Unproven until a GPU has run it: all numerics; that a fixed split makes results independent of the rest of a step; that plans
-and runs of different threads do not disturb each other; graphs; whether `WrapperPool.partials` is large enough for the longest
-contexts; and every speed, among them which of "fa2" and "fa3" is faster for chunks on Hopper.
+and runs of different threads do not disturb each other; graphs; whether the memory for partial results and for captured plans is
+large enough; and every speed, among them which of "fa2" and "fa3" is faster for chunks on Hopper.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from medha_worker.device import Device, Mark
 from medha_worker.kernels.flashinfer.call_checks import check_batch, check_planned, check_tensors
 from medha_worker.kernels.flashinfer.page_tables import PagedBatch, decode_batch, step_batches
-from medha_worker.kernels.flashinfer.wrapper_pool import Kind, WrapperPool, zeros
+from medha_worker.kernels.flashinfer.wrapper_pool import GRAPH_PLAN_BYTES, Kind, WrapperPool, zeros
 from medha_worker.kernels.partial_results import add_sinks
 from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.kernels.sequence_span import SequenceSpan
@@ -51,9 +51,10 @@ class FlashInferAttention:
             device: The pool's; its dtype is that of queries and pool.
             sizes: Heads and their size.
             prefill_backend: FlashInfer's implementation for chunks.
-            split_pages: Pages after which keys are split between processors: always so many, so that a result does not
-                depend on what else is in the step; 0: never. None: FlashInfer splits as the whole step needs it.
-                Only "fa2" follows it, and steps with a fixed split cannot be captured.
+            split_pages: Pages after which the keys of a decode are split between processors: always so many, so that a
+                result does not depend on what else is in the step; 0: never. The keys of chunks then are never
+                split: each part of each row would take memory. None: FlashInfer splits as the whole step needs it.
+                Only "fa2" follows it, and decodes with a fixed split cannot be captured.
 
         Raises:
             ValueError: `split_pages` is given with an implementation that would ignore it.
@@ -64,7 +65,7 @@ class FlashInferAttention:
             )
         self.library, self.device = library, device
         self._sizes = sizes.query_heads, sizes.kv_heads, sizes.head_dim
-        self.pool = WrapperPool(library, device, prefill_backend)
+        self.pool = WrapperPool(library, device, sizes, prefill_backend)
         self._split_pages = split_pages
 
     def plan(
@@ -99,7 +100,14 @@ class FlashInferAttention:
 
     def plan_decodes(self, wrapper: Any, batch: PagedBatch, block_tokens: int, window: int) -> None:
         """Plan a decode wrapper; `window` is the number of keys that a row sees before its own, or -1 for all."""
-        wrapper.plan(*self._tables(batch, block_tokens), *self._sizes, block_tokens, **self._options(window))
+        wrapper.plan(
+            *self._tables(batch, block_tokens),
+            *self._sizes,
+            block_tokens,
+            fixed_split_size=self._split_pages or None,
+            disable_split_kv=self._split_pages == 0,
+            **self._options(window),
+        )
 
     def _plan_chunks(
         self, wrapper: Any, batch: PagedBatch, block_tokens: int, window: int, causal: bool
@@ -115,6 +123,7 @@ class FlashInferAttention:
             if batch.mask is None
             else self.device.place(torch.from_numpy(batch.mask)),
             causal=causal,
+            disable_split_kv=self._split_pages is not None,
             **self._options(window),
         )
 
@@ -135,8 +144,6 @@ class FlashInferAttention:
             "sm_scale": 1.0 / math.sqrt(self._sizes[2]),
             "q_data_type": self.device.dtype,
             "kv_data_type": self.device.dtype,
-            "fixed_split_size": self._split_pages or None,
-            "disable_split_kv": self._split_pages == 0,
         }
 
     def _run(
@@ -243,10 +250,10 @@ class FlashInferGraph:
 
     def __init__(self, attention: FlashInferAttention, rows: int, most_blocks: int) -> None:
         """Allocate tables for `rows` decodes, which have together at most `most_blocks` blocks."""
-        device = attention.device
+        device, partials = attention.device, attention.pool.partials_of_decodes(rows)
         self._attention, self._rows, self._most_blocks = attention, rows, most_blocks
         self._wrapper = attention.library.BatchDecodeWithPagedKVCacheWrapper(
-            attention.pool.partials,
+            partials,
             kv_layout="HND",
             use_cuda_graph=True,
             use_tensor_cores=True,
@@ -255,6 +262,7 @@ class FlashInferGraph:
             paged_kv_last_page_len_buffer=zeros(device, rows, torch.int32),
             backend="fa2",
         )
+        self._wrapper.reset_workspace_buffer(partials, zeros(device, GRAPH_PLAN_BYTES, torch.uint8))
         self._staged: Mark | None = None
         self._block_tokens = self._last_page = 0
 

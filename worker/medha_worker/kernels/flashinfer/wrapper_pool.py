@@ -17,9 +17,16 @@ from typing import Any, Literal
 import torch
 
 from medha_worker.device import Device, Mark
+from medha_worker.kernels.protocol import KernelSizes
 
-# FlashInfer recommends this size. A plan that needs more raises.
-_PARTIALS_BYTES = 128 << 20
+# FlashInfer recommends at least as much. A plan that needs more raises.
+_LEAST_PARTIALS_BYTES = 128 << 20
+# FlashInfer splits keys until there are two parts for each processor of a GPU, and no GPU has more processors.
+# A part holds a tile of rows, each of one head: so many rows of a chunk, and fewer of decodes.
+_MOST_PROCESSORS, _CHUNK_TILE, _DECODE_TILE = 160, 128, 16
+# The plan of captured decodes takes some bytes for each row and part. FlashInfer's own buffer is eight times as large, and
+# there are dozens of captures.
+GRAPH_PLAN_BYTES = 1 << 20
 
 Kind = Literal["decode", "prefill", "masked"]
 
@@ -32,21 +39,38 @@ def zeros(device: Device, count: int, dtype: torch.dtype) -> torch.Tensor:
 class WrapperPool:
     """Makes wrappers, and keeps those that are not in use. Threads may take and give back at the same time."""
 
-    def __init__(self, library: Any, device: Device, prefill_backend: str) -> None:
+    def __init__(self, library: Any, device: Device, sizes: KernelSizes, prefill_backend: str) -> None:
         """Allocate the shared memory.
 
         Args:
             library: The package `flashinfer`.
             device: Where the kernels run.
+            sizes: Heads and their size.
             prefill_backend: FlashInfer's implementation for chunks, such as "fa2".
         """
         self._library = library
         self._prefill_backend = prefill_backend
         self._mark = device.runtime.mark
-        self.partials = zeros(device, _PARTIALS_BYTES, torch.uint8)
+        self._device, self._sizes = device, sizes
+        parts = 2 * _MOST_PROCESSORS // sizes.kv_heads
+        self._partials = zeros(device, self._bytes(parts * _CHUNK_TILE), torch.uint8)
         self._free: dict[Kind, deque[tuple[Any, Mark, Mark]]] = {
             "decode": deque(), "prefill": deque(), "masked": deque(),
         }  # fmt: skip
+
+    def partials_of_decodes(self, rows: int) -> torch.Tensor:
+        """Return memory for the partial results of captured decodes, which are always split."""
+        group = self._sizes.query_heads // self._sizes.kv_heads
+        needed = self._bytes(rows * (group + _DECODE_TILE))
+        if needed > len(self._partials):
+            self._partials = zeros(self._device, needed, torch.uint8)
+        return self._partials
+
+    def _bytes(self, partial_rows: int) -> int:
+        """Return the memory of float32 outputs and log-sum-exps; FlashInfer 0.6 reserves as much, 0.7 less."""
+        return max(
+            _LEAST_PARTIALS_BYTES, 4 * partial_rows * self._sizes.query_heads * (self._sizes.head_dim + 1)
+        )
 
     def take(self, kind: Kind) -> Any:
         """Return a wrapper that nothing uses any more."""
@@ -68,10 +92,10 @@ class WrapperPool:
     def _made(self, kind: Kind) -> Any:
         if kind == "decode":
             return self._library.BatchDecodeWithPagedKVCacheWrapper(
-                self.partials, kv_layout="HND", use_tensor_cores=True, backend="fa2"
+                self._partials, kv_layout="HND", use_tensor_cores=True, backend="fa2"
             )
         # Only fa2 applies an explicit mask; fa3 ignores it.
         backend = "fa2" if kind == "masked" else self._prefill_backend
         return self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self.partials, kv_layout="HND", backend=backend
+            self._partials, kv_layout="HND", backend=backend
         )
