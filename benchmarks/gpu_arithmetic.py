@@ -18,16 +18,14 @@ refutes every number here. Nothing in this file was measured on a GPU.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from harness import Row, claim, exit_with, parser, report, table
+from random_llama import random_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from medha.cost.predictor import Predictor, Work
@@ -39,9 +37,6 @@ from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import captured_sizes
-from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import LayerWeights, Shard, Weights
 from medha_worker.profiling.step_counts import Counting, StepCounts
 
 GPU = torch.device("cuda", 0)
@@ -127,11 +122,7 @@ class CountedGroup:
 
 def counted(case: Case) -> StepCounts:
     """Run the engine's code for one rank's part of a step on fake tensors, and return what it asks of the device."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_config(case.model)), encoding="utf-8")
-        config = ModelConfig.from_directory(Path(folder))
     device = Device(GPU, torch.bfloat16, HostMemory(), InOrder(GPU))
-    shard = Shard(0, case.tensor, 0, config.num_layers, config.num_layers)
     blocks = -(-(case.context + case.count) // BLOCK_TOKENS)
     spans = [
         SequenceSpan(row * case.count, case.count, case.context, np.arange(row * blocks, (row + 1) * blocks))
@@ -139,7 +130,10 @@ def counted(case: Case) -> StepCounts:
     ]
     rows = case.sequences * case.count
     with FakeTensorMode():
-        model = _model(case, config, shard, device)
+        layers = case.model.layers
+        model = random_model(
+            case.model, layers, device, torch_kernels(device), tensor=case.tensor, copies=False
+        )
         cache = model.new_kv_cache(case.sequences * blocks, BLOCK_TOKENS)
         with Counting() as counting:
             counts = counting.counts
@@ -162,34 +156,6 @@ class _NoLanes:
     def start(self, *_: Any) -> None: ...
 
     def finish(self, *_: Any) -> None: ...
-
-
-def _config(model: ModelShape) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": model.vocab,
-        "hidden_size": model.hidden, "intermediate_size": model.intermediate, "num_hidden_layers": model.layers,
-        "num_attention_heads": model.query_heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 2**20, "rope_theta": 5e5, "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False, "hidden_act": "silu",
-    }  # fmt: skip
-
-
-def _model(case: Case, config: ModelConfig, shard: Shard, device: Device) -> Transformer:
-    def new(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=device.dtype, device=GPU)
-
-    q, kv = shard.query_heads(config) * config.head_dim, shard.kv_heads(config) * config.head_dim
-    hidden, wide = config.hidden_size, config.intermediate_size // case.tensor
-    layer = LayerWeights(
-        new(hidden), new(hidden, q + 2 * kv), None, None, None, new(q, hidden), None, new(hidden),
-        new(hidden, 2 * wide), None, new(wide, hidden), None,
-    )  # fmt: skip
-    vocabulary = shard.vocabulary(config)[0]
-    words = vocabulary.stop - vocabulary.start
-    weights = Weights(
-        device, [layer] * config.num_layers, 0, new(words, hidden), new(hidden), new(hidden, words)
-    )
-    return Transformer(config, shard, weights, kernels=torch_kernels(device))
 
 
 def predicted(case: Case) -> Row:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-SHARED = ("harness", "served")
+SHARED = ("harness", "served", "random_llama")
 """Modules that the scripts import from their own folder. It is not on the path of tests, where a package is called `campaign`, too."""
 
 

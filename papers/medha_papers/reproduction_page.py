@@ -140,7 +140,7 @@ def _took(call: dict[str, Any]) -> str:
 def _adoption(adoption: dict[str, Any]) -> str:
     """Return the text on the origin of results that the code named on the page did not simulate."""
     left_out = adoption.get("except", [])
-    whose = f" but those of {' and '.join(left_out)}, which were simulated anew" if left_out else ""
+    whose = f" but those of {' and '.join(left_out)}, which were simulated again" if left_out else ""
     return (
         f"\n\nResults were taken over from sources `{adoption['sources']}` (commit `{adoption['commit']}`), after a change "
         f"that must not change decisions{whose}. {len(adoption['again'])} runs of all kinds, selected by the two digests, and "

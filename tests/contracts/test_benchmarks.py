@@ -12,7 +12,7 @@ import pytest
 
 from benchmark import FOLDER, benchmark
 
-HELPERS = {"harness", "served", "scheduler_vllm"}
+HELPERS = {"harness", "served", "scheduler_vllm", "random_llama"}
 """Files that are not started by hand: the last by `scheduler.py`, in an interpreter that has vLLM."""
 SCRIPTS = sorted(script.stem for script in FOLDER.glob("*.py") if script.stem not in HELPERS)
 WITHOUT_CLAIMS = {"campaign", "fit_lengths", "long"}

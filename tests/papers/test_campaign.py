@@ -127,7 +127,7 @@ def test_a_deployment_that_a_change_was_meant_for_is_not_adopted_and_left_to_be_
     assert set(after["runs"]) == {run.key for run in RUNS}
     assert after["adopted"][0]["except"] == ["70B-3D"]
     page = (tmp_path / "page.md").read_text()
-    assert "but those of 70B-3D, which were simulated anew. 2 runs" in page
+    assert "but those of 70B-3D, which were simulated again. 2 runs" in page
     assert "2 of 3 runs" in page
     capsys.readouterr()
     assert call("--list") == 0

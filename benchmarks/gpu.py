@@ -1,0 +1,814 @@
+"""Prove and measure the engine on a GPU (`make gpu-check`).
+
+    python benchmarks/gpu.py --quick                  small sizes; without a GPU, on the CPU: shows that the script works
+    python benchmarks/gpu.py --json benchmarks/results/gpu.json
+    python benchmarks/gpu.py --part numerics --part graphs --json benchmarks/results/gpu.json
+
+It needs torch, numpy, safetensors and `transformers`; FlashInfer is used if it can be imported. Each part runs in a process
+of its own, so that a fault on the device ends only that part. After each part the results are written; the same command goes
+on with what is missing, as long as the sources of the engine (`sources` in the file) are the same.
+
+* facts: the device, its driver, and the versions of the libraries;
+* numerics: every kind of attention, and a model of four wide layers in chunks and decodes, in the dtype that is served. The
+  error is that against float64 or float32, over the error of `transformers` or of torch in the same dtype;
+* sampling: the same tokens as on the CPU, for every sampling option, from the same logits;
+* graphs: captured decodes against eager ones, while the next step is prepared; the memory that captures take;
+* ceilings: the matrix product and the copy that this device reaches, by which everything below is divided;
+* prefill, decode: MFU and MBU of an 8B model's layers, at long contexts and many sequences;
+* chunks: what a chunk of 32 tokens costs more than a large one, for each token; and adaptive chunks against every static one:
+  the time of a whole prefill, and the longest step, beside 16 decodes;
+* overhead: what a captured decode step costs beyond its kernels;
+* nccl: an all-reduce of one rank, captured and replayed;
+* races: the kernels' accesses under compute-sanitizer, where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import ROOT, Row, claim, exit_with, parser, progress, report, save, table
+from random_llama import LLAMA3_8B, SMALL, LlamaShape, config_fields, random_model
+
+from medha.wire.messages import Sampling
+from medha_worker.device import Device, host_device
+from medha_worker.kernels.name_table import choose_kernels, torch_kernels
+from medha_worker.kernels.protocol import Kernels, KernelSizes
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.decode_graphs import captured_sizes
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.sampler import NotSampled, SequenceSampler, sample_tokens
+from medha_worker.model.transformer import Transformer
+
+BLOCK_TOKENS = 64
+TARGET_SECONDS = 0.05  # of a step, for adaptive chunks
+STATIC_CHUNKS = (128, 512, 2048, 8192)
+PART_SECONDS = 150
+_STEPS = 20  # decode steps of `overhead`, one after the other
+_WORKER = ROOT / "worker" / "medha_worker"
+PROVED = ("device.py", "cuda_device.py", "kernels", "model")
+"""Files and folders of the worker whose digest a result names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is computed: a shape and its layers, and how long contexts and how large batches are."""
+
+    shape: LlamaShape
+    layers: int
+    contexts: tuple[int, ...]
+    chunks: tuple[int, ...]
+    decodes: tuple[tuple[int, int], ...]  # sequences, context
+    largest_chunk: int
+    repeats: int
+
+
+FULL = Sizes(
+    shape=LLAMA3_8B,
+    layers=4,
+    contexts=(8_192, 32_768, 131_072, 262_144, 524_288),
+    chunks=(32, 128, 512, 2048, 8192),
+    decodes=((1, 131_072), (1, 900_000), (4, 131_072), (16, 8_192), (64, 8_192), (256, 1_024)),
+    largest_chunk=8_192,
+    repeats=5,
+)
+QUICK = Sizes(
+    shape=SMALL,
+    layers=2,
+    contexts=(256, 1024),
+    chunks=(32, 128),
+    decodes=((1, 1024), (4, 256)),
+    largest_chunk=128,
+    repeats=2,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part runs."""
+
+    device: Device
+    sizes: Sizes
+
+    def kernels(self) -> Kernels:
+        shape = self.sizes.shape
+        sizes = KernelSizes(
+            shape.query_heads, shape.kv_heads, shape.head_dim, shape.hidden, shape.intermediate
+        )
+        return choose_kernels(sizes, self.device)
+
+    def model(self, layers: int | None = None) -> Transformer:
+        torch.manual_seed(0)
+        return random_model(self.sizes.shape, layers or self.sizes.layers, self.device, self.kernels())
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the median time of `run` on the device, after one run that is not counted."""
+        taken = []
+        for _ in range(self.sizes.repeats + 1):
+            self.device.synchronise()
+            started = time.perf_counter()
+            run()
+            self.device.synchronise()
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken[1:])
+
+
+def place_of(quick: bool) -> Place:
+    """Return the GPU, or with `quick` the CPU if there is none.
+
+    Raises:
+        SystemExit: there is no GPU, and results of a CPU would prove nothing.
+    """
+    if torch.cuda.is_available():
+        from medha_worker.cuda_device import cuda_device
+
+        return Place(cuda_device(0, torch.bfloat16), QUICK if quick else FULL)
+    if not quick:
+        sys.exit(
+            "torch sees no GPU here, so nothing can be proved; --quick shows on the CPU that the script works"
+        )
+    return Place(host_device(torch.float32), QUICK)
+
+
+# --- parts --------------------------------------------------------------------------------------------
+
+
+def facts(place: Place) -> Row:
+    found: Row = {
+        "device": str(place.device),
+        "python": platform.python_version(),
+        "kernels": place.kernels().name,
+    }
+    for package in ("torch", "triton", "flashinfer-python", "transformers", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    if not place.device.is_host:
+        properties = torch.cuda.get_device_properties(place.device.torch_device)
+        found["name"] = properties.name
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        found["memory_gigabytes"] = round(properties.total_memory / 1e9, 1)
+        found["multiprocessors"] = properties.multi_processor_count
+        found["cuda"] = torch.version.cuda
+        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found
+
+
+def numerics(place: Place) -> Row:
+    return {"attention": _attention_errors(place), **_model_errors(place)}
+
+
+def _attention_errors(place: Place) -> list[Row]:
+    """Return the error of each kind of span against float64, over that of plain torch in the same dtype."""
+    device, shape = place.device, place.sizes.shape
+    order = np.random.default_rng(1).permutation(400)
+    kinds = {
+        "decode": [SequenceSpan(0, 1, 3000, order[:60]), SequenceSpan(1, 1, 17, order[60:61])],
+        "chunk": [SequenceSpan(0, 300, 2000, order[:60])],
+        "context only": [SequenceSpan(0, 70, 2000, order[:60], is_causal=False)],
+        "stride 2": [SequenceSpan(0, 70, 2000, order[:60], stride=2)],
+        "mixed": [
+            SequenceSpan(0, 1, 900, order[:20]), SequenceSpan(1, 100, 0, order[20:30]), SequenceSpan(101, 1, 5, order[40:41]),
+        ],
+    }  # fmt: skip
+    torch.manual_seed(1)
+    pools = torch.randn(2, shape.kv_heads, 400 * BLOCK_TOKENS, shape.head_dim).to(
+        device.torch_device, device.dtype
+    )
+    rows = []
+    for name, spans in kinds.items():
+        q = torch.randn(spans[-1].rows.stop, shape.query_heads, shape.head_dim).to(
+            device.torch_device, device.dtype
+        )
+        wanted, wanted_sums = _exact(q, pools, spans)
+        errors = {}
+        for which, kernels in (("ours", place.kernels()), ("torch", torch_kernels(device))):
+            output, sums = kernels.attention.plan(spans, BLOCK_TOKENS).attend(q, pools[0], pools[1])
+            errors[which] = _rms(output.double().cpu() - wanted) / _rms(wanted)
+            errors[f"{which} sums"] = float((sums.double().cpu() - wanted_sums).abs().max())
+        rows.append({"kind": name, **{key: float(f"{value:.3g}") for key, value in errors.items()}})
+    return rows
+
+
+def _exact(
+    q: torch.Tensor, pools: torch.Tensor, spans: Sequence[SequenceSpan]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute attention in float64 on the CPU, from the definition of spans."""
+    q, pools = q.double().cpu(), pools.double().cpu()
+    output, sums = torch.zeros_like(q), torch.zeros(q.shape[:2], dtype=torch.float64)
+    group = q.shape[1] // pools.shape[1]
+    for span in spans:
+        slots = np.concatenate([np.arange(b * BLOCK_TOKENS, (b + 1) * BLOCK_TOKENS) for b in span.blocks])
+        slots = slots[: span.total_length]
+        keys, values = (pool[:, slots].repeat_interleave(group, 0) for pool in pools)
+        scores = torch.einsum("rhd,hkd->hrk", q[span.rows], keys) / math.sqrt(q.shape[2])
+        if span.is_causal:
+            last = span.context_length + span.stride * torch.arange(span.row_count)
+            scores.masked_fill_(torch.arange(len(slots))[None, :] > last[:, None], -math.inf)
+        output[span.rows] = torch.einsum("hrk,hkd->rhd", scores.softmax(-1), values)
+        sums[span.rows] = scores.logsumexp(-1).T
+    return output, sums
+
+
+def _model_errors(place: Place) -> Row:
+    """Compare logits with `transformers`: ours in chunks and decodes, theirs in one pass, both against float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes, device = place.sizes, place.device
+    model = place.model()
+    tokens = min(2048, sizes.contexts[-1])
+    ids = torch.randint(7, sizes.shape.vocab, (tokens,), generator=torch.Generator().manual_seed(2))
+    fields = {
+        key: value
+        for key, value in config_fields(sizes.shape, sizes.layers).items()
+        if key != "architectures"
+    }
+    theirs = LlamaForCausalLM(LlamaConfig(**fields)).to(device.torch_device, device.dtype).eval()
+    theirs.load_state_dict(_state(model), strict=True)
+    with torch.inference_mode():
+        rounded = theirs(ids[None].to(device.torch_device)).logits[0].float()
+        exact = theirs.float()(ids[None].to(device.torch_device)).logits[0]
+    del theirs
+    cache = model.new_kv_cache(-(-tokens // BLOCK_TOKENS), BLOCK_TOKENS)
+    blocks = np.random.default_rng(3).permutation(cache.num_blocks)
+    logits, done = [], 0
+    for count in (*_chunks(tokens - 8, sizes.largest_chunk), *(1,) * 8):
+        span = SequenceSpan(0, count, done, blocks)
+        hidden = model.forward(
+            ids[done : done + count], model.prepare(torch.arange(done, done + count), [span], cache)
+        )
+        found = model.logits(hidden)
+        assert found is not None
+        logits.append(found)
+        done += count
+    ours = torch.cat(logits)
+    scale = _rms(exact)
+    return {
+        "tokens": tokens,
+        "transformers_error": round(_rms(rounded - exact) / scale, 6),
+        "error": round(_rms(ours - exact) / scale, 6),
+        "same_argmax_as_float32": round(float((ours.argmax(-1) == exact.argmax(-1)).float().mean()), 5),
+        "transformers_same_argmax": round(float((rounded.argmax(-1) == exact.argmax(-1)).float().mean()), 5),
+    }
+
+
+def _chunks(tokens: int, largest: int) -> list[int]:
+    """Return the sizes of a prefill's chunks: uneven ones, and the rest."""
+    sizes, left = [], tokens
+    for size in (1, 33, 256, 500):
+        if size < min(left, largest):
+            sizes.append(size)
+            left -= size
+    while left:
+        sizes.append(min(left, largest))
+        left -= sizes[-1]
+    return sizes
+
+
+def _state(model: Transformer) -> dict[str, torch.Tensor]:
+    """Return our weights under the names of `transformers`."""
+    weights, config = model._weights, model.config
+    q, kv = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    assert weights.embedding is not None
+    assert weights.final_norm is not None
+    assert weights.head is not None
+    state = {
+        "model.embed_tokens.weight": weights.embedding,
+        "model.norm.weight": weights.final_norm,
+        "lm_head.weight": weights.head.T,
+    }
+    for index, layer in enumerate(weights.layers):
+        queries, keys, values = layer.qkv.T.split((q, kv, kv))
+        gate, up = layer.gate_up.T.chunk(2)
+        named = {
+            "input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm, "self_attn.q_proj": queries,
+            "self_attn.k_proj": keys, "self_attn.v_proj": values, "self_attn.o_proj": layer.output.T,
+            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down.T,
+        }  # fmt: skip
+        state |= {f"model.layers.{index}.{name}.weight": tensor for name, tensor in named.items()}
+    return state
+
+
+def sampling(place: Place) -> Row:
+    """Sample from the same logits on the device and on the CPU, with every option alone and some together."""
+    vocab = place.sizes.shape.vocab
+    options = [
+        Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=40),
+        Sampling(temperature=1.0, top_p=0.9), Sampling(temperature=1.3, min_p=0.05),
+        Sampling(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01),
+        Sampling(temperature=1.0, repetition_penalty=1.2), Sampling(temperature=1.0, presence_penalty=0.5, logprobs=3),
+        Sampling(temperature=1.0, logit_bias={5: 3.0}, logprobs=0),
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    rows, differ = 0, 0
+    for seed in range(4 * place.sizes.repeats):
+        logits = 4.0 * torch.randn(len(options), vocab, generator=generator)
+        prompt = np.arange(10, 30, dtype=np.int32)
+
+        def samplers(seed: int = seed, prompt: Any = prompt) -> list[SequenceSampler]:
+            return [
+                SequenceSampler(
+                    option,
+                    seed=seed,
+                    sample_index=index,
+                    tokens=prompt,
+                    prompt_length=len(prompt),
+                    vocab_size=vocab,
+                )
+                for index, option in enumerate(options)
+            ]
+
+        here = sample_tokens(place.device.place(logits), samplers())
+        there = sample_tokens(logits, samplers())
+        for ours, theirs in zip(here, there, strict=True):
+            assert not isinstance(ours, NotSampled)
+            assert not isinstance(theirs, NotSampled)
+            rows += 1
+            differ += ours.token != theirs.token
+    return {"samples": rows, "differ": differ}
+
+
+def graphs(place: Place) -> Row:
+    """Compare captured decodes with eager ones while lengths grow and the next step is prepared ahead."""
+    sizes, device = place.sizes, place.device
+    model, rows = place.model(), 7
+    caches = [_filled(model, 40 * rows) for _ in range(2)]
+    before = device.memory.used_bytes()
+    model.capture_decodes(caches[0], captured_sizes(8))
+    captured = max(0, device.memory.used_bytes() - before)
+    worst, replays = 0.0, 0
+    blocks = np.random.default_rng(5).permutation(caches[0].num_blocks)
+
+    def step(turn: int) -> tuple[torch.Tensor, torch.Tensor, list[SequenceSpan]]:
+        lengths = [30 * row * BLOCK_TOKENS // rows + turn for row in range(1, rows + 1)]
+        spans = [
+            SequenceSpan(row, 1, length, blocks[40 * row : 40 * row + 40])
+            for row, length in enumerate(lengths)
+        ]
+        return torch.arange(10, 10 + rows) + turn, torch.tensor(lengths), spans
+
+    ahead = model.prepare(*step(0)[1:], caches[0])
+    for turn in range(6):
+        prepared, (tokens, positions, spans) = ahead, step(turn)
+        found = model.forward(tokens, prepared).clone()
+        ahead = model.prepare(*step(turn + 1)[1:], caches[0])
+        replays += prepared.captured is not None
+        wanted = model.forward(tokens, model.prepare(positions, spans, caches[1]))
+        worst = max(worst, _rms(found.float() - wanted.float()) / _rms(wanted.float()))
+    return {"replays": replays, "error": float(f"{worst:.3g}"), "captured_megabytes": round(captured / 1e6, 1),
+            "sizes": len(captured_sizes(8)), "layers": sizes.layers}  # fmt: skip
+
+
+def ceilings(place: Place) -> Row:
+    size = 8192 if place.sizes is FULL else 256
+    left, right = (
+        torch.randn(size, size, device=place.device.torch_device, dtype=place.device.dtype) for _ in range(2)
+    )
+    product = place.seconds(lambda: left @ right)
+    much = torch.empty((4 if place.sizes is FULL else 1) << (30 if place.sizes is FULL else 24), dtype=torch.uint8,
+                       device=place.device.torch_device)  # fmt: skip
+    half = len(much) // 2
+    copy = place.seconds(lambda: much[:half].copy_(much[half:]))
+    return {
+        "teraflops": round(2 * size**3 / product / 1e12, 2),
+        "gigabytes_per_second": round(len(much) / copy / 1e9, 1),
+    }
+
+
+def prefill(place: Place) -> Row:
+    """Measure the last chunk behind each context, and sum up what a whole causal prefill takes."""
+    sizes = place.sizes
+    model = place.model()
+    cache = _filled(model, -(-(sizes.contexts[-1] + sizes.largest_chunk) // BLOCK_TOKENS))
+    chunk = sizes.largest_chunk
+    rows = []
+    for context in sizes.contexts:
+        behind = context - chunk if context > chunk else 0
+        taken = place.seconds(_step(model, cache, [(behind, chunk)]))
+        flops = _flops(model, behind, chunk)
+        rows.append(
+            {
+                "context": context,
+                "seconds": round(taken, 5),
+                "teraflops_per_second": round(flops / taken / 1e12, 2),
+            }
+        )
+    return {"chunk": chunk, "layers": sizes.layers, "last_chunks": rows}
+
+
+def decode(place: Place) -> Row:
+    sizes, rows = place.sizes, []
+    model = place.model()
+    for sequences, context in sizes.decodes:
+        cache = _filled(model, sequences * (-(-(context + 8) // BLOCK_TOKENS)))
+        model.forget_captured()
+        model.capture_decodes(cache, [sequences])
+        taken = place.seconds(_step(model, cache, [(context, 1)] * sequences))
+        moved = (
+            model.weights_bytes
+            - 2 * model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize
+        )
+        moved += sequences * (context + 1) * _kv_bytes(model)
+        rows.append({"sequences": sequences, "context": context, "seconds": round(taken, 6),
+                     "gigabytes_per_second": round(moved / taken / 1e9, 1), "captured": model.captures})  # fmt: skip
+        del cache
+    return {"layers": sizes.layers, "steps": rows}
+
+
+def chunks(place: Place) -> Row:
+    """Measure chunks behind contexts alone, and beside 16 decodes, and derive whole prefills from them."""
+    sizes = place.sizes
+    model = place.model()
+    contexts = [0, *sizes.contexts]
+    beside = [(min(4096, sizes.contexts[-1]), 1)] * (16 if sizes is FULL else 2)
+    blocks = -(-(sizes.contexts[-1] + sizes.largest_chunk) // BLOCK_TOKENS) + sum(
+        -(-c // BLOCK_TOKENS) + 1 for c, _ in beside
+    )
+    cache = _filled(model, blocks)
+    alone = [
+        {
+            "context": context,
+            "chunk": chunk,
+            "seconds": place.seconds(_step(model, cache, [(context, chunk)])),
+        }
+        for context in (contexts[-1],)
+        for chunk in sizes.chunks
+    ]
+    mixed = [
+        {
+            "context": context,
+            "chunk": chunk,
+            "seconds": place.seconds(_step(model, cache, [*beside, (context, chunk)])),
+        }
+        for context in contexts
+        for chunk in sizes.chunks
+    ]
+    scale = sizes.shape.layers / sizes.layers  # a whole model's layers
+    return {"alone": alone, "mixed": mixed, "prefills": prefills(mixed, contexts[-1], scale),
+            "attention": _attention_overhead(model, cache, place)}  # fmt: skip
+
+
+def _attention_overhead(model: Transformer, cache: KVCache, place: Place) -> Row:
+    """Return the seconds of attention for each token, in the smallest and in the largest chunk, behind the longest context."""
+    context, found = place.sizes.contexts[-1], {}
+    shape = place.sizes.shape
+    for chunk in (place.sizes.chunks[0], place.sizes.chunks[-1]):
+        q = torch.randn(chunk, shape.query_heads, shape.head_dim).to(
+            place.device.torch_device, place.device.dtype
+        )
+        blocks = np.arange(-(-(context + chunk) // BLOCK_TOKENS))
+        plan = model.kernels.attention.plan([SequenceSpan(0, chunk, context, blocks)], cache.block_tokens)
+        taken = place.seconds(lambda plan=plan, q=q: plan.attend(q, cache.keys[0], cache.values[0]))
+        found[f"chunk of {chunk}"] = taken / chunk
+    small, large = found.values()
+    return {**found, "overhead": round(small / large - 1, 4)}
+
+
+def prefills(mixed: Sequence[Row], tokens: int, scale: float) -> list[Row]:
+    """Return the seconds of a prefill of `tokens`, and its longest step, for static chunks and for adaptive ones.
+
+    Times between the measured contexts are interpolated. An adaptive chunk is the largest measured one whose step stays
+    within the target.
+    """
+    sizes = sorted({row["chunk"] for row in mixed})
+    curves = {
+        size: ([row["context"] for row in mixed if row["chunk"] == size],
+               [scale * row["seconds"] for row in mixed if row["chunk"] == size])
+        for size in sizes
+    }  # fmt: skip
+
+    def step_seconds(context: int, size: int) -> float:
+        return float(np.interp(context, *curves[size]))
+
+    def whole(choose: Callable[[int], int]) -> tuple[float, float]:
+        total, longest, done = 0.0, 0.0, 0
+        while done < tokens:
+            size = choose(done)
+            taken = step_seconds(done, size)
+            total, longest, done = total + taken, max(longest, taken), done + size
+        return round(total, 3), round(longest, 4)
+
+    def adaptive(context: int) -> int:
+        fitting = [size for size in sizes if step_seconds(context, size) <= TARGET_SECONDS]
+        return fitting[-1] if fitting else sizes[0]
+
+    chosen: dict[str, Callable[[int], int]] = {f"static {size}": lambda _, size=size: size for size in sizes}
+    chosen["adaptive"] = adaptive
+    return [
+        dict(zip(("chunks", "seconds", "longest_step"), (name, *whole(choose)), strict=True))
+        for name, choose in chosen.items()
+    ]
+
+
+def overhead(place: Place) -> Row:
+    """Measure decode steps as an executor runs them, one after the other, and the kernels' own time in them."""
+    model = place.model()
+    sequences, context = place.sizes.decodes[-1]
+    cache = _filled(model, sequences * (-(-(context + 8) // BLOCK_TOKENS)))
+    found: Row = {"sequences": sequences, "context": context, "layers": place.sizes.layers}
+    for name in ("eager", "captured"):
+        if name == "captured":
+            model.capture_decodes(cache, [sequences])
+        run = _step(model, cache, [(context, 1)] * sequences)
+
+        def many(run: Callable[[], object] = run) -> None:
+            for _ in range(_STEPS):
+                run()
+                place.device.synchronise()
+
+        found[f"{name}_seconds"] = place.seconds(many) / _STEPS
+        found[f"{name}_busy_seconds"] = _busy_seconds(many, place) / _STEPS
+    return found
+
+
+def _busy_seconds(run: Callable[[], None], place: Place) -> float:
+    """Return the time that the device's kernels take in a run."""
+    if place.device.is_host:
+        return place.seconds(run)
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+    return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
+
+
+def nccl(place: Place) -> Row:
+    if place.device.is_host:
+        return {"skipped": "there is no GPU"}
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=place.device.torch_device
+    )
+    x = torch.ones(8, 4096, device=place.device.torch_device, dtype=place.device.dtype)
+    dist.all_reduce(x)
+    replay = place.device.runtime.capture(lambda: dist.all_reduce(x))
+    replay()
+    place.device.synchronise()
+    found = {"sum": float(x.float().mean()), "seconds": place.seconds(lambda: dist.all_reduce(x)),
+             "replay_seconds": place.seconds(replay)}  # fmt: skip
+    dist.destroy_process_group()
+    return found
+
+
+def races(place: Place) -> Row:
+    tool = shutil.which("compute-sanitizer")
+    if place.device.is_host or tool is None:
+        return {"skipped": "there is no GPU" if place.device.is_host else "there is no compute-sanitizer"}
+    found: Row = {}
+    for check in ("memcheck", "racecheck"):
+        command = [tool, "--tool", check, sys.executable, __file__, "--inside", "graphs", "--quick"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=PART_SECONDS / 2
+            )
+        except subprocess.TimeoutExpired:
+            found[check] = "did not end in time"
+        else:
+            summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+            found[check] = summary[-1].lstrip("= ") if summary else (done.stderr or done.stdout)[-300:]
+    return found
+
+
+PARTS: dict[str, Callable[[Place], Row]] = {
+    part.__name__: part
+    for part in (facts, numerics, sampling, graphs, ceilings, prefill, decode, chunks, overhead, nccl, races)
+}
+
+# --- shared by the parts ------------------------------------------------------------------------------
+
+
+def _filled(model: Transformer, blocks: int) -> KVCache:
+    """Return a pool of random keys and values, the same each time."""
+    cache = model.new_kv_cache(blocks, BLOCK_TOKENS)
+    for layer, pool in enumerate((*cache.keys, *cache.values)):
+        torch.manual_seed(layer)
+        pool.normal_()
+    return cache
+
+
+def _step(model: Transformer, cache: KVCache, works: Sequence[tuple[int, int]]) -> Callable[[], torch.Tensor]:
+    """Return a function that prepares and runs one step of sequences of (context, tokens)."""
+    spans, row, block = [], 0, 0
+    for context, count in works:
+        end = block + -(-(context + count) // BLOCK_TOKENS)
+        spans.append(SequenceSpan(row, count, context, np.arange(block, end) % cache.num_blocks))
+        row, block = row + count, end
+    positions = torch.cat([torch.arange(context, context + count) for context, count in works])
+    tokens = torch.arange(row) % model.config.vocab_size
+    return lambda: model.forward(tokens, model.prepare(positions, spans, cache))
+
+
+def _flops(model: Transformer, context: int, count: int) -> float:
+    """Return the FLOPs of the layers for a causal chunk; the output head is left out."""
+    config = model.config
+    head = 2.0 * config.vocab_size * config.hidden_size
+    pairs = count * (context + (count + 1) / 2)
+    return count * (config.linear_flops_per_token - head) + config.attention_flops_per_pair * pairs
+
+
+def _kv_bytes(model: Transformer) -> int:
+    config = model.config
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.double().pow(2).mean().sqrt())
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def sources() -> str:
+    """Return a digest of the engine's sources."""
+    found = sha256()
+    for name in PROVED:
+        path = _WORKER / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            found.update(f"{file.relative_to(_WORKER)}\n".encode() + file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+# --- claims -------------------------------------------------------------------------------------------
+
+
+def claims_of(parts: dict[str, Row]) -> list[Row]:
+    """Return the claims that the finished parts allow; on a CPU, those that do not depend on the device."""
+    found = []
+    if sampled := parts.get("sampling"):
+        found.append(
+            claim("samples that differ from the CPU's", sampled.get("differ", math.nan), "samples", 0)
+        )
+    if captured := parts.get("graphs"):
+        found.append(
+            claim(
+                "difference of captured decodes from eager ones",
+                captured.get("error", math.nan),
+                "ratio",
+                1e-2,
+            )
+        )
+    if (parts.get("facts") or {}).get("device", "cpu") == "cpu":
+        return found
+    if (numbers := parts.get("numerics")) and "error" in numbers:
+        found.append(
+            claim(
+                "error of logits against float32, over that of transformers in the same dtype",
+                numbers["error"] / max(numbers["transformers_error"], 1e-9),
+                "ratio",
+                1.2,
+                peer="transformers",
+            )
+        )
+        worst = max(row["ours"] / max(row["torch"], 1e-9) for row in numbers["attention"])
+        found.append(
+            claim(
+                "error of attention against float64, over that of plain torch",
+                worst,
+                "ratio",
+                2.0,
+                peer="torch",
+            )
+        )
+    top = parts.get("ceilings") or {}
+    if "teraflops" in top and (rows := (parts.get("prefill") or {}).get("last_chunks")):
+        found += [
+            claim(f"MFU of the last chunk of {row['context']:,} tokens", 100 * row["teraflops_per_second"] / top["teraflops"],
+                  "% of the ceiling", 60, "more")
+            for row in rows if row["context"] >= 131_072
+        ]  # fmt: skip
+    if "gigabytes_per_second" in top and (rows := (parts.get("decode") or {}).get("steps")):
+        found += [
+            claim(f"MBU of {row['sequences']} decodes behind {row['context']:,} tokens",
+                  100 * row["gigabytes_per_second"] / top["gigabytes_per_second"], "% of the ceiling", 90, "more")
+            for row in rows if row["context"] >= 131_072
+        ]  # fmt: skip
+    if (measured := parts.get("chunks")) and "prefills" in measured:
+        found.append(
+            claim(
+                "attention of a token in the smallest chunk beyond that in the largest",
+                100 * measured["attention"]["overhead"],
+                "%",
+                11,
+            )
+        )
+        *static, adaptive = measured["prefills"]
+        worse = [
+            row
+            for row in static
+            if row["seconds"] < adaptive["seconds"] and row["longest_step"] <= adaptive["longest_step"]
+        ]
+        found.append(
+            claim(
+                "static chunks that are at least as fast as adaptive ones with no longer a step",
+                len(worse),
+                "sizes",
+                0,
+            )
+        )
+    if (measured := parts.get("overhead")) and "captured_seconds" in measured:
+        whole, busy = measured["captured_seconds"], measured["captured_busy_seconds"]
+        full = whole - busy + busy * FULL.shape.layers / measured["layers"]
+        found.append(
+            claim(
+                "what the host adds to a captured decode step of a whole model",
+                100 * (whole - busy) / full,
+                "%",
+                5,
+            )
+        )
+    return found
+
+
+# --- one command --------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    options = parser(__doc__, quick="small sizes, and on the CPU if there is no GPU")
+    options.add_argument(
+        "--part", action="append", choices=list(PARTS), help="only this part; may be repeated"
+    )
+    options.add_argument("--inside", choices=list(PARTS), help=argparse.SUPPRESS)
+    arguments = options.parse_args()
+    if arguments.inside:
+        with torch.inference_mode():
+            print(json.dumps(PARTS[arguments.inside](place_of(arguments.quick))))
+        return 0
+    place_of(arguments.quick)  # refuses before anything is begun
+    results = _earlier(arguments.json)
+    parts: dict[str, Row] = results["parts"]
+    for name in arguments.part or PARTS:
+        if name in parts and "error_text" not in parts[name] and not arguments.part:
+            progress(f"{name}: done before")
+            continue
+        progress(f"{name} ...")
+        started = time.monotonic()
+        parts[name] = _run_part(name, quick=arguments.quick)
+        progress(f"{name}: {time.monotonic() - started:.0f} s {parts[name].get('error_text', '')}")
+        save(claims_of(parts), arguments.json, results)
+    for name, found in parts.items():
+        print(f"\n{name}")
+        _show(found)
+    failed = [name for name, found in parts.items() if "error_text" in found]
+    for name in failed:
+        print(f"\n{name} failed:\n{parts[name]['error_text']}")
+    return report(claims_of(parts), arguments.json, results) or int(bool(failed))
+
+
+def _earlier(target: Path | None) -> Row:
+    """Return the results of the same sources, to which parts are added."""
+    if target is not None and target.is_file():
+        found: Row = json.loads(target.read_text(encoding="utf-8"))
+        if found.get("sources") == sources():
+            return {"sources": found["sources"], "parts": found["parts"]}
+        progress(f"{target} is of other sources, and is replaced")
+    return {"sources": sources(), "parts": {}}
+
+
+def _run_part(name: str, *, quick: bool) -> Row:
+    command = [sys.executable, __file__, "--inside", name, *(["--quick"] if quick else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PART_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"error_text": f"did not end within {PART_SECONDS} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"error_text": done.stderr[-1500:] or f"exit status {done.returncode}"}
+    found: Row = json.loads(lines[-1])
+    return found
+
+
+def _show(found: Row) -> None:
+    plain = {key: value for key, value in found.items() if not isinstance(value, list | dict)}
+    if plain:
+        table(plain, [plain.values()])
+    for key, value in found.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            print(f"{key}:")
+            table(value[0], [row.values() for row in value])
+        elif isinstance(value, dict):
+            print(f"{key}: {value}")
+
+
+if __name__ == "__main__":
+    exit_with(main)
