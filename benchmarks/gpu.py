@@ -52,7 +52,8 @@ from medha_worker.kernels.protocol import Kernels, KernelSizes
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import captured_sizes
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.sampler import NotSampled, SequenceSampler, sample_tokens
+from medha_worker.model.sampler import NotSampled, SequenceSampler
+from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
 
 BLOCK_TOKENS = 64
@@ -316,6 +317,9 @@ def sampling(place: Place) -> Row:
         Sampling(temperature=1.0, logit_bias={5: 3.0}, logprobs=0),
     ]  # fmt: skip
     generator = torch.Generator().manual_seed(4)
+    on_device = TokenSampler(place.kernels().race, place.device)
+    host = host_device(torch.float32)
+    on_host = TokenSampler(torch_kernels(host).race, host)
     rows, differ = 0, 0
     for seed in range(4 * place.sizes.repeats):
         logits = 4.0 * torch.randn(len(options), vocab, generator=generator)
@@ -334,8 +338,8 @@ def sampling(place: Place) -> Row:
                 for index, option in enumerate(options)
             ]
 
-        here = sample_tokens(place.device.place(logits), samplers())
-        there = sample_tokens(logits, samplers())
+        here = on_device.sample(place.device.place(logits), samplers())
+        there = on_host.sample(logits, samplers())
         for ours, theirs in zip(here, there, strict=True):
             assert not isinstance(ours, NotSampled)
             assert not isinstance(theirs, NotSampled)

@@ -42,7 +42,7 @@ class Recording:
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
-        self.device, self.prepare = model.device, model.prepare
+        self.device, self.kernels, self.prepare = model.device, model.kernels, model.prepare
         self.rows: list[
             torch.Tensor
         ] = []  # [rows, vocab] of each step with rows, on the rank that gathers them

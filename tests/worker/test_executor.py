@@ -271,7 +271,8 @@ def test_the_stage_is_free_before_tokens_are_sampled(model: Transformer) -> None
     order: list[str] = []
 
     class Watched:
-        device, new_kv_cache, prepare = model.device, model.new_kv_cache, model.prepare
+        device, kernels = model.device, model.kernels
+        new_kv_cache, prepare = model.new_kv_cache, model.prepare
         forward = staticmethod(lambda *arguments: (order.append("forward"), model.forward(*arguments))[1])
         logits = staticmethod(lambda hidden: (order.append("logits"), model.logits(hidden))[1])
 
@@ -344,7 +345,8 @@ class Faulty:
     def __init__(self, model: Transformer, strikes: Callable[[torch.Tensor], Exception | None]) -> None:
         self.model = model
         self.strikes = strikes
-        self.device, self.new_kv_cache, self.prepare = model.device, model.new_kv_cache, model.prepare
+        self.device, self.kernels = model.device, model.kernels
+        self.new_kv_cache, self.prepare = model.new_kv_cache, model.prepare
         self.logits = model.logits
 
     def forward(self, tokens: torch.Tensor, *arguments: object) -> torch.Tensor:

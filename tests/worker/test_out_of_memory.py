@@ -19,9 +19,9 @@ from medha.shards import Segment, place
 from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Rendezvous, Sampling, Step, StepEntry, Tokens
 from medha_process.part_settings import RankSettings
-from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, sample_tokens
+from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank import engine as engine_module
-from medha_worker.rank import sampled_tokens
 from medha_worker.rank.engine import Engine, Loaded
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.step_recorder import StepRecorder
@@ -150,12 +150,16 @@ def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_are_sampled
     """Only the rank that samples notices it, and others wait for a token of every row."""
     expected = run(ranks, large=False, tight_rank=None, goes_ahead=True)
 
-    def tight(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[SampledToken | NotSampled]:
+    sample = TokenSampler.sample
+
+    def tight(
+        sampler: TokenSampler, logits: torch.Tensor, samplers: Sequence[SequenceSampler]
+    ) -> list[SampledToken | NotSampled]:
         if len(samplers) > 1 or any(one.position == LARGE + 20 for one in samplers):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
-        return sample_tokens(logits, samplers)
+        return sample(sampler, logits, samplers)
 
-    monkeypatch.setattr(sampled_tokens, "sample_tokens", tight)
+    monkeypatch.setattr(TokenSampler, "sample", tight)
     found = run(ranks, large=True, tight_rank=None, goes_ahead=True)
     failed = [[(one.id, one.reason) for one in done.failures] for done in found]
     assert failed[:2] == [[], [("large", "out_of_memory")]]

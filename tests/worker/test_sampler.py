@@ -15,7 +15,14 @@ from transformers import (
 )
 
 from medha.wire.messages import Sampling
-from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, filter_logits, sample_tokens
+from medha_worker.device import host_device
+from medha_worker.kernels.torch_race import SparseRace
+from medha_worker.model import token_sampler
+from medha_worker.model.flat_columns import Columns, StagedColumns
+from medha_worker.model.penalty_tables import PenaltySlots, PenaltyTables
+from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.sampling_plan import plan_filters, plan_sampling
+from medha_worker.model.token_sampler import FIRST_NUCLEUS_WIDTH, TokenSampler
 
 VOCAB = 300
 
@@ -43,6 +50,26 @@ def sampler(
         vocab_size=vocab,
         **more,  # type: ignore[arg-type]
     )
+
+
+def sample_tokens(logits: torch.Tensor, sequences: list[SequenceSampler]) -> list[SampledToken | NotSampled]:
+    return TokenSampler(SparseRace(), host_device(torch.float32)).sample(logits, sequences)
+
+
+def filter_logits(logits: torch.Tensor, parameters: list[Sampling]) -> torch.Tensor:
+    columns = Columns()
+    filters = plan_filters(parameters, logits.shape[1], columns)
+    staged = StagedColumns.staged(columns.flat(), lambda column: column)
+    return token_sampler.filter_logits(logits, filters, staged, FIRST_NUCLEUS_WIDTH, widens=True)[0]
+
+
+def adjusted(logits: torch.Tensor, sequence: SequenceSampler) -> torch.Tensor:
+    """Apply the penalties of a sequence to float32 [vocab]."""
+    plan = plan_sampling([sequence], len(logits), PenaltySlots())
+    staged = StagedColumns.staged(plan.columns, lambda column: column)
+    tables = PenaltyTables(logits.device)
+    tables.update(plan.penalties, plan.vocab, staged)
+    return token_sampler.adjust_logits(logits[None], plan.blocks[0], staged, plan.masks, tables)[0]
 
 
 def sampled(logits: torch.Tensor, sequence: SequenceSampler) -> SampledToken:
@@ -108,7 +135,7 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
 def test_repetition_penalty_equals_transformers_and_counts_the_prompt() -> None:
     logits = random_logits(1)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[1, 2, 3, 9]]), logits.clone())
-    result = sampler(Sampling(repetition_penalty=1.3), outputs=(9,)).adjust(logits[0])
+    result = adjusted(logits[0], sampler(Sampling(repetition_penalty=1.3), outputs=(9,)))
     torch.testing.assert_close(result, expected[0])
 
 
@@ -116,7 +143,7 @@ def test_presence_and_frequency_penalties_count_output_alone() -> None:
     logits = torch.zeros(VOCAB)
     sequence = sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.25), outputs=(9, 9))
     sequence.append(4)
-    result = sequence.adjust(logits)
+    result = adjusted(logits, sequence)
     expected = torch.zeros(VOCAB)
     expected[9], expected[4] = -1.0, -0.75
     torch.testing.assert_close(result, expected)

@@ -10,6 +10,7 @@ from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.kernels.torch_kv_writer import TorchKVWriter
+from medha_worker.kernels.torch_race import DenseRace, SparseRace
 from medha_worker.kernels.torch_rows import TorchRows
 
 _log = logging.getLogger("medha.kernels")
@@ -17,7 +18,8 @@ _log = logging.getLogger("medha.kernels")
 
 def torch_kernels(device: Device) -> Kernels:
     """Return the operators in plain torch, which run every model on every device."""
-    return Kernels("torch", TorchAttention(device), TorchKVWriter(device), TorchRows())
+    race = SparseRace() if device.is_host else DenseRace()
+    return Kernels("torch", TorchAttention(device), TorchKVWriter(device), TorchRows(), race)
 
 
 def _compiled_kernels(sizes: KernelSizes, device: Device) -> Kernels:

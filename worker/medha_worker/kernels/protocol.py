@@ -148,6 +148,20 @@ class RowOperators(Protocol):
         ...
 
 
+class TokenRace(Protocol):
+    """The Gumbel-max race, by which the next token of a row is sampled."""
+
+    def winners(self, scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return the token of each row whose score plus noise is the largest, int64 [rows]; of equal ones the first.
+
+        Args:
+            scores: float64 [rows, vocab], at most 0, and 0 for the best token of a row; overwritten. A row
+                that holds NaN gets any token.
+            keys: int64 [rows]: the noise of a token is that of `random_stream` under its row's key.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Holds an implementation of each operator, and the name under which the table lists them."""
@@ -156,3 +170,4 @@ class Kernels:
     attention: AttentionBackend
     writer: KVWriter
     rows: RowOperators
+    race: TokenRace

@@ -25,7 +25,8 @@ from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
-from medha_worker.model.sampler import SequenceSampler, sample_tokens
+from medha_worker.model.sampler import SequenceSampler
+from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.profiling.profile_fit import MeasuredStep
@@ -104,6 +105,7 @@ class StepTimer:
             OutOfMemory: the pool does not fit.
         """
         self._model = model
+        self._sampler = TokenSampler(model.kernels.race, model.device)
         self._clock = clock
         blocks = -(-pool_tokens // BLOCK_TOKENS)
         try:
@@ -142,7 +144,7 @@ class StepTimer:
         if model.shard.is_last_stage:
             logits = model.logits(hidden[last_rows])
             if logits is not None:  # only on the rank that samples
-                sample_tokens(logits, samplers)
+                self._sampler.sample(logits, samplers)
         model.device.synchronise()
         return MeasuredStep(works, forwarded - started, self._clock() - forwarded)
 

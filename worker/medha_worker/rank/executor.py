@@ -27,12 +27,14 @@ from medha.kv.blocks import BlockLedger
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, Tokens
 from medha_worker.device import Device
+from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.sampler import LogitsMask, NotSampled
 from medha_worker.model.spread import SpreadPlan
+from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
 from medha_worker.rank.sampled_tokens import (
@@ -54,6 +56,7 @@ class Model(Protocol):
     """The interface that the executor needs of a model; `Transformer` implements it."""
 
     device: Device
+    kernels: Kernels
 
     def prepare(
         self,
@@ -109,7 +112,9 @@ class Executor:
         self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
         new_sampler = new_samplers(vocab_size, tuple(eos_token_ids), mask_for)
         self._state = LaneState(self.ledger, lane, epoch, new_sampler)
-        self._tokens = SampledTokens(model.logits, pipeline, model.device)
+        self._tokens = SampledTokens(
+            model.logits, pipeline, model.device, TokenSampler(model.kernels.race, model.device)
+        )
         self._model = model
         self._kv_cache = kv_cache
         self._clock = clock

@@ -23,7 +23,8 @@ from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, StepEntry
 from medha_worker.device import Device
 from medha_worker.model.out_of_memory import ran_out
-from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler, sample_tokens
+from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.lane_plan import PlannedEntry
 from medha_worker.rank.lane_state import NewSampler
 
@@ -62,11 +63,16 @@ class SampledTokens:
     """Samples tokens, or expects those that another rank samples."""
 
     def __init__(
-        self, logits: Callable[[Tensor], Tensor | None], link: TokenLink | None, device: Device
+        self,
+        logits: Callable[[Tensor], Tensor | None],
+        link: TokenLink | None,
+        device: Device,
+        sampler: TokenSampler,
     ) -> None:
         """`logits` takes hidden states [rows, hidden]; it returns None on a rank that only contributes to another's."""
         self._logits = logits
         self._device = device
+        self._sampler = sampler
         self._link = link
         self._expected: deque[list[PlannedEntry]] = deque()  # by step; their tokens have not arrived yet
         self._digest = 0  # of all tokens of this lane that are known here
@@ -85,12 +91,38 @@ class SampledTokens:
             if link.is_first_stage:
                 self._expected.append(entries)
             return []
-        sampled = _sampled(logits, samplers)
+        sampled = self._sampled(logits, samplers)
         if link is not None:
             tokens = [-1 if isinstance(result, NotSampled) else result.token for result in sampled]
             self._digest = _digest(self._digest, entries, tokens)
             link.send_tokens([*tokens, self._digest])
         return list(zip(entries, sampled, strict=True))
+
+    def _sampled(
+        self, logits: Tensor, samplers: Sequence[SequenceSampler]
+    ) -> list[SampledToken | NotSampled]:
+        """Sample a token of each row, row by row if memory runs out.
+
+        Other ranks wait for a token of each row, so no row may raise.
+        """
+        try:
+            return self._sampler.sample(logits, samplers)
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out(error):
+                raise
+            if len(samplers) == 1:
+                return [NotSampled(f"too little memory to sample a token: {error}", "out_of_memory")]
+            _log.warning(
+                "memory ran out while %d tokens were sampled together, so each is sampled alone: %s",
+                len(samplers),
+                error,
+            )
+        # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
+        return [
+            one
+            for row in range(len(samplers))
+            for one in self._sampled(logits[row : row + 1], [samplers[row]])
+        ]
 
     def learn_for(self, entries: Sequence[PlannedEntry]) -> None:
         """Wait for the tokens that entries of the first stage are fed.
@@ -165,27 +197,6 @@ def new_samplers(
             return str(error)
 
     return new
-
-
-def _sampled(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[SampledToken | NotSampled]:
-    """Call `sample_tokens`, row by row if memory runs out.
-
-    Other ranks wait for a token of each row, so no row may raise.
-    """
-    try:
-        return sample_tokens(logits, samplers)
-    except (MemoryError, RuntimeError) as error:
-        if not ran_out(error):
-            raise
-        if len(samplers) == 1:
-            return [NotSampled(f"too little memory to sample a token: {error}", "out_of_memory")]
-        _log.warning(
-            "memory ran out while %d tokens were sampled together, so each is sampled alone: %s",
-            len(samplers),
-            error,
-        )
-    # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
-    return [one for row in range(len(samplers)) for one in _sampled(logits[row : row + 1], [samplers[row]])]
 
 
 def _digest(before: int, entries: Sequence[PlannedEntry], tokens: Sequence[int]) -> int:
