@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.device import Device, InOrder, host_device
-from medha_worker.host_memory import HostMemory
+from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_attention import TorchAttention
@@ -27,42 +23,22 @@ from medha_worker.model.tensor_group import Alone
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import LayerWeights, Shard, load_weights
 
+from .device_watch import Watch, fake_gpu, watched
 from .models import run_step
 
 BLOCK_TOKENS = 16
 ROWS = 42
-GPU = torch.device("cuda", 0)
-
-
-class Crossings(TorchDispatchMode):
-    """Records operators that read from both memories (fake tensors allow that in `x[i]`), and copies to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        read = {tensor.device.type for tensor in tensors if tensor.dim()}  # numbers may be anywhere
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        made = {tensor.device.type for tensor in results}
-        for tensor in results:
-            tensor.constant = None  # otherwise small tables would really be copied to the device
-        if len(read) > 1 or ("cuda" in read and "cpu" in made):
-            self.found.append(str(func))
-        return result
 
 
 @contextmanager
 def on_a_fake_device(
     checkpoint: Path, shard: Shard, dtype: torch.dtype
-) -> Iterator[tuple[Transformer, Crossings]]:
+) -> Iterator[tuple[Transformer, Watch]]:
     """Compute only shapes, types and devices in this context; an operator that mixes devices raises or is recorded."""
     config = ModelConfig.from_directory(checkpoint)
-    device = Device(GPU, dtype, HostMemory(), InOrder(GPU))
+    device = fake_gpu(dtype)
     stored = load_weights(checkpoint, config, shard, device=host_device(dtype))
-    with FakeTensorMode(), Crossings() as crossings:
+    with watched() as watch:
 
         def faked(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return (
@@ -76,7 +52,7 @@ def on_a_fake_device(
         outside = {name: faked(getattr(stored, name)) for name in ("embedding", "final_norm", "head")}
         weights = replace(stored, device=device, layers=layers, **outside)
         kernels = choose_kernels(shard.kernel_sizes(config), device)
-        yield Transformer(config, shard, weights, kernels=kernels), crossings
+        yield Transformer(config, shard, weights, kernels=kernels), watch
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +78,7 @@ def test_a_step_stays_on_its_device(checkpoint: Path, dtype: torch.dtype, stage:
     layers = ModelConfig.from_directory(checkpoint).num_layers
     first, last = {"whole": (0, layers), "first": (0, 1), "last": (1, layers)}[stage]
     shard = Shard(0, 1, first, last, layers)
-    with on_a_fake_device(checkpoint, shard, dtype) as (model, crossings):
+    with on_a_fake_device(checkpoint, shard, dtype) as (model, watch):
         cache = model.new_kv_cache(16, BLOCK_TOKENS)
         entering = (
             torch.zeros(ROWS, dtype=torch.int64)
@@ -116,7 +92,7 @@ def test_a_step_stays_on_its_device(checkpoint: Path, dtype: torch.dtype, stage:
             assert logits is not None
             assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
         cache.copy_block(3, 4)
-        assert crossings.found == []
+        assert watch.found == []
 
 
 class Links:
@@ -132,7 +108,7 @@ class Links:
 def test_a_step_of_several_lanes_stays_on_its_device(checkpoint: Path) -> None:
     """The plan has every part: rows that stay, leave and arrive, direct queries, and both rings."""
     whole = Shard.whole(ModelConfig.from_directory(checkpoint))
-    with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, crossings):
+    with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, watch):
         links: Any = Links()
         cache = model.new_kv_cache(16, BLOCK_TOKENS)
         model = model.in_grid(Alone(), links)
@@ -155,12 +131,12 @@ def test_a_step_of_several_lanes_stays_on_its_device(checkpoint: Path) -> None:
         )
         hidden = run_step(model, torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), (), cache, plan)
         assert hidden.device.type == "cuda"
-        assert crossings.found == []
+        assert watch.found == []
 
 
 def test_kernels_made_for_another_device_are_noticed(checkpoint: Path) -> None:
     whole = Shard.whole(ModelConfig.from_directory(checkpoint))
-    with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, crossings):
+    with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, watch):
         cache = model.new_kv_cache(16, BLOCK_TOKENS)
         misplaced = model.with_kernels(
             replace(model.kernels, attention=TorchAttention(host_device(torch.bfloat16)))
@@ -169,4 +145,4 @@ def test_kernels_made_for_another_device_are_noticed(checkpoint: Path) -> None:
             run_step(misplaced, torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), spans(), cache)
         at = torch.arange(3)
         assert cache.keys[0][:, at].device.type == "cuda"  # an operator that fake tensors let pass
-        assert crossings.found == ["aten.index.Tensor"]
+        assert watch.found == ["aten.index.Tensor"]

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import torch
+
 from medha_worker.device import Device
-from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
+from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable, TokenRace
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.kernels.torch_kv_writer import TorchKVWriter
 from medha_worker.kernels.torch_race import DenseRace, SparseRace
@@ -18,8 +20,20 @@ _log = logging.getLogger("medha.kernels")
 
 def torch_kernels(device: Device) -> Kernels:
     """Return the operators in plain torch, which run every model on every device."""
-    race = SparseRace() if device.is_host else DenseRace()
-    return Kernels("torch", TorchAttention(device), TorchKVWriter(device), TorchRows(), race)
+    return Kernels("torch", TorchAttention(device), TorchKVWriter(device), TorchRows(), _race(device))
+
+
+def _race(device: Device) -> TokenRace:
+    if device.is_host:
+        return SparseRace()
+    if device.torch_device.type == "cuda" and torch.cuda.is_available():
+        try:
+            from medha_worker.kernels.triton.triton_race import TritonRace
+        except ImportError as error:
+            _log.warning("tokens are sampled by plain torch, because triton cannot be imported (%s)", error)
+        else:
+            return TritonRace()
+    return DenseRace()
 
 
 def _compiled_kernels(sizes: KernelSizes, device: Device) -> Kernels:

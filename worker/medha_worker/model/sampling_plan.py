@@ -168,8 +168,8 @@ def plan_filters(parameters: Sequence[Sampling], vocab: int, columns: Columns) -
         top_p=TopP(columns.integers([row for row, _ in top_p]), columns.reals([p for _, p in top_p]))
         if top_p
         else None,
-        # p_i < min_p * p_max, as logarithms, by torch's function for columns on any device.
-        log_min_p=columns.reals(torch.tensor(min_p, dtype=torch.float64).log().numpy())
+        # p_i < min_p * p_max, as logarithms.
+        log_min_p=columns.reals([math.log(one) if one else -math.inf for one in min_p])
         if any(min_p)
         else None,
     )
