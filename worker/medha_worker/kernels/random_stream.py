@@ -16,7 +16,7 @@ _MASK_64 = 2**64 - 1
 
 
 def stream_key(seed: int, sample_index: int) -> int:
-    """Return the 64 bits that tell the stream of one sequence from all others."""
+    """Return the 64 bits that distinguish the stream of one sequence from all others."""
     return _mix(_mix(seed + GOLDEN_GAMMA) + (sample_index + 1) * GOLDEN_GAMMA)
 
 
