@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from medha.api.cluster import NO_ACCELERATOR, ResourcesSpec
 from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplica
 from medha.declared import DeclaredModel, to_text
@@ -131,6 +132,7 @@ def write_parts(
             rank=rank,
             spec=spec,
             model_directory=model,
+            accelerator=_accelerator(spec.resources),
             control=rank_control,
             tokens=rank_tokens,
             key_file=keys.ranks,
@@ -144,3 +146,11 @@ def write_parts(
         (controller_part(controller, files.directory),),
         tuple(rank_part(rank, files.directory) for rank in ranks),
     )
+
+
+def _accelerator(resources: ResourcesSpec) -> str:
+    """Return the accelerator that ranks on this machine compute on: the one that the manifest itself names.
+
+    The default is for pods.
+    """
+    return resources.accelerator if "accelerator" in resources.model_fields_set else NO_ACCELERATOR

@@ -4,9 +4,14 @@ An error's text names the field, the value and the fix, because its reader rarel
 for our own bugs; everything that a user, an operator or a file can get wrong raises one of these.
 """
 
+from typing import ClassVar
+
 
 class MedhaError(Exception):
     """Base class of all errors; never raised itself."""
+
+    exit_status: ClassVar[int] = 1
+    """Exit status of a process that ends because of it."""
 
 
 class ConfigInvalid(MedhaError):
@@ -61,6 +66,16 @@ class WireInvalid(MedhaError):
 
 class OutOfMemory(MedhaError):
     """Weights, activations and KV do not fit. Fixed by a smaller model, a shorter maxModelLen or more memory."""
+
+
+class AcceleratorMissing(MedhaError):
+    """The accelerator that a replica asks for is not there, or this build cannot use it. Fixed on the node, in the
+    image, or in spec.resources.accelerator.
+
+    Its exit status marks it from a rank's process up to the pod's container, where the operator reads it.
+    """
+
+    exit_status = 69  # EX_UNAVAILABLE of sysexits.h
 
 
 class PartFailed(MedhaError):

@@ -80,12 +80,12 @@ def end_with_parent(parent: int | None = None, end_signal: signal.Signals = sign
 
 @contextmanager
 def log_failure(log: logging.Logger) -> Iterator[None]:
-    """Log an error that is not a bug as the last line, which a supervisor quotes, and exit with status 1."""
+    """On an error that is not a bug, log it as the last line, which a supervisor quotes, and exit with its status."""
     try:
         yield
     except MedhaError as error:
         log.critical("%s", error)
-        sys.exit(1)
+        sys.exit(error.exit_status)
 
 
 def collect_garbage_rarely() -> None:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from medha.api.cluster import NO_ACCELERATOR
 from medha.api.replica import MedhaReplicaSpec
 from medha.errors import ConfigInvalid
 from medha.topology import Topology
@@ -66,6 +67,9 @@ class RankSettings(ReplicaPartSettings):
     """Address at which this rank listens for the others' tensors: one of its pod, or the loopback."""
     ranks_on_host: int | None = None
     """Number of ranks sharing this one's memory and CPUs. Default: the replica's; in a pod, the pod's."""
+    accelerator: str = NO_ACCELERATOR
+    """Device resource that this rank has one of, e.g. `nvidia.com/gpu`: it computes there or not at all. `none`: it
+    computes on the CPU. `spec.resources.accelerator` does not decide that: it has a default, for pods."""
     controller_key_file: Path
     """File of the controller's public key."""
 
@@ -78,6 +82,11 @@ class RankSettings(ReplicaPartSettings):
     def neighbours(self) -> int:
         """Number of ranks on this host, this one included."""
         return self.ranks_on_host or self.topology.ranks
+
+    @property
+    def place_on_host(self) -> int:
+        """Place of this rank among those of this host, from 0: a host has ranks with successive numbers."""
+        return self.rank % self.neighbours
 
 
 class ControllerSettings(ReplicaPartSettings):

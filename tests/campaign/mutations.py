@@ -62,6 +62,16 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "scheduling.minChunkTokens": ([1, 64], [0, 8193]),
     "scheduling.maxChunkTokens": ([64, 4096], [0]),
     "resources.accelerator": (["nvidia.com/gpu", "amd.com/gpu"], ["gpu", "NVIDIA/gpu!"]),
+    "resources.devices": (
+        [{"rdma/hca": 1}, {"rdma/hca": 2, "example.com/nic": 1}],
+        [{"hca": 1}, {"rdma/hca": 0}],
+    ),
+    "resources.runtimeClassName": (["nvidia", "kata"], ["NVIDIA", ""]),
+    "resources.sharedMemory": (["1Gi", "512Mi"], ["0Gi", "8", "8GB"]),
+    "resources.nccl": (
+        [{"NCCL_DEBUG": "INFO"}, {"NCCL_IB_HCA": "mlx5"}],
+        [{"LD_PRELOAD": "x"}, {"NCCL_DEBUG": ""}],
+    ),
     "resources.requests": ([{"cpu": "500m"}, {"cpu": 1, "memory": "1Gi"}], [{"cpu": "much"}, {"cpu": []}]),
     "resources.limits": ([{"cpu": "2"}, {"cpu": 2, "memory": "2Gi"}], [{"memory": "2GB"}]),
     "placement": (
@@ -98,6 +108,7 @@ _BESIDE: dict[str, Fields] = {
     "model.source.hostPath": {"model": {"source": {"hostPath": {"path": "/m"}}}},
     "model.source.image": {"model": {"source": {"image": {"reference": "r/m:1"}}}},
     "model.architecture": {"model": {"architecture": {"layers": 8, "queryHeads": 8}}},
+    "resources.nccl": {"resources": {"accelerator": "nvidia.com/gpu"}},
     "placement.queue": {"placement": {"gang": "kueue", "queue": "q"}},
     "placement.laneTopology": {"placement": {"laneTopology": {"key": "rack"}}},
     "routerRef": {"routerRef": {"name": "router"}},

@@ -38,7 +38,14 @@ def test_a_minimal_replica_gets_every_default_of_the_models(plane: ControlPlane)
     assert spec["parallelism"] == {"tensor": 1, "stream": 1, "kv": 1}
     assert spec["lifecycle"]["restart"]["backoffLimitSeconds"] == 600
     assert [entry["name"] for entry in spec["serviceClasses"]] == ["default"]
-    assert spec["resources"]["accelerator"] == "nvidia.com/gpu"
+    assert spec["resources"] == {
+        "accelerator": "nvidia.com/gpu",
+        "devices": {},
+        "sharedMemory": "8Gi",
+        "nccl": {},
+        "requests": {},
+        "limits": {},
+    }
 
 
 REFUSED = [
@@ -80,6 +87,20 @@ REFUSED = [
         "restart.backoffLimitSeconds is below backoffSeconds",
     ),
     ({"scheduling": {"minChunkTokens": 4096}}, "scheduling.maxChunkTokens is below minChunkTokens"),
+    ({"resources": {"devices": {"hca": 1}}}, "resources.devices has a name that is no device resource"),
+    ({"resources": {"devices": {"nvidia.com/gpu": 1}}}, "resources.devices names the accelerator; remove it"),
+    ({"resources": {"devices": {"rdma/hca": 0}}}, "should be greater than or equal to 1"),
+    ({"resources": {"nccl": {"LD_PRELOAD": "x.so"}}}, "takes names that begin with NCCL_ only"),
+    ({"resources": {"nccl": {"NCCL_DEBUG": ""}}}, "should be at least 1 chars long"),
+    (
+        {"resources": {"accelerator": "none", "nccl": {"NCCL_DEBUG": "INFO"}}},
+        "resources.nccl is read with an accelerator only",
+    ),
+    ({"resources": {"sharedMemory": "0Gi"}}, "spec.resources.sharedMemory in body should match"),
+    (
+        {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"tensor": 2}},
+        "NCCL cannot join the slices of a GPU; set parallelism.tensor to 1",
+    ),
     ({"parallelism": {"tensor": 0}}, "should be greater than or equal to 1"),
     ({"parallelism": {"stream": 32, "kv": 32}}, "parallelism.stream x kv is more than 256 pods"),
     (
@@ -126,6 +147,16 @@ def test_a_deployment_of_it_is_refused_in_the_same_words(
 ) -> None:
     document = deployment(template={"spec": replica(**spec)["spec"]})
     assert notice.replace('"spec.', '"spec.template.spec.') in create(plane, document)
+
+
+def test_a_pod_with_one_rank_may_have_a_slice_of_a_gpu(plane: ControlPlane) -> None:
+    resources = {
+        "accelerator": "nvidia.com/mig-1g.10gb",
+        "devices": {"rdma/hca": 1},
+        "nccl": {"NCCL_IB_HCA": "mlx5"},
+    }
+    taken = json.loads(create(plane, replica(resources=resources)))["spec"]["resources"]
+    assert {name: taken[name] for name in resources} == resources
 
 
 @pytest.mark.parametrize(

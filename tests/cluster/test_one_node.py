@@ -306,6 +306,7 @@ TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
     "no-folder": ("VolumeUnavailable", {"source": {"hostPath": {"path": f"{medha.MODELS}/missing"}}}),
     "no-weights": ("CrashLooping", {"source": {"hostPath": {"path": medha.TORCH}}}),
     "no-right": ("CrashLooping", {"source": {"hostPath": {"path": f"{medha.MODELS}/private"}}}),
+    "no-gpu": ("NoAccelerator", {"resources": {"accelerator": "nvidia.com/gpu", "requests": {"cpu": "10m"}}}),
     "no-hub": ("ModelFetchFailed", {"source": {"huggingFace": {"repository": "nobody/nothing"}}}),
 }
 """Name of a replica, the reason that it is not ready, and what is wrong with it."""
@@ -315,6 +316,11 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
     """In the words of a real scheduler, a real kubelet and a real worker."""
     private = f"{medha.MODELS}/private"
     cluster.run(["sh", "-ec", f"cp -r {medha.MODELS}/tiny {private} && chmod 700 {private}"])
+    capacity = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "1"}]
+    # As a device plugin does; but the container gets no device.
+    cluster.kubectl(
+        *("patch", "node", "node-1", "--subresource=status", "--type=json", "-p", json.dumps(capacity))
+    )
     small = {
         "parallelism": {},
         "resources": {"accelerator": "none", "requests": {"cpu": "10m", "memory": "64Mi"}},
@@ -342,6 +348,14 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
     eventually(poll, lambda _: messages.keys() == TROUBLES.keys(), READY_SECONDS)
     text = "cannot be read by uid 65532: /model has mode 0700 and belongs to uid 0"
     assert text in messages["no-right"]
+    text = "rank 0 exited with status 69 because: spec.resources.accelerator is nvidia.com/gpu, but "
+    assert text in messages["no-gpu"]
+    assert messages["no-gpu"].endswith("check the node's device plugin and spec.resources.runtimeClassName")
+    # Others come back to this reason after each try; this one stays while the kubelet tries again.
+    assert condition(replica(cluster, "no-gpu")) == ("False", "NoAccelerator")
+    assert condition(replica(cluster, "no-gpu"), "Stalled") == ("True", "NoAccelerator")
+    assert "NoAccelerator" in cluster.kubectl("get", "mr", "no-gpu", "--no-headers").split()
+    assert text in cluster.kubectl("logs", "no-gpu-l0-0")
     cluster.kubectl("delete", "medhareplicas", "--all", "--timeout=10s")
     eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
 

@@ -60,6 +60,15 @@ SPECS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "grid": {"parallelism": {"tensor": 8, "stream": 4, "kv": 3}},
     "cpu": {"resources": {"accelerator": "none", "requests": {"cpu": "2", "memory": "4Gi"}}},
+    "devices": {
+        "parallelism": {"tensor": 8},
+        "resources": {
+            "devices": {"rdma/hca": 2},
+            "runtimeClassName": "nvidia",
+            "sharedMemory": "16Gi",
+            "nccl": {"NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": "eth1"},
+        },
+    },
     "hub": {
         "model": {
             "name": "m",

@@ -155,6 +155,33 @@ BAD = [
     ({"placement": {"gang": "kueue"}}, ["spec.placement", "gang kueue needs placement.queue"]),
     ({"placement": {"queue": "q"}}, ["spec.placement", "read by gang kueue and volcano only"]),
     ({"resources": {"accelerator": "gpu"}}, ["spec.resources.accelerator", "pattern", "found 'gpu'"]),
+    (
+        {"resources": {"devices": {"hca": 1}}},
+        ["spec.resources", "no device resource", "e.g. rdma/hca", "found 'hca'"],
+    ),
+    (
+        {"resources": {"devices": {"rdma/hca": 0}}},
+        ["spec.resources.devices.rdma/hca", "or equal to 1", "found 0"],
+    ),
+    (
+        {"resources": {"devices": {"nvidia.com/gpu": 1}}},
+        ["spec.resources", "names the accelerator; remove it there", "found 'nvidia.com/gpu'"],
+    ),
+    (
+        {"resources": {"nccl": {"LD_PRELOAD": "x.so"}}},
+        ["spec.resources", "begin with NCCL_ only", "found 'LD_PRELOAD'"],
+    ),
+    ({"resources": {"nccl": {"NCCL_DEBUG": ""}}}, ["spec.resources.nccl.NCCL_DEBUG", "at least 1 character"]),
+    (
+        {"resources": {"accelerator": "none", "nccl": {"NCCL_DEBUG": "INFO"}}},
+        ["spec.resources", "read with an accelerator only; remove it", "found 'NCCL_DEBUG'"],
+    ),
+    ({"resources": {"sharedMemory": "0Gi"}}, ["spec.resources.sharedMemory", "pattern", "found '0Gi'"]),
+    ({"resources": {"runtimeClassName": "NVIDIA"}}, ["spec.resources.runtimeClassName", "found 'NVIDIA'"]),
+    (
+        {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"tensor": 2}},
+        ["NCCL cannot join the slices of a GPU; set parallelism.tensor to 1", "parallelism.tensor 2"],
+    ),
     ({"resources": {"limits": {"cpu": "two"}}}, ["spec.resources.limits.cpu", "pattern", "found 'two'"]),
     (
         {"lifecycle": {"restart": {"backoffSeconds": 60, "backoffLimitSeconds": 30}}},

@@ -56,6 +56,21 @@ def test_a_pod_of_a_newer_revision_waits_until_its_own_leader_is_there(alone: Re
     assert other.log.count("starting rank 1") == 1  # it kept its weights
 
 
+@pytest.mark.parametrize("place", [(0, 0), (1, 0)], ids=["leader", "other"])
+def test_a_pod_that_asks_for_a_gpu_and_has_none_ends_and_does_not_compute_on_the_cpu(
+    alone: Replica, place: tuple[int, int]
+) -> None:
+    pod = alone.pods[place]
+    pod.variables["CUDA_VISIBLE_DEVICES"] = ""  # hides those of this machine, if it has any
+    alone.write(resources={"accelerator": "nvidia.com/gpu"}, parallelism={"tensor": 2, "kv": 2})
+    pod.start()
+    assert pod.wait(60) == 69
+    assert "exited with status 69 because: spec.resources.accelerator is nvidia.com/gpu, but " in pod.message
+    assert pod.message in pod.log
+    assert "before the replica was ready, rank" in pod.message
+    assert "ready: " not in pod.log
+
+
 @pytest.mark.parametrize(
     ("place", "variables", "options", "said"),
     [

@@ -51,6 +51,12 @@ def test_a_rank_counts_the_ranks_on_its_host() -> None:
     assert RANK.model_copy(update={"ranks_on_host": 1}).neighbours == 1
 
 
+def test_a_rank_knows_its_place_on_its_host() -> None:
+    assert RANK.place_on_host == 1
+    ranks = [RANK.model_copy(update={"rank": rank, "ranks_on_host": 4}) for rank in range(8)]
+    assert [one.place_on_host for one in ranks] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [('{"rank": "one"}', "rank"), ('{"rnak": 1}', "rnak"), ("no JSON", "JSON"), (None, "No such file")],

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from medha.errors import AcceleratorMissing
 from medha_process.supervision.lifecycle import (
     FAILED_GRACE_SECONDS,
     GRACE_SECONDS,
@@ -167,6 +168,15 @@ def test_parts_that_end_for_other_reasons_than_the_first_are_reported_too() -> N
 def test_the_first_failure_is_the_one_that_is_reported() -> None:
     state, _ = run(*SERVING, *dead("rank 0"), (2.1, Exited("router", 1)))
     assert state.failure.startswith("rank 0 was killed by SIGKILL")
+
+
+def test_a_part_that_lacks_its_accelerator_hands_its_exit_status_on() -> None:
+    missing = AcceleratorMissing.exit_status
+    assert run((1.0, Exited("rank 0", missing)), (1.1, Exited("rank 1", 1)))[0].exit_status == missing
+    lost = [(2.0 + turn, Exited("rank 0", missing)) for turn in range(3)]
+    assert run(*SERVING, *lost)[0].exit_status == missing
+    # 75 asks the operator for a restart of all pods, which only the supervisor may.
+    assert run((1.0, Exited("rank 0", 75)))[0].exit_status == 1
 
 
 def test_an_illegal_instruction_is_reported_with_its_fix() -> None:

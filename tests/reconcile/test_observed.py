@@ -48,6 +48,7 @@ def crashed(code: int, message: str = "") -> dict[str, Any]:
         (worker(state={"waiting": {"reason": "CreateContainerConfigError"}}), "ContainerNotCreated"),
         (worker(**crashed(1)), "CrashLooping"),
         (worker(**crashed(75)), "RendezvousFailed"),
+        (worker(**crashed(69)), "NoAccelerator"),
         (pod(initContainerStatuses=[{"name": "fetch-model"} | crashed(1)]), "ModelFetchFailed"),
         (
             pod(
@@ -133,6 +134,35 @@ def test_a_sidecar_that_crashes_is_no_model_that_cannot_be_fetched() -> None:
 def test_the_last_output_of_a_crash_is_reported() -> None:
     found = pod_of(worker(**crashed(1, "no such\n file"))).problem
     assert found == ("CrashLooping", "container worker: ended with exit code 1 (Error): no such file")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"state": {"terminated": {"exitCode": 69, "reason": "Error", "message": "no GPU"}}},
+        {"lastState": {"terminated": {"exitCode": 69, "reason": "Error", "message": "no GPU"}}, **RUNNING},
+        crashed(69, "no GPU"),
+    ],
+)
+def test_a_worker_that_has_found_no_accelerator_is_told_by_that_until_it_starts(
+    entry: dict[str, Any],
+) -> None:
+    expected = ("NoAccelerator", "container worker: ended with exit code 69 (Error): no GPU")
+    assert pod_of(worker(**entry)).problem == expected
+    assert pod_of(worker(**entry | RUNNING | {"started": True})).problem is None
+
+
+def test_a_sidecar_that_ends_with_that_status_has_another_reason() -> None:
+    found = pod_of(pod(containerStatuses=[{"name": "proxy"} | crashed(69)])).problem
+    assert found is not None
+    assert found[0] == "CrashLooping"
+
+
+def test_a_long_message_is_quoted_from_its_end() -> None:
+    found = pod_of(worker(**crashed(1, "x" * 1000 + " the fix"))).problem
+    assert found is not None
+    assert found[1].endswith("x the fix")
+    assert len(found[1]) < 600
 
 
 def test_a_member_asks_for_a_restart_until_it_has_come_up_again_by_itself() -> None:

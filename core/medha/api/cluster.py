@@ -3,7 +3,8 @@ placement."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -67,8 +68,29 @@ class ImagePullSecret(Model):
     """Name of a Secret of type `kubernetes.io/dockerconfigjson` in the replica's namespace."""
 
 
+NO_ACCELERATOR = "none"
+"""Value of `resources.accelerator` that asks for no device."""
+_DEVICE = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
+_NOT_A_DEVICE = (
+    "resources.devices has a name that is no device resource; write it as DOMAIN/NAME, e.g. rdma/hca"
+)
+_TWICE = "resources.devices names the accelerator; remove it there, because each pod requests it already"
+_NCCL_NAME = "NCCL_[A-Z0-9_]{1,59}"
+_NOT_NCCL = "resources.nccl takes names that begin with NCCL_ only; set other variables in template.spec"
+_NCCL_UNREAD = "resources.nccl is read with an accelerator only; remove it, or set resources.accelerator"
+
+
 class ResourcesSpec(Model):
-    """Resources that each pod requests from its node."""
+    """Resources that each pod requests from its node, and how it uses the node's devices."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (f"self.devices.all(name, name.matches('^{_DEVICE}$'))", _NOT_A_DEVICE),
+            ("!(self.accelerator in self.devices)", _TWICE),
+            (f"self.nccl.all(name, name.matches('^{_NCCL_NAME}$'))", _NOT_NCCL),
+            (f"self.nccl.size() == 0 || self.accelerator != '{NO_ACCELERATOR}'", _NCCL_UNREAD),
+        )
+    )
 
     accelerator: str = Field(
         default="nvidia.com/gpu",
@@ -77,12 +99,48 @@ class ResourcesSpec(Model):
         json_schema_extra=restart(),
     )
     """Name of the device resource. Each pod requests as many devices as it has ranks
-    (`parallelism.tensor`). `none` runs on the CPU."""
+    (`parallelism.tensor`), and does not start without them. `none` runs on the CPU. `medha up` runs on the
+    CPU unless the manifest names a device here."""
+    devices: dict[str, Annotated[int, Field(ge=1, le=1024)]] = Field(
+        default={}, max_length=8, json_schema_extra=restart()
+    )
+    """Further devices of each pod: the number of each resource, e.g. `rdma/hca: 1` for a network card with
+    RDMA. The container that downloads a model gets none."""
+    runtime_class_name: Name | None = Field(default=None, json_schema_extra=restart())
+    """Name of the RuntimeClass of the pods, e.g. `nvidia` where the nodes' default runtime does not pass
+    GPUs on. Default: the nodes' default runtime."""
+    shared_memory: str = Field(
+        default="8Gi",
+        pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$",
+        max_length=8,
+        json_schema_extra=restart(),
+    )
+    """Largest size of `/dev/shm` of each pod, in bytes. NCCL uses it between ranks of a pod without NVLink.
+    Memory is taken only as it is written, and counts towards the pod's memory limit."""
+    nccl: dict[str, Annotated[str, Field(min_length=1, max_length=1024)]] = Field(
+        default={}, max_length=64, json_schema_extra=restart()
+    )
+    """Environment variables of NCCL for each pod, e.g. `NCCL_SOCKET_IFNAME: eth1`. With an accelerator,
+    `NCCL_DEBUG` is `WARN` unless it is set here; NCCL's own defaults hold for all others."""
     requests: dict[str, ResourceQuantity] = Field(default={}, max_length=32, json_schema_extra=restart())
-    """Resource requests of each pod, e.g. `cpu: "8"`, `memory: 64Gi`. The accelerator is added
-    automatically."""
+    """Resource requests of each pod, e.g. `cpu: "8"`, `memory: 64Gi`. The accelerator and `devices` are
+    added automatically."""
     limits: dict[str, ResourceQuantity] = Field(default={}, max_length=32, json_schema_extra=restart())
-    """Resource limits of each pod. The accelerator is added automatically."""
+    """Resource limits of each pod. The accelerator and `devices` are added automatically."""
+
+    @model_validator(mode="after")
+    def _devices_and_variables_have_their_names(self) -> ResourcesSpec:
+        for name in self.devices:
+            if re.fullmatch(_DEVICE, name) is None:
+                raise ValueError(f"{_NOT_A_DEVICE} (found {name!r:.80})")
+        if self.accelerator in self.devices:
+            raise ValueError(f"{_TWICE} (found {self.accelerator!r:.80})")
+        for name in self.nccl:
+            if re.fullmatch(_NCCL_NAME, name) is None:
+                raise ValueError(f"{_NOT_NCCL} (found {name!r:.80})")
+        if self.nccl and self.accelerator == NO_ACCELERATOR:
+            raise ValueError(f"{_NCCL_UNREAD} (found {next(iter(self.nccl))!r:.80})")
+        return self
 
 
 class LaneTopology(Model):

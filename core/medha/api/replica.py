@@ -290,6 +290,14 @@ class LifecycleSpec(Model):
     restart: RestartSpec = Field(default=RestartSpec(), json_schema_extra=live())
 
 
+_SLICE = "nvidia.com/mig-"
+"""Beginning of the names of resources that are slices of a GPU (MIG)."""
+_JOINS_SLICES = (
+    "resources.accelerator is a MIG slice, and NCCL cannot join the slices of a GPU; "
+    "set parallelism.tensor to 1, or request whole GPUs"
+)
+
+
 class MedhaReplicaSpec(Model):
     """Specification of a replica: its model, its grid and its latency targets."""
 
@@ -310,6 +318,10 @@ class MedhaReplicaSpec(Model):
             (
                 "self.scheduling.maxChunkTokens >= self.scheduling.minChunkTokens",
                 "scheduling.maxChunkTokens is below minChunkTokens; raise the one or lower the other",
+            ),
+            (
+                f"!self.resources.accelerator.startsWith('{_SLICE}') || self.parallelism.tensor == 1",
+                _JOINS_SLICES,
             ),
         )
     )
@@ -334,7 +346,8 @@ class MedhaReplicaSpec(Model):
     """CPU threads of each rank. Default: the machine's cores, divided by the ranks on it."""
     image: str | None = Field(default=None, min_length=1, max_length=1024, json_schema_extra=restart())
     """Image of the pods. Default: the worker image of the operator's own release. `medha up` ignores it,
-    and also `imagePullSecrets`, `resources`, `placement`, `routerRef`, `suspend` and `template`."""
+    and also `imagePullSecrets`, `resources` (but not `resources.accelerator`), `placement`, `routerRef`,
+    `suspend` and `template`."""
     image_pull_secrets: tuple[ImagePullSecret, ...] = Field(
         default=(), max_length=16, json_schema_extra=restart()
     )
@@ -367,6 +380,13 @@ class MedhaReplicaSpec(Model):
             raise ValueError(
                 f"scheduling.maxChunkTokens {largest} is below minChunkTokens {smallest}; raise the one or lower the other"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _slices_are_not_joined(self) -> MedhaReplicaSpec:
+        accelerator, tensor = self.resources.accelerator, self.parallelism.tensor
+        if accelerator.startswith(_SLICE) and tensor > 1:
+            raise ValueError(f"{_JOINS_SLICES} (found {accelerator} with parallelism.tensor {tensor})")
         return self
 
     @model_validator(mode="after")

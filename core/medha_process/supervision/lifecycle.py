@@ -33,6 +33,8 @@ import signal
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from medha.errors import AcceleratorMissing
+
 GRACE_SECONDS = 10.0  # time to exit after a SIGTERM, for a part that has no requests to finish
 FAILED_GRACE_SECONDS = 3.0  # the same after a failure: enough to send an error to clients
 MOST_DEATHS = 3  # deaths of one part within DEATHS_SECONDS after which its fault is assumed to be permanent
@@ -237,7 +239,8 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
     commands: list[Command] = []
     match state.phase:
         case Phase.STARTING:
-            state, commands = _fail(state, now, f"before the replica was ready, {_how(event)}")
+            reason = f"before the replica was ready, {_how(event)}"
+            state, commands = _fail(state, now, reason, _status_after(event))
         case Phase.SERVING:
             state, commands = _start_again(state, event, now)
         case Phase.DRAINING:
@@ -279,7 +282,8 @@ def _start_again(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle
         deaths = sum(now - at < seconds for at in own)
         if deaths >= most:
             times = f"{deaths} times in {seconds:g} s"
-            return _fail(state, now, f"{_how(event)}; it ended {times}, and is not restarted")
+            reason = f"{_how(event)}; it ended {times}, and is not restarted"
+            return _fail(state, now, reason, _status_after(event))
     state = replace(state, running=state.running | {event.part}, deaths=(*recent, (event.part, now)))
     times = f" (it ended {len(own)} times within an hour)" if len(own) > 1 else ""
     return state, [Log(f"{_how(event)}; restarting it{times}"), Start(event.part)]
@@ -350,6 +354,12 @@ def _stop_next_group(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Comm
             Terminate(p) for p in left
         ]
     return state, []
+
+
+def _status_after(event: Exited) -> int:
+    """Return the exit status after a part's end: its own if that says what is missing, else 1."""
+    missing = AcceleratorMissing.exit_status
+    return missing if event.status == missing else 1
 
 
 def _is_reported(failure: str, words: str) -> bool:

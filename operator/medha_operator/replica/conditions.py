@@ -23,6 +23,7 @@ TERMINAL = frozenset(
         "ImagePullFailed",
         "ContainerNotCreated",
         "ModelFetchFailed",
+        "NoAccelerator",
         "CrashLooping",
     }
 )
@@ -30,9 +31,16 @@ TERMINAL = frozenset(
 
 
 _FAILING = frozenset(
-    {"ImagePullFailed", "ContainerNotCreated", "ModelFetchFailed", "CrashLooping", "RendezvousFailed"}
+    {
+        "ImagePullFailed",
+        "ContainerNotCreated",
+        "ModelFetchFailed",
+        "NoAccelerator",
+        "CrashLooping",
+        "RendezvousFailed",
+    }
 )
-"""Reasons of pods that fail again and again; while they retry in between, `Ready` has another reason."""
+"""Reasons of pods that fail again and again; while they retry in between, `Ready` may have another reason."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +224,7 @@ def _weights_loaded(pods: list[Pod], expected: int, scheduled: DerivedCondition)
         "ImagePullFailed",
         "ContainerNotCreated",
         "ModelFetchFailed",
+        "NoAccelerator",
         "CrashLooping",
         "RouterNotFound",
         "SecretNotFound",
@@ -258,7 +267,7 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> DerivedCond
                 return DerivedCondition("Degraded", True, "NoNodeReports", text)
             return DerivedCondition("Degraded", True, "NodeUnreachable", text)
     if observed.status.newest_member not in (None, observed.status.moved_member) and expected:
-        crashed = _first_problem(pods, "CrashLooping", "RendezvousFailed")
+        crashed = _first_problem(pods, "NoAccelerator", "CrashLooping", "RendezvousFailed")
         if crashed is not None:
             return DerivedCondition("Degraded", True, *crashed)
         # Pods of an older revision count until they are deleted: a change is no loss.

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from medha.api.cluster import NO_ACCELERATOR, ResourcesSpec
 from medha.api.replica import MedhaReplicaSpec, ModelSource
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import MANAGER, Manifest
@@ -30,6 +31,8 @@ HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
 _ENROLMENT = "/etc/medha/enrolment"
 _HUB_DIRECTORY = "/etc/medha/hub"
+_NCCL_DEFAULTS = {"NCCL_DEBUG": "WARN"}
+"""Values that differ from NCCL's own: it logs why it fails, and nothing else."""
 _PROBE_SECONDS = 5
 _USER = 65532
 _SPARE_SECONDS = 30
@@ -304,7 +307,7 @@ def _pod_template(
             {"name": "keys", "secret": {"secretName": keys_name(owner), "defaultMode": 0o440}},
             {"name": "run", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}},
             *_enrolment_volume(owner, spec),
             *([model_volume] if model_volume else []),
             *_hub_token_volume(spec.model.source),
@@ -312,6 +315,8 @@ def _pod_template(
     }
     if fetch:
         pod["initContainers"] = [fetch]
+    if spec.resources.runtime_class_name is not None:
+        pod["runtimeClassName"] = spec.resources.runtime_class_name
     if spec.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret.name} for secret in spec.image_pull_secrets]
     if spec.placement.lane_topology is not None:
@@ -347,6 +352,7 @@ def _worker(
             # ever.
             *([{"name": "MEDHA_ROUTER", "value": router_address(owner, spec)}] if spec.router_ref else []),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
+            *_nccl(spec.resources),
         ],
         "ports": [
             _container_port("control", CONTROL_PORT),
@@ -447,10 +453,20 @@ def _hub_token_volume(source: ModelSource) -> list[Manifest]:
 
 def _resources(spec: MedhaReplicaSpec, *, with_devices: bool = True) -> Manifest:
     wanted = spec.resources
-    has_devices = with_devices and wanted.accelerator != "none"
-    device = {wanted.accelerator: str(spec.parallelism.tensor)} if has_devices else {}
-    limits, requests = dict(wanted.limits) | device, dict(wanted.requests) | device
+    devices = {name: str(count) for name, count in wanted.devices.items()} if with_devices else {}
+    if with_devices and wanted.accelerator != NO_ACCELERATOR:
+        devices[wanted.accelerator] = str(spec.parallelism.tensor)
+    limits, requests = dict(wanted.limits) | devices, dict(wanted.requests) | devices
     return {name: entry for name, entry in (("limits", limits), ("requests", requests)) if entry}
+
+
+def _nccl(resources: ResourcesSpec) -> list[Manifest]:
+    """Return the environment variables of NCCL, sorted by name; none without an accelerator."""
+    if resources.accelerator == NO_ACCELERATOR:
+        return []
+    return [
+        {"name": name, "value": value} for name, value in sorted((_NCCL_DEFAULTS | resources.nccl).items())
+    ]
 
 
 def _lane_affinity(owner: Owner, spec: MedhaReplicaSpec, lane_index: int) -> Manifest:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
+from medha.errors import AcceleratorMissing
 from medha_operator.replica.revision import Revision
 from medha_operator.status_fields import ReplicaStatus
 
@@ -27,6 +28,10 @@ _CORDON = "node.kubernetes.io/unschedulable"
 _TO_BE_DELETED = "ToBeDeletedByClusterAutoscaler"
 _EMPTIED_BY = frozenset({"karpenter.sh/disrupted", _TO_BE_DELETED})
 _START_PROBLEMS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_WORKER = "worker"
+"""Name of the container with the ranks."""
+_QUOTED_CHARACTERS = 500
+"""Largest part of a container's termination message that is quoted: its end."""
 _NOT_YET_CREATED = frozenset({"ContainerCreating", "PodInitializing"})
 
 
@@ -289,6 +294,8 @@ def _problem(
         # Until its next attempt begins, a failed fetch is shown as ended first, then as waiting.
         if is_fetch and container.get("state", {}).get("terminated", {}).get("exitCode"):
             return "ModelFetchFailed", f"container {container['name']}: {_termination_message(container)}"
+        if _lacks_accelerator(container):
+            return "NoAccelerator", f"container {container['name']}: {_termination_message(container)}"
         if reason == "CrashLoopBackOff":
             notice = f"container {container['name']}: {_termination_message(container) or message}"
             if is_fetch:
@@ -297,6 +304,15 @@ def _problem(
                 "RendezvousFailed" if _exit_code(container) == RESTART_REQUESTED else "CrashLooping"
             ), notice
     return None
+
+
+def _lacks_accelerator(container: Object) -> bool:
+    """Return whether a worker has found no accelerator when it last ended, and has not started since.
+
+    It is started again and again, and finds out after seconds: meanwhile the reason stays.
+    """
+    has_ended_so = _exit_code(container) == AcceleratorMissing.exit_status
+    return container["name"] == _WORKER and has_ended_so and not _has_started(container)
 
 
 def _starting(
@@ -324,7 +340,7 @@ def _termination_message(container: Object) -> str:
     ended = _last_end(container)
     if ended is None:
         return ""
-    words = " ".join(ended.get("message", "").split())[-300:]
+    words = " ".join(ended.get("message", "").split())[-_QUOTED_CHARACTERS:]
     return f"ended with exit code {ended['exitCode']} ({ended.get('reason', 'Error')})" + (
         f": {words}" if words else ""
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from medha.api.cluster import RestartSpec
+from medha.api.cluster import NO_ACCELERATOR, RestartSpec
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.gang import KINDS
 from medha_operator.kube.kinds import Manifest
@@ -587,7 +587,7 @@ def _described(
             "conditions": stamped(derived, observed.status.conditions, observed.generation, now),
             "shape": f"TP{shape.tensor} x SPP{shape.stream} x KVP{shape.kv}",
             "accelerators": 0
-            if spec.resources.accelerator == "none"
+            if spec.resources.accelerator == NO_ACCELERATOR
             else shape.stream * shape.kv * shape.tensor,
             "endpoint": leader_address(owner),
             **_counts(observed, revision.name, shape.stream, shape.kv),

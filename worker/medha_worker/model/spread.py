@@ -44,7 +44,7 @@ class LaneLinks(Protocol):
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Any:
         """Begin to send each lane of `outgoing` its tensor, and to fill those of `incoming` from their lanes.
 
-        Tensors between two lanes keep their order. Links of gloo take tensors in host memory only.
+        Tensors between two lanes keep their order, and may be in the memory of any device.
         """
         ...
 

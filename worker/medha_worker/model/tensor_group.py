@@ -8,7 +8,7 @@ import torch
 class TensorGroup(Protocol):
     """Ranks in lock-step: all of them make every call, in the same order and with the same shapes.
 
-    Groups of gloo take tensors in host memory only.
+    Tensors may be in the memory of any device.
     """
 
     captures: bool

@@ -152,6 +152,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
             tokens=f"tcp://{host}:{TOKENS_PORT}",
             address=place.address,
             ranks_on_host=shape.tensor,
+            accelerator=spec.resources.accelerator,
             revision=place.revision,
             epoch_file=place.run_directory / f"rank-{rank}.epoch",
             key_file=place.keys / RANKS_KEY,

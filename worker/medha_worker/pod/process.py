@@ -182,7 +182,7 @@ def main(replica_file: Path, termination_log: Path, **place: object) -> None:
         state = run(Place(**place), replica_file)  # type: ignore[arg-type] # click has read each option's type
         reason, exit_status = state.failure, state.exit_status
     except MedhaError as error:
-        reason, exit_status = f"{type(error).__name__}: {error}", 1
+        reason, exit_status = f"{type(error).__name__}: {error}", error.exit_status
     if reason:
         with suppress(OSError):  # a machine without a kubelet has no such file
             if termination_log.exists():

@@ -16,12 +16,15 @@ from pathlib import Path
 
 import torch
 
+from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
 from medha.errors import CheckpointInvalid
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
-from medha_worker.device import HOST, host_device
+from medha_worker.cuda_device import cuda_device
+from medha_worker.device import HOST, Device, host_device
+from medha_worker.device_choice import choose_gpu, cuda_facts
 from medha_worker.host_memory import keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.model.decode_graphs import captured_sizes
@@ -255,7 +258,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     config = ModelConfig.from_directory(
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
     )
-    device = host_device(DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
+    device = _device(settings, DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, device.dtype)
     shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
     model = Transformer.load(
@@ -267,6 +270,18 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         progress=_every_few_seconds(progress, time.monotonic),
     )
     return Loaded(settings, config, model, recorder, time.monotonic() - started)
+
+
+def _device(settings: RankSettings, dtype: torch.dtype) -> Device:
+    """Return the device of a rank: the CPU only if its pod or manifest asks for no other.
+
+    Raises:
+        AcceleratorMissing: it asks for one that cannot be used.
+    """
+    if settings.accelerator == NO_ACCELERATOR:
+        return host_device(dtype)
+    here = settings.place_on_host
+    return cuda_device(choose_gpu(settings.accelerator, here, settings.neighbours, cuda_facts(here)), dtype)
 
 
 def _total(grid: Mesh, count: int) -> int:

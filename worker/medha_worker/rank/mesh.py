@@ -8,7 +8,8 @@ every wait is bounded.
 The groups are created here rather than by `init_process_group`, whose state belongs to the process: it
 numbers its group names, so a replaced rank would use other names than ranks that have formed groups before,
 and they would never find each other. All groups use gloo, which sends and receives tensors in host memory
-(`HOST`); there are no NCCL groups.
+(`HOST`); there are no NCCL groups. Tensors on a device are copied to host memory and back, which waits for the
+device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event
 from typing import Any  # for gloo's groups, whose methods torch does not declare
@@ -234,29 +235,37 @@ class Mesh:
             self._everyone.recv([ids], self.sampling_rank, _TAG).wait(self._wait)
         return [int(token) for token in ids.tolist()]
 
-    def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
+    def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> _Transfers:
         """Begin to send each lane of `outgoing` its tensor, and to fill those of `incoming`.
 
         The peers are the ranks of the same stage and tensor index in the other lanes.
         """
         os.sched_yield()  # let gloo's thread finish before we take the lock that it may want
         ranks = {lane: self.topology.rank(replace(self.here, kv=lane)) for lane in (*outgoing, *incoming)}
-        return [
-            *(self._everyone.recv([incoming[lane]], ranks[lane], _TAG) for lane in sorted(incoming)),
-            *(self._everyone.send([outgoing[lane]], ranks[lane], _TAG) for lane in sorted(outgoing)),
+        received = {lane: _like_on_host(tensor) for lane, tensor in incoming.items()}
+        sent = {lane: tensor.to(HOST) for lane, tensor in outgoing.items()}
+        works = [
+            *(self._everyone.recv([received[lane]], ranks[lane], _TAG) for lane in sorted(incoming)),
+            *(self._everyone.send([sent[lane]], ranks[lane], _TAG) for lane in sorted(outgoing)),
         ]
+        landings = [
+            (tensor, incoming[lane]) for lane, tensor in received.items() if tensor is not incoming[lane]
+        ]
+        return _Transfers(works, landings, sent)
 
-    def finish(self, works: Sequence[Work]) -> None:
-        """Wait for all transfers in `works`.
+    def finish(self, started: _Transfers) -> None:
+        """Wait for all transfers that `start` returned.
 
         Raises:
             PartFailed: another lane was lost.
         """
         try:
-            for work in works:
+            for work in started.works:
                 work.wait(self._wait)
         except RuntimeError as error:
             raise PartFailed(f"rank {self.rank} lost another lane in a shared step: {error}") from error
+        for received, target in started.landings:
+            target.copy_(received)
 
     def lane_bytes_per_second(self, clock: Callable[[], float]) -> float:
         """Measure the rate to the next lane while as much arrives from the previous one; 0 for a single lane.
@@ -361,6 +370,20 @@ _PROBE_BYTES, _PROBES = 1 << 22, 3
 _TAG = 0  # messages between two ranks keep their order
 
 
+@dataclass(frozen=True, slots=True)
+class _Transfers:
+    """Transfers between lanes that have begun."""
+
+    works: Sequence[Work]
+    landings: Sequence[tuple[torch.Tensor, torch.Tensor]]  # received in host memory, and where it belongs
+    sent: Mapping[int, torch.Tensor]  # gloo reads them until they are received
+
+
+def _like_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for what a tensor receives: the tensor itself if it is there."""
+    return tensor if tensor.device == HOST else torch.empty_like(tensor, device=HOST)
+
+
 class _Sent:
     """Tensors being sent: gloo reads them until they are received, and reports that only to a wait.
 
@@ -397,20 +420,25 @@ class PodGroup:
         self._group.set_timeout(wait)
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        if self._size > 1:
-            self._group.allreduce([x]).wait()
+        if self._size == 1:
+            return
+        summed = x.to(HOST)
+        self._group.allreduce([summed]).wait()
+        if summed is not x:
+            x.copy_(summed)
 
     def gather_last_dim(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
         if self._size == 1:
             return x
         # Gather takes only equal shapes: pad to the widest.
-        padded = x.new_zeros(x.shape[0], max(widths))
-        padded[:, : x.shape[1]] = x
+        padded = torch.zeros(x.shape[0], max(widths), dtype=x.dtype, device=HOST)
+        padded[:, : x.shape[1]] = x.to(HOST)
         parts = [torch.empty_like(padded) for _ in widths] if self._index == 0 else []
         self._group.gather([parts] if parts else [], [padded], GatherOptions()).wait()
         if not parts:
             return None
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        gathered = torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        return gathered.to(x.device)
 
     def close(self) -> None:
         self._group = None

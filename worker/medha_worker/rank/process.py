@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 import zmq
 
-from medha.errors import MedhaError, PartFailed, WireInvalid
+from medha.errors import AcceleratorMissing, MedhaError, PartFailed, WireInvalid
 from medha.wire.frames import tokens_from_frame
 from medha.wire.messages import (
     RankFault,
@@ -367,6 +367,9 @@ def main(settings_file: Path) -> None:
         signal.signal(signal.SIGTERM, lambda *_: rank.stop())
         try:
             rank.run()
+        except AcceleratorMissing:
+            # A controller that heard of it would end too, and hide the exit status by which this is known.
+            raise
         except MedhaError as error:
             rank.report(error)
             raise

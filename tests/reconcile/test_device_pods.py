@@ -1,0 +1,81 @@
+"""Pods get the devices, the runtime, the shared memory and NCCL's settings that their replica asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.manifests import Owner, pod_templates
+from medha_operator.replica.node_capacity import needs_of
+
+HUB = {"name": "m", "source": {"huggingFace": {"repository": "a/b"}}}
+
+
+def pod(resources: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    """Return the spec of the only pod of a replica, whose model an init container downloads."""
+    fields = {"model": HUB, "resources": resources or {}} | spec
+    owner, parsed = Owner("r", "default", "u"), MedhaReplicaSpec.model_validate(fields)
+    (template,) = pod_templates(owner, parsed, "revision", OperatorSettings())
+    found: dict[str, Any] = template["spec"]
+    return found
+
+
+def variables(spec: dict[str, Any]) -> dict[str, str]:
+    """Return NCCL's variables of the worker."""
+    entries = spec["containers"][0]["env"]
+    return {one["name"]: one["value"] for one in entries if one["name"].startswith("NCCL_")}
+
+
+def test_devices_are_requested_and_limited_alike_and_not_for_what_downloads_the_model() -> None:
+    resources = {"devices": {"rdma/hca": 2}, "requests": {"cpu": "8"}, "limits": {"memory": "64Gi"}}
+    spec = pod(resources, parallelism={"tensor": 8})
+    devices = {"nvidia.com/gpu": "8", "rdma/hca": "2"}
+    assert spec["containers"][0]["resources"] == {
+        "requests": {"cpu": "8"} | devices,
+        "limits": {"memory": "64Gi"} | devices,
+    }
+    assert spec["initContainers"][0]["resources"] == {"requests": {"cpu": "8"}, "limits": {"memory": "64Gi"}}
+    amounts = needs_of({"spec": spec}).amounts
+    assert (amounts["nvidia.com/gpu"], amounts["rdma/hca"]) == (8, 2), (
+        "a move to another node needs room for them"
+    )
+
+
+def test_a_replica_on_cpus_may_ask_for_other_devices() -> None:
+    spec = pod({"accelerator": "none", "devices": {"rdma/hca": 1}})
+    assert spec["containers"][0]["resources"]["limits"] == {"rdma/hca": "1"}
+
+
+def test_shared_memory_has_a_bound() -> None:
+    def shared(spec: dict[str, Any]) -> dict[str, Any]:
+        (volume,) = (one for one in spec["volumes"] if one["name"] == "shm")
+        found: dict[str, Any] = volume["emptyDir"]
+        return found
+
+    assert shared(pod()) == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert shared(pod({"sharedMemory": "512Mi"})) == {"medium": "Memory", "sizeLimit": "512Mi"}
+    mounts = {one["name"]: one["mountPath"] for one in pod()["containers"][0]["volumeMounts"]}
+    assert mounts["shm"] == "/dev/shm"  # noqa: S108 - of the container
+
+
+def test_the_runtime_class_is_the_nodes_own_unless_one_is_named() -> None:
+    assert "runtimeClassName" not in pod()
+    assert pod({"runtimeClassName": "nvidia"})["runtimeClassName"] == "nvidia"
+
+
+def test_nccl_logs_its_errors_and_has_what_the_replica_sets() -> None:
+    assert variables(pod()) == {"NCCL_DEBUG": "WARN"}
+    own = {"NCCL_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO"}
+    found = variables(pod({"nccl": own}))
+    assert found == own
+    assert list(found) == sorted(found), "the same replica renders the same pod"
+    assert variables(pod({"accelerator": "none"})) == {}
+
+
+def test_the_template_has_the_last_word() -> None:
+    container = {"name": "worker", "env": [{"name": "NCCL_DEBUG", "value": "TRACE"}]}
+    overlay = {"containers": [container], "runtimeClassName": "kata"}
+    spec = pod({"runtimeClassName": "nvidia"}, template={"spec": overlay})
+    assert variables(spec) == {"NCCL_DEBUG": "TRACE"}
+    assert spec["runtimeClassName"] == "kata"

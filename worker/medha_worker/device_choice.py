@@ -1,0 +1,148 @@
+"""The choice of the GPU that a rank computes on, or the reason why it cannot: a replica that asks for one never
+computes on the CPU instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from medha.errors import AcceleratorMissing
+
+_MAKER = "nvidia.com/"
+_FIELD = "spec.resources.accelerator"
+_MOST_QUOTED = 120  # characters of an error of the driver's; an operator shows the end of the whole text
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+_DRIVER_FIXES = (
+    ("Found no NVIDIA driver", "check the node's device plugin and spec.resources.runtimeClassName"),
+    ("too old", "update the node's driver, or use an image with an older CUDA"),
+    ("No CUDA GPUs", "check the node's device plugin and spec.resources.runtimeClassName"),
+    ("Error 802", "start the node's fabric manager, which GPUs behind NVSwitch need"),
+    ("forward compatibility", "update the node's driver, or use an image with an older CUDA"),
+)
+"""Words in an error of the driver's, and the fix; the first that matches counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFacts:
+    """What this process sees of CUDA."""
+
+    torch_version: str
+    cuda_version: str | None
+    """Version of CUDA that torch is built for; None if it is built without."""
+    architectures: tuple[str, ...]
+    """Architectures that torch has kernels for, as `sm_90`, or code to be compiled for, as `compute_120`."""
+    is_available: bool
+    """True if CUDA has started, and has a device."""
+    devices: int
+    """Number of devices; drivers may count some though CUDA does not start."""
+    capability: tuple[int, int] | None
+    """Compute capability of the device that is asked about; None if there is none."""
+    driver_error: str
+    """Text of the error with which CUDA does not start; empty if it does."""
+    visible_devices: str | None
+    """Value of `CUDA_VISIBLE_DEVICES`; None if it is not set."""
+
+
+def cuda_facts(index: int) -> CudaFacts:
+    """Return what this process sees of CUDA, and of the device `index`. It starts CUDA if that is possible."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the driver's error is part of the result
+        is_available, devices = torch.cuda.is_available(), torch.cuda.device_count()
+    error = ""
+    if not is_available:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as failed:  # an AssertionError if torch is built without CUDA
+            error = str(failed)
+    has_device = is_available and index < devices
+    return CudaFacts(
+        torch_version=torch.__version__,
+        cuda_version=torch.version.cuda,
+        architectures=tuple(torch.cuda.get_arch_list()),
+        is_available=is_available,
+        devices=devices,
+        capability=torch.cuda.get_device_capability(index) if has_device else None,
+        driver_error=error,
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def choose_gpu(accelerator: str, index: int, ranks: int, cuda: CudaFacts) -> int:
+    """Return the index of the GPU for one of `ranks` ranks on this host, each of which takes its own.
+
+    `accelerator` is the name of a device resource. `index` is the rank's place among them, from 0, and `cuda`
+    has the facts of that device.
+
+    Raises:
+        AcceleratorMissing: there is none for it, or torch cannot use it.
+    """
+    if not accelerator.startswith(_MAKER):
+        raise AcceleratorMissing(
+            f"{_FIELD} is {accelerator}, and this build computes on NVIDIA's GPUs alone: name {_MAKER}gpu, "
+            "or none for the CPU"
+        )
+    asked = f"{_FIELD} is {accelerator}, but"
+    if cuda.cuda_version is None:
+        raise AcceleratorMissing(
+            f"{asked} torch {cuda.torch_version} is built without CUDA: use an image with TORCH=pypi "
+            "(docs/images.md), or accelerator none"
+        )
+    hidden = f"CUDA_VISIBLE_DEVICES is {cuda.visible_devices!r:.60}"
+    if not cuda.is_available and cuda.visible_devices is not None and not cuda.devices:
+        raise AcceleratorMissing(f"{asked} {hidden}, with which CUDA has no device: unset it")
+    if not cuda.is_available:
+        fix = next(
+            (fix for words, fix in _DRIVER_FIXES if words in cuda.driver_error), "check the node's driver"
+        )
+        raise AcceleratorMissing(
+            f"{asked} CUDA {cuda.cuda_version} does not start ({_short(cuda.driver_error)}): {fix}"
+        )
+    if cuda.devices < ranks:
+        more = "" if cuda.visible_devices is None else f"; {hidden}"
+        raise AcceleratorMissing(
+            f"{asked} {cuda.devices} of {ranks} devices are there, one for each rank on this host{more}: "
+            f"{_fix_of_few(cuda)}"
+        )
+    assert cuda.capability is not None, f"GPU {index} of {cuda.devices}"
+    if not any(_runs(architecture, cuda.capability) for architecture in cuda.architectures):
+        major, minor = cuda.capability
+        raise AcceleratorMissing(
+            f"{asked} GPU {index} has compute capability {major}.{minor}, and torch {cuda.torch_version} has kernels for "
+            f"{' '.join(cuda.architectures)}: choose other nodes, or another build of torch"
+        )
+    return index
+
+
+def _fix_of_few(cuda: CudaFacts) -> str:
+    if "MIG-" in (cuda.visible_devices or ""):
+        return "a process can use one MIG slice only, so set parallelism.tensor to 1"
+    return "check the node's device plugin, or lower parallelism.tensor"
+
+
+def _short(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _MOST_QUOTED else f"{words[:_MOST_QUOTED]}..."
+
+
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """Return whether code for an architecture, as torch names it, runs on a device.
+
+    Compiled code (`sm`) runs on devices of the same major version and no lower minor one, intermediate code
+    (`compute`) on every later device. With the suffix `a` either runs on exactly that device, with `f` on
+    its family, as compiled code does.
+    """
+    found = _ARCHITECTURE.fullmatch(architecture)
+    if found is None:
+        return False
+    kind, major, minor, suffix = found.groups()
+    built_for = int(major), int(minor)
+    if suffix == "a":
+        return capability == built_for
+    if kind == "compute" and not suffix:
+        return capability >= built_for
+    return capability[0] == built_for[0] and capability[1] >= built_for[1]
