@@ -8,7 +8,8 @@ from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "core" / "medha"
 ALLOWED = {
-    "__future__", "bisect", "collections", "dataclasses", "hashlib", "heapq", "itertools", "math", "medha", "numpy", "typing",
+    "__future__", "bisect", "collections", "dataclasses", "hashlib", "heapq", "itertools", "math", "medha", "numpy", "re",
+    "typing",
 }  # fmt: skip
 """Without I/O, clock, randomness or threads."""
 ALSO = {

@@ -66,5 +66,7 @@ def choose_kernels(sizes: KernelSizes, device: Device) -> Kernels:
         try:
             return make(sizes, device)
         except KernelsUnavailable as error:
-            _log.info("the %s kernels are not used, because %s", name, error)
+            # On a CPU that is a choice among equals; on another device the next kernels are many times slower.
+            level = logging.INFO if device.is_host or name == "cpu" else logging.WARNING
+            _log.log(level, "the %s kernels are not used, because %s", name, error)
     raise AssertionError("plain torch runs everywhere")

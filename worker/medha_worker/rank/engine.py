@@ -136,7 +136,9 @@ class Loaded:
             activation_bytes=self._warm.activation_bytes,
             kv_bytes=_block_bytes(config, model, kv_cache.block_tokens) * kv_cache.num_blocks,
             profile=self._warm.profile,
-            device=str(model.device),
+            device=str(model.device)
+            if model.device.is_host
+            else f"{model.device}, {model.kernels.name} kernels",
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             linear_flops_per_token=config.linear_flops_per_token,

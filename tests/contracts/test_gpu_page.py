@@ -1,0 +1,39 @@
+"""Figures of docs/gpu.md are those of the results file, and the tests that it names exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "gpu_arithmetic.json").read_text(encoding="utf-8"))
+
+
+def test_predictions_are_those_of_the_results_file() -> None:
+    expected = {
+        step["step"].replace("1 decodes", "1 decode"): (
+            f"{step['launches']} | {step['gigabytes']:.1f} | {step['teraflops']:.3g} | {step['predicted_ms']:.1f} | "
+            f"{100 * step['mfu']:.0f} % | {100 * step['mbu']:.0f} %"
+        )
+        for step in RESULTS["steps"]
+    }
+    found = re.findall(r"^\| (Llama[^|]+) \| (.+) \|$", PAGE, re.MULTILINE)
+    assert len(found) >= 5
+    assert {name: figures for name, figures in found} == {name: expected[name] for name, _ in found}
+    for graph in RESULTS["graphs"]:
+        assert f"{graph['megabytes']:.0f} MB" in PAGE
+
+
+def test_tests_and_commands_that_the_page_names_exist() -> None:
+    named = set(re.findall(r"`((?:tests|benchmarks)/[\w/.]+\.py)`", PAGE))
+    assert len(named) >= 8
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z-]+)", PAGE)) <= targets
+
+
+def test_nothing_is_said_to_be_proved_on_a_gpu_without_its_results() -> None:
+    has_results = (ROOT / "benchmarks" / "results" / "gpu.json").is_file()
+    assert ("No GPU has run any of it" in PAGE.replace("\n", " ")) is not has_results
