@@ -21,7 +21,7 @@ def test_predictions_are_those_of_the_results_file() -> None:
     }
     found = re.findall(r"^\| (Llama[^|]+) \| (.+) \|$", PAGE, re.MULTILINE)
     assert len(found) >= 5
-    assert {name: figures for name, figures in found} == {name: expected[name] for name, _ in found}
+    assert dict(found) == {name: expected[name] for name, _ in found}
     for graph in RESULTS["graphs"]:
         assert f"{graph['megabytes']:.0f} MB" in PAGE
 
