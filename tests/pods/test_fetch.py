@@ -20,9 +20,29 @@ from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.manifests import Owner, pod_templates
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {
-    name: name.encode() * 9
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "original/a.pth")
+SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "rope_theta": 1e4, "torch_dtype": "float32",
+    "hidden_act": "silu",
+}  # fmt: skip
+OTHERS = {name: name.encode() * 9 for name in ("tokenizer.json", "pytorch_model.bin", "original/a.pth")}
+FILES = {"config.json": json.dumps(CONFIG).encode(), **OTHERS, "model.safetensors": b"weights"}
+WEIGHT_MAP = {
+    "model.embed_tokens.weight": SHARDS[0],
+    "model.layers.0.mlp.up_proj.weight": SHARDS[0],
+    "model.layers.1.mlp.up_proj.weight": SHARDS[1],
+    "model.layers.2.mlp.up_proj.weight": SHARDS[1],
+    "model.layers.3.mlp.up_proj.weight": SHARDS[2],
+    "model.norm.weight": SHARDS[2],
+    "lm_head.weight": SHARDS[2],
+}
+IN_PARTS = {
+    "config.json": FILES["config.json"],
+    **OTHERS,
+    "model.safetensors.index.json": json.dumps({"weight_map": WEIGHT_MAP}).encode(),
+    **{name: name.encode() for name in SHARDS},
 }
 TOKEN = "hf_of_a_secret"
 
@@ -30,8 +50,8 @@ TOKEN = "hf_of_a_secret"
 class Hub:
     """Says what is in one repository, and gives its files to who has the token."""
 
-    def __init__(self) -> None:
-        self.asked: set[str] = set()
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.asked: list[str] = []
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -46,19 +66,19 @@ class Hub:
                 resolved = f"/team/model/resolve/{COMMIT}/"
                 if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                     self.send_error(401)
-                elif path == "/api/models/team/model/revision/v2":
-                    siblings = [{"rfilename": name} for name in FILES]
+                elif path in {f"/api/models/team/model/revision/{name}" for name in ("v2", COMMIT)}:
+                    siblings = [{"rfilename": name} for name in files]
                     self._send(json.dumps({"id": "team/model", "sha": COMMIT, "siblings": siblings}).encode())
                 elif path == f"/api/models/team/model/tree/{COMMIT}":
                     tree = [
                         {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
-                        for name, content in FILES.items()
+                        for name, content in files.items()
                     ]
                     self._send(json.dumps(tree).encode())
-                elif path.startswith(resolved) and path.removeprefix(resolved) in FILES:
+                elif path.startswith(resolved) and path.removeprefix(resolved) in files:
                     name = path.removeprefix(resolved)
-                    hub.asked.add(name)
-                    self._send(FILES[name], with_body=with_body)
+                    hub.asked += [name] * with_body
+                    self._send(files[name], with_body=with_body)
                 else:
                     self.send_error(404)
 
@@ -85,12 +105,19 @@ class Hub:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    found = Hub()
+    found = Hub(FILES)
     yield found
     found.close()
 
 
-def fetching(revision: str) -> Manifest:
+@pytest.fixture
+def hub_in_parts() -> Iterator[Hub]:
+    found = Hub(IN_PARTS)
+    yield found
+    found.close()
+
+
+def fetching(revision: str, stages: int = 1) -> Manifest:
     """The init container of a replica's pods."""
     source = {
         "huggingFace": {
@@ -99,13 +126,15 @@ def fetching(revision: str) -> Manifest:
             "tokenSecret": {"name": "hub", "key": "token"},
         }
     }
-    spec = MedhaReplicaSpec.model_validate({"model": {"name": "m", "source": source}})
+    spec = MedhaReplicaSpec.model_validate(
+        {"model": {"name": "m", "source": source}, "parallelism": {"stream": stages}}
+    )
     (template,) = pod_templates(Owner("m", "tests", "uid"), spec, "r", OperatorSettings())
     (container,) = template["spec"]["initContainers"]
     return dict(container)
 
 
-def run(container: Manifest, hub: Hub, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(container: Manifest, hub: Hub, folder: Path, stage: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a container's command with its mounts below `folder` and nothing else of this user's."""
     mounts = {mount["mountPath"]: folder / mount["name"] for mount in container["volumeMounts"]}
     for path in mounts.values():
@@ -125,7 +154,13 @@ def run(container: Manifest, hub: Hub, folder: Path) -> subprocess.CompletedProc
     bin_folder = str(Path(sys.executable).parent)
     return subprocess.run(
         [placed(word) for word in (*container["command"], *container["args"])],
-        env={"PATH": f"{bin_folder}{os.pathsep}/usr/bin", "HOME": "/nonexistent", "HF_ENDPOINT": hub.url}
+        env={
+            "PATH": f"{bin_folder}{os.pathsep}/usr/bin",
+            "HOME": "/nonexistent",
+            "HF_ENDPOINT": hub.url,
+            "MEDHA_STAGE": str(stage),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        }
         | environment,
         capture_output=True,
         text=True,
@@ -138,12 +173,58 @@ def test_a_pod_fetches_what_its_ranks_read_and_no_other_weights(hub: Hub, tmp_pa
     done = run(fetching("v2"), hub, tmp_path)
     assert done.returncode == 0, done.stderr
     pending = {"config.json", "tokenizer.json", "model.safetensors"}
-    assert hub.asked == pending
+    assert sorted(hub.asked) == sorted(pending)
     for name in pending:
         assert (tmp_path / "model" / name).read_bytes() == FILES[name]
 
 
+@pytest.mark.parametrize(
+    ("stages", "stage", "shards"),
+    [
+        (1, 0, SHARDS),
+        (2, 0, SHARDS[:2]),
+        (2, 1, SHARDS[1:]),
+        (4, 0, SHARDS[:1]),
+        (4, 2, SHARDS[1:2]),
+        (4, 3, SHARDS[2:]),
+    ],
+)
+def test_a_stage_fetches_the_files_of_its_layers_once(
+    hub_in_parts: Hub, tmp_path: Path, stages: int, stage: int, shards: list[str]
+) -> None:
+    container = fetching("v2", stages)
+    done = run(container, hub_in_parts, tmp_path, stage)
+    assert done.returncode == 0, done.stderr
+    whole = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert sorted(hub_in_parts.asked) == sorted([*whole, *shards])
+    assert {path.name for path in (tmp_path / "model").glob("*.safetensors")} == {*shards}
+    assert f"stage {stage} of {stages} reads {len(shards)} files with weights" in done.stdout + done.stderr
+    # A container that is restarted finds what is there.
+    hub_in_parts.asked.clear()
+    assert run(container, hub_in_parts, tmp_path, stage).returncode == 0
+    assert hub_in_parts.asked == []
+
+
 def test_a_revision_that_is_not_there_ends_the_init_container_with_words(hub: Hub, tmp_path: Path) -> None:
     done = run(fetching("v3"), hub, tmp_path)
-    assert done.returncode != 0
-    assert "v3" in done.stderr or "team/model" in done.stderr, "what the kubelet shows of its log"
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "spec.model.source.huggingFace: team/model at revision v3 cannot be fetched" in done.stderr, last
+
+
+def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
+    config = json.dumps(CONFIG | {"architectures": ["MambaForCausalLM"]}).encode()
+    hub = Hub(IN_PARTS | {"config.json": config})
+    done = run(fetching("v2"), hub, tmp_path)
+    hub.close()
+    assert done.returncode == 1
+    assert "MambaForCausalLM" in done.stderr
+    assert not any(name.endswith(".safetensors") for name in hub.asked)
+
+
+def test_a_file_that_the_index_names_and_nobody_has_is_named(tmp_path: Path) -> None:
+    hub = Hub({name: content for name, content in IN_PARTS.items() if name != SHARDS[1]})
+    done = run(fetching("v2"), hub, tmp_path)
+    hub.close()
+    assert done.returncode == 1
+    assert f"has no file {SHARDS[1]}" in done.stderr

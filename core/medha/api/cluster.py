@@ -21,7 +21,8 @@ class SecretKey(Model):
 
 
 class HuggingFaceSource(Model):
-    """A repository of the Hugging Face Hub, fetched by an init container of each pod."""
+    """A repository of the Hugging Face Hub. An init container of each pod fetches the files that the ranks of its
+    stage read."""
 
     repository: str = Field(max_length=200, pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?$")
     """Id of the repository, `owner/name`."""

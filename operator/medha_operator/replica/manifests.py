@@ -38,8 +38,8 @@ _USER = 65532
 _SPARE_SECONDS = 30
 """Seconds between the end of a drain and the kill, and between a pod's own limit for its start and the
 kubelet's."""
-_UNREAD = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
-"""Weights in formats that ranks do not read, which many repositories hold beside safetensors."""
+_STAGE = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+"""Source of a pod's stage: its place in the StatefulSet of its lane."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,6 @@ def _worker(
     image: str,
     settings: OperatorSettings,
 ) -> Manifest:
-    index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
     patience = math.ceil((spec.lifecycle.ready_seconds + _SPARE_SECONDS) / _PROBE_SECONDS)
     enrolment = ["--enrolment", _ENROLMENT] if spec.router_ref is not None else []
     return {
@@ -343,7 +342,7 @@ def _worker(
         "args": ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys", *enrolment],
         "env": [
             {"name": "MEDHA_LANE", "value": str(lane_index)},
-            {"name": "MEDHA_STAGE", "valueFrom": index},
+            {"name": "MEDHA_STAGE", "valueFrom": _STAGE},
             {"name": "MEDHA_LEADER", "value": leader_address(owner)},
             {"name": "MEDHA_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "MEDHA_RUN_DIRECTORY", "value": "/run/medha"},
@@ -403,12 +402,17 @@ def _model(
         "name": "fetch-model",
         "image": image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": ["hf", "download", wanted.repository],
+        "command": ["python", "-m", "medha_worker.pod.fetch_model"],
         "args": [
-            *("--revision", wanted.revision, "--local-dir", MODEL_DIRECTORY),
-            *(word for pattern in _UNREAD for word in ("--exclude", pattern)),
+            *("--repository", wanted.repository, "--revision", wanted.revision, "--to", MODEL_DIRECTORY),
+            *(
+                "--stages",
+                str(spec.parallelism.stream),
+                "--chunk-tokens",
+                str(spec.scheduling.max_chunk_tokens),
+            ),
         ],
-        "env": environment,
+        "env": [{"name": "MEDHA_STAGE", "valueFrom": _STAGE}, *environment],
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(spec, with_devices=False),
         "securityContext": _locked_down(),

@@ -19,7 +19,7 @@ import torch
 from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
 from medha.errors import CheckpointInvalid
-from medha.topology import Topology, stage_layers
+from medha.topology import Topology
 from medha.wire.messages import RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.cuda_device import cuda_device
@@ -30,6 +30,7 @@ from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.model.decode_graphs import captured_sizes
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.stage_split import split_layers
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
@@ -297,17 +298,9 @@ _NO_POOL = 2**62
 
 
 def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int) -> Shard:
-    """Return the layers and slices of a rank.
-
-    Stages are balanced for a prefill chunk of `chunk_tokens`, which is what the pipeline is for. A chunk
-    samples from one row at most, so the output head is a negligible part of the last stage. A decode passes
-    all stages anyway, however the layers are split.
-    """
+    """Return the layers and slices of a rank."""
     here = topology.coordinates(rank)
-    head_weights = config.vocab_size * config.hidden_size
-    layer_weights = (config.linear_flops_per_token / 2 - head_weights) / config.num_layers
-    head_cost = head_weights / layer_weights / chunk_tokens
-    layers = stage_layers(config.num_layers, topology.stream, head_cost_layers=head_cost)[here.stream]
+    layers = split_layers(config, topology.stream, chunk_tokens)[here.stream]
     return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
 
 

@@ -1,0 +1,73 @@
+"""Each stage loads from the files that are fetched for it, and from no others, the weights that it has of the whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medha.errors import CheckpointInvalid
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.device import host_device
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.stage_split import split_layers
+from medha_worker.model.weights import Shard, load_weights
+from medha_worker.pod.fetch_model import INDEX, needed_files
+
+CHUNK_TOKENS = 512
+
+
+def in_parts(directory: Path, target: Path, *, tied: bool) -> None:
+    """Write a checkpoint again with one file for each layer, and one for each tensor beside them."""
+    tensors = load_file(directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    if tied:
+        tensors.pop("lm_head.weight", None)
+        config["tie_word_embeddings"] = True
+    shutil.copytree(directory, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    (target / "config.json").write_text(json.dumps(config))
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        words = name.split(".")
+        file = f"{'-'.join(words[1:3])}.safetensors" if words[1] == "layers" else f"{name}.safetensors"
+        files.setdefault(file, {})[name] = tensor
+    for file, content in files.items():
+        save_file(content, target / file)
+    weight_map = {name: file for file, content in files.items() for name in content}
+    (target / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stage_loads_from_its_files_alone(tmp_path: Path, stages: int, tied: bool) -> None:
+    init_checkpoint(tmp_path / "single", preset="tiny", seed=0)
+    whole = tmp_path / "whole"
+    in_parts(tmp_path / "single", whole, tied=tied)
+    config, device = ModelConfig.from_directory(whole), host_device(torch.float32)
+    seen: set[str] = set()
+    for stage, layers in enumerate(split_layers(config, stages, CHUNK_TOKENS)):
+        needed = needed_files(whole, stage=stage, stages=stages, chunk_tokens=CHUNK_TOKENS)
+        seen |= set(needed)
+        part = tmp_path / f"{stages}-{stage}"
+        shutil.copytree(whole, part, ignore=shutil.ignore_patterns("*.safetensors"))
+        for name in needed:
+            shutil.copy(whole / name, part / name)
+        shard = Shard(0, 1, layers.start, layers.stop, config.num_layers)
+        found = load_weights(part, config, shard, device=device)
+        wanted = load_weights(whole, config, shard, device=device)
+        for ours, theirs in zip(found.layers, wanted.layers, strict=True):
+            assert torch.equal(ours.qkv, theirs.qkv)
+        for name in ("embedding", "final_norm", "head"):
+            ours, theirs = getattr(found, name), getattr(wanted, name)
+            assert (ours is None) is (theirs is None)
+            assert ours is None or torch.equal(ours, theirs)
+        for name in needed:  # no file is fetched in vain
+            (part / name).unlink()
+            with pytest.raises(CheckpointInvalid, match=name):
+                load_weights(part, config, shard, device=device)
+            shutil.copy(whole / name, part / name)
+    assert seen == {path.name for path in whole.glob("*.safetensors")}

@@ -1,0 +1,44 @@
+"""The split of a model's layers over the stages of a lane, and which of a checkpoint's tensors each stage reads.
+
+The rank that loads weights and the container that fetches them for it both ask here. It needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from medha.topology import stage_layers
+from medha_worker.model.model_config import ModelConfig
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = "model.layers."
+
+
+def split_layers(config: ModelConfig, stages: int, chunk_tokens: int) -> list[range]:
+    """Return the layers of each stage.
+
+    Stages are balanced for a prefill chunk of `chunk_tokens`, which is what the pipeline is for. A chunk
+    samples from one row at most, so the output head is a negligible part of the last stage. A decode passes
+    all stages anyway, however the layers are split.
+
+    Raises:
+        ConfigInvalid: there are fewer layers than stages.
+    """
+    head_weights = config.vocab_size * config.hidden_size
+    layer_weights = (config.linear_flops_per_token / 2 - head_weights) / config.num_layers
+    head_cost = head_weights / layer_weights / chunk_tokens
+    return stage_layers(config.num_layers, stages, head_cost_layers=head_cost)
+
+
+def tensors_of_stage(names: Iterable[str], config: ModelConfig, layers: range) -> set[str]:
+    """Return those of a checkpoint's tensors that the ranks of a stage with `layers` read."""
+    is_first, is_last = layers.start == 0, layers.stop == config.num_layers
+
+    def is_read(name: str) -> bool:
+        if name.startswith(_LAYER):
+            return int(name.removeprefix(_LAYER).partition(".")[0]) in layers
+        if name == EMBEDDING:
+            return is_first or (is_last and config.tie_word_embeddings)
+        return is_last and name in (FINAL_NORM, HEAD)
+
+    return set(filter(is_read, names))
