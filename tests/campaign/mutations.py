@@ -104,6 +104,13 @@ _BESIDE: dict[str, Fields] = {
     "model.source.huggingFace.tokenSecret": {
         "model": {"source": {"huggingFace": {"repository": "a/b", "tokenSecret": {"name": "hf"}}}}
     },
+    "model.source.huggingFace.cache": {
+        "model": {
+            "source": {
+                "huggingFace": {"repository": "a/b", "revision": "0" * 40, "cache": {"claimName": "c"}}
+            }
+        }
+    },
     "model.source.pvc": {"model": {"source": {"pvc": {"claimName": "c"}}}},
     "model.source.hostPath": {"model": {"source": {"hostPath": {"path": "/m"}}}},
     "model.source.image": {"model": {"source": {"image": {"reference": "r/m:1"}}}},

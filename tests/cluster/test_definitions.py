@@ -55,6 +55,10 @@ REFUSED = [
     ),
     ({"model": MODEL | {"source": {}}}, "model.source needs exactly one of"),
     (
+        {"model": MODEL | {"source": {"huggingFace": {"repository": "a/b", "cache": {"claimName": "c"}}}}},
+        "huggingFace.cache keeps one version under one name; set huggingFace.revision to a commit",
+    ),
+    (
         {"model": MODEL | {"architecture": {"layers": 8, "queryHeads": 8}}, "parallelism": {"tensor": 3}},
         "parallelism.tensor must divide model.architecture.queryHeads",
     ),

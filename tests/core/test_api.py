@@ -154,6 +154,15 @@ BAD = [
     ),
     ({"placement": {"gang": "kueue"}}, ["spec.placement", "gang kueue needs placement.queue"]),
     ({"placement": {"queue": "q"}}, ["spec.placement", "read by gang kueue and volcano only"]),
+    (
+        {
+            "model": {
+                "name": "m",
+                "source": {"huggingFace": {"repository": "a/b", "cache": {"claimName": "c"}}},
+            }
+        },
+        ["spec.model.source.huggingFace", "set huggingFace.revision to a commit", "found 'main'"],
+    ),
     ({"resources": {"accelerator": "gpu"}}, ["spec.resources.accelerator", "pattern", "found 'gpu'"]),
     (
         {"resources": {"devices": {"hca": 1}}},

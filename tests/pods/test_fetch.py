@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -52,6 +53,8 @@ class Hub:
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.asked: list[str] = []
+        self.calls = 0
+        self.damages = False  # whether weights change on the way
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -63,11 +66,26 @@ class Hub:
 
             def _answer(self, *, with_body: bool) -> None:
                 path = self.path.partition("?")[0]
+                hub.calls += 1
                 resolved = f"/team/model/resolve/{COMMIT}/"
                 if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                     self.send_error(401)
                 elif path in {f"/api/models/team/model/revision/{name}" for name in ("v2", COMMIT)}:
-                    siblings = [{"rfilename": name} for name in files]
+                    siblings = [
+                        {"rfilename": name, "size": len(content)}
+                        | (
+                            {
+                                "lfs": {
+                                    "sha256": hashlib.sha256(content).hexdigest(),
+                                    "size": len(content),
+                                    "pointerSize": 9,
+                                }
+                            }
+                            if name.endswith(".safetensors")
+                            else {}
+                        )
+                        for name, content in files.items()
+                    ]
                     self._send(json.dumps({"id": "team/model", "sha": COMMIT, "siblings": siblings}).encode())
                 elif path == f"/api/models/team/model/tree/{COMMIT}":
                     tree = [
@@ -78,7 +96,8 @@ class Hub:
                 elif path.startswith(resolved) and path.removeprefix(resolved) in files:
                     name = path.removeprefix(resolved)
                     hub.asked += [name] * with_body
-                    self._send(files[name], with_body=with_body)
+                    is_damaged = hub.damages and name.endswith(".safetensors")
+                    self._send(files[name][::-1] if is_damaged else files[name], with_body=with_body)
                 else:
                     self.send_error(404)
 
@@ -117,21 +136,20 @@ def hub_in_parts() -> Iterator[Hub]:
     found.close()
 
 
-def fetching(revision: str, stages: int = 1) -> Manifest:
+def fetching(revision: str, stages: int = 1, **more: object) -> Manifest:
     """The init container of a replica's pods."""
-    source = {
-        "huggingFace": {
-            "repository": "team/model",
-            "revision": revision,
-            "tokenSecret": {"name": "hub", "key": "token"},
-        }
-    }
+    return pod(revision, stages, **more)["initContainers"][0]  # type: ignore[no-any-return]
+
+
+def pod(revision: str, stages: int = 1, **more: object) -> Manifest:
+    """The spec of a replica's pods in the first lane."""
+    hub = {"repository": "team/model", "revision": revision, "tokenSecret": {"name": "hub", "key": "token"}}
+    source = {"huggingFace": hub | more}
     spec = MedhaReplicaSpec.model_validate(
         {"model": {"name": "m", "source": source}, "parallelism": {"stream": stages}}
     )
     (template,) = pod_templates(Owner("m", "tests", "uid"), spec, "r", OperatorSettings())
-    (container,) = template["spec"]["initContainers"]
-    return dict(container)
+    return dict(template["spec"])
 
 
 def run(container: Manifest, hub: Hub, folder: Path, stage: int = 0) -> subprocess.CompletedProcess[str]:
@@ -228,3 +246,59 @@ def test_a_file_that_the_index_names_and_nobody_has_is_named(tmp_path: Path) -> 
     hub.close()
     assert done.returncode == 1
     assert f"has no file {SHARDS[1]}" in done.stderr
+
+
+def test_pods_share_downloads_in_a_cache(hub_in_parts: Hub, tmp_path: Path) -> None:
+    """Both stages begin at once; then a pod that is replaced downloads nothing, though its own volumes are new."""
+    cache = {"claimName": "models"}
+    container = fetching(COMMIT, 2, cache=cache)
+    volume = tmp_path / "claim"
+    volume.mkdir()
+
+    def start(name: str, stage: int) -> subprocess.CompletedProcess[str]:
+        own = tmp_path / name
+        own.mkdir()
+        (own / "model").symlink_to(volume)
+        return run(container, hub_in_parts, own, stage)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(start, ("first", "second"), (0, 1)):
+            assert done.returncode == 0, done.stderr
+    assert sorted(set(hub_in_parts.asked)) == sorted(
+        IN_PARTS.keys() - {"pytorch_model.bin", "original/a.pth"}
+    )
+    assert len(hub_in_parts.asked) == len(set(hub_in_parts.asked)), "a file was fetched twice"
+    hub_in_parts.calls = 0
+    assert start("again", 1).returncode == 0
+    assert hub_in_parts.calls == 0, "a commit that is there needs no Hub"
+
+    spec = pod(COMMIT, 2, cache=cache)
+    (claim,) = (one for one in spec["volumes"] if one["name"] == "model")
+    assert claim["persistentVolumeClaim"] == {"claimName": "models"}
+    (mount,) = (one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "model")
+    assert mount["readOnly"]
+    for name, content in IN_PARTS.items():
+        if name not in ("pytorch_model.bin", "original/a.pth"):
+            assert (volume / mount["subPath"] / name).read_bytes() == content
+
+
+def test_a_file_of_a_cache_that_has_another_size_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    container = fetching(COMMIT, cache={"claimName": "models"})
+    assert run(container, hub, tmp_path).returncode == 0
+    (weights,) = (tmp_path / "model").rglob("model.safetensors")
+    weights.write_bytes(b"wei")
+    hub.asked.clear()
+    done = run(container, hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert weights.read_bytes() == FILES["model.safetensors"]
+
+
+def test_a_file_that_differs_from_the_hubs_digest_is_not_kept(hub: Hub, tmp_path: Path) -> None:
+    hub.damages = True
+    done = run(fetching(COMMIT), hub, tmp_path)
+    assert done.returncode == 1
+    assert "model.safetensors was damaged on the way" in done.stderr
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+    hub.damages = False
+    assert run(fetching(COMMIT), hub, tmp_path).returncode == 0
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == FILES["model.safetensors"]

@@ -20,6 +20,18 @@ class SecretKey(Model):
     """Key of the entry in the Secret's `data`."""
 
 
+class HubCache(Model):
+    """A volume that keeps fetched models, so that pods share downloads, and a pod that is replaced downloads nothing."""
+
+    claim_name: Name
+    """Name of a PersistentVolumeClaim in the replica's namespace. Its volume must be writable from every node
+    that pods run on (`ReadWriteMany`, if they are several)."""
+
+
+_COMMIT = "^[0-9a-f]{40}$"
+_MOVING_CACHE = "huggingFace.cache keeps one version under one name; set huggingFace.revision to a commit (40 hexadecimal digits)"
+
+
 class HuggingFaceSource(Model):
     """A repository of the Hugging Face Hub. An init container of each pod fetches the files that the ranks of its
     stage read."""
@@ -30,6 +42,19 @@ class HuggingFaceSource(Model):
     """Branch, tag or commit. Name a commit to be sure that every restart loads the same weights."""
     token_secret: SecretKey | None = None
     """Secret that holds the access token of a gated or private repository."""
+    cache: HubCache | None = None
+    """Volume on which models stay. It needs a commit as `revision`: pods must not change files that others read.
+    Default: a volume of each pod's own, which ends with the pod."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules((f"!has(self.cache) || self.revision.matches('{_COMMIT}')", _MOVING_CACHE))
+    )
+
+    @model_validator(mode="after")
+    def _cache_has_a_commit(self) -> HuggingFaceSource:
+        if self.cache is not None and re.match(_COMMIT, self.revision) is None:
+            raise ValueError(f"{_MOVING_CACHE} (found {self.revision!r:.80})")
+        return self
 
 
 class PersistentVolumeSource(Model):

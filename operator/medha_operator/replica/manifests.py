@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medha.api.cluster import NO_ACCELERATOR, ResourcesSpec
+from medha.api.cluster import NO_ACCELERATOR, HuggingFaceSource, ResourcesSpec
 from medha.api.replica import MedhaReplicaSpec, ModelSource
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import MANAGER, Manifest
@@ -372,7 +372,7 @@ def _worker(
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a directory of the container's own
             *([{"name": "enrolment", "mountPath": _ENROLMENT, "readOnly": True}] if enrolment else []),
-            *_model_mounts(spec.model.source, read_only=True),
+            *_model_mounts(spec.model.source),
         ],
     }
 
@@ -393,6 +393,7 @@ def _model(
     if source.hugging_face is None:
         return None, None  # a directory of the image
     wanted = source.hugging_face
+    target = MODEL_DIRECTORY if wanted.cache is None else f"{MODEL_DIRECTORY}/{_in_cache(wanted)}"
     environment = [{"name": "HF_HOME", "value": "/tmp/hf"}]  # noqa: S108 - the container's own
     token_mounts: list[Manifest] = []
     if wanted.token_secret is not None:
@@ -404,7 +405,7 @@ def _model(
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["python", "-m", "medha_worker.pod.fetch_model"],
         "args": [
-            *("--repository", wanted.repository, "--revision", wanted.revision, "--to", MODEL_DIRECTORY),
+            *("--repository", wanted.repository, "--revision", wanted.revision, "--to", target),
             *(
                 "--stages",
                 str(spec.parallelism.stream),
@@ -418,11 +419,19 @@ def _model(
         "securityContext": _locked_down(),
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
-            *_model_mounts(source, read_only=False),
+            # The whole volume: its folders belong to this user only if the container makes them itself.
+            {"name": "model", "mountPath": MODEL_DIRECTORY},
             *token_mounts,
         ],
     }
+    if wanted.cache is not None:
+        return {"name": "model", "persistentVolumeClaim": {"claimName": wanted.cache.claim_name}}, fetch
     return {"name": "model", "emptyDir": {}}, fetch
+
+
+def _in_cache(source: HuggingFaceSource) -> str:
+    """Return the folder of a model on a volume that keeps several."""
+    return f"medha/{source.repository}/{source.revision}"
 
 
 def _enrolment_volume(owner: Owner, spec: MedhaReplicaSpec) -> list[Manifest]:
@@ -432,14 +441,16 @@ def _enrolment_volume(owner: Owner, spec: MedhaReplicaSpec) -> list[Manifest]:
     )
 
 
-def _model_mounts(source: ModelSource, *, read_only: bool) -> list[Manifest]:
+def _model_mounts(source: ModelSource) -> list[Manifest]:
     if source.path is not None:
         return []
-    mount: Manifest = {"name": "model", "mountPath": MODEL_DIRECTORY}
+    mount: Manifest = {"name": "model", "mountPath": MODEL_DIRECTORY, "readOnly": True}
     below = source.pvc.path if source.pvc else source.image.path if source.image else ""
+    if source.hugging_face is not None and source.hugging_face.cache is not None:
+        below = _in_cache(source.hugging_face)
     if below:
         mount["subPath"] = below.lstrip("/")
-    return [mount | ({"readOnly": True} if read_only else {})]
+    return [mount]
 
 
 def _hub_token_volume(source: ModelSource) -> list[Manifest]:
