@@ -120,6 +120,22 @@ def test_it_shows_a_url_that_answers_and_stops_on_ctrl_c_without_a_trace(up: Up,
     assert "POST /v1/chat/completions 200 id=my-trace-7 model=tiny outcome=" in up.output
 
 
+def test_it_does_not_compute_on_the_cpu_if_its_manifest_names_a_gpu_that_is_not_there(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of the field, `nvidia.com/gpu`, is for pods: the other manifests here do not name it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides those of this machine, if it has any
+    asking = manifest.with_name("asking.yaml")
+    asking.write_text(f"{MANIFEST}  resources: {{accelerator: nvidia.com/gpu}}\n")
+    running = Up(asking, tmp_path, until="error:")
+    try:
+        assert running.end() == 1
+        assert "because: spec.resources.accelerator is nvidia.com/gpu, but " in running.output
+        assert running.left() == []
+    finally:
+        clear(running)
+
+
 def test_what_it_has_recorded_replays_and_is_simulated_under_other_policies(up: Up, tmp_path: Path) -> None:
     url = up.url() + "/v1/completions"
 

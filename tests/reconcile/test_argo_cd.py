@@ -49,7 +49,7 @@ def test_a_replica_is_progressing_until_it_serves_and_while_it_changes() -> None
     assert health(world)[0] == "Progressing"
 
 
-@pytest.mark.parametrize("problem", ["ImagePullFailed", "ModelFetchFailed", "CrashLooping"])
+@pytest.mark.parametrize("problem", ["ImagePullFailed", "ModelFetchFailed", "NoAccelerator", "CrashLooping"])
 def test_what_does_not_recover_by_itself_is_degraded_with_a_reason(problem: str) -> None:
     status, message = health(troubled(problem))
     assert status == "Degraded"

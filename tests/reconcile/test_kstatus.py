@@ -57,6 +57,7 @@ def test_a_replica_is_in_progress_until_it_serves() -> None:
         ("RendezvousFailed", "InProgress"),
         ("ImagePullFailed", "Failed"),
         ("ModelFetchFailed", "Failed"),
+        ("NoAccelerator", "Failed"),
         ("CrashLooping", "Failed"),
     ],
 )

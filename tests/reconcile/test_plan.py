@@ -516,6 +516,21 @@ def test_an_annotation_of_the_pods_restarts_them_as_docs_say() -> None:
     assert world.status.restarts == 0
 
 
+def test_a_pod_without_its_accelerator_is_named_before_pods_that_wait_for_its_ranks() -> None:
+    world = World(**GRID)
+    world.settle()
+    waiting, lacking, *_ = sorted(world.pods)
+    problems = {waiting: ("RendezvousFailed", "no answer"), lacking: ("NoAccelerator", "no GPU")}
+    for name, problem in problems.items():
+        world.pods[name] = replace(world.pods[name], is_started=False, is_ready=False, problem=problem)
+    world.do(world.plan().actions)
+    conditions = {one.type: one for one in world.status.conditions}
+    for kind in ("Ready", "WeightsLoaded", "Degraded"):
+        assert conditions[kind].reason == "NoAccelerator"
+        assert f"pod {lacking}: no GPU" in conditions[kind].message
+    assert conditions["Ready"].status == "False"
+
+
 def test_pods_that_crash_repeatedly_are_reported_in_the_same_words_each_time() -> None:
     world = World(**GRID)
     world.settle()

@@ -141,13 +141,14 @@ class ResourcesSpec(Model):
         max_length=8,
         json_schema_extra=restart(),
     )
-    """Largest size of `/dev/shm` of each pod, in bytes. NCCL uses it between ranks of a pod without NVLink.
-    Memory is taken only as it is written, and counts towards the pod's memory limit."""
+    """Largest size of `/dev/shm` of each pod, in bytes, for libraries such as NCCL. Memory is taken only as it
+    is written, and counts towards the pod's memory limit."""
     nccl: dict[str, Annotated[str, Field(min_length=1, max_length=1024)]] = Field(
         default={}, max_length=64, json_schema_extra=restart()
     )
     """Environment variables of NCCL for each pod, e.g. `NCCL_SOCKET_IFNAME: eth1`. With an accelerator,
-    `NCCL_DEBUG` is `WARN` unless it is set here; NCCL's own defaults hold for all others."""
+    `NCCL_DEBUG` is `WARN` unless it is set here; NCCL's own defaults hold for all others. The ranks of this
+    release exchange tensors over gloo, so that only libraries of your own in the pod read them."""
     requests: dict[str, ResourceQuantity] = Field(default={}, max_length=32, json_schema_extra=restart())
     """Resource requests of each pod, e.g. `cpu: "8"`, `memory: 64Gi`. The accelerator and `devices` are
     added automatically."""
