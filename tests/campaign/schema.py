@@ -30,6 +30,7 @@ from medha_operator.replica.plan import Action, Apply, plan
 from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 NAMESPACE = Kind("Namespace", "v1", "namespaces", is_namespaced=False)
+RUNTIME_CLASS = Kind("RuntimeClass", "node.k8s.io/v1", "runtimeclasses", is_namespaced=False)
 _SECONDS = 30.0
 _VARYING = ("resourceVersion", "managedFields", "creationTimestamp", "generation", "uid")
 _LASTING = ("Service", "PodDisruptionBudget", "NetworkPolicy", "StatefulSet")
@@ -242,8 +243,12 @@ class SchemaCampaign:
 
 
 def make_ground(api: Api, namespace: str) -> None:
-    """Create a campaign's namespace, and the routers' Secrets in other namespaces that its values name."""
+    """Create a campaign's namespace, and what its values name: RuntimeClasses, and routers' Secrets elsewhere."""
     api.namespace(namespace)
+    for runtime in ("nvidia", "kata"):
+        if api.get(RUNTIME_CLASS, runtime) is None:
+            body = {"metadata": {"name": runtime}, "handler": runtime}
+            api.call("POST", RUNTIME_CLASS.path(None), body)
     for router in ("first", "second"):
         if api.get(NAMESPACE, router) is None:
             api.namespace(router)

@@ -25,6 +25,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "SecretNotFound",
         "Secret hf-tokn is not in namespace default: create it, or correct spec.model.source.huggingFace.tokenSecret.name",
     ),
+    "runtime": (
+        {"resources": {"accelerator": "none", "runtimeClassName": "nvdia"}},
+        "RuntimeClassNotFound",
+        'RuntimeClass "nvdia" not found: create it, or correct spec.resources.runtimeClassName',
+    ),
     "folder": (
         {"model": {"name": "m", "source": {"hostPath": {"path": "/missing"}}}},
         "VolumeUnavailable",

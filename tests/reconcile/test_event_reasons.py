@@ -29,6 +29,7 @@ QUOTA = (
     MADE + 'pods "r-l0-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=0, limited: pods=0'
 )
 UNSIZED = MADE + 'pods "r-l0-0" is forbidden: failed quota: q: must specify cpu for: worker'
+NO_RUNTIME = MADE + 'pods "r-l0-0" is forbidden: pod rejected: RuntimeClass "nvidia" not found'
 RANGE = MADE + 'pods "r-l0-0" is forbidden: maximum cpu usage per Container is 1, but request is 2'
 WEBHOOK = MADE + 'admission webhook "no.example.com" denied the request: not today'
 POLICY = MADE + "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no"
@@ -42,6 +43,7 @@ DOWN = MADE + 'Internal error occurred: failed calling webhook "x": connection r
         (SECURITY.replace("hostPath", "hostPort"), "PodSecurityRefused", "correct spec.template", True),
         (QUOTA, "QuotaExceeded", "raise that ResourceQuota", False),
         (UNSIZED, "QuotaExceeded", "spec.resources", False),
+        (NO_RUNTIME, "RuntimeClassNotFound", "create it, or correct spec.resources.runtimeClassName", False),
         (RANGE, "AdmissionRefused", "spec.resources", True),
         (WEBHOOK, "AdmissionRefused", "policy", True),
         (POLICY, "AdmissionRefused", "policy", True),

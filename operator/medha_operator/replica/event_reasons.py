@@ -25,6 +25,7 @@ REFUSED = frozenset({"Refused", POD_SECURITY, QUOTA, ADMISSION})
 _SAME_TIME_SECONDS = 60.0
 _UNKNOWN_FIELD = re.compile(r"(?:^|[\s:])\.(spec\.template\.spec\.\S+): field not declared in schema")
 _NOT_FOUND = re.compile(r'volume "([^"]+)" : (secret|configmap) "([^"]+)" not found')
+_NO_RUNTIME_CLASS = re.compile(r'RuntimeClass "[^"]+" not found')
 _NO_ENTRY = re.compile(r'volume "([^"]+)" : references non-existent (?:secret|config) key: (\S+)')
 _WAITS = "StartingContainers"
 
@@ -56,6 +57,8 @@ def refusal_of(message: str) -> tuple[str, str] | None:
         return QUOTA, "raise that ResourceQuota of the namespace, or free some of it"
     if "failed quota" in message:
         return QUOTA, "name in spec.resources what that ResourceQuota counts"
+    if _NO_RUNTIME_CLASS.search(message) is not None:
+        return "RuntimeClassNotFound", "create it, or correct spec.resources.runtimeClassName"
     if re.search(r"denied (the )?request|is forbidden: (?!User )", message):
         return ADMISSION, "correct spec.template or spec.resources, or ask the owner of that policy"
     return None
