@@ -15,6 +15,7 @@ H100 = CudaFacts(
     torch_version="2.13.0+cu130",
     cuda_version="13.0",
     architectures=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
+    is_complete=True,
     is_available=True,
     devices=8,
     capability=(9, 0),
@@ -49,6 +50,12 @@ def test_each_rank_of_a_host_takes_a_gpu_of_its_own(name: str, ranks: int) -> No
             1,
             replace(ABSENT, torch_version="2.13.0+cpu", cuda_version=None, architectures=()),
             ["torch 2.13.0+cpu is built without CUDA", "TORCH=pypi", "or accelerator none"],
+        ),
+        (
+            GPU,
+            1,
+            replace(H100, is_complete=False),
+            ["torch 2.13.0+cu130 lacks what only a GPU needs, as in the image for CPUs", "TORCH=pypi"],
         ),
         (GPU, 1, ABSENT, ["Found no NVIDIA driver", "device plugin", "spec.resources.runtimeClassName"]),
         # NVML counts devices that CUDA cannot use.

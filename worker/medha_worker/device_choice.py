@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -36,6 +37,8 @@ class CudaFacts:
     """Version of CUDA that torch is built for; None if it is built without."""
     architectures: tuple[str, ...]
     """Architectures that torch has kernels for, as `sm_90`, or code to be compiled for, as `compute_120`."""
+    is_complete: bool
+    """True if torch has what only a GPU needs; the image for CPUs leaves that out, Triton among it."""
     is_available: bool
     """True if CUDA has started, and has a device."""
     devices: int
@@ -64,6 +67,7 @@ def cuda_facts(index: int) -> CudaFacts:
         torch_version=torch.__version__,
         cuda_version=torch.version.cuda,
         architectures=tuple(torch.cuda.get_arch_list()),
+        is_complete=find_spec("triton") is not None,
         is_available=is_available,
         devices=devices,
         capability=torch.cuda.get_device_capability(index) if has_device else None,
@@ -87,10 +91,14 @@ def choose_gpu(accelerator: str, index: int, ranks: int, cuda: CudaFacts) -> int
             "or none for the CPU"
         )
     asked = f"{_FIELD} is {accelerator}, but"
-    if cuda.cuda_version is None:
+    if cuda.cuda_version is None or not cuda.is_complete:
+        lacks = (
+            "is built without CUDA"
+            if cuda.cuda_version is None
+            else "lacks what only a GPU needs, as in the image for CPUs"
+        )
         raise AcceleratorMissing(
-            f"{asked} torch {cuda.torch_version} is built without CUDA: use an image with TORCH=pypi "
-            "(docs/images.md), or accelerator none"
+            f"{asked} torch {cuda.torch_version} {lacks}: use an image with TORCH=pypi (docs/images.md), or accelerator none"
         )
     hidden = f"CUDA_VISIBLE_DEVICES is {cuda.visible_devices!r:.60}"
     if not cuda.is_available and cuda.visible_devices is not None and not cuda.devices:
