@@ -10,7 +10,10 @@ import torch
 
 from medha.wire.messages import Submit
 from medha_router.tokenizer_bundle import Bundle
-from medha_worker.model.sampler import SampledToken, SequenceSampler, sample_tokens
+from medha_worker.device import host_device
+from medha_worker.kernels.torch_race import SparseRace
+from medha_worker.model.sampler import SampledToken, SequenceSampler
+from medha_worker.model.token_sampler import TokenSampler
 
 from .conftest import MODEL, Router, Script, ScriptedReplica, say
 
@@ -44,7 +47,9 @@ def sampled_from_equal_logits(submits: list[Submit]) -> Draws:
     logits = torch.zeros(len(submits), VOCABULARY)
     draws = np.empty((len(submits), TOKENS), dtype=np.int64)
     for position in range(TOKENS):
-        for row, result in enumerate(sample_tokens(logits, sequences)):
+        for row, result in enumerate(
+            TokenSampler(SparseRace(), host_device(torch.float32)).sample(logits, sequences)
+        ):
             assert isinstance(result, SampledToken)
             draws[row, position] = result.token
             sequences[row].append(result.token)
