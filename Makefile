@@ -83,7 +83,7 @@ gpu-kit: $(STAMP) ## download to .gpu what `make gpu-check` needs on a machine w
 		flashinfer-python==0.6.13 apache-tvm-ffi
 
 .PHONY: gpu-check
-gpu-check: ## prove and measure the engine on this machine's GPU, in less than eight minutes
+gpu-check: ## prove and measure the engine on this machine's GPU; goes on where it was stopped
 	@site=$$(mktemp -d); trap 'rm -rf "$$site"' EXIT; \
 	if ls $(GPU_KIT)/*.whl >/dev/null 2>&1; then \
 		$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --target "$$site" $(GPU_KIT)/*.whl; \
