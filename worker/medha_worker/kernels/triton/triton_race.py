@@ -39,7 +39,8 @@ def race_kernel(scores, keys, best, tokens, row_stride, vocab, parts, size: tl.c
     noisy = score - tl.log(-tl.log(1.0 - uniform))
     largest, index = tl.max(noisy, axis=0, return_indices=True)
     tl.store(best + row * parts + part, largest)
-    tl.store(tokens + row * parts + part, (part * size + index).to(tl.int64))
+    # Where a row holds NaN, any index wins, also one behind the vocabulary.
+    tl.store(tokens + row * parts + part, tl.minimum(part * size + index, vocab - 1).to(tl.int64))
 
 
 class TritonRace:
