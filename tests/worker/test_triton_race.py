@@ -7,6 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from medha_worker.device import HOST, Device, HostMemory, InOrder
+from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.kernels.protocol import TokenRace
+from medha_worker.kernels.torch_race import DenseRace
 
 INTERPRETED = """
 import torch
@@ -79,3 +85,28 @@ def test_a_wrong_constant_of_the_hash_is_found() -> None:
 def test_the_kernel_compiles_without_a_gpu(capability: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = str(tmp_path_factory.mktemp("triton"))
     assert printed(COMPILED, str(capability), TRITON_CACHE_DIR=cache) == "compiled\n"
+
+
+def race_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> TokenRace:
+    """Return the race of a device that says that it is a GPU, and keeps its tensors in host memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device = Device(torch.device("cuda", 0), torch.bfloat16, HostMemory(), InOrder(HOST))
+    return torch_kernels(device).race
+
+
+def test_where_triton_cannot_run_the_race_plain_torch_does_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in an image without a C compiler: what Triton compiles at its first run is missed before a request."""
+    assert type(race_on_a_gpu(monkeypatch)) is DenseRace
+    assert "tokens are sampled by plain torch, because triton fails (" in caplog.text
+
+
+def test_the_race_in_triton_has_run_before_it_is_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_race = pytest.importorskip("medha_worker.kernels.triton.triton_race")
+    seen = []
+    monkeypatch.setattr(
+        triton_race.TritonRace, "winners", lambda _, scores, keys: seen.append((scores.dtype, keys.dtype))
+    )
+    assert type(race_on_a_gpu(monkeypatch)) is triton_race.TritonRace
+    assert seen == [(torch.float64, torch.int64)]

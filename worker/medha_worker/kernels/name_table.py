@@ -28,12 +28,26 @@ def _race(device: Device) -> TokenRace:
         return SparseRace()
     if device.torch_device.type == "cuda" and torch.cuda.is_available():
         try:
-            from medha_worker.kernels.triton.triton_race import TritonRace
-        except ImportError as error:
-            _log.warning("tokens are sampled by plain torch, because triton cannot be imported (%s)", error)
-        else:
-            return TritonRace()
+            return _triton_race(device)
+        except Exception as error:  # noqa: BLE001 - of Triton's import, of a compiler, or of a driver
+            _log.warning(
+                "tokens are sampled by plain torch, because triton fails (%s: %s)",
+                type(error).__name__,
+                error,
+            )
     return DenseRace()
+
+
+def _triton_race(device: Device) -> TokenRace:
+    """Return the race in Triton, which has run once: at its first run Triton needs a C compiler, and compiles."""
+    from medha_worker.kernels.triton.triton_race import TritonRace
+
+    race = TritonRace()
+    race.winners(
+        device.place(torch.zeros(1, 1, dtype=torch.float64)), device.place(torch.zeros(1, dtype=torch.int64))
+    )
+    device.synchronise()
+    return race
 
 
 def _compiled_kernels(sizes: KernelSizes, device: Device) -> Kernels:
