@@ -302,3 +302,12 @@ def test_a_file_that_differs_from_the_hubs_digest_is_not_kept(hub: Hub, tmp_path
     hub.damages = False
     assert run(fetching(COMMIT), hub, tmp_path).returncode == 0
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_a_hub_that_does_not_answer_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    hub = Hub(FILES)
+    hub.close()
+    done = run(fetching("v2"), hub, tmp_path)
+    assert done.returncode == 1
+    assert "team/model at revision v2 cannot be fetched" in done.stderr
+    assert "Traceback" not in done.stderr

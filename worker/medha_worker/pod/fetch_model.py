@@ -62,8 +62,12 @@ def fetch(
     Raises:
         MedhaError: the repository cannot be fetched, or its model is not supported.
     """
-    from httpx import HTTPError
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # takes a second
+    from httpx2 import HTTPError
+    from huggingface_hub.errors import (  # takes a second
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         with _alone(target):
@@ -83,10 +87,10 @@ def fetch(
             f"{_FIELD}.cache: its volume cannot be written ({error}); make it writable for the group 65532, which the "
             "pods' fsGroup names"
         ) from error
-    except (HfHubHTTPError, HFValidationError, HTTPError) as error:
+    except (HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled) as error:
         raise ConfigInvalid(
-            f"{_FIELD}: {repository} at revision {revision} cannot be fetched ({error}); check both names, and "
-            "tokenSecret if it is gated or private"
+            f"{_FIELD}: {repository} at revision {revision} cannot be fetched ({error}); check both names, that the Hub "
+            "can be reached, and tokenSecret if the model is gated or private"
         ) from error
     return names
 
