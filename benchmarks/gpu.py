@@ -71,7 +71,7 @@ PROVED = ("device.py", "cuda_device.py", "kernels", "model")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is computed: a shape and its layers, and how long contexts and how large batches are."""
+    """The sizes of a run: the model's shape and layers, the contexts in tokens, and the batches in sequences."""
 
     shape: LlamaShape
     layers: int
@@ -104,7 +104,7 @@ QUICK = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a part runs."""
+    """The device on which a part runs, and the sizes that it computes."""
 
     device: Device
     sizes: Sizes

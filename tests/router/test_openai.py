@@ -382,7 +382,7 @@ def test_metrics_have_our_names_and_those_of_vllm(router: Router) -> None:
 def test_the_time_per_output_token_is_that_of_each_sequence(
     router: Router, replica: ScriptedReplica, bundle: Bundle, choices: dict[str, Any]
 ) -> None:
-    """One token comes at a time, so what lies between a sequence's first and last token is all its gaps."""
+    """The replica sends one token at a time, so the time from a sequence's first to its last token is the sum of its gaps."""
     replica.script = Script(tokens=say(bundle, "Hello there"))
     tpot, gap = "medha_request_tpot_seconds", "medha_inter_token_seconds"
     names = (

@@ -29,7 +29,7 @@ class Defect:
     right: str
     wrong: str
     found_by: str
-    """What finds it: an "assertion" of the adapter, the "double" that refuses a call, the "device" that refuses to mix
+    """The check that finds it: an "assertion" of the adapter, the "double" that refuses a call, the "device" that refuses to mix
     memories, or the "result" that differs from plain torch's."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -210,8 +211,8 @@ class FlashInferDouble:
             heads.copy_(turned)
 
 
-class _Wrapper:
-    """What both wrappers have in common: a plan, the memory in which it lies, and attention by page tables."""
+class _Wrapper(ABC):
+    """The common part of both wrappers: a plan, the memory in which it lies, and attention by page tables."""
 
     def __init__(self, library: FlashInferDouble, name: str) -> None:
         self._library, self._name = library, name
@@ -219,8 +220,23 @@ class _Wrapper:
         self._plan: dict[str, Any] | None = None
         self.plans = 0
 
+    @abstractmethod
     def start(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
+        """Check the arguments with which the real wrapper is made."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._library.bind(
+            f"{self._name}.run", None, q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse
+        )
+        return self._attended(q, paged_kv_cache, out, lse, return_lse)
 
     def _begin(self, float_workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
         demand(
@@ -359,20 +375,6 @@ class PrefillDouble(_Wrapper):
         rest = {"causal": False, "window_left": -1, "q_data_type": torch.float16, **options, "mask": mask}
         self._planned(*tables, (num_qo_heads, num_kv_heads), head_dim_qk, page_size, rest)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._library.bind(
-            f"{self._name}.run", None, q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse
-        )
-        return self._attended(q, paged_kv_cache, out, lse, return_lse)
-
 
 class DecodeDouble(_Wrapper):
     """Stands for `BatchDecodeWithPagedKVCacheWrapper`."""
@@ -442,17 +444,3 @@ class DecodeDouble(_Wrapper):
         self._planned(
             rows, indptr, indices, last_page_len, (num_qo_heads, num_kv_heads), head_dim, page_size, rest
         )
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._library.bind(
-            f"{self._name}.run", None, q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse
-        )
-        return self._attended(q, paged_kv_cache, out, lse, return_lse)

@@ -30,7 +30,7 @@ _DRIVER_FIXES = (
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """What this process sees of CUDA."""
+    """The state of CUDA as this process sees it."""
 
     torch_version: str
     cuda_version: str | None

@@ -102,7 +102,7 @@ class CapturedRows:
 
 
 class _CapturedStep:
-    """One capture: its fixed inputs and tables, and its result, which the next replay overwrites."""
+    """Holds one capture, its fixed inputs and tables, and its result, which the next replay overwrites."""
 
     def __init__(
         self,

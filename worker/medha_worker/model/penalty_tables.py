@@ -45,7 +45,7 @@ class PenaltySlots:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """What a step writes to one table before it reads it; slices are columns."""
+    """The writes of a step to one table, made before it reads the table; slices are columns."""
 
     capacity: int  # rows that the table must have
     cleared: slice  # rows that new sequences take over
@@ -55,7 +55,7 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyUpdate:
-    """What a step writes to the tables, and the tokens of each sequence that are there afterwards."""
+    """The writes of a step to both tables, and the number of tokens of each sequence that are there afterwards."""
 
     seen: TableUpdate | None
     counts: TableUpdate | None

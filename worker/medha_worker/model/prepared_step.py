@@ -1,4 +1,4 @@
-"""What all layers of one step share: made once per step from integers in host memory, and then on the device.
+"""A prepared step holds what all layers share. It is made once per step, from integers in host memory, on the device.
 
 `Transformer.prepare` makes it. It needs nothing that earlier steps compute, so another thread may make it while they
 run.

@@ -29,7 +29,7 @@ from medha_worker.model.stage_split import split_layers, tensors_of_stage
 
 INDEX = "model.safetensors.index.json"
 _NOT_READ = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", ".git*")
-"""What ranks and routers do not read; many repositories hold the same weights in other formats."""
+"""Files that neither ranks nor routers read; many repositories hold the same weights in other formats."""
 _WEIGHTS = "*.safetensors"
 _RECORD = ".medha-fetched.json"
 _LOCK = ".medha-fetching"
@@ -47,7 +47,7 @@ class HubFile(BaseModel):
 
 
 class Record(BaseModel):
-    """What a folder holds: the repository's files at one commit, and those of them that were fetched and compared."""
+    """The contents of a folder: the repository's files at one commit, and those that were fetched and compared."""
 
     commit: str
     files: dict[str, HubFile]

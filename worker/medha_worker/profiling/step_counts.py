@@ -34,7 +34,7 @@ _LAUNCH_NOTHING = {
 
 @dataclass(slots=True)
 class StepCounts:
-    """What a step asks of a device. Copies from the host count as launches; views count as nothing."""
+    """The launches, bytes and FLOPs of a step. Copies from the host count as launches; views count as nothing."""
 
     launches: Counter[str] = field(default_factory=Counter)
     """Launches by operator."""
