@@ -48,6 +48,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     # field -> (valid values, invalid values)
     "model.ropeScaling": ([{"type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}], ["yarn"]),
     "model.source.huggingFace.repository": (["a/b", "gpt2"], ["a b", "a/b/c"]),
+    "model.source.huggingFace.cache.hostPath": (["/cache/a", "/cache/b"], ["cache", ""]),
     "model.source.hostPath.path": (["/models/a", "/models/b"], ["models"]),
     "parallelism.tensor": ([2, 8], [0, "two"]),
     "parallelism.stream": ([2, 3], [0]),
@@ -108,6 +109,13 @@ _BESIDE: dict[str, Fields] = {
         "model": {
             "source": {
                 "huggingFace": {"repository": "a/b", "revision": "0" * 40, "cache": {"claimName": "c"}}
+            }
+        }
+    },
+    "model.source.huggingFace.cache.hostPath": {
+        "model": {
+            "source": {
+                "huggingFace": {"repository": "a/b", "revision": "0" * 40, "cache": {"hostPath": "/cache"}}
             }
         }
     },

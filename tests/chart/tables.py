@@ -7,7 +7,12 @@ from typing import Any
 EVERYTHING: dict[str, Any] = {
     "commonLabels": {"team": "search"},
     "image": {"registry": "registry.example/medha", "pullSecrets": ["registry"]},
-    "admission": {"level": "baseline", "hostPaths": ["/"], "serviceAccounts": ["model-reader"]},
+    "admission": {
+        "level": "baseline",
+        "hostPaths": ["/"],
+        "writableHostPaths": ["/var/cache/medha-models"],
+        "serviceAccounts": ["model-reader"],
+    },
     "operator": {
         "replicas": 2,
         "clusterWide": True,

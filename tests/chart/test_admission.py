@@ -30,9 +30,14 @@ OPERATOR = f"system:serviceaccount:{NAMESPACE}:medha-operator"
 JUDGED, EXEMPT, STANDARD = "judged", "exempted", "standard"
 """Namespaces: of replicas; of replicas that are not judged; the last with `-baseline` and `-restricted`, of bare pods."""
 MODELS = "/var/lib/medha/models"
+CACHE = "/var/cache/medha-models"
 VALUES: dict[str, Any] = {
     "operator": {"namespaces": [JUDGED, EXEMPT], "leaseSeconds": 3},
-    "admission": {"hostPaths": [MODELS, "/srv/"], "serviceAccounts": ["model-reader"]},
+    "admission": {
+        "hostPaths": [MODELS, "/srv/"],
+        "writableHostPaths": [CACHE],
+        "serviceAccounts": ["model-reader"],
+    },
 }
 SAFE = {
     "allowPrivilegeEscalation": False,
@@ -40,6 +45,13 @@ SAFE = {
     "runAsNonRoot": True,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+
+
+def kept_on_nodes(path: str) -> Document:
+    """A model of the Hub that is kept in a directory of the nodes."""
+    return {"huggingFace": {"repository": "a/b", "revision": "0" * 40, "cache": {"hostPath": path}}}
+
+
 HOST_VOLUME = {"name": "v", "hostPath": {"path": f"{MODELS}/m"}}
 
 
@@ -55,6 +67,8 @@ class Case:
     """Of the Pod Security standards, that refuses it too; None: none does, it is ours alone."""
     annotations: dict[str, str] = field(default_factory=dict)
     source: Document = field(default_factory=lambda: {"path": "models/m"})
+    said_of_pods: str = ""
+    """Of the refusal of the whole pods; empty: the same."""
 
 
 def worker(**entries: Any) -> Document:
@@ -147,6 +161,16 @@ FORBIDDEN = {
         {"volumes": [{"name": "v", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]},
         "volumes v: projected must hold no token",
     ),
+    "a cache in what pods may only read": Case(
+        said="model.source.huggingFace.cache.hostPath must lie below",
+        said_of_pods="containers fetch-model: volumeMounts must mount",
+        source=kept_on_nodes(f"{MODELS}/cache"),
+    ),
+    "a cache outside": Case(
+        said="model.source.huggingFace.cache.hostPath must lie below",
+        said_of_pods="containers fetch-model: volumeMounts must mount",
+        source=kept_on_nodes(f"{CACHE}2"),
+    ),
     "a source outside": Case(said="model.source.hostPath.path must lie below", source={"hostPath": {"path": "/etc"}}),
     "a source beside": Case(
         said="model.source.hostPath.path must lie below", source={"hostPath": {"path": f"{MODELS}2/m"}}
@@ -171,6 +195,9 @@ UNTYPED = {
     "a container that is added while it runs": Case(
         {"ephemeralContainers": [{"name": "x", "securityContext": {"privileged": True}}]},
         "containers x: securityContext",
+    ),
+    "a cache that climbs": Case(
+        said="model.source.huggingFace.cache.hostPath must lie below", source=kept_on_nodes(f"{CACHE}/../x")
     ),
     "a source that climbs": Case(
         said="model.source.hostPath.path must lie below", source={"hostPath": {"path": f"{MODELS}/../../.."}}
@@ -215,6 +242,7 @@ ADMITTED = {
         },
         source={"hostPath": {"path": MODELS}},
     ),
+    "a cache of the node": Case(source=kept_on_nodes(f"{CACHE}/hub")),
     "a root that was written with a slash": Case(source={"hostPath": {"path": "/srv/m"}}),
 }  # fmt: skip
 
@@ -312,7 +340,9 @@ def test_what_a_pod_may_not_be_is_refused_to_the_operator(operator: Api, name: s
     case = (FORBIDDEN | MERGED)[name]
     said = refused(operator, "POST", STATEFUL_SET.path(JUDGED), stateful_set(case))
     assert said is not None
-    wanted = case.said.removeprefix("model.source.hostPath.path ").removeprefix("volumes v: ")
+    wanted = case.said_of_pods or case.said.removeprefix("model.source.hostPath.path ").removeprefix(
+        "volumes v: "
+    )
     assert wanted in said
 
 
@@ -346,7 +376,9 @@ def test_the_rest_is_admitted(user: Api, operator: Api, name: str) -> None:
     assert refused(user, "POST", REPLICA.path(JUDGED), replica(case)) is None
     assert refused(user, "POST", DEPLOYMENT.path(JUDGED), deployment(case)) is None
     assert refused(operator, "POST", STATEFUL_SET.path(JUDGED), stateful_set(case)) is None
-    if "hostPath" not in case.source and "serviceAccountName" not in case.pod:  # accounts must be there
+    if (
+        "hostPath" not in json.dumps(case.source) and "serviceAccountName" not in case.pod
+    ):  # accounts must be there
         assert standard_says(user, case, "restricted") is None
 
 

@@ -262,6 +262,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a level that nobody knows": ({"admission": {"level": "strict"}}, "admission/level"),
     "a host path that climbs": ({"admission": {"hostPaths": ["/models/../etc"]}}, "admission/hostPaths/0"),
+    "a writable host path that climbs": (
+        {"admission": {"writableHostPaths": ["/cache/.."]}},
+        "admission/writableHostPaths/0",
+    ),
     "a host path that is none": ({"admission": {"hostPaths": ["models"]}}, "admission/hostPaths/0"),
     "an objective of 95": ({"monitoring": {"rules": {"objective": 95}}}, "monitoring/rules/objective"),
     "an Ingress without hosts": (

@@ -48,6 +48,7 @@ def test_a_minimal_replica_gets_every_default_of_the_models(plane: ControlPlane)
     }
 
 
+PINNED = {"repository": "a/b", "revision": "0" * 40}
 REFUSED = [
     (
         {"model": MODEL | {"source": {"path": "a", "hostPath": {"path": "/b"}}}},
@@ -57,6 +58,17 @@ REFUSED = [
     (
         {"model": MODEL | {"source": {"huggingFace": {"repository": "a/b", "cache": {"claimName": "c"}}}}},
         "huggingFace.cache keeps one version under one name; set huggingFace.revision to a commit",
+    ),
+    (
+        {"model": MODEL | {"source": {"huggingFace": PINNED | {"cache": {}}}}},
+        "huggingFace.cache needs exactly one of claimName and hostPath",
+    ),
+    (
+        {
+            "model": MODEL
+            | {"source": {"huggingFace": PINNED | {"cache": {"claimName": "c", "hostPath": "/c"}}}}
+        },
+        "huggingFace.cache needs exactly one of claimName and hostPath",
     ),
     (
         {"model": MODEL | {"architecture": {"layers": 8, "queryHeads": 8}}, "parallelism": {"tensor": 3}},

@@ -163,6 +163,30 @@ BAD = [
         },
         ["spec.model.source.huggingFace", "set huggingFace.revision to a commit", "found 'main'"],
     ),
+    (
+        {
+            "model": {
+                "name": "m",
+                "source": {
+                    "huggingFace": {
+                        "repository": "a/b",
+                        "revision": "0" * 40,
+                        "cache": {"claimName": "c", "hostPath": "/c"},
+                    }
+                },
+            }
+        },
+        ["spec.model.source.huggingFace.cache", "exactly one of claimName and hostPath", "found both"],
+    ),
+    (
+        {
+            "model": {
+                "name": "m",
+                "source": {"huggingFace": {"repository": "a/b", "revision": "0" * 40, "cache": {}}},
+            }
+        },
+        ["spec.model.source.huggingFace.cache", "exactly one of claimName and hostPath", "found neither"],
+    ),
     ({"resources": {"accelerator": "gpu"}}, ["spec.resources.accelerator", "pattern", "found 'gpu'"]),
     (
         {"resources": {"devices": {"hca": 1}}},

@@ -114,7 +114,13 @@ MOUNT = 'MountVolume.SetUp failed for volume "{}" : {}'
 def test_what_a_pod_waits_for_is_reported_with_the_field_that_names_it(
     words: str, reason: str, notice: str
 ) -> None:
-    world = World(**HUB, routerRef={"name": "frnt"})
+    said = reported(World(**HUB, routerRef={"name": "frnt"}), words)
+    assert said[0] == reason
+    assert notice in said[1]
+
+
+def reported(world: World, words: str) -> tuple[str, str]:
+    """Reason and message of `Ready` while a pod waits, and its kubelet reports `words`."""
     world.do(world.plan().actions)
     world.controllers()
     waits = (
@@ -128,8 +134,16 @@ def test_what_a_pod_waits_for_is_reported_with_the_field_that_names_it(
     assert (unexplained.uid, unexplained.pod) == (pod.uid, pod.name)
     world.pods = {one.name: one for one in explained(world.observe(), unexplained, words).pods}
     world.do(world.plan().actions)
-    assert condition(world, "Ready") == ("False", reason)
-    assert notice in next(said.message for said in world.status.conditions if said.type == "Ready")
+    status, reason = condition(world, "Ready")
+    assert status == "False"
+    return reason, next(said.message for said in world.status.conditions if said.type == "Ready")
+
+
+def test_a_directory_that_a_cache_needs_and_a_node_lacks_is_reported_with_its_field() -> None:
+    hub = {"repository": "a/b", "revision": "0" * 40, "cache": {"hostPath": "/missing"}}
+    words = MOUNT.format("model", "hostPath type check failed: /missing is not a directory")
+    said = reported(World(model={"name": "m", "source": {"huggingFace": hub}}), words)
+    assert "spec.model.source.huggingFace.cache.hostPath must be a directory of node n" in said[1]
 
 
 def event(

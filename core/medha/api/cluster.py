@@ -20,12 +20,30 @@ class SecretKey(Model):
     """Key of the entry in the Secret's `data`."""
 
 
+_ONE_VOLUME = "huggingFace.cache needs exactly one of claimName and hostPath"
+
+
 class HubCache(Model):
     """A volume that keeps fetched models, so that pods share downloads, and a pod that is replaced downloads nothing."""
 
-    claim_name: Name
+    model_config = ConfigDict(
+        json_schema_extra=rules(("has(self.claimName) != has(self.hostPath)", _ONE_VOLUME))
+    )
+
+    claim_name: Name | None = None
     """Name of a PersistentVolumeClaim in the replica's namespace. Its volume must be writable from every node
     that pods run on (`ReadWriteMany`, if they are several)."""
+    host_path: str | None = Field(default=None, min_length=1, max_length=1024, pattern=r"^/")
+    """Absolute path of a directory, the same on every node; the pods of one node share it. It must exist, and
+    belong to the pods' user (65532). The chart's `admission.writableHostPaths` limits which paths are allowed;
+    by default, none is."""
+
+    @model_validator(mode="after")
+    def _one_volume(self) -> HubCache:
+        if (self.claim_name is None) is (self.host_path is None):
+            found = "both" if self.claim_name else "neither"
+            raise ValueError(f"{_ONE_VOLUME} (found {found})")
+        return self
 
 
 _COMMIT = "^[0-9a-f]{40}$"

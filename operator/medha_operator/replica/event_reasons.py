@@ -47,8 +47,8 @@ def refusal_of(message: str) -> tuple[str, str] | None:
     if "violates PodSecurity" in message:
         if "hostPath" in message:
             fix = (
-                "use model.source.pvc, huggingFace or image, because the namespace's Pod Security level allows no hostPath; "
-                "or label the namespace pod-security.kubernetes.io/enforce=privileged"
+                "use model.source.pvc, image or huggingFace (there without cache.hostPath), because the namespace's Pod "
+                "Security level allows no hostPath; or label the namespace pod-security.kubernetes.io/enforce=privileged"
             )
         else:
             fix = "correct spec.template, or lower the namespace's label pod-security.kubernetes.io/enforce"
@@ -145,7 +145,9 @@ def _problem(observed: Observed, pod: Pod, message: str) -> tuple[str, str]:
         return "SecretNotFound", f"the Secret has no entry {key}: add it, or correct {field}"
     if "MountVolume" in message or "AttachVolume" in message or "Unable to attach or mount" in message:
         if "hostPath type check failed" in message:
-            message = f"{message}: spec.model.source.hostPath.path must be a directory of node {pod.node}"
+            hub = observed.spec.get("model", {}).get("source", {}).get("huggingFace") or {}
+            field = "huggingFace.cache.hostPath" if hub.get("cache", {}).get("hostPath") else "hostPath.path"
+            message = f"{message}: spec.model.source.{field} must be a directory of node {pod.node}"
         return "VolumeUnavailable", message
     return _WAITS, message
 

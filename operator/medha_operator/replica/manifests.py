@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medha.api.cluster import NO_ACCELERATOR, HuggingFaceSource, ResourcesSpec
+from medha.api.cluster import NO_ACCELERATOR, HubCache, HuggingFaceSource, ResourcesSpec
 from medha.api.replica import MedhaReplicaSpec, ModelSource
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import MANAGER, Manifest
@@ -424,9 +424,17 @@ def _model(
             *token_mounts,
         ],
     }
-    if wanted.cache is not None:
-        return {"name": "model", "persistentVolumeClaim": {"claimName": wanted.cache.claim_name}}, fetch
-    return {"name": "model", "emptyDir": {}}, fetch
+    return {"name": "model"} | _fetched_to(wanted.cache), fetch
+
+
+def _fetched_to(cache: HubCache | None) -> Manifest:
+    """Return the kind of the volume that a model is fetched to."""
+    if cache is None:
+        return {"emptyDir": {}}
+    if cache.claim_name is not None:
+        return {"persistentVolumeClaim": {"claimName": cache.claim_name}}
+    # It must be there: what the kubelet creates belongs to root, and no pod could write to it.
+    return {"hostPath": {"path": cache.host_path, "type": "Directory"}}
 
 
 def _in_cache(source: HuggingFaceSource) -> str:

@@ -7,10 +7,14 @@
 {{- define "medha.judgedVariables" -}}
 {{- $roots := list -}}
 {{- range .Values.admission.hostPaths }}{{ $roots = append $roots (trimSuffix "/" .) }}{{ end -}}
+{{- $writable := list -}}
+{{- range .Values.admission.writableHostPaths }}{{ $writable = append $writable (trimSuffix "/" .) }}{{ end -}}
 - name: accounts
   expression: {{ include "medha.celList" (concat (list "" "default") .Values.admission.serviceAccounts) | quote }}
 - name: roots
-  expression: {{ include "medha.celList" $roots | quote }}
+  expression: {{ include "medha.celList" (concat $roots $writable) | quote }}
+- name: writable
+  expression: {{ include "medha.celList" $writable | quote }}
 - name: own
   expression: "variables.filled ? ['worker', 'fetch-model'] : []"
 - name: containers
@@ -21,7 +25,9 @@
 - name: volumes
   expression: optional.ofNonZeroValue(variables.pod.?volumes.orValue(null)).orValue([])
 - name: hosted
-  expression: variables.source + variables.volumes.filter(v, v.?hostPath.?path.hasValue()).map(v, v.?name.orValue(''))
+  expression: >-
+    variables.source + variables.volumes.filter(v, v.?hostPath.?path.hasValue() && !variables.writable.exists(r,
+    v.hostPath.path == r || v.hostPath.path.startsWith(r + '/'))).map(v, v.?name.orValue(''))
 {{- end -}}
 
 {{/* End of every refusal. */}}
