@@ -1,26 +1,27 @@
-"""The init container that fetches a model of the Hub: its command, as rendered, against a Hub of our own."""
+"""The init container that fetches a model of the Hub, against a Hub of our own: what it asks for, and what it keeps."""
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event
 
 import pytest
 
-from medha.api.replica import MedhaReplicaSpec
-from medha_operator.kube.kinds import Manifest
-from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.manifests import Owner, pod_templates
+from medha_worker.pod.fetch_model import Progress, volume_fault
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from .grid import eventually
+from .hub import Hub
+from .init_container import Rendered, command, rendered, run
+
+COMMIT, NEXT_COMMIT = "0123456789abcdef0123456789abcdef01234567", "f" * 40
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
@@ -28,8 +29,23 @@ CONFIG = {
     "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "rope_theta": 1e4, "torch_dtype": "float32",
     "hidden_act": "silu",
 }  # fmt: skip
-OTHERS = {name: name.encode() * 9 for name in ("tokenizer.json", "pytorch_model.bin", "original/a.pth")}
-FILES = {"config.json": json.dumps(CONFIG).encode(), **OTHERS, "model.safetensors": b"weights"}
+SMALL = {
+    "config.json": json.dumps(CONFIG).encode(),
+    **{
+        name: name.encode() * 9
+        for name in (
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+        )
+    },
+}
+OTHERS = {
+    name: name.encode() * 9
+    for name in ("pytorch_model.bin", "original/a.pth", "README.md", ".gitattributes", "extra.safetensors")
+}
+FILES = {**SMALL, **OTHERS, "model.safetensors": b"weights"}
 WEIGHT_MAP = {
     "model.embed_tokens.weight": SHARDS[0],
     "model.layers.0.mlp.up_proj.weight": SHARDS[0],
@@ -39,160 +55,69 @@ WEIGHT_MAP = {
     "model.norm.weight": SHARDS[2],
     "lm_head.weight": SHARDS[2],
 }
-IN_PARTS = {
-    "config.json": FILES["config.json"],
-    **OTHERS,
-    "model.safetensors.index.json": json.dumps({"weight_map": WEIGHT_MAP}).encode(),
-    **{name: name.encode() for name in SHARDS},
-}
-TOKEN = "hf_of_a_secret"
-
-
-class Hub:
-    """Says what is in one repository, and gives its files to who has the token."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.asked: list[str] = []
-        self.calls = 0
-        self.damages = False  # whether weights change on the way
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                self._answer(with_body=False)
-
-            def do_GET(self) -> None:
-                self._answer(with_body=True)
-
-            def _answer(self, *, with_body: bool) -> None:
-                path = self.path.partition("?")[0]
-                hub.calls += 1
-                resolved = f"/team/model/resolve/{COMMIT}/"
-                if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                    self.send_error(401)
-                elif path in {f"/api/models/team/model/revision/{name}" for name in ("v2", COMMIT)}:
-                    siblings = [
-                        {"rfilename": name, "size": len(content)}
-                        | (
-                            {
-                                "lfs": {
-                                    "sha256": hashlib.sha256(content).hexdigest(),
-                                    "size": len(content),
-                                    "pointerSize": 9,
-                                }
-                            }
-                            if name.endswith(".safetensors")
-                            else {}
-                        )
-                        for name, content in files.items()
-                    ]
-                    self._send(json.dumps({"id": "team/model", "sha": COMMIT, "siblings": siblings}).encode())
-                elif path == f"/api/models/team/model/tree/{COMMIT}":
-                    tree = [
-                        {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
-                        for name, content in files.items()
-                    ]
-                    self._send(json.dumps(tree).encode())
-                elif path.startswith(resolved) and path.removeprefix(resolved) in files:
-                    name = path.removeprefix(resolved)
-                    hub.asked += [name] * with_body
-                    is_damaged = hub.damages and name.endswith(".safetensors")
-                    self._send(files[name][::-1] if is_damaged else files[name], with_body=with_body)
-                else:
-                    self.send_error(404)
-
-            def _send(self, content: bytes, *, with_body: bool = True) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(content)))
-                self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-                self.send_header("X-Repo-Commit", COMMIT)
-                self.end_headers()
-                if with_body:
-                    self.wfile.write(content)
-
-            def log_message(self, *_: object) -> None:
-                """Say nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+INDEXED = SMALL | {"model.safetensors.index.json": json.dumps({"weight_map": WEIGHT_MAP}).encode()}
+IN_PARTS = INDEXED | OTHERS | {name: name.encode() for name in SHARDS}
+CLAIM = {"claimName": "models"}
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    found = Hub(FILES)
+    found = Hub(dict(FILES), COMMIT)
     yield found
     found.close()
 
 
 @pytest.fixture
 def hub_in_parts() -> Iterator[Hub]:
-    found = Hub(IN_PARTS)
+    found = Hub(dict(IN_PARTS), COMMIT)
     yield found
     found.close()
 
 
-def fetching(revision: str, stages: int = 1, **more: object) -> Manifest:
-    """The init container of a replica's pods."""
-    return pod(revision, stages, **more)["initContainers"][0]  # type: ignore[no-any-return]
+@pytest.fixture
+def no_hub() -> Hub:
+    """An address at which nobody answers any more."""
+    found = Hub({}, COMMIT)
+    found.close()
+    return found
 
 
-def pod(revision: str, stages: int = 1, **more: object) -> Manifest:
-    """The spec of a replica's pods in the first lane."""
-    hub = {"repository": "team/model", "revision": revision, "tokenSecret": {"name": "hub", "key": "token"}}
-    source = {"huggingFace": hub | more}
-    spec = MedhaReplicaSpec.model_validate(
-        {"model": {"name": "m", "source": source}, "parallelism": {"stream": stages}}
-    )
-    (template,) = pod_templates(Owner("m", "tests", "uid"), spec, "r", OperatorSettings())
-    return dict(template["spec"])
-
-
-def run(container: Manifest, hub: Hub, folder: Path, stage: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a container's command with its mounts below `folder` and nothing else of this user's."""
-    mounts = {mount["mountPath"]: folder / mount["name"] for mount in container["volumeMounts"]}
-    for path in mounts.values():
-        path.mkdir(exist_ok=True)
-
-    def placed(word: str) -> str:
-        for mounted, path in mounts.items():
-            if word == mounted or word.startswith(mounted + "/"):
-                return str(path) + word.removeprefix(mounted)
-        return word
-
-    environment = {entry["name"]: placed(entry["value"]) for entry in container["env"] if "value" in entry}
-    if "HF_TOKEN_PATH" in environment:
-        Path(environment["HF_TOKEN_PATH"]).write_text(TOKEN + "\n")
-    else:
-        environment["HF_TOKEN"] = TOKEN
-    bin_folder = str(Path(sys.executable).parent)
-    return subprocess.run(
-        [placed(word) for word in (*container["command"], *container["args"])],
-        env={
-            "PATH": f"{bin_folder}{os.pathsep}/usr/bin",
-            "HOME": "/nonexistent",
-            "HF_ENDPOINT": hub.url,
-            "MEDHA_STAGE": str(stage),
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-        }
-        | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
-def test_a_pod_fetches_what_its_ranks_read_and_no_other_weights(hub: Hub, tmp_path: Path) -> None:
-    done = run(fetching("v2"), hub, tmp_path)
+def fetched(replica: Rendered, hub: Hub, folder: Path, stage: int = 0, **environment: str) -> str:
+    """Run a container that succeeds; return its log."""
+    done = run(replica, hub, folder, stage, **environment)
     assert done.returncode == 0, done.stderr
-    pending = {"config.json", "tokenizer.json", "model.safetensors"}
-    assert sorted(hub.asked) == sorted(pending)
-    for name in pending:
+    return done.stderr
+
+
+def failed(replica: Rendered, hub: Hub, folder: Path, stage: int = 0, **environment: str) -> str:
+    """Run a container that fails; return the end of its log, as the kubelet puts it into the pod's status."""
+    done = run(replica, hub, folder, stage, **environment)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def own_volumes(shared: Path, folder: Path) -> Path:
+    """Return the folder of a new pod, whose volume `model` is one that pods share."""
+    folder.mkdir()
+    (folder / "model").symlink_to(shared)
+    return folder
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+# --- what is asked for ------------------------------------------------------------------------------------
+
+
+def test_a_pod_fetches_what_it_reads_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
+    fetched(rendered("v2"), hub, tmp_path)
+    assert sorted(hub.asked) == sorted([*SMALL, "model.safetensors"])
+    for name in hub.asked:
         assert (tmp_path / "model" / name).read_bytes() == FILES[name]
 
 
@@ -210,104 +135,297 @@ def test_a_pod_fetches_what_its_ranks_read_and_no_other_weights(hub: Hub, tmp_pa
 def test_a_stage_fetches_the_files_of_its_layers_once(
     hub_in_parts: Hub, tmp_path: Path, stages: int, stage: int, shards: list[str]
 ) -> None:
-    container = fetching("v2", stages)
-    done = run(container, hub_in_parts, tmp_path, stage)
-    assert done.returncode == 0, done.stderr
-    whole = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
-    assert sorted(hub_in_parts.asked) == sorted([*whole, *shards])
+    replica = rendered("v2", stages)
+    log = fetched(replica, hub_in_parts, tmp_path, stage)
+    assert sorted(hub_in_parts.asked) == sorted([*INDEXED, *shards])
     assert {path.name for path in (tmp_path / "model").glob("*.safetensors")} == {*shards}
-    assert f"stage {stage} of {stages} reads {len(shards)} files with weights" in done.stdout + done.stderr
+    assert f"stage {stage} of {stages} reads {len(shards)} files with weights" in log
     # A container that is restarted finds what is there.
     hub_in_parts.asked.clear()
-    assert run(container, hub_in_parts, tmp_path, stage).returncode == 0
+    fetched(replica, hub_in_parts, tmp_path, stage)
     assert hub_in_parts.asked == []
 
 
-def test_a_revision_that_is_not_there_ends_the_init_container_with_words(hub: Hub, tmp_path: Path) -> None:
-    done = run(fetching("v3"), hub, tmp_path)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert "spec.model.source.huggingFace: team/model at revision v3 cannot be fetched" in done.stderr, last
+def test_a_model_that_only_the_spec_makes_servable_is_fetched(tmp_path: Path) -> None:
+    """A window that is not implemented does not bind prompts that are shorter."""
+    changed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128}
+    hub = Hub(FILES | {"config.json": json.dumps(CONFIG | changed).encode()}, COMMIT)
+    said = failed(rendered("v2"), hub, tmp_path)
+    assert "sliding_window" in said
+    assert "model.safetensors" not in hub.asked
+    source = {"huggingFace": {"repository": "team/model", "revision": "v2", "tokenSecret": {"name": "hub"}}}
+    short = rendered("v2", spec={"model": {"name": "m", "maxModelLen": 128, "source": source}})
+    fetched(short, hub, tmp_path)
+    hub.close()
+    assert "model.safetensors" in hub.asked
 
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
     config = json.dumps(CONFIG | {"architectures": ["MambaForCausalLM"]}).encode()
-    hub = Hub(IN_PARTS | {"config.json": config})
-    done = run(fetching("v2"), hub, tmp_path)
+    hub = Hub(IN_PARTS | {"config.json": config}, COMMIT)
+    assert "MambaForCausalLM" in failed(rendered("v2"), hub, tmp_path)
     hub.close()
-    assert done.returncode == 1
-    assert "MambaForCausalLM" in done.stderr
     assert not any(name.endswith(".safetensors") for name in hub.asked)
 
 
-def test_a_file_that_the_index_names_and_nobody_has_is_named(tmp_path: Path) -> None:
-    hub = Hub({name: content for name, content in IN_PARTS.items() if name != SHARDS[1]})
-    done = run(fetching("v2"), hub, tmp_path)
+def test_a_revision_that_is_not_there_ends_the_init_container_with_words(hub: Hub, tmp_path: Path) -> None:
+    said = run(rendered("v3"), hub, tmp_path).stderr
+    assert "spec.model.source.huggingFace: team/model at revision v3 cannot be fetched" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("missing", [SHARDS[1], "model.safetensors"])
+def test_weights_that_nobody_has_are_named(tmp_path: Path, missing: str) -> None:
+    files = IN_PARTS if missing in SHARDS else FILES
+    hub = Hub({name: content for name, content in files.items() if name != missing}, COMMIT)
+    said = failed(rendered("v2"), hub, tmp_path)
     hub.close()
-    assert done.returncode == 1
-    assert f"has no file {SHARDS[1]}" in done.stderr
+    assert f"team/model at {COMMIT} has no file {missing}" in said
 
 
-def test_pods_share_downloads_in_a_cache(hub_in_parts: Hub, tmp_path: Path) -> None:
+def test_the_log_says_what_is_fetched_and_how_much_of_it_has_arrived(hub: Hub, tmp_path: Path) -> None:
+    hub.files["model.safetensors"] = bytes(3 * 2**20)
+    log = fetched(rendered("v2"), hub, tmp_path)
+    lines = [line.partition(" INFO medha.fetch: ")[2] for line in log.splitlines()]
+    assert all(lines), f"others write to the log, too: {log}"
+    assert lines[-3:] == [
+        f"fetching 1 files (3.0 MiB) of team/model at {COMMIT}: model.safetensors",
+        "fetched 100 %: 3.0 MiB of 3.0 MiB",
+        "all of them are there, as the Hub has them",
+    ]
+
+
+def test_progress_is_told_in_steps_of_five_percent_and_never_beyond_the_whole() -> None:
+    lines: list[str] = []
+    progress = Progress(200 * 2**20, lines.append)
+    for _ in range(1000):
+        progress.add(2**20 / 4)
+    assert len(lines) == 20
+    assert lines[0] == "fetched 5 %: 10.0 MiB of 200.0 MiB"
+    assert lines[-1].startswith("fetched 100 %")
+
+
+# --- what pods share --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", [CLAIM, {"hostPath": "/var/cache/medha-models"}])
+def test_pods_share_downloads_in_a_cache(
+    hub_in_parts: Hub, tmp_path: Path, shared: Path, cache: dict[str, str]
+) -> None:
     """Both stages begin at once; then a pod that is replaced downloads nothing, though its own volumes are new."""
-    cache = {"claimName": "models"}
-    container = fetching(COMMIT, 2, cache=cache)
-    volume = tmp_path / "claim"
-    volume.mkdir()
-
-    def start(name: str, stage: int) -> subprocess.CompletedProcess[str]:
-        own = tmp_path / name
-        own.mkdir()
-        (own / "model").symlink_to(volume)
-        return run(container, hub_in_parts, own, stage)
-
+    replica = rendered(COMMIT, 2, cache=cache)
+    folders = [own_volumes(shared, tmp_path / name) for name in ("first", "second", "again")]
     with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(start, ("first", "second"), (0, 1)):
-            assert done.returncode == 0, done.stderr
-    assert sorted(set(hub_in_parts.asked)) == sorted(
-        IN_PARTS.keys() - {"pytorch_model.bin", "original/a.pth"}
-    )
-    assert len(hub_in_parts.asked) == len(set(hub_in_parts.asked)), "a file was fetched twice"
+        list(pool.map(lambda stage: fetched(replica, hub_in_parts, folders[stage], stage), (0, 1)))
+    assert sorted(hub_in_parts.asked) == sorted([*INDEXED, *SHARDS]), "one was fetched twice, or not at all"
     hub_in_parts.calls = 0
-    assert start("again", 1).returncode == 0
+    fetched(replica, hub_in_parts, folders[2], 1)
     assert hub_in_parts.calls == 0, "a commit that is there needs no Hub"
-
-    spec = pod(COMMIT, 2, cache=cache)
-    (claim,) = (one for one in spec["volumes"] if one["name"] == "model")
-    assert claim["persistentVolumeClaim"] == {"claimName": "models"}
-    (mount,) = (one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "model")
-    assert mount["readOnly"]
-    for name, content in IN_PARTS.items():
-        if name not in ("pytorch_model.bin", "original/a.pth"):
-            assert (volume / mount["subPath"] / name).read_bytes() == content
+    assert replica.model_mount["readOnly"]
+    for name in (*INDEXED, *SHARDS):
+        assert (shared / replica.model_mount["subPath"] / name).read_bytes() == IN_PARTS[name]
 
 
-def test_a_file_of_a_cache_that_has_another_size_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
-    container = fetching(COMMIT, cache={"claimName": "models"})
-    assert run(container, hub, tmp_path).returncode == 0
-    (weights,) = (tmp_path / "model").rglob("model.safetensors")
-    weights.write_bytes(b"wei")
+def test_the_volume_of_a_cache_is_the_one_that_the_spec_names() -> None:
+    assert rendered(COMMIT, cache=CLAIM).model_volume["persistentVolumeClaim"] == CLAIM
+    node = rendered(COMMIT, cache={"hostPath": "/var/cache/medha-models"}).model_volume
+    assert node["hostPath"] == {"path": "/var/cache/medha-models", "type": "Directory"}
+    assert rendered(COMMIT).model_volume["emptyDir"] == {}
+
+
+def test_a_pod_waits_for_a_file_that_another_one_fetches_and_fetches_others_meanwhile(
+    hub_in_parts: Hub, tmp_path: Path, shared: Path
+) -> None:
+    replica, common, last = rendered(COMMIT, 2, cache=CLAIM), SHARDS[1], SHARDS[2]
+    hub_in_parts.paused[common] = Event()
+    first = own_volumes(shared, tmp_path / "first")
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(fetched, replica, hub_in_parts, first, 0)
+        eventually("the first asks for the file", lambda: common in hub_in_parts.asked)
+        two = pool.submit(fetched, replica, hub_in_parts, own_volumes(shared, tmp_path / "second"), 1)
+        eventually("the second has its other file", lambda: bool(list(shared.rglob(f"{last}.json"))))
+        assert not (shared / replica.model_mount["subPath"] / common).exists(), "half a file can be seen"
+        hub_in_parts.paused[common].set()
+        assert f"another pod fetches {common} into the same folder; waiting for it" in two.result(60)
+        one.result(60)
+    assert hub_in_parts.asked.count(common) == 1
+
+
+def test_a_container_that_is_killed_keeps_the_files_that_it_had(hub_in_parts: Hub, tmp_path: Path) -> None:
+    replica = rendered(COMMIT)
+    hub_in_parts.paused[SHARDS[2]] = Event()
+    argv, environment = command(replica, hub_in_parts, tmp_path, 0)
+    with subprocess.Popen(argv, env=environment, stderr=subprocess.DEVNULL) as container:
+        eventually(
+            "two files are there",
+            lambda: all(list(tmp_path.rglob(f"{name}.json")) for name in SHARDS[:2]),
+        )
+        container.kill()
+    hub_in_parts.paused[SHARDS[2]].set()
+    hub_in_parts.asked.clear()
+    fetched(replica, hub_in_parts, tmp_path)
+    assert hub_in_parts.asked == SHARDS[2:]
+
+
+# --- what is compared -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"wei", b"Weights"], ids=["shorter", "another"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_of_a_cache_that_has_changed_is_fetched_again(
+    hub: Hub, tmp_path: Path, name: str, content: bytes
+) -> None:
+    replica = rendered(COMMIT, cache=CLAIM)
+    fetched(replica, hub, tmp_path)
+    (path,) = (tmp_path / "model").rglob(name)
+    path.write_bytes(content.ljust(len(FILES[name]) if content == b"Weights" else 0))
     hub.asked.clear()
-    done = run(container, hub, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert weights.read_bytes() == FILES["model.safetensors"]
+    log = fetched(replica, hub, tmp_path)
+    assert f"{path} is not as the Hub has it" in log
+    assert path.read_bytes() == FILES[name]
+    assert hub.asked == [name]
 
 
-def test_a_file_that_differs_from_the_hubs_digest_is_not_kept(hub: Hub, tmp_path: Path) -> None:
-    hub.damages = True
-    done = run(fetching(COMMIT), hub, tmp_path)
-    assert done.returncode == 1
-    assert "model.safetensors was damaged on the way" in done.stderr
+def test_a_file_that_was_only_touched_is_compared_and_kept(hub: Hub, tmp_path: Path) -> None:
+    replica = rendered(COMMIT)
+    fetched(replica, hub, tmp_path)
+    os.utime(tmp_path / "model" / "model.safetensors", (0, 0))
+    hub.asked.clear()
+    assert "not as the Hub has it" not in fetched(replica, hub, tmp_path)
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_that_is_damaged_on_the_way_is_fetched_again(hub: Hub, tmp_path: Path, name: str) -> None:
+    hub.damages[name] = 1
+    assert f"{name} was damaged on the way: its " in fetched(rendered("v2"), hub, tmp_path)
+    assert hub.asked.count(name) == 2
+    assert (tmp_path / "model" / name).read_bytes() == FILES[name]
+
+
+def test_a_file_that_is_damaged_each_time_is_not_kept(hub: Hub, tmp_path: Path) -> None:
+    hub.damages["model.safetensors"] = 2
+    said = failed(rendered(COMMIT), hub, tmp_path)
+    assert said.startswith(
+        "CheckpointInvalid: model.safetensors was damaged on the way 2 times: its sha256 is "
+    )
     assert not (tmp_path / "model" / "model.safetensors").exists()
-    hub.damages = False
-    assert run(fetching(COMMIT), hub, tmp_path).returncode == 0
+    fetched(rendered(COMMIT), hub, tmp_path)
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
-def test_a_hub_that_does_not_answer_is_an_error_with_its_reason(tmp_path: Path) -> None:
-    hub = Hub(FILES)
-    hub.close()
-    done = run(fetching("v2"), hub, tmp_path)
-    assert done.returncode == 1
-    assert "team/model at revision v2 cannot be fetched" in done.stderr
-    assert "Traceback" not in done.stderr
+# --- without a Hub, and when a branch moves ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offline", [{}, {"HF_HUB_OFFLINE": "1"}], ids=["down", "offline"])
+def test_a_full_cache_of_a_commit_needs_no_hub(
+    hub_in_parts: Hub, no_hub: Hub, tmp_path: Path, offline: dict[str, str]
+) -> None:
+    replica = rendered(COMMIT, 2, cache=CLAIM)
+    said = failed(replica, no_hub, tmp_path, **offline)
+    assert "spec.model.source.huggingFace: team/model at revision" in said
+    assert "because the Hub does not give it" in said
+    fetched(replica, hub_in_parts, tmp_path)
+    fetched(replica, no_hub, tmp_path, **offline)
+    said = failed(replica, no_hub, tmp_path, 1, **offline)  # the other stage needs one file more
+    assert "because the Hub does not give it" in said
+
+
+@pytest.mark.parametrize("offline", [{}, {"HF_HUB_OFFLINE": "1"}], ids=["down", "offline"])
+def test_a_branch_is_taken_as_it_was_if_the_hub_does_not_answer(
+    hub: Hub, no_hub: Hub, tmp_path: Path, offline: dict[str, str]
+) -> None:
+    fetched(rendered("v2"), hub, tmp_path)
+    log = fetched(rendered("v2"), no_hub, tmp_path, **offline)
+    assert "the Hub does not answer" in log
+    assert f"going on with commit {COMMIT}, which revision v2 named before" in log
+    assert "revision other cannot be fetched" in failed(rendered("other"), no_hub, tmp_path, **offline)
+
+
+def test_a_branch_that_has_moved_costs_the_files_that_differ(hub_in_parts: Hub, tmp_path: Path) -> None:
+    fetched(rendered("v2"), hub_in_parts, tmp_path)
+    hub_in_parts.commit, hub_in_parts.files[SHARDS[1]] = NEXT_COMMIT, b"trained on"
+    hub_in_parts.asked.clear()
+    fetched(rendered("v2"), hub_in_parts, tmp_path)
+    assert hub_in_parts.asked == [SHARDS[1]]
+    assert (tmp_path / "model" / SHARDS[1]).read_bytes() == b"trained on"
+    hub_in_parts.commit = COMMIT
+    hub_in_parts.files = dict(FILES)  # one file, and no index
+    fetched(rendered("v2"), hub_in_parts, tmp_path)
+    assert not (tmp_path / "model" / "model.safetensors.index.json").exists(), "ranks would read by it"
+
+
+# --- volumes that cannot hold it --------------------------------------------------------------------------
+
+
+def test_a_volume_that_is_too_small_is_reported_before_weights_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    hub.sizes["model.safetensors"] = 2**60
+    said = failed(rendered(COMMIT, cache=CLAIM), hub, tmp_path)
+    assert said.startswith("ConfigInvalid: spec.model.source.huggingFace: the volume of ")
+    assert "is full" in said
+    assert "1099511627776.0 MiB are missing" in said
+    assert "model.safetensors" not in hub.asked
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.ENOSPC, "the volume of /model is full"),
+        (errno.EDQUOT, "the volume of /model is full"),
+        (errno.EROFS, "huggingFace.cache: /model cannot be written by uid"),
+        (errno.EACCES, "huggingFace.cache: /model cannot be written by uid"),
+        (errno.ENOLCK, "huggingFace.cache: the volume of /model has no file locks"),
+        (errno.ECONNRESET, None),
+        (errno.ENOENT, None),
+    ],
+)
+def test_faults_of_the_volume_are_told_from_those_of_the_network(code: int, said: str | None) -> None:
+    found = volume_fault(OSError(code, os.strerror(code)), Path("/model"))
+    assert (found is None) if said is None else (found is not None and said in found)
+
+
+# Runs the command as root once, so that all modules are imported, and then as the user that the arguments name.
+AS_USER = """
+import os, sys
+from medha_worker.pod.fetch_model import main
+from medha_process import part_process
+user, warm, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+main(["--replica", sys.argv[4], "--to", warm], standalone_mode=False)
+os.setgid(user)
+os.setuid(user)
+main(["--replica", sys.argv[4], "--to", target], standalone_mode=False)
+"""
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_the_user_of_pods_fills_a_directory_that_is_made_as_the_docs_say(
+    hub: Hub, tmp_path: Path, prepared: bool
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    replica = rendered(COMMIT, cache={"hostPath": "/var/cache/medha-models"})
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        directory = Path(place) / "medha-models"
+        owner = ["-o", "65532", "-g", "65532"] if prepared else []
+        subprocess.run(["install", "-d", *owner, str(directory)], check=True)
+        environment = command(replica, hub, tmp_path, 0)[1]
+        document = Path(place) / "replica.json"
+        document.write_text(replica.replica_json)
+        done = subprocess.run(
+            [sys.executable, "-c", AS_USER, "65532", str(tmp_path / "warm"), str(directory / "medha" / "m"), str(document)],
+            env=environment | {"HF_TOKEN": Path(environment["HF_TOKEN_PATH"]).read_text().strip(), "HF_HOME": place},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )  # fmt: skip
+        last = done.stderr.strip().splitlines()[-1]
+        if prepared:
+            assert done.returncode == 0, done.stderr
+            (found,) = directory.rglob("model.safetensors")
+            assert found.stat().st_uid == 65532
+        else:
+            assert done.returncode == 1
+            assert last.startswith("ConfigInvalid: spec.model.source.huggingFace.cache: ")
+            assert "cannot be written by uid 65532" in last

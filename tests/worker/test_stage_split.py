@@ -50,7 +50,7 @@ def test_a_stage_loads_from_its_files_alone(tmp_path: Path, stages: int, tied: b
     config, device = ModelConfig.from_directory(whole), host_device(torch.float32)
     seen: set[str] = set()
     for stage, layers in enumerate(split_layers(config, stages, CHUNK_TOKENS)):
-        needed = needed_files(whole, stage=stage, stages=stages, chunk_tokens=CHUNK_TOKENS)
+        needed = needed_files(whole, layers, config)
         seen |= set(needed)
         part = tmp_path / f"{stages}-{stage}"
         shutil.copytree(whole, part, ignore=shutil.ignore_patterns("*.safetensors"))

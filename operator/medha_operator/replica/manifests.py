@@ -29,6 +29,9 @@ TOKENS_PORT = 5601
 METRICS_PORT = 9400
 HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
+_CONFIG = "/etc/medha/config"
+_REPLICA_OPTIONS = ("--replica", f"{_CONFIG}/replica.json")
+_CONFIG_MOUNT = {"name": "config", "mountPath": _CONFIG, "readOnly": True}
 _ENROLMENT = "/etc/medha/enrolment"
 _HUB_DIRECTORY = "/etc/medha/hub"
 _NCCL_DEFAULTS = {"NCCL_DEBUG": "WARN"}
@@ -339,7 +342,7 @@ def _worker(
         "image": image,
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["python", "-m", "medha_worker.pod"],
-        "args": ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys", *enrolment],
+        "args": [*_REPLICA_OPTIONS, "--keys", "/etc/medha/keys", *enrolment],
         "env": [
             {"name": "MEDHA_LANE", "value": str(lane_index)},
             {"name": "MEDHA_STAGE", "valueFrom": _STAGE},
@@ -366,7 +369,7 @@ def _worker(
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _locked_down(),
         "volumeMounts": [
-            {"name": "config", "mountPath": "/etc/medha/config", "readOnly": True},
+            _CONFIG_MOUNT,
             {"name": "keys", "mountPath": "/etc/medha/keys", "readOnly": True},
             {"name": "run", "mountPath": "/run/medha"},
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
@@ -394,7 +397,10 @@ def _model(
         return None, None  # a directory of the image
     wanted = source.hugging_face
     target = MODEL_DIRECTORY if wanted.cache is None else f"{MODEL_DIRECTORY}/{_in_cache(wanted)}"
-    environment = [{"name": "HF_HOME", "value": "/tmp/hf"}]  # noqa: S108 - the container's own
+    environment = [
+        {"name": "HF_HOME", "value": "/tmp/hf"},  # noqa: S108 - the container's own
+        {"name": "HF_HUB_DISABLE_TELEMETRY", "value": "1"},
+    ]
     token_mounts: list[Manifest] = []
     if wanted.token_secret is not None:
         environment.append({"name": "HF_TOKEN_PATH", "value": f"{_HUB_DIRECTORY}/token"})
@@ -404,20 +410,13 @@ def _model(
         "image": image,
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["python", "-m", "medha_worker.pod.fetch_model"],
-        "args": [
-            *("--repository", wanted.repository, "--revision", wanted.revision, "--to", target),
-            *(
-                "--stages",
-                str(spec.parallelism.stream),
-                "--chunk-tokens",
-                str(spec.scheduling.max_chunk_tokens),
-            ),
-        ],
+        "args": [*_REPLICA_OPTIONS, "--to", target],
         "env": [{"name": "MEDHA_STAGE", "valueFrom": _STAGE}, *environment],
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(spec, with_devices=False),
         "securityContext": _locked_down(),
         "volumeMounts": [
+            _CONFIG_MOUNT,
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
             # The whole volume: its folders belong to this user only if the container makes them itself.
             {"name": "model", "mountPath": MODEL_DIRECTORY},

@@ -22,6 +22,8 @@ from medha_worker.readable import require_readable
 
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_MAP, _ADDED, _MODEL = "special_tokens_map.json", "added_tokens.json", "config.json"
+TOKENIZER_FILES = (_TOKENIZER, _CONFIG, _SPECIAL_MAP, _ADDED)
+"""Names of the files of a checkpoint that define its tokenizer."""
 _CLEANS_UP_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

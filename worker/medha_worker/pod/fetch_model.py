@@ -3,212 +3,328 @@
 A checkpoint of several files is fetched in part: configuration and tokenizer, and the files with a tensor that this
 stage's ranks read. Everything comes from one commit, even if the branch moves meanwhile.
 
-Pods may share the folder. One of them fetches at a time; the others then find its files. Each file is compared with the
-Hub's digest once, and with its size each time. If a commit is asked for and all of it is there, the Hub is not asked.
+Pods may share the folder (`fetched_files`): each file is fetched once, and compared with the Hub's digest. If a commit is
+asked for and all of it is there, the Hub is not asked.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import logging
+import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from fnmatch import fnmatch
-from hashlib import sha256
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import click
-from pydantic import BaseModel, ValidationError
 
+from medha.api.replica import MedhaReplicaSpec
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError
+from medha.wire.bundle_digest import BUNDLE_FILES
 from medha_process.part_process import configure_logging
+from medha_worker.checkpoints.tokenizer_files import TOKENIZER_FILES
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.stage_split import split_layers, tensors_of_stage
+from medha_worker.pod.fetched_files import Digest, FetchedFiles, HubFile, Listing
+from medha_worker.pod.pod_parts import read_replica
 
-INDEX = "model.safetensors.index.json"
-_NOT_READ = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", ".git*")
-"""Files that neither ranks nor routers read; many repositories hold the same weights in other formats."""
-_WEIGHTS = "*.safetensors"
-_RECORD = ".medha-fetched.json"
-_LOCK = ".medha-fetching"
+INDEX, _CONFIG, _SINGLE = "model.safetensors.index.json", "config.json", "model.safetensors"
+SMALL_FILES = frozenset((_CONFIG, INDEX, *BUNDLE_FILES, *TOKENIZER_FILES))
+"""What ranks, the controller and routers read beside the weights, of what repositories may hold."""
 _FIELD = "spec.model.source.huggingFace"
+_AT_ONCE = 8
+"""Files that a pod downloads at the same time: one connection rarely fills a network."""
+_ATTEMPTS = 2
+_SHOWN_PERCENT = 5
+_SHOWN_BYTES = 2**20
+"""Less than this is there at once, and needs no lines about progress."""
 
 _log = logging.getLogger("medha.fetch")
 
 
-class HubFile(BaseModel):
-    """A file of a repository."""
-
-    size_bytes: int | None
-    sha256: str | None
-    """Digest of its content; small files have none."""
-
-
-class Record(BaseModel):
-    """The contents of a folder: the repository's files at one commit, and those that were fetched and compared."""
-
-    commit: str
-    files: dict[str, HubFile]
-    fetched: list[str] = []
-
-
-def fetch(
-    repository: str, revision: str, target: Path, *, stage: int, stages: int, chunk_tokens: int
-) -> list[str]:
+def fetch(spec: MedhaReplicaSpec, stage: int, target: Path) -> list[str]:
     """Fetch what the ranks of a stage need into `target`; return the names of the files with weights.
 
     Raises:
-        MedhaError: the repository cannot be fetched, or its model is not supported.
+        MedhaError: the repository cannot be fetched, the volume cannot hold it, or its model is not supported.
     """
-    from httpx2 import HTTPError
-    from huggingface_hub.errors import (  # takes a second
-        HfHubHTTPError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # takes a second
 
+    source, stages = spec.model.source.hugging_face, spec.parallelism.stream
+    if source is None:
+        raise ConfigInvalid(
+            f"{_FIELD} is not set, so that nothing can be fetched; set it, or remove this container"
+        )
+    if not 0 <= stage < stages:
+        raise ConfigInvalid(
+            f"MEDHA_STAGE={stage}: spec.parallelism.stream makes {stages} stages, counted from 0"
+        )
+    repository, revision = source.repository, source.revision
+    faults: tuple[type[Exception], ...] = (*_no_answer(), OSError)
+    files = FetchedFiles(target)
     try:
-        with _alone(target):
-            record = _recorded(target)
-            if record is None or record.commit != revision:  # a branch may have moved
-                asked = _asked(repository, revision)
-                record = record if record is not None and record.commit == asked.commit else asked
-            small = [
-                name for name in record.files if not any(fnmatch(name, one) for one in (*_NOT_READ, _WEIGHTS))
-            ]
-            _complete(repository, target, record, small)
-            names = needed_files(target, stage=stage, stages=stages, chunk_tokens=chunk_tokens)
-            _log.info("stage %d of %d reads %d files with weights", stage, stages, len(names))
-            _complete(repository, target, record, names)
-    except PermissionError as error:
+        files.prepare()
+        listing = _listing(repository, revision, files)
+        for name in sorted(SMALL_FILES - listing.files.keys()):
+            files.remove(name)  # of an earlier commit of a branch
+        _complete(repository, files, listing, sorted(SMALL_FILES & listing.files.keys()))
+        config = ModelConfig.from_directory(target, spec.model.max_model_len, spec.model.rope_scaling)
+        names = needed_files(
+            target, split_layers(config, stages, spec.scheduling.max_chunk_tokens)[stage], config
+        )
+        _log.info("stage %d of %d reads %d files with weights", stage, stages, len(names))
+        _complete(repository, files, listing, names)
+        _log.info("all of them are there, as the Hub has them")
+    except (HfHubHTTPError, HFValidationError) as error:
         raise ConfigInvalid(
-            f"{_FIELD}.cache: its volume cannot be written ({error}); make it writable for the group 65532, which the "
-            "pods' fsGroup names"
+            f"{_FIELD}: {repository} at revision {revision} cannot be fetched ({error}); check both names, and "
+            "tokenSecret if it is gated or private"
         ) from error
-    except (HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled) as error:
+    except faults as error:
         raise ConfigInvalid(
-            f"{_FIELD}: {repository} at revision {revision} cannot be fetched ({error}); check both names, that the Hub "
-            "can be reached, and tokenSecret if the model is gated or private"
+            volume_fault(error, target)
+            or f"{_FIELD}: {repository} at revision {revision} cannot be fetched, because the Hub does not give it "
+            f"({error}); check the pods' network, and HF_ENDPOINT and HF_HUB_OFFLINE if they are set"
         ) from error
     return names
 
 
-def needed_files(directory: Path, *, stage: int, stages: int, chunk_tokens: int) -> list[str]:
-    """Return the names of the files that hold what the ranks of a stage read; all files' index is in `directory`.
+def needed_files(directory: Path, layers: range, config: ModelConfig) -> list[str]:
+    """Return the names of the files with what the ranks of a stage with `layers` read, by the index in `directory`.
 
     Raises:
-        MedhaError: the configuration or the index is wrong, or the model is not supported.
+        CheckpointInvalid: the index cannot be read.
     """
-    config = ModelConfig.from_directory(directory)
     index = directory / INDEX
     if not index.is_file():
-        return ["model.safetensors"]
+        return [_SINGLE]
     try:
-        file_of = {
-            str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()
-        }
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        file_of = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointInvalid(f"{index}: has no readable weight_map ({error!r})") from error
-    layers = split_layers(config, stages, chunk_tokens)[stage]
     return sorted({file_of[name] for name in tensors_of_stage(file_of, config, layers)})
 
 
-@contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Wait until no other container fetches into this folder."""
-    target.mkdir(parents=True, exist_ok=True)
-    with (target / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.info("another pod fetches into the same folder; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+class Progress:
+    """Counts the bytes that have arrived, and reports each `_SHOWN_PERCENT` of the whole once."""
+
+    def __init__(self, total_bytes: int, report: Callable[[str], None]) -> None:
+        self._total_bytes, self._report = total_bytes, report
+        self._arrived_bytes = 0
+        self._lock = Lock()  # files arrive in several threads
+
+    def add(self, count_bytes: float) -> None:
+        with self._lock:
+            before = self._step()
+            self._arrived_bytes += int(count_bytes)
+            if self._step() > before:
+                self._report(
+                    f"fetched {self._step() * _SHOWN_PERCENT} %: {_mebibytes(self._arrived_bytes)} of "
+                    f"{_mebibytes(self._total_bytes)}"
+                )
+
+    def _step(self) -> int:
+        percent = 100 * self._arrived_bytes // self._total_bytes if self._total_bytes else 0
+        return min(percent, 100) // _SHOWN_PERCENT
 
 
-def _recorded(target: Path) -> Record | None:
-    """Return what the folder holds, if anything was fetched into it."""
+def _listing(repository: str, revision: str, files: FetchedFiles) -> Listing:
+    """Return the files of a revision: as kept for a commit, which cannot change, and as the Hub has them for others.
+
+    If the Hub does not answer, what the revision named before counts.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    kept = files.listing()
+    if kept is not None and kept.commit == revision:
+        return kept
     try:
-        return Record.model_validate_json((target / _RECORD).read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None
+        asked = _asked(repository, revision)
+    except _no_answer() as error:
+        if isinstance(error, HfHubHTTPError) or kept is None or kept.revision != revision:
+            raise
+        _log.warning(
+            "the Hub does not answer (%s); going on with commit %s, which revision %s named before",
+            error,
+            kept.commit,
+            revision,
+        )
+        return kept
+    files.keep_listing(asked)
+    return asked
 
 
-def _asked(repository: str, revision: str) -> Record:
+def _no_answer() -> tuple[type[Exception], ...]:
+    """Return the classes of errors that say that the Hub cannot be reached, or must not be asked."""
+    from huggingface_hub import errors
+
+    # The library imports it from the HTTP client that it uses; releases differ.
+    return (errors.HTTPError, ConnectionError)  # type: ignore[attr-defined]
+
+
+def _asked(repository: str, revision: str) -> Listing:
     """Ask the Hub for the commit of a revision, and its files."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, revision=revision, files_metadata=True)
     assert info.sha is not None, "the Hub names a commit for every revision"
+
+    def digest(file: Any) -> Digest | None:
+        if file.lfs is not None:
+            return Digest(kind="sha256", value=file.lfs.sha256)
+        return Digest(kind="git-sha1", value=file.blob_id) if file.blob_id else None
+
     files = {
-        file.rfilename: HubFile(size_bytes=file.size, sha256=file.lfs.sha256 if file.lfs else None)
-        for file in info.siblings or ()
+        file.rfilename: HubFile(size_bytes=file.size, digest=digest(file)) for file in info.siblings or ()
     }
-    return Record(commit=info.sha, files=files)
+    return Listing(revision=revision, commit=info.sha, files=files)
 
 
-def _complete(repository: str, target: Path, record: Record, names: Iterable[str]) -> None:
-    """Fetch those of the named files that are not there, or differ from what was fetched, and compare them."""
-    from huggingface_hub import snapshot_download
-
-    missing = []
+def _complete(repository: str, files: FetchedFiles, listing: Listing, names: Sequence[str]) -> None:
+    """Fetch those of the named files that are not there as the Hub has them."""
     for name in names:
-        if name not in record.files:
+        if name not in listing.files or Path(name).name != name:
+            whose = "whose index names it" if name != _SINGLE else "and no index of several files"
             raise CheckpointInvalid(
-                f"{repository} at {record.commit} has no file {name}, which its index names; choose another revision"
+                f"{repository} at {listing.commit} has no file {name}, {whose}; choose a repository or a revision with "
+                "complete safetensors files"
             )
-        path, size_bytes = target / name, record.files[name].size_bytes
-        if name in record.fetched and path.is_file() and size_bytes in (None, path.stat().st_size):
-            continue
-        if path.exists():
-            _log.warning("%s is not what was fetched; fetching it again", name)
-            path.unlink()
-        missing.append(name)
+    missing = [name for name in names if not files.is_proven(name, listing.files[name])]
     if not missing:
         return
-    total = sum(record.files[name].size_bytes or 0 for name in missing)
+    total_bytes = sum(listing.files[name].size_bytes or 0 for name in missing)
+    _require_space(files.folder, total_bytes)
     _log.info(
-        "fetching %d files (%.1f MiB) of %s at %s", len(missing), total / 2**20, repository, record.commit
+        "fetching %d files (%s) of %s at %s: %s",
+        len(missing),
+        _mebibytes(total_bytes),
+        repository,
+        listing.commit,
+        ", ".join(missing),
     )
-    snapshot_download(repository, revision=record.commit, local_dir=target, allow_patterns=missing)
-    for name in missing:
-        _compare(target / name, record.files[name])
-    record.fetched = sorted({*record.fetched, *missing})
-    partial = target / f"{_RECORD}.partial"
-    partial.write_text(record.model_dump_json(), encoding="utf-8")
-    partial.rename(target / _RECORD)
+    progress = Progress(total_bytes, _log.info if total_bytes >= _SHOWN_BYTES else _log.debug)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        futures = [pool.submit(_complete_one, repository, files, listing, name, progress) for name in missing]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
-def _compare(path: Path, wanted: HubFile) -> None:
-    """Compare a file with the Hub's digest; remove it if it differs."""
-    if wanted.sha256 is None:
-        return
-    found = sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 24):
-            found.update(part)
-    if found.hexdigest() != wanted.sha256:
-        path.unlink()
-        raise CheckpointInvalid(
-            f"{path.name} was damaged on the way: its SHA-256 is {found.hexdigest()}, and the Hub's {wanted.sha256}; it "
-            "is fetched again when the pod tries again"
+def _complete_one(
+    repository: str, files: FetchedFiles, listing: Listing, name: str, progress: Progress
+) -> None:
+    """Fetch a file, unless another pod has done so by now, and compare it."""
+    from huggingface_hub import hf_hub_download
+
+    wanted, difference = listing.files[name], None
+    with files.held(name):
+        if files.has(name, wanted):
+            return
+        for _ in range(_ATTEMPTS):
+            try:
+                hf_hub_download(
+                    repository,
+                    name,
+                    revision=listing.commit,
+                    local_dir=files.folder,
+                    tqdm_class=_bar_of(progress),
+                )
+            except RuntimeError as error:  # hf_xet has no class of its own for most faults
+                raise OSError(f"{name}: {error}") from error
+            difference = files.compare(name, wanted)
+            if difference is None:
+                return
+            _log.warning("%s was damaged on the way: %s", name, difference)
+    raise CheckpointInvalid(
+        f"{name} was damaged on the way {_ATTEMPTS} times: {difference}; it is fetched again when the pod tries again. "
+        "Check the network, and the proxy or mirror if there is one"
+    )
+
+
+def _bar_of(progress: Progress) -> type[Any]:
+    """Return a class in the place of the library's progress bars, which counts for `progress` and draws nothing."""
+
+    class Bar:
+        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
+            progress.add(initial)  # what an earlier attempt has left
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Keep what was counted."""
+
+        def close(self) -> None:
+            """Keep what was counted."""
+
+        def update(self, count_bytes: float | None = 1) -> None:
+            progress.add(count_bytes or 0)
+
+        def update_transfer(self, _count_bytes: float | None = 1) -> None:
+            """Count no compressed bytes, since the same ones are counted when they are written."""
+
+        def set_postfix_str(self, *_: object, **__: object) -> None:
+            """Show no rate."""
+
+        set_transfer_postfix_str = set_postfix_str
+
+    return Bar
+
+
+def _require_space(folder: Path, wanted_bytes: int) -> None:
+    """Raise an error if the volume has too little space for what is missing, before hours of fetching."""
+    partial_bytes = sum(path.stat().st_size for path in folder.rglob("*.incomplete"))
+    free_bytes = shutil.disk_usage(folder).free + partial_bytes
+    if wanted_bytes > free_bytes:
+        raise OSError(
+            errno.ENOSPC, f"{_mebibytes(wanted_bytes)} are missing, and {_mebibytes(free_bytes)} are free"
         )
 
 
+def volume_fault(error: Exception, target: Path) -> str | None:
+    """Say what is wrong with the volume of `target`, and who can fix it; None if it is something else."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"{_FIELD}: the volume of {target} is full ({error}); give it more space: the volume of huggingFace.cache, or "
+            "without a cache the node's disk"
+        )
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"{_FIELD}.cache: {target} cannot be written by uid {os.geteuid()} ({error}); make the volume writable for "
+            "it: a claim by the pods' fsGroup, a directory of nodes by `chown -R`"
+        )
+    if code in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        return (
+            f"{_FIELD}.cache: the volume of {target} has no file locks ({error}), which pods need to share it; choose "
+            "another volume"
+        )
+    return None
+
+
+def _mebibytes(count_bytes: int) -> str:
+    return f"{count_bytes / 2**20:.1f} MiB"
+
+
 @click.command()
-@click.option("--repository", required=True, help="Id of the repository, owner/name.")
-@click.option("--revision", required=True, help="Branch, tag or commit.")
+@click.option("--replica", "document", type=click.Path(path_type=Path), required=True, help="replica.json.")
 @click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="Folder that is filled.")
 @click.option("--stage", type=int, envvar="MEDHA_STAGE", required=True, help="Stage of this pod, from 0.")
-@click.option("--stages", type=int, required=True, help="Stages of a lane: spec.parallelism.stream.")
-@click.option("--chunk-tokens", type=int, required=True, help="spec.scheduling.maxChunkTokens.")
-def main(repository: str, revision: str, target: Path, stage: int, stages: int, chunk_tokens: int) -> None:
+def main(document: Path, target: Path, stage: int) -> None:
     """Fetch the part of a model that one stage of a lane reads."""
-    configure_logging("info")
+    configure_logging("warning")  # of libraries, of which one logs each request
+    _log.setLevel(logging.INFO)
     try:
-        fetch(repository, revision, target, stage=stage, stages=stages, chunk_tokens=chunk_tokens)
+        fetch(read_replica(document).spec, stage, target)
     except MedhaError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
