@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,16 @@ def command(replica: Rendered, hub: Hub, folder: Path, stage: int) -> tuple[list
 
 
 def run(
-    replica: Rendered, hub: Hub, folder: Path, stage: int = 0, **environment: str
+    replica: Rendered,
+    hub: Hub,
+    folder: Path,
+    stage: int = 0,
+    *,
+    options: Sequence[str] = (),
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run the container until it ends."""
     argv, own = command(replica, hub, folder, stage)
     return subprocess.run(
-        argv, env=own | environment, capture_output=True, text=True, timeout=100, check=False
+        [*argv, *options], env=own | environment, capture_output=True, text=True, timeout=100, check=False
     )

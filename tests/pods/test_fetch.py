@@ -90,11 +90,15 @@ def fetched(replica: Rendered, hub: Hub, folder: Path, stage: int = 0, **environ
 
 
 def failed(replica: Rendered, hub: Hub, folder: Path, stage: int = 0, **environment: str) -> str:
-    """Run a container that fails; return the end of its log, as the kubelet puts it into the pod's status."""
-    done = run(replica, hub, folder, stage, **environment)
+    """Run a container that fails; return the reason that it leaves for the kubelet, which also ends its log."""
+    reason = folder / "termination-log"
+    reason.touch()
+    options = ["--termination-log", str(reason)]
+    done = run(replica, hub, folder, stage, options=options, **environment)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    return done.stderr.strip().splitlines()[-1]
+    assert done.stderr.endswith(f" ERROR medha.fetch: {reason.read_text()}\n")
+    return reason.read_text()
 
 
 def own_volumes(shared: Path, folder: Path) -> Path:
@@ -169,9 +173,10 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(tmp_path
 
 
 def test_a_revision_that_is_not_there_ends_the_init_container_with_words(hub: Hub, tmp_path: Path) -> None:
-    said = run(rendered("v3"), hub, tmp_path).stderr
-    assert "spec.model.source.huggingFace: team/model at revision v3 cannot be fetched" in said
-    assert "Traceback" not in said
+    said = failed(rendered("v3"), hub, tmp_path)
+    assert said.startswith(
+        "ConfigInvalid: spec.model.source.huggingFace: team/model at revision v3 cannot be fetched"
+    )
 
 
 @pytest.mark.parametrize("missing", [SHARDS[1], "model.safetensors"])
@@ -427,5 +432,7 @@ def test_the_user_of_pods_fills_a_directory_that_is_made_as_the_docs_say(
             assert found.stat().st_uid == 65532
         else:
             assert done.returncode == 1
-            assert last.startswith("ConfigInvalid: spec.model.source.huggingFace.cache: ")
+            assert last.partition(" ERROR medha.fetch: ")[2].startswith(
+                "ConfigInvalid: spec.model.source.huggingFace.cache: "
+            )
             assert "cannot be written by uid 65532" in last

@@ -32,6 +32,7 @@ from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.stage_split import split_layers, tensors_of_stage
 from medha_worker.pod.fetched_files import Digest, FetchedFiles, HubFile, Listing
 from medha_worker.pod.pod_parts import read_replica
+from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
 
 INDEX, _CONFIG, _SINGLE = "model.safetensors.index.json", "config.json", "model.safetensors"
 SMALL_FILES = frozenset((_CONFIG, INDEX, *BUNDLE_FILES, *TOKENIZER_FILES))
@@ -319,14 +320,18 @@ def _mebibytes(count_bytes: int) -> str:
 @click.option("--replica", "document", type=click.Path(path_type=Path), required=True, help="replica.json.")
 @click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="Folder that is filled.")
 @click.option("--stage", type=int, envvar="MEDHA_STAGE", required=True, help="Stage of this pod, from 0.")
-def main(document: Path, target: Path, stage: int) -> None:
+@click.option("--termination-log", type=click.Path(path_type=Path), default=TERMINATION_LOG)
+def main(document: Path, target: Path, stage: int, termination_log: Path) -> None:
     """Fetch the part of a model that one stage of a lane reads."""
     configure_logging("warning")  # of libraries, of which one logs each request
     _log.setLevel(logging.INFO)
     try:
         fetch(read_replica(document).spec, stage, target)
     except MedhaError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"  # the library's errors have several lines
+        leave_reason(termination_log, reason)
+        _log.error("%s", reason)
+        sys.exit(error.exit_status)
 
 
 if __name__ == "__main__":

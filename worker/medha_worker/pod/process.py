@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -40,8 +39,7 @@ from medha_worker.pod.pod_parts import (
     write_parts,
 )
 from medha_worker.pod.pod_watch import PodWatch
-
-MESSAGE_BYTES = 4096  # the kubelet reads no more of a termination message
+from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
 
 _log = logging.getLogger("medha.pod")
 
@@ -166,7 +164,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--keys", type=_FOLDER, required=True)
 @click.option("--enrolment", type=_FOLDER)
 @click.option("--model", "model_directory", type=_FOLDER)
-@click.option("--termination-log", type=click.Path(path_type=Path), default=Path("/dev/termination-log"))
+@click.option("--termination-log", type=click.Path(path_type=Path), default=TERMINATION_LOG)
 @click.option("--lane", type=int, envvar="MEDHA_LANE", required=True)
 @click.option("--stage", type=int, envvar="MEDHA_STAGE", required=True)
 @click.option("--leader", envvar="MEDHA_LEADER", required=True)
@@ -184,9 +182,7 @@ def main(replica_file: Path, termination_log: Path, **place: object) -> None:
     except MedhaError as error:
         reason, exit_status = f"{type(error).__name__}: {error}", error.exit_status
     if reason:
-        with suppress(OSError):  # a machine without a kubelet has no such file
-            if termination_log.exists():
-                termination_log.write_bytes(reason.encode()[:MESSAGE_BYTES])
+        leave_reason(termination_log, reason)
     end_if_unread(exit_status)
     if reason:
         _log.error("%s", reason)
