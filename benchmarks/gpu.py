@@ -18,7 +18,7 @@ on with what is missing, as long as the sources of the engine (`sources` in the 
 * chunks: what a chunk of 32 tokens costs more than a large one, for each token; and adaptive chunks against every static one:
   the time of a whole prefill, and the longest step, beside 16 decodes;
 * overhead: what a captured decode step costs beyond its kernels;
-* nccl: an all-reduce of one rank, captured and replayed;
+* nccl: an all-reduce of one rank, captured and replayed; an exchange with itself; an abort while a captured step exists;
 * races: the kernels' accesses under compute-sanitizer, where there is one.
 """
 
@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,8 @@ COMPILE_SECONDS = (
 )
 _STEPS = 20  # decode steps of `overhead`, one after the other
 _WORKER = ROOT / "worker" / "medha_worker"
-PROVED = ("device.py", "cuda_device.py", "kernels", "model")
+_ABORT_SECONDS = 5.0
+PROVED = ("device.py", "cuda_device.py", "kernels", "model", "rank/nccl_plane.py", "rank/loss_guard.py")
 """Files and folders of the worker whose digest a result names."""
 
 
@@ -556,22 +558,39 @@ def _busy_seconds(run: Callable[[], None], place: Place) -> float:
 
 
 def nccl(place: Place) -> Row:
+    """Return what NCCL does for one rank, in a group and with calls as those of a data plane."""
     if place.device.is_host:
         return {"skipped": "there is no GPU"}
-    import torch.distributed as dist
+    from torch.distributed import HashStore
 
-    dist.init_process_group(
-        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=place.device.torch_device
+    from medha_worker.rank.loss_guard import LossGuard
+    from medha_worker.rank.nccl_plane import NcclPod, nccl_groups, restrain_torch
+
+    device = place.device
+    restrain_torch()
+    group = nccl_groups(HashStore(), 0, device.torch_device)("pod 0", [0])
+    pod = NcclPod(group, 0, LossGuard(0, {}))
+    x = torch.ones(8, 4096, device=device.torch_device, dtype=device.dtype)
+    captured = [device.runtime.capture(lambda: pod.all_reduce(x))]
+    captured[0]()
+    seconds, replay_seconds = place.seconds(lambda: pod.all_reduce(x)), place.seconds(captured[0])
+    sent, received = (
+        torch.arange(4096, device=device.torch_device),
+        torch.zeros(4096, dtype=torch.int64, device=device.torch_device),
     )
-    x = torch.ones(8, 4096, device=place.device.torch_device, dtype=place.device.dtype)
-    dist.all_reduce(x)
-    replay = place.device.runtime.capture(lambda: dist.all_reduce(x))
-    replay()
-    place.device.synchronise()
-    found = {"sum": float(x.float().mean()), "seconds": place.seconds(lambda: dist.all_reduce(x)),
-             "replay_seconds": place.seconds(replay)}  # fmt: skip
-    dist.destroy_process_group()
-    return found
+    group._start_coalescing()
+    group.recv([received], 0, 0)
+    group.send([sent], 0, 0)
+    group._end_coalescing().block_current_stream()
+    found = {"sum": float(x.float().mean()), "seconds": seconds, "replay_seconds": replay_seconds,
+             "exchanged": torch.equal(sent, received), "error": group.get_error().name}  # fmt: skip
+    aborting = Thread(target=group.abort, daemon=True)
+    aborting.start()
+    aborting.join(_ABORT_SECONDS)
+    found["abort_waits_for_captured"] = aborting.is_alive()
+    captured.clear()
+    aborting.join(_ABORT_SECONDS)
+    return found | {"abort_ended": not aborting.is_alive()}
 
 
 def races(place: Place) -> Row:

@@ -131,7 +131,7 @@ class Merging:
                 output, sums = step.attend(*arguments)
                 own = torch.cat([output.float().flatten(), sums.float().flatten()])
                 theirs = torch.empty_like(own)
-                grid.finish(grid.start({other: own}, {other: theirs}))
+                grid.plane.finish(grid.plane.start({other: own}, {other: theirs}))
                 of_output = theirs[: output.numel()].view(output.shape)
                 of_sums = theirs[output.numel() :].view(sums.shape)
                 return merge_partials((output, of_output), (sums.float(), of_sums))
@@ -162,9 +162,9 @@ class RankProcess:
         if topology.ranks > 1:
             self.grid = Mesh(
                 topology, member.rank, member.endpoint, address="127.0.0.1", epoch=0, hidden_size=config.hidden_size,
-                dtype=torch.float32, rendezvous_seconds=60, wait_seconds=60,
+                device=device, rendezvous_seconds=60, wait_seconds=60,
             )  # fmt: skip
-            model = model.in_grid(self.grid.tensor_group, self.grid)
+            model = model.in_grid(self.grid.tensor_group, self.grid.plane)
         self.model = model
         blocks = -(-(member.tokens // topology.kv + 2 * STRIPE_TOKENS) // BLOCK_TOKENS)
         self.cache: KVCache = model.new_kv_cache(blocks, BLOCK_TOKENS)

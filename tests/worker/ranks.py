@@ -17,14 +17,17 @@ import torch
 
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Sample, Step, Tokens
+from medha_worker.device import host_device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
+from medha_worker.rank.data_plane import NewPlane
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import positions
 from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.mesh import Mesh
+from medha_worker.rank.plane_choice import choose_plane
 
 from .models import kernels_of_a_rank, load_model
 
@@ -62,8 +65,8 @@ class Recording:
 class Ranks:
     """Every rank of a grid with its part of a model."""
 
-    def __init__(self, topology: Topology, directory: Path) -> None:
-        self.topology = topology
+    def __init__(self, topology: Topology, directory: Path, new_plane: NewPlane = choose_plane) -> None:
+        self.topology, self._new_plane = topology, new_plane
         self._config = config = ModelConfig.from_directory(directory)
         self._pool = ThreadPoolExecutor(topology.ranks, initializer=torch.set_num_threads, initargs=(1,))
         stages = stage_layers(config.num_layers, topology.stream)
@@ -88,8 +91,8 @@ class Ranks:
 
         def rendezvous(rank: int) -> Mesh:
             return Mesh(
-                self.topology, rank, endpoint, address="127.0.0.1", epoch=0, hidden_size=size, dtype=torch.float32,
-                rendezvous_seconds=30.0,
+                self.topology, rank, endpoint, address="127.0.0.1", epoch=0, hidden_size=size, device=host_device(torch.float32),
+                rendezvous_seconds=30.0, new_plane=self._new_plane,
             )  # fmt: skip
 
         self._grids = self.on_all(rendezvous)
@@ -137,7 +140,7 @@ class Ranks:
         def work(rank: int) -> tuple[list[Sample], list[torch.Tensor]]:
             grid = self._grids[rank]
             model = self._models[rank]
-            model = (model.with_kernels(kernels) if kernels else model).in_grid(grid.tensor_group, grid)
+            model = (model.with_kernels(kernels) if kernels else model).in_grid(grid.tensor_group, grid.plane)
             recording = Recording(model)
             executor = Executor(
                 recording,

@@ -174,3 +174,16 @@ def test_padding_costs_at_most_seven_rows_or_an_eighth() -> None:
         for rows in range(1, most + 1):
             padded = min(size for size in sizes if size >= rows)
             assert padded - rows <= max(7, rows / 4), (rows, padded)
+
+
+def test_captured_work_is_gone_once_it_is_let_go_of_though_a_prepared_step_refers_to_it(
+    model: Transformer, runtime: Repeating
+) -> None:
+    cache = filled(model)
+    model.capture_decodes(cache, SIZES)
+    tokens, positions, spans = decodes([33, 5])
+    prepared = model.prepare(positions, spans, cache)
+    model.forget_captured()
+    with pytest.raises(RuntimeError, match="a captured step was replayed after its release"):
+        model.forward(tokens, prepared)
+    assert (runtime.replays, model.captures) == (0, False)

@@ -95,6 +95,27 @@ def test_a_step_stays_on_its_device(checkpoint: Path, dtype: torch.dtype, stage:
         assert watch.found == []
 
 
+def shared_with_two_lanes() -> SpreadPlan:
+    """Return a plan of lane 0 that has every part: rows that stay, leave and arrive, direct queries, and both rings."""
+    own = Rows(ROWS, spans())
+    there = Rows(4, [SequenceSpan(0, 4, 60, np.arange(4), is_causal=False)])
+    rows = torch.arange(0, 40, 2)
+    ring = Rows(len(rows), [SequenceSpan(3, 5, 30, np.arange(2), is_causal=False)])
+    return SpreadPlan(
+        local=own,
+        landing=Landing(
+            (torch.arange(30), np.arange(40, 70)),
+            {1: torch.arange(30, 42)},
+            {2: np.array([7, 90, 3])},
+        ),
+        own=[OwnPart(slice(40, 41), (1,))],
+        foreign=[(2, there)],
+        queries=RingQueries((0, 1), rows, {0: ring, 1: there}, (1,)),
+        keys=RingKeys((0, 1, 2), rows, torch.tensor([4, 1]), {0: 2, 1: 2, 2: 3}, {1: ring, 2: ring}),
+        sequences=[span.rows for span in own.spans],
+    )
+
+
 class Links:
     """Links to two other lanes, from which something always arrives at once."""
 
@@ -106,30 +127,13 @@ class Links:
 
 
 def test_a_step_of_several_lanes_stays_on_its_device(checkpoint: Path) -> None:
-    """The plan has every part: rows that stay, leave and arrive, direct queries, and both rings."""
     whole = Shard.whole(ModelConfig.from_directory(checkpoint))
     with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, watch):
         links: Any = Links()
         cache = model.new_kv_cache(16, BLOCK_TOKENS)
         model = model.in_grid(Alone(), links)
-        own = Rows(ROWS, spans())
-        there = Rows(4, [SequenceSpan(0, 4, 60, np.arange(4), is_causal=False)])
-        rows = torch.arange(0, 40, 2)
-        ring = Rows(len(rows), [SequenceSpan(3, 5, 30, np.arange(2), is_causal=False)])
-        plan = SpreadPlan(
-            local=own,
-            landing=Landing(
-                (torch.arange(30), np.arange(40, 70)),
-                {1: torch.arange(30, 42)},
-                {2: np.array([7, 90, 3])},
-            ),
-            own=[OwnPart(slice(40, 41), (1,))],
-            foreign=[(2, there)],
-            queries=RingQueries((0, 1), rows, {0: ring, 1: there}, (1,)),
-            keys=RingKeys((0, 1, 2), rows, torch.tensor([4, 1]), {0: 2, 1: 2, 2: 3}, {1: ring, 2: ring}),
-            sequences=[span.rows for span in own.spans],
-        )
-        hidden = run_step(model, torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), (), cache, plan)
+        tokens, plan = torch.zeros(ROWS, dtype=torch.int64), shared_with_two_lanes()
+        hidden = run_step(model, tokens, torch.arange(ROWS), (), cache, plan)
         assert hidden.device.type == "cuda"
         assert watch.found == []
 

@@ -20,8 +20,11 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from medha.errors import PartFailed
 from medha.topology import Topology
-from medha_worker.rank.mesh import MOST_WAIT_SECONDS, WAIT_SECONDS, Mesh
+from medha_worker.device import host_device
+from medha_worker.rank.data_plane import MOST_WAIT_SECONDS
+from medha_worker.rank.mesh import WAIT_SECONDS, Mesh
 
+HOST_DEVICE = host_device(torch.float32)
 FAR_BEYOND_THE_BOUND_SECONDS = 8.0  # of one second
 
 
@@ -33,7 +36,7 @@ def free_endpoint() -> str:
 
 def rendezvous(topology: Topology, rank: int, endpoint: str, epoch: int, seconds: float = 20.0) -> Mesh:
     return Mesh(
-        topology, rank, endpoint, address="127.0.0.1", epoch=epoch, hidden_size=3, dtype=torch.float32, rendezvous_seconds=seconds,
+        topology, rank, endpoint, address="127.0.0.1", epoch=epoch, hidden_size=3, device=HOST_DEVICE, rendezvous_seconds=seconds,
         wait_seconds=min(seconds, WAIT_SECONDS),
     )  # fmt: skip
 
@@ -75,7 +78,7 @@ def test_hidden_states_and_tokens_find_their_way_and_nothing_that_was_sent_is_ke
         assert [tokens for _, tokens in found] == [[number, -1], [number, -1], [], []]
         assert found[2][0] == [float(number)] * 3
         assert found[3][0] == [float(number + 1)] * 3
-    assert all(len(grid._sent_hidden) <= 4 for grid in grids)
+    assert all(len(grid.plane._sent) <= 4 for grid in grids)
     assert all(len(grid._sent_tokens) <= 12 for grid in grids)
     on_all(grids, Mesh.close)
 
@@ -161,7 +164,7 @@ def test_hidden_states_come_while_nobody_waits_for_them() -> None:
     sent = torch.arange(3.0 * 2**16).reshape(-1, 3)  # more than the kernel's buffers hold
     second.expect_hidden(len(sent))
     first.send_hidden(sent)
-    first._sent_hidden._works[0][0].wait(timedelta(seconds=5))  # they have arrived
+    first.plane._sent._works[0][0].wait(timedelta(seconds=5))  # they have arrived
     assert torch.equal(second.receive_hidden(), sent)
     on_all([first, second], Mesh.close)
 
@@ -221,7 +224,7 @@ def test_a_port_that_is_taken_and_an_address_that_is_not_ours_are_named() -> Non
         rendezvous(topology, 0, "tcp://203.0.113.7:4000", epoch=0)
     with pytest.raises(PartFailed, match=r"rank 0 cannot listen at its own address, 203\.0\.113\.7: "):
         Mesh(
-            topology, 0, free_endpoint(), address="203.0.113.7", epoch=0, hidden_size=3, dtype=torch.float32, rendezvous_seconds=1.0
+            topology, 0, free_endpoint(), address="203.0.113.7", epoch=0, hidden_size=3, device=HOST_DEVICE, rendezvous_seconds=1.0
         )  # fmt: skip
     nobody = free_endpoint()
     with pytest.raises(
@@ -293,7 +296,7 @@ def test_who_waits_gives_a_step_as_much_time_as_it_was_predicted_to_take_many_ti
             grid.tensor_group.all_reduce(one)
         elif "kv" in shape:
             other = 1 - grid.lane
-            grid.finish(grid.start({other: one}, {other: torch.empty(1, 3)}))
+            grid.plane.finish(grid.plane.start({other: one}, {other: torch.empty(1, 3)}))
         elif grid.is_first_stage:
             grid.send_hidden(one)
         else:

@@ -108,7 +108,7 @@ def run(ranks: Ranks, *, large: bool, tight_rank: int | None, goes_ahead: bool =
 
     def work(rank: int) -> list[Done]:
         grid = ranks._grids[rank]
-        model = ranks._models[rank].in_grid(grid.tensor_group, grid)
+        model = ranks._models[rank].in_grid(grid.tensor_group, grid.plane)
         if rank == tight_rank:
             tight: Any = Tight(model.kernels.attention, LARGE)
             model.kernels = replace(model.kernels, attention=tight)
@@ -308,7 +308,9 @@ def run_shared(
     def work(rank: int) -> list[Done]:
         grid = ranks._grids[rank]
         running = 0
-        model = ranks._models[rank].in_grid(grid.tensor_group, grid, lambda: tight_steps.append(running))
+        model = ranks._models[rank].in_grid(
+            grid.tensor_group, grid.plane, lambda: tight_steps.append(running)
+        )
         tight: Any = Tight(model.kernels.attention, 10 if rank == tight_rank else math.inf)
         model.kernels = replace(model.kernels, attention=tight)
         runner = Executor(

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -47,3 +48,17 @@ def test_what_would_come_again_and_again_ends_the_process(
 ) -> None:
     with pytest.raises(type(error)):
         lost_by(error, engine=engine, ranks=ranks)
+
+
+def test_results_of_a_step_in_which_a_rank_was_lost_are_not_sent() -> None:
+    rank, engine, step = MagicMock(), MagicMock(), MagicMock(predicted_seconds=0.1)
+    engine.grid.rank = engine.grid.sampling_rank = 0
+    engine.grid.begin_step.return_value = 0.1
+    Rank._run_step(rank, engine, step)
+    rank._prefetcher.send.assert_called_once_with(engine.executor.run.return_value)
+    rank._prefetcher.send.reset_mock()
+    engine.grid.end_step.side_effect = PartFailed("rank 1 left")
+    with pytest.raises(PartFailed, match="rank 1 left"):
+        Rank._run_step(rank, engine, step)
+    assert engine.executor.run.call_count == 2
+    rank._prefetcher.send.assert_not_called()

@@ -6,12 +6,12 @@ signatures of the pinned torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from medha_worker.device import Device
+from medha_worker.device import HOST, Device
 
 _WARM_RUNS = 2
 """Runs before a capture: libraries allocate and choose kernels in their first run, which a capture must not see."""
@@ -32,6 +32,9 @@ class CudaRuntime:
             return tensor
         # From pinned memory the copy is asynchronous. Torch keeps that memory until the copy is done.
         return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=HOST, pin_memory=True)
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
@@ -55,7 +58,8 @@ class CudaRuntime:
         return graph.replay
 
     def synchronise(self) -> None:
-        torch.cuda.synchronize(self._device)
+        # Not the whole device: receives of the next step may be waiting on streams of their own.
+        torch.cuda.current_stream(self._device).synchronize()
 
 
 class CudaMark:

@@ -11,7 +11,7 @@ module of the engine names a device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -64,6 +64,10 @@ class Runtime(Protocol):
         """Return a tensor on the device: itself if it is there already, else a copy that nobody waits for."""
         ...
 
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor in host memory that is fast to copy to and from the device."""
+        ...
+
     def ahead(self) -> AbstractContextManager[None]:
         """Run what the calling thread gives in this context beside the work of other threads, not behind it."""
         ...
@@ -80,7 +84,7 @@ class Runtime(Protocol):
         ...
 
     def synchronise(self) -> None:
-        """Wait until the device has done all work that it was given."""
+        """Wait until the device has done all work that the calling thread has given, and not for that of others."""
         ...
 
 
@@ -106,7 +110,7 @@ class Device:
         return self.runtime.place(tensor)
 
     def synchronise(self) -> None:
-        """Wait until the device has done all work that it was given."""
+        """Wait until the device has done all work that the calling thread has given."""
         self.runtime.synchronise()
 
 
@@ -137,6 +141,9 @@ class InOrder:
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._torch_device)
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=HOST)
 
     @contextmanager
     def ahead(self) -> Iterator[None]:

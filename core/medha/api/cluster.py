@@ -165,8 +165,7 @@ class ResourcesSpec(Model):
         default={}, max_length=64, json_schema_extra=restart()
     )
     """Environment variables of NCCL for each pod, e.g. `NCCL_SOCKET_IFNAME: eth1`. With an accelerator,
-    `NCCL_DEBUG` is `WARN` unless it is set here; NCCL's own defaults hold for all others. The ranks of this
-    release exchange tensors over gloo, so that only libraries of your own in the pod read them."""
+    `NCCL_DEBUG` is `WARN` unless it is set here; NCCL's own defaults hold for all others."""
     requests: dict[str, ResourceQuantity] = Field(default={}, max_length=32, json_schema_extra=restart())
     """Resource requests of each pod, e.g. `cpu: "8"`, `memory: 64Gi`. The accelerator and `devices` are
     added automatically."""

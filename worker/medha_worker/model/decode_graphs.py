@@ -74,6 +74,7 @@ class DecodeGraphs:
         # The largest first: smaller ones then fit into the memory that it took.
         by_size = {rows: [captured(rows) for _ in range(_COPIES)] for rows in reversed(self._sizes)}
         self._next = {rows: cycle(copies) for rows, copies in by_size.items()}
+        self._all = [step for copies in by_size.values() for step in copies]
 
     def take(
         self, positions: torch.Tensor, spans: Sequence[SequenceSpan], kv_cache: KVCache
@@ -89,6 +90,11 @@ class DecodeGraphs:
         captured = next(self._next[size])
         captured.fill(positions, spans)
         return CapturedRows(captured, rows)
+
+    def release(self) -> None:
+        """Let go of all captured work; steps that were taken can no longer be replayed."""
+        for step in self._all:
+            step.release()
 
 
 class CapturedRows:
@@ -152,6 +158,14 @@ class _CapturedStep:
         self._used = self._device.runtime.mark()
         assert self._hidden is not None
         return self._hidden
+
+    def release(self) -> None:
+        """Let go of the captured work, whoever still holds this step."""
+        self._replay = _released
+
+
+def _released() -> None:
+    raise RuntimeError("a captured step was replayed after its release")
 
 
 class _GraphStep:

@@ -136,8 +136,7 @@ class Transformer:
 
         Prepared steps of decodes alone over `kv_cache` then are replays.
         """
-        can_capture = self.device.runtime.captures and self._group.captures
-        if not can_capture or self.kernels.attention.for_graph(1, 1) is None:
+        if not self.can_capture:
             return
         is_first = self._weights.embedding is not None
         row = (
@@ -150,12 +149,23 @@ class Transformer:
         )
 
     @property
+    def can_capture(self) -> bool:
+        """True if device, kernels and group can capture steps."""
+        return (
+            self.device.runtime.captures
+            and self._group.captures
+            and self.kernels.attention.for_graph(1, 1) is not None
+        )
+
+    @property
     def captures(self) -> bool:
         """True if steps of decodes alone are captured."""
         return self._graphs is not None
 
     def forget_captured(self) -> None:
-        """Let go of the captured steps and their memory."""
+        """Let go of the captured steps and their memory, also where steps have been prepared for them."""
+        if self._graphs is not None:
+            self._graphs.release()
         self._graphs = None
 
     @torch.inference_mode()

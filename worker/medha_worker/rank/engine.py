@@ -23,7 +23,7 @@ from medha.topology import Topology
 from medha.wire.messages import RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.cuda_device import cuda_device
-from medha_worker.device import HOST, Device, host_device
+from medha_worker.device import Device, host_device
 from medha_worker.device_choice import choose_gpu, cuda_facts
 from medha_worker.host_memory import keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
@@ -63,6 +63,13 @@ class Engine:
     executor: Executor
     grid: Mesh | None
     ready: RankReady
+    model: Transformer
+
+    def leave(self) -> None:
+        """Let go of the captured steps, then of the groups that these were captured with."""
+        self.model.forget_captured()
+        if self.grid is not None:
+            self.grid.close()
 
 
 class Loaded:
@@ -107,7 +114,7 @@ class Loaded:
                 address=settings.address,
                 epoch=rendezvous.epoch,
                 hidden_size=config.hidden_size,
-                dtype=self._model.dtype,
+                device=self._model.device,
                 rendezvous_seconds=RENDEZVOUS_SECONDS,
             )
         try:
@@ -122,13 +129,13 @@ class Loaded:
 
     def _in_grid(self, grid: Mesh, ran_out: Callable[[], None]) -> Transformer:
         group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
-        return self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS), ran_out)
+        return self._model.in_grid(group, self._recorder.watch(grid.plane, waits=LANE_WAITS), ran_out)
 
     def _begin(self, model: Transformer, epoch: int, grid: Mesh | None) -> Engine:
         settings, config = self._settings, self._config
         assert self._warm is not None
         kv_cache = self._pool(self._warm, grid)
-        model.capture_decodes(kv_cache, captured_sizes(settings.spec.scheduling.max_running))
+        self._capture(model, kv_cache, grid)
         ready = RankReady(
             rank=settings.rank,
             block_size_tokens=kv_cache.block_tokens,
@@ -161,7 +168,17 @@ class Loaded:
             lane=settings.topology.coordinates(settings.rank).kv,
             pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
         )
-        return Engine(executor, grid, ready)
+        return Engine(executor, grid, ready, model)
+
+    def _capture(self, model: Transformer, kv_cache: KVCache, grid: Mesh | None) -> None:
+        """Capture steps of decodes, in lock-step with the tensor ranks of this pod."""
+        sizes = captured_sizes(self._settings.spec.scheduling.max_running)
+        if grid is None or not model.can_capture:
+            model.capture_decodes(kv_cache, sizes)
+            return
+        with grid.warming_up():
+            model.capture_decodes(kv_cache, sizes)
+        grid.smallest(0)  # until all ranks are here, those that capture report that they are alive
 
     def _link_rate(self, grid: Mesh | None) -> float:
         """Measure bytes per second between lanes; 0 unless the prefill strategy is chosen by it (`auto`)."""
@@ -180,12 +197,12 @@ class Loaded:
         if grid is None:
             self._warm = self._warm or self._warm_up(self._model, lambda: False, progress)
             return
-        all_warm = _total(grid, int(self._warm is not None)) == self._settings.topology.tensor
+        all_warm = grid.total_in_pod(int(self._warm is not None)) == self._settings.topology.tensor
         if not all_warm:
             short: list[None] = []
             model = self._in_grid(grid, lambda: short.append(None))
             with grid.warming_up():
-                self._warm = self._warm_up(model, lambda: _total(grid, len(short)) > 0, progress)
+                self._warm = self._warm_up(model, lambda: grid.total_in_pod(len(short)) > 0, progress)
 
     def _warm_up(self, model: Transformer, ran_out: Callable[[], bool], progress: Progress) -> WarmUp:
         scheduling = self._settings.spec.scheduling
@@ -285,13 +302,6 @@ def _device(settings: RankSettings, dtype: torch.dtype) -> Device:
         return host_device(dtype)
     here = settings.place_on_host
     return cuda_device(choose_gpu(settings.accelerator, here, settings.neighbours, cuda_facts(here)), dtype)
-
-
-def _total(grid: Mesh, count: int) -> int:
-    """Return the sum of a count over the tensor ranks of this pod."""
-    total = torch.tensor([count], device=HOST)
-    grid.tensor_group.all_reduce(total)
-    return int(total)
 
 
 _NO_POOL = 2**62

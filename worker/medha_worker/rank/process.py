@@ -263,8 +263,8 @@ class Rank:
         self._prefetcher.send(RankFault(self._settings.rank, reason, lost_epoch=epoch))
 
     def _leave(self) -> None:
-        if self._engine is not None and self._engine.grid is not None:
-            self._engine.grid.close()
+        if self._engine is not None:
+            self._engine.leave()
         self._engine = None
 
     def _rendezvous(self, loaded: Loaded, rendezvous: Rendezvous) -> None:
@@ -322,6 +322,8 @@ class Rank:
 
         with self._prefetcher.busy(lambda following: self._plan(engine, following)):
             done = executor.run(planned, stage_is_free)
+        if grid is not None:
+            grid.end_step()
         if done is not None and (grid is None or grid.rank == grid.sampling_rank):
             self._prefetcher.send(done)
         self._recorder.end(ran=done is not None)
