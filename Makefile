@@ -138,11 +138,12 @@ format: $(STAMP) ## let ruff write the code's form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 .PHONY: gen
-gen: $(STAMP) ## write the generated files: crds/, charts/, dashboards/, docs/cli.md, docs/metrics.md, docs/modules.md
+gen: $(STAMP) ## write the generated files: crds/, charts/, dashboards/, docs/cli.md, docs/metrics.md, docs/modules.md, a table of docs/gpu.md
 	$(BIN)/python -m medha_cli.reference docs
 	$(BIN)/python -m medha_operator.crds crds
 	$(BIN)/python dashboards/generate.py dashboards charts/medha/files/dashboards
 	$(BIN)/python charts/generate.py
+	$(BIN)/python -m tests.worker.flashinfer_defects
 
 .PHONY: clean
 clean: ## remove .venv, caches and the checkpoint of `make run`

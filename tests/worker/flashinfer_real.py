@@ -61,16 +61,21 @@ class Kernel:
         sums.copy_(log_sums)
 
 
-def installed() -> Any:
-    """Return the package `flashinfer`, with its kernels and what it asks of CUDA replaced."""
-    library = importlib.import_module("flashinfer")
-    double = FlashInferDouble()
+def without_pinned_memory() -> None:
+    """Let `torch.empty` make ordinary memory where pinned memory is asked for, which needs a driver."""
     empty = torch.empty
 
     def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return empty(*args, **kwargs)
 
     torch.empty = unpinned  # type: ignore[assignment]
+
+
+def installed() -> Any:
+    """Return the package `flashinfer`, with its kernels and what it asks of CUDA replaced."""
+    library = importlib.import_module("flashinfer")
+    double = FlashInferDouble()
+    without_pinned_memory()
     for name in ("prefill", "decode", "cascade", "norm", "rope", "activation"):
         module = importlib.import_module(f"flashinfer.{name}")
         answers: Mapping[str, Any] = {

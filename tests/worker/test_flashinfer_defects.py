@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import medha_worker.kernels.flashinfer as right
 from medha_worker.kernels.torch_rows import TorchRows
 
 from .computing_device import on_device, on_host
-from .flashinfer_cases import PACKAGE, adapter, assert_equals_torch, attended
-from .flashinfer_defects import DEFECTS, STEPS, Defect
+from .flashinfer_cases import adapter, assert_equals_torch, attended
+from .flashinfer_defects import DEFECTS, PAGE, STEPS, Defect, page_with_table, planted
 from .flashinfer_double import FlashInferDouble, Refused
 
 
@@ -66,35 +63,19 @@ def _rows(package: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(on_host(turned), heads), (on_host(multiplied), TorchRows().silu_multiply(wide.clone()[:, :192]))]
 
 
-@pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Defect], str]:
-    """Return a function that copies the adapter with a defect, and returns the copy's name."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def plant(defect: Defect) -> str:
-        name = "planted_" + re.sub(r"\W", "_", defect.name)
-        (tmp_path / name).mkdir()
-        for path in Path(str(right.__file__)).parent.glob("*.py"):
-            text = path.read_text(encoding="utf-8")
-            if path.name == defect.file:
-                found = text.count(defect.right)
-                assert found == 1, (
-                    f"{defect.right!r} occurs {found} times in {path.name}: follow it with the defect"
-                )
-                text = text.replace(defect.right, defect.wrong)
-            (tmp_path / name / path.name).write_text(text.replace(PACKAGE, name), encoding="utf-8")
-        return name
-
-    return plant
-
-
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_the_defect_is_found(defect: Defect, planted: Callable[[Defect], str]) -> None:
-    assert found_by(planted(defect)) == defect.found_by
+def test_the_defect_is_found(defect: Defect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert found_by(planted(defect, tmp_path)) == defect.found_by
 
 
-def test_without_a_defect_nothing_is_found(planted: Callable[[Defect], str]) -> None:
-    assert (
-        found_by(planted(Defect("none", "page_tables.py", "class PagedBatch:", "class PagedBatch:", "")))
-        == "nothing"
-    )
+def test_without_a_defect_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    none = Defect("none", "page_tables.py", "class PagedBatch:", "class PagedBatch:", "", "")
+    assert found_by(planted(none, tmp_path)) == "nothing"
+
+
+def test_the_page_on_gpus_lists_the_defects() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == page_with_table(), "run `make gen`"
+    assert all(f"| {defect.name} | " in page for defect in DEFECTS)

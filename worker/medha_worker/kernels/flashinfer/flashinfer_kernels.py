@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from medha_worker.device import Device
+from medha_worker.kernels.flashinfer.compiled_modules import DTYPES, HEAD_DIMS
 from medha_worker.kernels.flashinfer.flashinfer_attention import FlashInferAttention
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 from medha_worker.kernels.sequence_span import SequenceSpan
 
-_HEAD_DIMS = (64, 128, 256)
 # Rows of the MLP are read 16 bytes at a time.
 _VALUES_AT_ONCE = 8
 
@@ -39,13 +39,13 @@ def flashinfer_kernels(
     """
     if device.torch_device.type != "cuda":
         raise KernelsUnavailable(f"they run on NVIDIA GPUs, and the device is {device.torch_device}")
-    if device.dtype not in (torch.float16, torch.bfloat16):
+    if device.dtype not in DTYPES.values():
         raise KernelsUnavailable(
-            f"they compute in float16 and bfloat16, and the model runs in {device.dtype}"
+            f"they compute in {' and '.join(DTYPES)}, and the model runs in {device.dtype}"
         )
-    if sizes.head_dim not in _HEAD_DIMS:
+    if sizes.head_dim not in HEAD_DIMS:
         raise KernelsUnavailable(
-            f"they have heads of {', '.join(map(str, _HEAD_DIMS))} values, and the model's have {sizes.head_dim}"
+            f"they have heads of {', '.join(map(str, HEAD_DIMS))} values, and the model's have {sizes.head_dim}"
         )
     if not torch.cuda.is_available():
         raise KernelsUnavailable("torch sees no GPU")

@@ -1,0 +1,61 @@
+"""An environment of its own for tests that need FlashInfer, beside the packages that are installed here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+
+
+def required_by(extra: str) -> list[str]:
+    """Return what an extra adds to other extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [line for line in project["optional-dependencies"][extra] if Requirement(line).name != "medha"]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+class Environment:
+    """A virtual environment with further packages, in which modules of this repository run."""
+
+    def __init__(self, folder: Path, requirements: Sequence[str], pinned: Mapping[str, str]) -> None:
+        """Make it in `folder`, and install `requirements` as `pinned`."""
+        constraints = folder / "constraints.txt"
+        constraints.write_text("".join(f"{name}=={pin}\n" for name, pin in pinned.items()))
+        venv.create(folder / "environment")
+        self.bin = folder / "environment" / "bin"
+        self.python = str(self.bin / "python")
+        site = subprocess.check_output(
+            [self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        )
+        self.site = Path(site.strip())
+        (self.site / "installed_already.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        installing = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
+        installing += ["--disable-pip-version-check", "--constraint", str(constraints)]
+        subprocess.run([*installing, *requirements], check=True)
+
+    def run(self, *argv: str, **variables: str) -> str:
+        """Run a module, and return what it prints; the test fails if it does."""
+        here = os.pathsep.join(str(ROOT / folder) for folder in ("core", "worker"))
+        done = subprocess.run(
+            [self.python, "-m", *argv],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": here, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout

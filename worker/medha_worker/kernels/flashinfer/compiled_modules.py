@@ -1,0 +1,183 @@
+"""Compiles FlashInfer's modules that the adapter runs, on any machine, so that no replica has to.
+
+    python -m medha_worker.kernels.flashinfer.compiled_modules --out DIR --arch 9.0a
+
+The list of these modules is here, and nowhere else. The compiler comes from PyPI, with the extra `gpu-build`; the linker is the
+machine's `c++`. Each module becomes `DIR/<name>/<name>.so`, where `name` is FlashInfer's, and `DIR/modules.json` says what each
+one took. FlashInfer finds them, and needs no compiler, if DIR is its folder `data/aot`. It takes `norm` from there only if
+`FLASHINFER_USE_CUDA_NORM=1` is in a replica's environment; otherwise it compiles another norm, without nvcc.
+
+Decodes need no module of their own: on tensor cores, FlashInfer runs them in the module for chunks. K and V are written by
+torch, so that its modules for pages and for decodes without tensor cores are not on the list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HEAD_DIMS = (64, 128, 256)
+"""Values of a head, for which the adapter has kernels."""
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types of queries and of the pool, for which the adapter has kernels."""
+
+
+def declared_modules() -> dict[str, Callable[[], Any]]:
+    """Return a function for each module, by our name of it, that returns FlashInfer's description of how to build it."""
+
+    def attention(dtype: torch.dtype, head_dim: int, has_window: bool) -> Any:
+        made = import_module("flashinfer.aot").gen_fa2(dtype, dtype, head_dim, head_dim, has_window, False)
+        return next(made)  # the next one would be for decodes without tensor cores
+
+    def generated(module: str, function: str, *args: str) -> Any:
+        return getattr(import_module(f"flashinfer.jit.{module}"), function)(*args)
+
+    modules: dict[str, Callable[[], Any]] = {
+        "merge": partial(generated, "cascade", "gen_cascade_module"),
+        "silu": partial(generated, "activation", "gen_act_and_mul_module", "silu"),
+        "rope": partial(generated, "rope", "gen_rope_module"),
+        "norm": partial(generated, "norm", "gen_norm_module"),
+    }
+    for dtype, head_dim, has_window in product(DTYPES, HEAD_DIMS, (False, True)):
+        name = attention_name(dtype, head_dim, has_window)
+        modules[name] = partial(attention, DTYPES[dtype], head_dim, has_window)
+    return modules
+
+
+def attention_name(dtype: str, head_dim: int, has_window: bool) -> str:
+    """Return our name of a module for attention; a layer with a window needs another one than a layer without."""
+    return f"attention-{dtype}-{head_dim}{'-window' if has_window else ''}"
+
+
+def make_cuda_home(home: Path, packages: Sequence[Path]) -> None:
+    """Make a folder of links to the parts of CUDA that packages have brought, as its compiler and linker look for them.
+
+    Args:
+        home: The folder; it does not exist yet.
+        packages: Folders `nvidia/cu13` of all environments in use. A file that two of them have is the first one's.
+
+    Raises:
+        FileNotFoundError: a part is missing.
+    """
+
+    def link(source: str, target: str) -> None:
+        if not os.path.lexists(target):
+            os.symlink(source, target)
+
+    for part, package in product(("bin", "include", "nvvm"), packages):
+        if (package / part).is_dir():
+            shutil.copytree(package / part, home / part, copy_function=link, dirs_exist_ok=True)
+    runtimes = [found for package in packages for found in sorted(package.glob("lib/libcudart.so.*"))]
+    for part, found in {
+        "nvidia-cuda-nvcc": home / "bin" / "nvcc",
+        "nvidia-nvvm": home / "nvvm" / "bin" / "cicc",
+        "nvidia-cuda-crt": home / "include" / "crt",
+        "nvidia-cuda-runtime": runtimes[0] if runtimes else home / "lib64" / "libcudart.so",
+    }.items():
+        if not found.exists():
+            raise FileNotFoundError(
+                f"{found} is missing, which the package {part} brings: install medha[gpu-build]"
+            )
+    stubs = home / "lib64" / "stubs"
+    stubs.mkdir(parents=True)
+    (home / "lib64" / "libcudart.so").symlink_to(runtimes[0])
+    # A driver is there only where modules run. To link one, a library with the driver's name is enough.
+    linking = [
+        "c++",
+        "-shared",
+        "-Wl,-soname,libcuda.so.1",
+        "-x",
+        "c",
+        os.devnull,
+        "-o",
+        str(stubs / "libcuda.so"),
+    ]
+    subprocess.run(linking, check=True)
+
+
+def cuda_packages() -> list[Path]:
+    """Return the folders in which packages from PyPI put their parts of CUDA."""
+    spec = find_spec("nvidia")
+    found = [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
+    return [
+        folder for path in found for folder in sorted(path.glob("cu[0-9]*")) if (folder / "include").is_dir()
+    ]
+
+
+def compile_module(name: str, out: Path) -> dict[str, str | float]:
+    """Compile a module into `out`; return FlashInfer's name of it, the seconds that it took, and its bytes."""
+    start = time.monotonic()
+    spec = declared_modules()[name]()
+    spec.build(verbose=False)
+    library = Path(spec.jit_library_path)
+    folder = out / library.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(library, folder / library.name)
+    return {
+        "module": library.stem,
+        "seconds": round(time.monotonic() - start),
+        "bytes": library.stat().st_size,
+    }
+
+
+def environment(work: Path, arch: str) -> Mapping[str, str]:
+    """Return what FlashInfer reads from the environment: CUDA, a folder for its objects, GPUs to compile for, its tools."""
+    return {
+        "CUDA_HOME": str(work / "cuda"),
+        "FLASHINFER_WORKSPACE_BASE": str(work),
+        "FLASHINFER_CUDA_ARCH_LIST": arch,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # where its builder, ninja, is
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compile the modules of FlashInfer that the adapter runs.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the modules")
+    parser.add_argument(
+        "--arch", default="9.0a", help="GPUs to compile for, such as '9.0a 10.0a' (default 9.0a)"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=list(declared_modules()), help="these modules alone"
+    )
+    options = parser.parse_args(argv)
+    if not (packages := cuda_packages()):
+        print("error: no package brings CUDA here: install medha[gpu-build]", file=sys.stderr)
+        return 1
+    manifest: dict[str, Any] = {
+        "flashinfer": version("flashinfer-python"),
+        "arch": options.arch,
+        "modules": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        try:
+            make_cuda_home(work / "cuda", packages)
+        except FileNotFoundError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        os.environ.update(environment(work, options.arch))
+        for name in options.only or declared_modules():
+            manifest["modules"][name] = made = compile_module(name, options.out)
+            print(f"{name}: {made['seconds']} s, {made['bytes']} bytes", flush=True)
+            (options.out / "modules.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
