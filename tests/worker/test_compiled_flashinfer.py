@@ -17,8 +17,8 @@ from medha_worker.kernels.flashinfer import compiled_modules
 
 from .flashinfer_cases import HEAD_DIM
 from .flashinfer_defects import DEFECTS, ROWS
-from .flashinfer_environment import Environment, pins, required_by
 from .flashinfer_launches import CASES
+from .further_packages import Environment, pins, required_by
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 ARCH = "9.0a"
@@ -31,74 +31,52 @@ NEEDED = (
 )
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def test_modules_compile_and_their_launch_code_gets_from_the_adapter_what_each_step_needs(
+    tmp_path: Path,
+) -> None:
+    """One test, because each would install the packages."""
     requirements = [*required_by("gpu"), *required_by("gpu-build"), "cuda-bindings"]
-    return Environment(tmp_path_factory.mktemp("flashinfer"), requirements, pins())
+    environment = Environment(tmp_path, requirements, pins())
+    variables = {"FLASHINFER_CUDA_ARCH_LIST": ARCH, "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+
+    cuda_norm = {"FLASHINFER_USE_CUDA_NORM": "1"}
+    found = json.loads(environment.run("tests.worker.flashinfer_asked", **variables, **cuda_norm))
+    assert found["asked"] == found["declared"]
+    assert len(found["asked"]) == len(compiled_modules.declared_modules())
+
+    modules = compiled_folder(environment)
+    for name, module in manifest(modules).items():
+        library = modules / str(module["module"]) / f"{module['module']}.so"
+        assert library.stat().st_size == module["bytes"] > 10_000, name
+    (environment.site / "flashinfer" / "data" / "aot").symlink_to(modules)
+
+    shim = tmp_path / "cudart.so"
+    source = Path(__file__).with_name("cudart_shim.c")
+    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
+    subprocess.run(["cc", *flags, "-o", str(shim), str(source)], check=True)
+    variables |= {"LD_PRELOAD": str(shim), "FLASHINFER_DISABLE_JIT": "1"}
+    launches = "tests.worker.flashinfer_launches"
+    assert environment.run(launches, **variables).count("launches as needed") == len(CASES) + 1
+    seen = json.loads(environment.run(launches, "--defects", **variables))
+    assert seen == {defect.name: defect.found_in_launches for defect in DEFECTS if defect.file != ROWS}
 
 
-@pytest.fixture(scope="module")
-def modules(environment: Environment) -> Path:
-    """A folder with the modules that are needed, where FlashInfer finds them."""
+def compiled_folder(environment: Environment) -> Path:
+    """Return a folder with the modules that are needed, compiled now or by a run before."""
     declared = Path(compiled_modules.__file__).read_text(encoding="utf-8")
     read = [(name, pin) for name, pin in pins().items() if name.startswith(COMPILED_FROM)]
     key = hashlib.sha256(json.dumps([read, declared]).encode()).hexdigest()[:16]
     folder = Path.home() / ".cache" / "medha" / f"flashinfer-{key}"
-    if not (folder / "modules.json").exists() or set(NEEDED) - manifest(folder)["modules"].keys():
+    if set(NEEDED) - manifest(folder).keys():
         only = [argument for name in NEEDED for argument in ("--only", name)]
         environment.run(compiled_modules.__name__, "--out", str(folder), "--arch", ARCH, *only)
-    (environment.site / "flashinfer" / "data" / "aot").symlink_to(folder)
+    assert set(NEEDED) <= manifest(folder).keys()
     return folder
 
 
-def manifest(folder: Path) -> dict[str, dict[str, dict[str, str | int]]]:
-    found: dict[str, dict[str, dict[str, str | int]]] = json.loads((folder / "modules.json").read_text())
-    return found
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
-    built = tmp_path_factory.mktemp("shim") / "cudart.so"
-    source = Path(__file__).with_name("cudart_shim.c")
-    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
-    subprocess.run(["cc", *flags, "-o", str(built), str(source)], check=True)
-    return str(built)
-
-
-def launches(environment: Environment, shim: str, *argv: str) -> str:
-    variables = {"LD_PRELOAD": shim, "FLASHINFER_CUDA_ARCH_LIST": ARCH, "FLASHINFER_DISABLE_JIT": "1"}
-    folder = str(environment.site.parent)
-    return environment.run(
-        "tests.worker.flashinfer_launches", *argv, FLASHINFER_WORKSPACE_BASE=folder, **variables
+def manifest(folder: Path) -> dict[str, dict[str, str | int]]:
+    path = folder / "modules.json"
+    modules: dict[str, dict[str, str | int]] = (
+        json.loads(path.read_text())["modules"] if path.exists() else {}
     )
-
-
-def test_the_declared_modules_are_those_that_the_adapter_asks_for(
-    environment: Environment, tmp_path: Path
-) -> None:
-    variables = {"FLASHINFER_CUDA_ARCH_LIST": ARCH, "FLASHINFER_USE_CUDA_NORM": "1"}
-    printed = environment.run(
-        "tests.worker.flashinfer_asked", FLASHINFER_WORKSPACE_BASE=str(tmp_path), **variables
-    )
-    found = json.loads(printed)
-    assert found["asked"] == found["declared"]
-    assert len(found["asked"]) == len(compiled_modules.declared_modules())
-
-
-def test_each_module_lies_where_flashinfer_looks_for_it(modules: Path) -> None:
-    made = manifest(modules)["modules"]
-    assert set(NEEDED) <= set(made)
-    for name, module in made.items():
-        library = modules / str(module["module"]) / f"{module['module']}.so"
-        assert library.stat().st_size == module["bytes"] > 10_000, name
-
-
-@pytest.mark.usefixtures("modules")
-def test_every_launch_is_what_the_step_needs(environment: Environment, shim: str) -> None:
-    assert launches(environment, shim).count("launches as needed") == len(CASES) + 1
-
-
-@pytest.mark.usefixtures("modules")
-def test_what_the_launches_show_of_each_defect_is_known(environment: Environment, shim: str) -> None:
-    found = json.loads(launches(environment, shim, "--defects"))
-    assert found == {defect.name: defect.found_in_launches for defect in DEFECTS if defect.file != ROWS}
+    return modules

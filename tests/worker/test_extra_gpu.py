@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from .flashinfer_defects import STEPS
-from .flashinfer_environment import Environment, pins, required_by
+from .further_packages import Environment, pins, required_by
 
 
 @pytest.mark.long

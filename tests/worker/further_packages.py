@@ -1,4 +1,4 @@
-"""An environment of its own for tests that need FlashInfer, beside the packages that are installed here."""
+"""Environments of their own for tests that need further packages than those that are installed here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,26 +29,35 @@ def pins() -> dict[str, str]:
 class Environment:
     """A virtual environment with further packages, in which modules of this repository run."""
 
-    def __init__(self, folder: Path, requirements: Sequence[str], pinned: Mapping[str, str]) -> None:
-        """Make it in `folder`, and install `requirements` as `pinned`."""
+    def __init__(
+        self,
+        folder: Path,
+        requirements: Sequence[str],
+        pinned: Mapping[str, str],
+        interpreter: str = sys.executable,
+    ) -> None:
+        """Make it in `folder`, and install `requirements` as `pinned`.
+
+        Packages that are installed here are there too, unless the interpreter is another one.
+        """
         constraints = folder / "constraints.txt"
         constraints.write_text("".join(f"{name}=={pin}\n" for name, pin in pinned.items()))
-        venv.create(folder / "environment")
-        self.bin = folder / "environment" / "bin"
-        self.python = str(self.bin / "python")
+        subprocess.run([interpreter, "-m", "venv", str(folder / "environment")], check=True)
+        self.python = str(folder / "environment" / "bin" / "python")
         site = subprocess.check_output(
             [self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
         )
         self.site = Path(site.strip())
-        (self.site / "installed_already.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        if interpreter == sys.executable:
+            (self.site / "installed_already.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         installing = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet"]
         installing += ["--disable-pip-version-check", "--constraint", str(constraints)]
         subprocess.run([*installing, *requirements], check=True)
 
-    def run(self, *argv: str, **variables: str) -> str:
-        """Run a module, and return what it prints; the test fails if it does."""
+    def finished(self, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a module to its end, with further environment variables."""
         here = os.pathsep.join(str(ROOT / folder) for folder in ("core", "worker"))
-        done = subprocess.run(
+        return subprocess.run(
             [self.python, "-m", *argv],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": here, **variables},
@@ -57,5 +65,9 @@ class Environment:
             text=True,
             check=False,
         )
+
+    def run(self, *argv: str, **variables: str) -> str:
+        """Run a module, and return what it prints; the test fails if it does."""
+        done = self.finished(*argv, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
