@@ -8,12 +8,13 @@ It needs torch, numpy, safetensors and `transformers`; FlashInfer is used if it 
 of its own, so that a fault on the device ends only that part. After each part the results are written; the same command goes
 on with what is missing, as long as the sources of the engine (`sources` in the file) are the same.
 
-* facts: the device, its driver, and the versions of the libraries;
+* facts: the device, its driver, what NVML reports of it, and the versions of the libraries;
 * numerics: every kind of attention, and a model of four wide layers in chunks and decodes, in the dtype that is served. The
   error is that against float64 or float32, over the error of `transformers` or of torch in the same dtype;
 * sampling: the same tokens as on the CPU, for every sampling option, from the same logits;
 * graphs: captured decodes against eager ones, while the next step is prepared; the memory that captures take;
-* ceilings: the matrix product and the copy that this device reaches, by which everything below is divided;
+* ceilings: the matrix product and the copy that this device reaches, by which everything below is divided; and the product's
+  time between two marks of the device, over the time that the host waits for it;
 * prefill, decode: MFU and MBU of an 8B model's layers, at long contexts and many sequences;
 * chunks: what a chunk of 32 tokens costs more than a large one, for each token; and adaptive chunks against every static one:
   the time of a whole prefill, and the longest step, beside 16 decodes;
@@ -35,7 +36,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
@@ -56,6 +57,7 @@ from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.sampler import NotSampled, SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
+from medha_worker.nvml import open_probe
 
 BLOCK_TOKENS = 64
 TARGET_SECONDS = 0.05  # of a step, for adaptive chunks
@@ -67,7 +69,15 @@ COMPILE_SECONDS = (
 _STEPS = 20  # decode steps of `overhead`, one after the other
 _WORKER = ROOT / "worker" / "medha_worker"
 _ABORT_SECONDS = 5.0
-PROVED = ("device.py", "cuda_device.py", "kernels", "model", "rank/nccl_plane.py", "rank/loss_guard.py")
+PROVED = (
+    "device.py",
+    "cuda_device.py",
+    "nvml.py",
+    "kernels",
+    "model",
+    "rank/nccl_plane.py",
+    "rank/loss_guard.py",
+)
 """Files and folders of the worker whose digest a result names."""
 
 
@@ -172,6 +182,9 @@ def facts(place: Place) -> Row:
         found["memory_gigabytes"] = round(properties.total_memory / 1e9, 1)
         found["multiprocessors"] = properties.multi_processor_count
         found["cuda"] = torch.version.cuda
+        found["uuid"] = place.device.uuid
+        probe = open_probe(place.device.uuid)
+        found["nvml"] = None if probe is None else asdict(probe.figures())
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found
 
@@ -394,7 +407,12 @@ def ceilings(place: Place) -> Row:
                        device=place.device.torch_device)  # fmt: skip
     half = len(much) // 2
     copy = place.seconds(lambda: much[:half].copy_(much[half:]))
+    runtime = place.device.runtime
+    before, _, after = runtime.timed_mark(), left @ right, runtime.timed_mark()
+    place.device.synchronise()
+    marked = None if before is None or after is None else before.seconds_until(after)
     return {
+        "marked_over_waited": None if marked is None else round(marked / product, 3),
         "teraflops": round(2 * size**3 / product / 1e12, 2),
         "gigabytes_per_second": round(len(much) / copy / 1e9, 1),
     }

@@ -25,6 +25,12 @@ Unit = Literal[
     "messages",
     "connections",
     "replicas",
+    "FLOP",
+    "FLOP/s",
+    "bytes/s",
+    "Hz",
+    "W",
+    "degrees C",
     "",
 ]
 
@@ -164,7 +170,56 @@ CONTROLLER_METRICS = (
     Metric("medha_dropped_messages", "counter", "messages", "Messages that were dropped, by link and reason, as in `medha_router_dropped_messages`. Links at the controller's end: `router_control`, `router_tokens`, `rank_control`, `rank_tokens`. At the ranks' end, all ranks together: `at_rank_control`, `at_rank_tokens`; a rank reports every second, between its steps, the number that it has dropped since it began. So a restarted controller includes what its ranks dropped before, and messages that a rank drops right before it ends are only in its log.", ("link", "reason")),
     Metric("medha_refused_connections", "counter", "connections", "Connections to the links for ranks that failed the handshake: plaintext, or a key that does not belong to a rank of this replica.", ("link",)),
 )  # fmt: skip
-"""Metrics that a replica's controller exports."""
+"""Metrics that a replica's controller exports of itself."""
+
+STEP_PARTS = {
+    "prepare": "what of the plan was not made ahead",
+    "receive": "waiting for the hidden states or tokens of another stage",
+    "forward": "the layers, without the other parts",
+    "all_reduce": "sums over the tensor ranks",
+    "gather": "logits of the tensor ranks",
+    "exchange": "waiting for the partial attention or the keys of other lanes",
+    "send": "handing hidden states or tokens to another stage",
+    "sample": "sampling, and all else that follows the layers",
+}
+"""Parts of a rank's step, and their meaning; they add up to the step."""
+THROTTLE_MEANINGS = {
+    "power_cap": "the power limit, usual under full load",
+    "hardware_slowdown": "heat or power, as the hardware decides",
+    "software_thermal": "heat, as the driver decides",
+    "hardware_thermal": "heat, as the hardware decides",
+    "power_brake": "a signal of the power supply",
+}
+"""Reasons why a GPU's clocks are lower than they could be."""
+
+_RANK = ("rank",)
+_GPU_ONLY = "Only where NVML reports it."
+
+
+def _listed(meanings: dict[str, str]) -> str:
+    return ", ".join(f"`{name}` ({meaning})" for name, meaning in meanings.items())
+
+
+RANK_METRICS = (
+    Metric("medha_rank_info", "gauge", "", "1 for each rank that reports: its place in the grid, its pod (or host), the model of its device, and the device's `UUID`, which is also a label of DCGM's exporter.", ("rank", "lane", "stage", "tensor", "rank_pod", "device", "UUID")),
+    Metric("medha_rank_steps", "counter", "steps", "Steps that a rank has run.", _RANK),
+    Metric("medha_rank_step_seconds", "counter", "seconds", f"Time of a rank's steps by part: {_listed(STEP_PARTS)}. The parts of a rank add up to the time in steps; the rest of the time it was idle. On a GPU, what NCCL does on the device belongs to `forward`.", (*_RANK, "part")),
+    Metric("medha_rank_ahead_seconds", "counter", "seconds", "Time in which a rank has prepared steps while it ran others; it is in no part of `medha_rank_step_seconds`.", _RANK),
+    Metric("medha_rank_estimated_flops", "counter", "FLOP", "Estimated FLOPs of a rank's steps: 2 x its layers' weights x rows + 2 x its output head's weights x sampled rows + 4 x its layers x query heads x head dimension x (query, key) pairs. Padding and repeated work do not count. MFU is the rate of it divided by `medha_rank_peak_flops_per_second`.", _RANK),
+    Metric("medha_rank_estimated_read_bytes", "counter", "bytes", "Estimated bytes that a rank's steps read: its layers' weights once for each step with rows, its output head's once for each step that samples, and the keys and values of each sequence once for each step. Large chunks really read those several times. MBU is the rate of it divided by `medha_rank_peak_bytes_per_second`.", _RANK),
+    Metric("medha_rank_peak_flops_per_second", "gauge", "FLOP/s", "Peak of the rank's device for dense 16-bit types, according to its data sheet; absent for other types and unknown devices.", _RANK),
+    Metric("medha_rank_peak_bytes_per_second", "gauge", "bytes/s", "Peak rate of the memory of the rank's device, according to its data sheet; absent as `medha_rank_peak_flops_per_second` is.", _RANK),
+    Metric("medha_rank_memory_bytes", "gauge", "bytes", "Memory of the rank's device by state: `total`; `used` by this rank's tensors (on a CPU: by its process); `free`, which nobody uses. Total and free are those of the cgroup if that has less.", (*_RANK, "state")),
+    Metric("medha_rank_clock_hertz", "gauge", "Hz", f"Clock of the rank's GPU: `sm` or `memory`. {_GPU_ONLY}", (*_RANK, "clock")),
+    Metric("medha_rank_throttled", "gauge", "", f"1 while the clocks of the rank's GPU are lowered, else 0, by reason: {_listed(THROTTLE_MEANINGS)}. {_GPU_ONLY}", (*_RANK, "reason")),
+    Metric("medha_rank_temperature_celsius", "gauge", "degrees C", f"Temperature of the rank's GPU. {_GPU_ONLY}", _RANK),
+    Metric("medha_rank_power_watts", "gauge", "W", f"Power that the rank's GPU draws. {_GPU_ONLY}", _RANK),
+    Metric("medha_rank_power_limit_watts", "gauge", "W", f"Power that the rank's GPU may draw. {_GPU_ONLY}", _RANK),
+    Metric("medha_rank_utilisation_ratio", "gauge", "ratio", f"Share of the time in which the rank's GPU ran any kernel (`compute`) or moved any memory (`memory`), 0 to 1. It does not say how busy the device was then. {_GPU_ONLY}", (*_RANK, "unit")),
+    Metric("medha_rank_xid_errors", "counter", "", "Errors (Xid) that the rank's GPU has reported, by cause: `device`, or `program` for those that a kernel or a process brings about. Only where NVML reports them: otherwise both stay 0.", (*_RANK, "cause")),
+    Metric("medha_rank_last_xid", "gauge", "", "Number of the latest error (Xid) that the rank's GPU has reported.", _RANK),
+)  # fmt: skip
+"""Metrics that a replica's controller exports of its ranks and their devices."""
 
 OPERATOR_METRICS = (
     Metric("medha_operator_reconcile_seconds", "histogram", "seconds", "Duration of one reconcile of a resource (observing, planning, and every call to the API server), by kind and outcome: `unchanged` (nothing to do), `changed`, `failed`.", ("kind", "outcome"), _WORK_SECONDS),
@@ -179,7 +234,7 @@ OPERATOR_METRICS = (
 )  # fmt: skip
 """Metrics that the operator exports."""
 
-CATALOGUE = (*ROUTER_METRICS, *VLLM_ALIASES, *CONTROLLER_METRICS, *OPERATOR_METRICS)
+CATALOGUE = (*ROUTER_METRICS, *VLLM_ALIASES, *CONTROLLER_METRICS, *RANK_METRICS, *OPERATOR_METRICS)
 
 
 def reference_page() -> str:
@@ -196,6 +251,7 @@ def reference_page() -> str:
         ("Router", ROUTER_METRICS),
         ("Router: names of vLLM", VLLM_ALIASES),
         ("Replica controller", CONTROLLER_METRICS),
+        ("Replica controller: ranks and their devices", RANK_METRICS),
         ("Operator", OPERATOR_METRICS),
     )
     for title, metrics in sections:

@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from medha_worker.checkpoints.presets import init_checkpoint
 
@@ -53,12 +54,36 @@ class Served:
         assert found, f"no sample of {name}"
         return sum(map(float, found))
 
+    def controller_page(self) -> str:
+        """The controller's own /metrics."""
+        (url,) = re.findall(r"(http://\S+/metrics)\s+\(scheduling\)", "".join(self.lines))
+        return httpx.get(url).text
+
+    def rank_samples(self, *, is_idle: bool = False) -> dict[tuple[str, str, str], float]:
+        """Samples of ranks, by metric, rank and value of the other label.
+
+        If it `is_idle`, they are those once rank 0 has reported all steps that the controller has counted.
+        """
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            families = {one.name: one for one in text_string_to_metric_families(self.controller_page())}
+            found = {}
+            for name in (name for name in families if name.startswith("medha_rank_")):
+                for one in families[name].samples:
+                    other = "".join(text for label, text in one.labels.items() if label != "rank")
+                    if not one.name.endswith("_created"):
+                        found[name, one.labels["rank"], other] = one.value
+            (counted,) = [one.value for one in families["medha_steps"].samples if one.name.endswith("_total")]
+            if found.get(("medha_rank_steps", "0", ""), -1.0) >= (counted if is_idle else 0.0):
+                return found
+            time.sleep(0.1)
+        pytest.fail("the ranks do not report:\n" + self.controller_page())
+
     def blocks_by_lane(self) -> list[int]:
         """Blocks of KV that every lane keeps of what was computed, as the controller's own /metrics say."""
-        (url,) = re.findall(r"(http://\S+/metrics)\s+\(scheduling\)", "".join(self.lines))
         samples = re.findall(
             r'^medha_kv_blocks{lane="(\d+)",state="(?:used|cached)"} (\S+)$',
-            httpx.get(url).text,
+            self.controller_page(),
             re.MULTILINE,
         )
         lanes = dict.fromkeys(sorted({lane for lane, _ in samples}), 0)

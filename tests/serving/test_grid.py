@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,31 @@ def test_a_prompt_that_passes_one_lanes_share_is_on_both_lanes_of_the_example(gr
     more = [after - here for after, here in zip(grid.blocks_by_lane(), before, strict=True)]
     assert max(more) == 4096 // 16, "tokensPerLane in blocks"
     assert min(more) > 0
+
+
+@pytest.mark.parametrize("grid", SHAPES[:1], indirect=True)
+def test_every_rank_of_the_example_reports_what_it_waits_for(grid: Served) -> None:
+    """With ranks TP2 x SPP2 x KVP2, in this order: lane, stage, tensor."""
+    complete(grid.url, [text_of(1500, seed=2)], temperature=0)  # on both lanes
+
+    def spent(rank: int, part: str) -> bool:
+        return samples.get(("medha_rank_step_seconds", str(rank), part), 0.0) > 0
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        samples = grid.rank_samples()
+        if all(spent(rank, "exchange") for rank in range(8)):
+            break
+        time.sleep(0.2)
+    for rank in range(8):
+        owns, is_later = rank < 4, rank // 2 % 2 == 1
+        expected = {"forward", "exchange"}
+        if owns:  # a lane that helps may have no rows of its own
+            expected |= {"all_reduce", "receive", "gather"} if is_later else {"all_reduce", "send"}
+        assert [part for part in expected if not spent(rank, part)] == [], rank
+        assert is_later or not spent(rank, "gather"), "only the last stage has logits"
+        assert samples["medha_rank_estimated_flops", str(rank), ""] > 0
+        assert samples["medha_rank_memory_bytes", str(rank), "used"] > 0
 
 
 def test_a_grid_samples_the_tokens_of_one_rank(grid: Served, served: Served) -> None:

@@ -40,6 +40,7 @@ from medha.wire.messages import (
     RankFault,
     RankHello,
     RankReady,
+    RankReport,
     Rendezvous,
     Sampling,
     Shutdown,
@@ -123,7 +124,7 @@ class Stage:
         received = self.control.receive(timeout_seconds)
         assert received is not None, "the rank is silent"
         assert received.peer.partition(b"/")[0] == rank_identity(0)
-        if isinstance(received.message, RankHello):  # every second
+        if isinstance(received.message, (RankHello, RankReport)):  # every second or two
             return self.receive(timeout_seconds)
         return received.message
 
@@ -133,6 +134,9 @@ class Stage:
         message = self.receive(START_SECONDS)
         assert isinstance(message, RankReady), message
         assert message.epoch == epoch
+        reported = self.control.receive(ANSWER_SECONDS)
+        assert reported is not None
+        assert isinstance(reported.message, RankReport), "a new process is counted from its first step on"
         return message
 
     def rendezvous(self, epoch: int = 0) -> None:

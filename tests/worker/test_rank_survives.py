@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from medha.errors import ConfigInvalid, PartFailed
+from medha.wire.messages import RankFault
 from medha_worker.rank.process import Rank
 
 
@@ -62,3 +63,24 @@ def test_results_of_a_step_in_which_a_rank_was_lost_are_not_sent() -> None:
         Rank._run_step(rank, engine, step)
     assert engine.executor.run.call_count == 2
     rank._prefetcher.send.assert_not_called()
+
+
+def sent_by(act: Any) -> RankFault:
+    """Return what a rank sends to its controller, whose GPU has reported an error."""
+    sent: list[RankFault] = []
+    rank: Any = SimpleNamespace(
+        _settings=SimpleNamespace(rank=1),
+        _reports=SimpleNamespace(recent_xid=lambda: "; its GPU reported Xid 48"),
+        _prefetcher=SimpleNamespace(send=sent.append),
+        _leave=lambda: None,
+    )
+    act(rank)
+    (fault,) = sent
+    return fault
+
+
+def test_a_loss_and_an_end_name_the_error_of_the_gpu() -> None:
+    lost = sent_by(lambda rank: Rank._lose(rank, 7, "RuntimeError: CUDA error"))
+    assert lost == RankFault(1, "RuntimeError: CUDA error; its GPU reported Xid 48", lost_epoch=7)
+    ended = sent_by(lambda rank: Rank.report(rank, RuntimeError("CUDA error")))
+    assert ended == RankFault(1, "RuntimeError: CUDA error; its GPU reported Xid 48")

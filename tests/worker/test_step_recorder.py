@@ -1,4 +1,4 @@
-"""Times of a rank's steps: nothing is recorded unless a trace is requested, and what is recorded is bounded."""
+"""Times of a rank's steps: parts add up always; steps are recorded if a trace is requested, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -154,3 +154,90 @@ def test_what_was_recorded_last_is_sent_when_the_time_is_over(recorder: StepReco
     run_step(recorder, clock, 1)
     clock.now += 0.06
     assert recorder.take(0) is not None
+
+
+def run_whole_step(recorder: StepRecorder, clock: Clock, links: Links, *, ran: bool = True) -> None:
+    """A step of 0.5 s of planning, 1 s of waiting, 2.5 s of layers with 3 sums of 0.25 s, and 0.125 s of the rest."""
+    recorder.begin(1)
+    clock.now += 0.5
+    recorder.planned()
+    links.receive(1)
+    clock.now += 2.5
+    for _ in range(3):
+        links.reduce()
+    recorder.forward_done()
+    clock.now += 0.125
+    recorder.end(ran=ran)
+
+
+def test_the_parts_of_steps_are_summed_up_without_a_trace_and_add_up_to_the_steps(
+    recorder: StepRecorder, clock: Clock
+) -> None:
+    links = recorder.watch(Links(clock), spans={"receive": "receive tokens"}, waits={"reduce": "all_reduce"})
+    began = clock.now
+    for _ in range(2):
+        run_whole_step(recorder, clock, links)
+        clock.now += 100.0
+    assert recorder.part_seconds == {
+        "prepare": 1.0, "receive": 2.0, "forward": 5.0, "all_reduce": 1.5, "sample": 0.25
+    }  # fmt: skip
+    assert sum(recorder.part_seconds.values()) == clock.now - began - 200.0
+    assert recorder.steps == 2
+    assert recorder.take(0) is None
+
+
+def test_what_happens_between_steps_or_in_a_step_for_others_is_in_no_part(
+    recorder: StepRecorder, clock: Clock
+) -> None:
+    links = recorder.watch(Links(clock), waits={"reduce": "all_reduce"}, spans={"breaks": "receive"})
+    links.reduce()
+    run_whole_step(recorder, clock, links, ran=False)
+    recorder.begin(2)
+    with pytest.raises(RuntimeError):
+        links.breaks()
+    recorder.begin(3)
+    recorder.prepared(50.0, 52.0)
+    recorder.planned()
+    clock.now += 1.0
+    recorder.forward_done()
+    recorder.end(ran=True)
+    assert (recorder.steps, recorder.ahead_seconds) == (1, 2.0)
+    assert recorder.part_seconds == {"prepare": 0.0, "forward": 1.0, "sample": 0.0}
+
+
+class DeviceMark:
+    """A mark of a device that passes it some time after the host has made it."""
+
+    def __init__(self, clock: Clock, late_seconds: float) -> None:
+        self.passed_at = clock.now + late_seconds
+
+    def seconds_until(self, later: DeviceMark) -> float:
+        return later.passed_at - self.passed_at
+
+
+@pytest.mark.parametrize(
+    ("late_seconds", "forward", "sample"),
+    [
+        ((0.0, 2.0), 2.5 + 2.0, 0.5),  # the host waits for the layers while it seems to sample
+        ((0.0, 9.0), 2.5 + 2.5, 0.0),  # no more than it waited
+        ((0.5, 0.25), 2.5, 2.5),  # the layers were done when the host was
+    ],
+)
+def test_layers_that_run_on_after_their_launch_count_as_forward(
+    recorder: StepRecorder, clock: Clock, late_seconds: tuple[float, float], forward: float, sample: float
+) -> None:
+    marks = (DeviceMark(clock, late) for late in late_seconds)
+    recorder.measure_on(lambda: next(marks))
+    links = recorder.watch(Links(clock), waits={"reduce": "all_reduce"})
+    recorder.begin(1)
+    recorder.planned()
+    clock.now += 2.5
+    for _ in range(3):
+        links.reduce()
+    recorder.forward_done()
+    clock.now += 2.5
+    recorder.end(ran=True)
+    assert recorder.part_seconds["forward"] == pytest.approx(forward)
+    assert recorder.part_seconds["sample"] == pytest.approx(sample)
+    assert recorder.part_seconds["all_reduce"] == 0.75
+    assert sum(recorder.part_seconds.values()) == 2.5 + 0.75 + 2.5

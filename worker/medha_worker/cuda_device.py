@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from medha_worker.device import HOST, Device
+from medha_worker.host_memory import MemoryFigures
 
 _WARM_RUNS = 2
 """Runs before a capture: libraries allocate and choose kernels in their first run, which a capture must not see."""
@@ -43,6 +44,9 @@ class CudaRuntime:
 
     def mark(self) -> CudaMark:
         return CudaMark(self._device)
+
+    def timed_mark(self) -> CudaTimedMark:
+        return CudaTimedMark(self._device)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -77,6 +81,17 @@ class CudaMark:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
+class CudaTimedMark:
+    """`TimedMark` of a GPU: a timed event behind what the calling thread's stream holds now."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(torch_device))
+
+    def seconds_until(self, later: CudaTimedMark) -> float:
+        return 1e-3 * float(self._event.elapsed_time(later._event))
+
+
 class CudaMemory:
     """`DeviceMemory` of one GPU, which one rank has to itself.
 
@@ -91,6 +106,10 @@ class CudaMemory:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
         return free
+
+    def figures(self) -> MemoryFigures:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return MemoryFigures(total, self.used_bytes(), free)
 
     def used_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device)
@@ -107,4 +126,6 @@ def cuda_device(index: int, dtype: torch.dtype) -> Device:
     """Return a GPU of this process as a device, and make it the one that torch uses."""
     torch_device = torch.device("cuda", index)
     torch.cuda.set_device(torch_device)
-    return Device(torch_device, dtype, CudaMemory(torch_device), CudaRuntime(torch_device))
+    memory, runtime = CudaMemory(torch_device), CudaRuntime(torch_device)
+    about = torch.cuda.get_device_properties(torch_device)
+    return Device(torch_device, dtype, memory, runtime, about.name, f"GPU-{about.uuid}")

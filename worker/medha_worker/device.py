@@ -18,7 +18,8 @@ from typing import Protocol
 
 import torch
 
-from medha_worker.host_memory import HostMemory
+from medha_worker.host_memory import HostMemory, MemoryFigures
+from medha_worker.timed_mark import TimedMark
 
 HOST = torch.device("cpu")
 """The device of tensors in host memory."""
@@ -29,6 +30,10 @@ class DeviceMemory(Protocol):
 
     def free_bytes(self, ranks: int) -> int:
         """Return what one of `ranks` that share the memory may still take."""
+        ...
+
+    def figures(self) -> MemoryFigures:
+        """Return the memory as it is now. Any thread may call this; unlike `free_bytes`, it changes nothing."""
         ...
 
     def used_bytes(self) -> int:
@@ -76,6 +81,10 @@ class Runtime(Protocol):
         """Return the point behind all work that the calling thread has given so far."""
         ...
 
+    def timed_mark(self) -> TimedMark | None:
+        """Return a mark that is timed; None from a device that has done all work when a call returns."""
+        ...
+
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Return a function that repeats the device's work of `run`, on the same memory and with the same shapes.
 
@@ -96,6 +105,10 @@ class Device:
     dtype: torch.dtype
     memory: DeviceMemory
     runtime: Runtime
+    name: str = "cpu"
+    """The model of the device, as its driver names it."""
+    uuid: str = ""
+    """The device's own identity, as NVML writes it (`GPU-...`); empty if it has none."""
 
     def __str__(self) -> str:
         return str(self.torch_device)
@@ -151,6 +164,9 @@ class InOrder:
 
     def mark(self) -> Mark:
         return _PASSED
+
+    def timed_mark(self) -> None:
+        return None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         return run

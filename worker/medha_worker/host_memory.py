@@ -16,8 +16,20 @@ _MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024
 _log = logging.getLogger("medha.memory")
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """Memory of a device, in bytes: all of it, what this process has taken of it, and what nobody has."""
+
+    total: int
+    used: int
+    free: int
+
+
 class HostMemory:
     """`DeviceMemory` of a CPU: tensors lie in the memory of the process."""
+
+    def figures(self) -> MemoryFigures:
+        return MemoryFigures(host_total_bytes(), self.used_bytes(), host_free_bytes(1))
 
     def free_bytes(self, ranks: int) -> int:
         return host_free_bytes(ranks)
@@ -68,6 +80,14 @@ def host_free_bytes(ranks_on_host: int, root: Path = Path("/")) -> int:
             droppable = _read_statistic(directory / "memory.stat", names.inactive_file)
             free = min(free, max(limit - usage + min(droppable, usage), 0))
     return free // ranks_on_host
+
+
+def host_total_bytes(root: Path = Path("/")) -> int:
+    """Return the machine's memory, or the tightest cgroup limit that applies if that is less."""
+    import psutil  # here, as above
+
+    limits = [_read_bytes(directory / names.limit) for directory, names in _cgroup_directories(root)]
+    return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -491,6 +491,49 @@ class RankOutOfMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuFigures:
+    """Figures that the management library of a GPU reports; what a device does not report is None or left out."""
+
+    clock_hertz: tuple[tuple[str, float], ...] = ()  # by clock: sm, memory
+    throttled: tuple[str, ...] | None = None  # reasons why its clocks are lower than they could be
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    utilisation: tuple[tuple[str, float], ...] = ()  # 0 to 1, by unit: compute, memory
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """Totals of a rank's steps since its process began, and figures of its device.
+
+    Sent at the beginning of an epoch and then every few seconds, between two steps.
+    """
+
+    rank: int
+    incarnation: str
+    steps: int = 0
+    part_seconds: tuple[tuple[str, float], ...] = ()  # of those steps, by part
+    ahead_seconds: float = 0.0  # in which steps were prepared while others ran
+    flops: float = 0.0  # estimated
+    read_bytes: float = 0.0  # estimated
+    pod: str = ""  # name of the rank's host, in Kubernetes its pod
+    device: str = ""  # model of the device
+    uuid: str = ""  # of the device; empty if it has none
+    peak_flops_per_second: float = 0.0  # of the device; 0: unknown
+    peak_bytes_per_second: float = 0.0
+    memory_bytes: tuple[tuple[str, int], ...] = ()  # of the device, by state: total, used, free
+    gpu: GpuFigures | None = None  # None: nothing reports them
+
+
+@dataclass(frozen=True, slots=True)
+class RankXid:
+    """A rank's GPU has reported an error, whose number is an Xid of NVIDIA's. Sent at once, also while a step runs."""
+
+    rank: int
+    xid: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """Times of one rank in one step, in seconds since its machine was started."""
 
@@ -547,6 +590,6 @@ ControllerCommand = Step | Emit | Refused | Failed
 Message = (
     Tokens | Submit | Cancel | FetchBundle | Announce | BundlePart | Refused | Emit | Failed
     | Rendezvous | Step | Trace | Shutdown | RankHello | RankReady | StageFree | Done | RankFault | RankOutOfMemory
-    | TracePart
+    | RankReport | RankXid | TracePart
 )  # fmt: skip
 """Every message that crosses a process border."""

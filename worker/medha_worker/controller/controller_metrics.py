@@ -16,7 +16,7 @@ class Observer:
     """Counts the metrics of one replica controller in a given registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        collectors = {metric.name: _collector(metric, registry) for metric in CONTROLLER_METRICS}
+        collectors = {metric.name: new_collector(metric, registry) for metric in CONTROLLER_METRICS}
         self._counters = {name: one for name, one in collectors.items() if isinstance(one, Counter)}
         self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
         self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
@@ -94,7 +94,8 @@ class Observer:
         self._totals[name] = total
 
 
-def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+def new_collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    """Return the collector of a metric of the catalogue, in this registry."""
     if metric.kind == "counter":
         return Counter(metric.name, metric.meaning, metric.labels, registry=registry)
     if metric.kind == "gauge":

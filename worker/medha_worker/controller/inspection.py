@@ -15,7 +15,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.wire.messages import Trace, TracePart
 from medha_worker.controller.live_status import Watch
 from medha_worker.controller.telemetry_server import Questions, StatusQuery, TraceQuery
-from medha_worker.controller.trace_writer import Tracing
+from medha_worker.controller.trace_writer import EpochLost, Tracing
 from medha_worker.rank.step_recorder import SEND_SECONDS, machine
 
 LAST_PARTS_SECONDS = 2 * SEND_SECONDS  # time for ranks to send their last parts after the end of a trace
@@ -58,6 +58,11 @@ class Inspection:
         self._watch.observe(facts)
         if self._tracing is not None:
             self._tracing.observe(facts, core)
+
+    def lost(self, reason: str, now: float) -> None:
+        """Note in the trace that the epoch was lost, and why."""
+        if self._tracing is not None:
+            self._tracing.put(now, EpochLost(reason))
 
     def part(self, part: TracePart, now: float) -> None:
         """Add a rank's times of its steps to the trace."""

@@ -33,6 +33,7 @@ from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.controller import Load, ReplicaController
 from medha.scheduler.history import History
 from medha.scheduler.replica_config import ReplicaConfig, derive
+from medha.topology import Topology
 from medha.wire.frames import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha.wire.messages import (
     Announce,
@@ -46,6 +47,8 @@ from medha.wire.messages import (
     Failed,
     FetchBundle,
     RankReady,
+    RankReport,
+    RankXid,
     Readiness,
     Refused,
     ServiceClassTerms,
@@ -76,8 +79,10 @@ from medha_worker.controller.live_settings import LiveFile
 from medha_worker.controller.output_hashes import OutputHasher
 from medha_worker.controller.prompts import PromptStore
 from medha_worker.controller.rank_links import RankLinks
+from medha_worker.controller.rank_metrics import RankMetrics
 from medha_worker.controller.telemetry_server import serve
 from medha_worker.link import RouterLinks
+from medha_worker.nvml import xid_text
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # longest delay until a signal or a due heartbeat is handled
@@ -101,17 +106,19 @@ class Controller:
         self._bundle = bundle
         self._registry = CollectorRegistry()
         self._observer = Observer(self._registry)
+        shape = settings.spec.parallelism
+        topology = Topology(shape.tensor, shape.stream, shape.kv)
+        self._rank_metrics = RankMetrics(topology, self._registry)
         context, drops = zmq.Context[zmq.Socket[bytes]](), Drops(_log, self._observer.dropped)
         keys, rank_keys = KeyPair.read(settings.key_file), read_public_keys(settings.rank_keys_file)
         router_key = read_public_key(settings.router_key_file)
         enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
         self._authenticator = Authenticator(context, rank_keys)
-        shape = settings.spec.parallelism
         self._ranks = RankLinks(
             context,
             (settings.rank_control, settings.rank_tokens),
             keys,
-            shape.tensor * shape.stream * shape.kv,
+            topology.ranks,
             drops,
             rendezvous_host=settings.rendezvous_host,
             epoch_file=settings.epoch_file,
@@ -306,11 +313,13 @@ class Controller:
 
     # --- epochs -------------------------------------------------------------------------------------
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, reason: str) -> None:
         """Hand all open requests back to the router, because the epoch was lost.
 
         Requests in the steps in flight are reported as suspects.
         """
+        self._rank_metrics.forget_states()
+        self._inspection.lost(reason, time.monotonic())
         if self._core is not None:
             steps = self._core.steps_in_flight
             self._return_requests(self._core, {entry.id for step in steps for entry in step.entries})
@@ -410,6 +419,11 @@ class Controller:
                     yield self._with_hashes(done)
                 case StageFree() as stage_free:
                     yield stage_free
+                case RankReport() as report:
+                    self._rank_report(report)
+                case RankXid() as error:
+                    _log.error("the GPU of rank %d reports %s", error.rank, xid_text(error.xid))
+                    self._rank_metrics.xid(error)
                 case TracePart() as part:
                     self._inspection.part(part, time.monotonic())
                 case list() as ranks:
@@ -444,6 +458,12 @@ class Controller:
                     yield cancel
                 case FetchBundle() as fetch:
                     self._send_bundle(fetch)
+
+    def _rank_report(self, report: RankReport) -> None:
+        try:
+            self._rank_metrics.report(report)
+        except WireInvalid as error:
+            self._ranks.links[0].drop(error)
 
     def _with_hashes(self, done: Done) -> Done:
         """Return `done` with the hashes of the blocks that its samples fill."""

@@ -22,6 +22,8 @@ from medha.wire.messages import (
     RankHello,
     RankOutOfMemory,
     RankReady,
+    RankReport,
+    RankXid,
     Shutdown,
     StageFree,
     Step,
@@ -35,6 +37,7 @@ from medha_worker.controller.lock_step import LockStep
 from medha_worker.controller.membership import LinkName, Membership, implausible
 from medha_worker.epoch_file import following_epoch, read_epoch, write_epoch
 from medha_worker.link import Context, Link, Received, rank_identity
+from medha_worker.nvml import RECENT_SECONDS, xid_text
 
 AWAY_SECONDS = 2.0  # a longer gap between two iterations: this process stood still, not its ranks
 LOG_SECONDS = 10.0  # interval between log lines about missing ranks
@@ -46,7 +49,7 @@ _LINK_LABELS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
 
 _LINK_NAMES: tuple[LinkName, LinkName] = ("control", "tokens")  # in the order of `RankLinks.links`
 
-RankEvent = StageFree | Done | TracePart | list[RankReady]
+RankEvent = StageFree | Done | TracePart | RankReport | RankXid | list[RankReady]
 """A message from the ranks; a list means that all ranks are ready and an epoch begins."""
 
 
@@ -64,15 +67,15 @@ class RankLinks:
         rendezvous_host: str,
         epoch_file: Path | None,
         gather_seconds: float,
-        lost: Callable[[], None],
+        lost: Callable[[str], None],
         dropped: Callable[[str, str, int], None],
         oldest_epoch: int = 0,
         revision: str = "",
     ) -> None:
         """Bind both links.
 
-        `endpoints` are those of the control and the token link. `lost` is called when a serving epoch has
-        ended, `dropped` with the link, the reason and the number of messages when ranks have dropped some.
+        `endpoints` are those of the control and the token link. `lost` is called with the reason when a serving epoch
+        has ended, `dropped` with the link, the reason and the number of messages when ranks have dropped some.
         """
         control, tokens = endpoints
         peers = [rank_identity(rank) for rank in range(ranks)]
@@ -80,7 +83,17 @@ class RankLinks:
             bind(context, control, keys, heartbeats=crosses_network(control)),
             "rank_control",
             drops,
-            accepts=(StageFree, Done, RankHello, RankReady, RankFault, RankOutOfMemory, TracePart),
+            accepts=(
+                StageFree,
+                Done,
+                RankHello,
+                RankReady,
+                RankFault,
+                RankOutOfMemory,
+                RankReport,
+                RankXid,
+                TracePart,
+            ),
             peers=peers,
         )
         self._tokens = Link(
@@ -105,6 +118,9 @@ class RankLinks:
         self._connections: dict[
             tuple[str, int], int
         ] = {}  # by link and rank: connection of the admitted process
+        self._xids: dict[
+            int, tuple[int, float]
+        ] = {}  # latest error of each rank's GPU, and when it was heard
         self._gone: set[int] = set()  # ranks of this epoch whose connection has ended
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
@@ -222,8 +238,11 @@ class RankLinks:
                 case RankOutOfMemory(rank, step_id, epoch):
                     if self._lock_step is not None and epoch == self._membership.epoch:
                         self._lock_step.ran_out(step_id, rank)
-                case TracePart() as part:
-                    yield part
+                case RankXid() as error:
+                    self._xids[error.rank] = error.xid, time.monotonic()
+                    yield error
+                case TracePart() | RankReport() as report:
+                    yield report
         if self._gone:  # checked after the last messages, which may carry tokens or the reason
             self._lost(f"rank {', '.join(map(str, sorted(self._gone)))} is gone: its connection has ended")
 
@@ -311,13 +330,24 @@ class RankLinks:
 
     def _lost(self, reason: str) -> None:
         """End the epoch. The router keeps the open requests, and submits them to the next one."""
+        reason += self._recent_xids(reason)
         if self._membership.epoch is not None:
             _log.warning("epoch %d has ended: %s; waiting for all ranks", self._membership.epoch, reason)
         self._membership.lose()
         self._gone.clear()
         if self._lock_step is not None:
             self._lock_step = None
-            self._on_lost()
+            self._on_lost(reason)
+        self._xids.clear()
+
+    def _recent_xids(self, reason: str) -> str:
+        """Return the errors of GPUs that may have caused a loss, as the end of its reason, which may name some itself."""
+        now = time.monotonic()
+        return "".join(
+            f"; the GPU of rank {rank} reported {xid_text(xid)} {now - heard_at:.1f} s before"
+            for rank, (xid, heard_at) in sorted(self._xids.items())
+            if now - heard_at <= RECENT_SECONDS and xid_text(xid) not in reason
+        )
 
     def _call_together(self) -> None:
         is_alone = self._membership.expected == 1

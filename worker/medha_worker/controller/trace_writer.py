@@ -82,7 +82,14 @@ class Counted:
     values: tuple[tuple[str, float], ...]
 
 
-TraceInput = StepLaunched | StepEnded | RequestMoved | Counted | TracePart
+@dataclass(frozen=True, slots=True)
+class EpochLost:
+    """An epoch has ended, because ranks were lost or settings have changed."""
+
+    reason: str
+
+
+TraceInput = EpochLost | StepLaunched | StepEnded | RequestMoved | Counted | TracePart
 
 
 class Tracing:
@@ -234,6 +241,8 @@ class TraceFormat:
                 return self._moved(at, moved)
             case Counted(name, values):
                 return [self._event("C", name, at, args=dict(values))]
+            case EpochLost(reason):
+                return [self._event("i", f"the epoch has ended: {reason}", at, s="g")]
             case TracePart() as part:
                 return self._part(at, part)
 

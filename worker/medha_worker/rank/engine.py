@@ -19,6 +19,7 @@ import torch
 from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
 from medha.errors import CheckpointInvalid
+from medha.hardware import ModelShape
 from medha.topology import Topology
 from medha.wire.messages import RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
@@ -37,6 +38,7 @@ from medha_worker.model.weights import Progress as ReadProgress
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, pool_blocks
 from medha_worker.rank.mesh import Mesh
+from medha_worker.rank.rank_reports import shape_of
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.rank.warmup import Progress, WarmUp, times, typical, warm_up
 
@@ -88,6 +90,16 @@ class Loaded:
         self._load_seconds = load_seconds
         self._warm: WarmUp | None = None
         self._kv_cache: KVCache | None = None
+
+    @property
+    def device(self) -> Device:
+        """The device that the rank computes on."""
+        return self._model.device
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the rank's part of the model."""
+        return shape_of(self._model.shard, self._config, self._model.dtype.itemsize)
 
     def rendezvous(
         self,

@@ -35,7 +35,7 @@ from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.sampler import LogitsMask, NotSampled
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.token_sampler import TokenSampler
-from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, lay_out, plan_lane
+from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
 from medha_worker.rank.sampled_tokens import (
     Computed,
@@ -156,7 +156,8 @@ class Executor:
             self._pipeline.expect_hidden(len(plan.batch.positions))
         for one in plan.entries:
             one.sequence.advance(one.stop, samples=one.entry.samples)
-        return replace(plan, prepared=self._prepared_ahead(plan.batch))
+        work = count_work(plan.entries, plan.batch)
+        return replace(plan, prepared=self._prepared_ahead(plan.batch), work=work)
 
     def _prepared_ahead(self, batch: Batch | None) -> PreparedStep | None:
         """Prepare a batch; None if that fails, and then it fails again where the failure can be contained."""

@@ -7,8 +7,8 @@ also names the entries that fail before anything is computed. Resolving a plan c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from medha.kv.blocks import BlockCopy
 from medha.kv.context_parallel import OWNER
 from medha.shards import ShardMap
+from medha.step_estimates import StepWork, attention_pairs
 from medha.wire.frames import TokenIds
 from medha.wire.messages import EntryFailed, Extent, Step, StepEntry
 from medha_worker.kernels.sequence_span import SequenceSpan
@@ -75,6 +76,7 @@ class LanePlan:
     failures: tuple[EntryFailed, ...] = ()
     batch: Batch | None = None  # of all entries
     prepared: PreparedStep | None = None  # the batch, if the model could prepare it ahead
+    work: StepWork = field(default_factory=StepWork)  # of all entries, as it counts in estimates
 
 
 def plan_lane(step: Step, state: LaneState, copies: tuple[BlockCopy, ...]) -> LanePlan:
@@ -122,6 +124,33 @@ def lay_out(
             row += count
     at = positions([extent for one in entries for extent in one.entry.extents])
     return Batch(torch.from_numpy(at), spans, spread)
+
+
+def count_work(entries: Sequence[PlannedEntry], batch: Batch | None) -> StepWork:
+    """Return the work of a lane in a step; keys that several spans of one sequence see count once."""
+    if batch is None:
+        return StepWork()
+    rows, sampled = len(batch.positions), sum([one.entry.samples for one in entries])
+    if batch.spread is None:  # then a row at position p sees p + 1 keys, all of them here
+        keys_here = sum([one.stop for one in entries])
+        has_chunk = rows > len(entries)
+        return StepWork(
+            rows, sampled, int(batch.positions.sum()) + rows if has_chunk else keys_here, keys_here
+        )
+    pairs, keys = 0, dict[int, int]()
+    for span in _attended(batch.spread):
+        count, context, table = span.row_count, span.context_length, id(span.blocks)
+        pairs += attention_pairs(count, context, span.stride) if span.is_causal else count * context
+        keys[table] = max(keys.get(table, 0), span.total_length)
+    return StepWork(rows, sampled, pairs, sum(keys.values()))
+
+
+def _attended(spread: SpreadPlan) -> Iterator[SequenceSpan]:
+    """Yield the spans of all attention on a lane, for its own rows and for those of other lanes."""
+    rings = [ring.of.values() for ring in (spread.queries, spread.keys) if ring is not None]
+    foreign = [rows for _, rows in spread.foreign]
+    for rows in (spread.local, *foreign, *(rows for ring in rings for rows in ring)):
+        yield from rows.spans
 
 
 def _own_entry(

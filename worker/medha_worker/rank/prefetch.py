@@ -5,7 +5,7 @@ a step last, and where decodes run ahead. To read such a step and to plan it (`E
 the running step computes, and torch lets other threads run while it computes.
 
 A ZeroMQ socket may be used by one thread at a time: by the one that holds the lock. While no step runs, that
-is only the main thread.
+is only the main thread, or one that sends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepPrefetcher:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Send a message; called from the main thread, at any time."""
+        """Send a message; any thread may call this at any time."""
         with self._lock:
             self._link.send(message)
         if self._is_busy.is_set():

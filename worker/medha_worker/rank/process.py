@@ -43,9 +43,11 @@ from medha_process.part_state import PartState
 from medha_process.watchdog import Watchdog
 from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.link import Link, rank_identity
+from medha_worker.nvml import open_probe
 from medha_worker.rank.engine import RENDEZVOUS_SECONDS, Engine, Loaded, load
 from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.prefetch import StepPrefetcher
+from medha_worker.rank.rank_reports import RankReports
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
 
@@ -91,6 +93,7 @@ class Rank:
         self._engine: Engine | None = None
         self._recorder = StepRecorder(settings.rank)
         self._prefetcher = StepPrefetcher(self._control)
+        self._reports = RankReports(settings.rank, incarnation, self._recorder, self._prefetcher.send)
         self._next_step = 0  # id of the next step to plan
         self._begun: Step | None = None  # step whose ids have not all arrived yet
         self._running_step = -1
@@ -115,6 +118,8 @@ class Rank:
         # A file system that hangs would keep the other ranks waiting forever.
         self._watchdog.allow(self._settings.spec.lifecycle.ready_seconds, "loading")
         loaded = load(self._settings, self._recorder, self._progress_reporter(PartState(phase="loading")))
+        device = loaded.device
+        self._reports.begin(device, loaded.shape, open_probe(device.uuid) if device.uuid else None)
         self._loading = False
         while not self._stopping:
             self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
@@ -122,6 +127,7 @@ class Rank:
             self._send_hello()
             self._report_state()
             self._send_trace()
+            self._reports.send_due(is_serving=self._engine is not None)
             received = self._prefetcher.receive(POLL_SECONDS)
             match received and received.message:
                 case Rendezvous() as rendezvous:
@@ -146,11 +152,13 @@ class Rank:
 
     def report(self, error: BaseException) -> None:
         """Report to the controller why this rank ends."""
-        self._prefetcher.send(RankFault(self._settings.rank, f"{type(error).__name__}: {error}"))
+        detail = f"{type(error).__name__}: {error}{self._reports.recent_xid()}"
+        self._prefetcher.send(RankFault(self._settings.rank, detail))
 
     def close(self) -> None:
         """Close the links; the last message gets a moment to be sent."""
         self._leave()
+        self._reports.close()
         self._prefetcher.close()
         self._control.close()
         self._tokens.close()
@@ -258,6 +266,7 @@ class Rank:
             self._lose(epoch, f"{type(error).__name__}: {error}")
 
     def _lose(self, epoch: int, reason: str) -> None:
+        reason += self._reports.recent_xid()
         _log.warning("epoch %d is lost: %s", epoch, reason)
         self._leave()
         self._prefetcher.send(RankFault(self._settings.rank, reason, lost_epoch=epoch))
@@ -283,6 +292,7 @@ class Rank:
         self._hello = replace(self._hello, last_epoch=rendezvous.epoch)
         write_epoch(self._settings.epoch_file, rendezvous.epoch)
         self._prefetcher.send(self._engine.ready)
+        self._reports.send_due(is_serving=True, at_once=True)
 
     def _memory_ran_out(self) -> None:
         """Report to the controller at once that memory ran out.
@@ -320,6 +330,7 @@ class Rank:
                 lane = grid.here.kv if grid is not None else 0
                 self._prefetcher.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
 
+        self._recorder.planned()
         with self._prefetcher.busy(lambda following: self._plan(engine, following)):
             done = executor.run(planned, stage_is_free)
         if grid is not None:
@@ -327,6 +338,8 @@ class Rank:
         if done is not None and (grid is None or grid.rank == grid.sampling_rank):
             self._prefetcher.send(done)
         self._recorder.end(ran=done is not None)
+        if done is not None:
+            self._reports.add(planned.work)
 
     def _plan(self, engine: Engine, step: Step, wait_seconds: float = 0.0) -> LanePlan | None:
         """Do a step's bookkeeping, possibly while another step runs; None if its ids do not arrive in time.
