@@ -265,7 +265,57 @@ OPERATOR = Dashboard(
     },
 )  # fmt: skip
 
-DASHBOARDS = (SLO, REPLICA, OPERATOR)
+_D = '{namespace=~"$namespace", pod=~"$pod", rank=~"$rank"}'
+_RANK = "{{pod}} rank {{rank}}"
+
+
+def _of_peak(total: str, peak: str) -> str:
+    """Return the query for the rate of a rank's total as a share of its device's peak."""
+    return f"{_rate(total, _D, 'namespace, pod, rank')} / max by (namespace, pod, rank) ({peak}{_D})"
+
+
+def _state(metric: str, label: str = "", value: str = "") -> str:
+    """Return the query for a state of ranks, with one value of a label if there is one."""
+    where = _D.replace("}", f', {label}="{value}"}}') if label else _D
+    return f"max by (pod, rank) ({metric}{where})"
+
+
+def _step_share() -> str:
+    every = _rate("medha_rank_step_seconds_total", _D, "namespace, pod, part")
+    return f"{every} / on (namespace, pod) group_left () sum by (namespace, pod) ({every})"
+
+
+DEVICES = Dashboard(
+    name="devices",
+    title="Devices",
+    says="Shows where the time of ranks goes, and how well their devices are used.",
+    variables={
+        "namespace": "label_values(medha_rank_info, namespace)",
+        "pod": 'label_values(medha_rank_info{namespace=~"$namespace"}, pod)',
+        "rank": 'label_values(medha_rank_info{namespace=~"$namespace", pod=~"$pod"}, rank)',
+    },
+    rows={
+        "Steps of ranks": [
+            Panel("Parts of a step", "Where does the time of steps go?", "percentunit", {"{{pod}} {{part}}": _step_share()}),
+            Panel("Busy", "Which share of the time does a rank run steps? The rest of the time it is idle.", "percentunit", {_RANK: _rate("medha_rank_step_seconds_total", _D, "pod, rank")}),
+            Panel("Waiting for others", "Which share of the time does a rank wait for stages, tensor ranks and lanes?", "percentunit", {_RANK: _rate("medha_rank_step_seconds_total", _D.replace("}", ', part=~"receive|all_reduce|gather|exchange"}'), "pod, rank")}),
+            Panel("MFU", "Which share of the device's peak FLOP/s do steps need? Idle time counts.", "percentunit", {_RANK: _of_peak("medha_rank_estimated_flops_total", "medha_rank_peak_flops_per_second")}),
+            Panel("MBU", "Which share of the device's peak memory rate do steps need? Idle time counts.", "percentunit", {_RANK: _of_peak("medha_rank_estimated_read_bytes_total", "medha_rank_peak_bytes_per_second")}),
+            Panel("FLOP/s", "How much do steps compute? This is there without a known peak, too.", "flops", {_RANK: _rate("medha_rank_estimated_flops_total", _D, "pod, rank")}),
+        ],
+        "Devices": [
+            Panel("Memory", "How much of the device's memory is taken?", "bytes", {f"{_RANK} used": _state("medha_rank_memory_bytes", "state", "used"), f"{_RANK} free": _state("medha_rank_memory_bytes", "state", "free")}),
+            Panel("Throttled", "Which GPUs run below their clocks, and why? The power limit is usual under full load.", "short", {f"{_RANK} {{{{reason}}}}": f"max by (pod, rank, reason) (medha_rank_throttled{_D}) == 1"}),
+            Panel("SM clock", "Does one GPU run slower than the others?", "hertz", {_RANK: _state("medha_rank_clock_hertz", "clock", "sm")}),
+            Panel("Temperature", "Which GPUs are hot?", "celsius", {_RANK: _state("medha_rank_temperature_celsius")}),
+            Panel("Power", "How much power do GPUs draw, and how much may they?", "watt", {_RANK: _state("medha_rank_power_watts"), f"{_RANK} limit": _state("medha_rank_power_limit_watts")}),
+            Panel("Utilisation", "Which share of the time does any kernel run?", "percentunit", {_RANK: _state("medha_rank_utilisation_ratio", "unit", "compute")}),
+            Panel("Errors", "Do GPUs report errors (Xid)?", "short", {f"{_RANK} {{{{cause}}}}": f"sum by (pod, rank, cause) (increase(medha_rank_xid_errors_total{_D}[$__rate_interval]))"}),
+        ],
+    },
+)  # fmt: skip
+
+DASHBOARDS = (SLO, REPLICA, DEVICES, OPERATOR)
 
 
 def files() -> dict[str, str]:

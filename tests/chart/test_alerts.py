@@ -57,7 +57,30 @@ CRASHING = {"kind": "MedhaReplica", "resource_namespace": "crashes", "resource":
 REFUSED = CRASHING | {"resource_namespace": "alerts"}
 PAGES, WARNS = {"severity": "critical"}, {"severity": "warning"}
 
+OF_GPU = WARNS | {"namespace": "team-a", "pod": "tiny-l0-0", "rank": "3"}
+
 CASES: dict[str, Case] = {
+    "a GPU is too hot": Case(
+        "MedhaGpuThrottled",
+        (controller(Spell("gpu-well", 20), Spell("gpu-throttled", 20)),),
+        35,
+        (OF_GPU | {"reason": "hardware_thermal"},),
+    ),
+    "a GPU was too hot for five minutes": Case(
+        "MedhaGpuThrottled",
+        (controller(Spell("gpu-well", 20), Spell("gpu-throttled", 5), Spell("gpu-well", 15)),),
+        30,
+    ),
+    "a GPU draws all the power that it may": Case(
+        "MedhaGpuThrottled", (controller(Spell("gpu-at-its-power-limit", 60)),), 50
+    ),
+    "a GPU reports a defect": Case(
+        "MedhaGpuFails", (controller(Spell("gpu-well", 20), Spell("gpu-device-error", 2)),), 21, (OF_GPU,)
+    ),
+    "a kernel makes a mistake": Case(
+        "MedhaGpuFails", (controller(Spell("gpu-well", 20), Spell("gpu-program-error", 10)),), 25
+    ),
+
     "nobody serves, and the router has begun anew": Case(
         "MedhaTtftBudgetBurns", (router(Spell("unserved", 70)),), 65, ALL_WINDOWS
     ),
@@ -217,6 +240,7 @@ def test_all_is_silent_while_all_is_well(helm: Helm, promtool: str, tmp_path: Pa
     well = (
         router(Spell("served", 100)),
         controller(Spell("steps-as-predicted", 100)),
+        controller(Spell("gpu-well", 100)),
         operator(Spell("operator-serving", 100)),
     )
     fire_as_expected(helm, promtool, tmp_path, well, 95, dict.fromkeys(alert_names(helm), ()))

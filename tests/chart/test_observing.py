@@ -138,3 +138,57 @@ def test_an_alert_that_no_share_of_misses_could_reach_is_left_out(helm: Helm) ->
 
     assert windows(0.95) == {"1h", "6h", "1d", "3d"}
     assert windows(0.9) == {"6h", "1d", "3d"}
+
+
+GUIDE = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
+PROMQL = re.findall(r"```promql\n(.*?)```", GUIDE, re.DOTALL)
+
+
+@pytest.mark.parametrize("query", PROMQL)
+def test_the_guide_asks_for_series_that_are_exported(query: str) -> None:
+    assert [one for one in problems(query) if "has a label" not in one] == []
+
+
+def test_the_guides_queries_give_what_it_says_beside_dcgms_exporter(promtool: str, tmp_path: Path) -> None:
+    """Two ranks of one replica on two GPUs, and DCGM's exporter of their node, which also sees a GPU of somebody else."""
+    own = '{namespace="a", pod="r-l0-0", rank="%s"%s}'
+    dcgm = 'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{gpu="%d", UUID="GPU-%s", device="nvidia%d", Hostname="n", pod="dcgm"}'
+    series: dict[str, str] = {}
+    for rank, gpu in ((0, "x"), (1, "y")):
+        more = f', lane="0", stage="{rank}", tensor="0", rank_pod="r-l0-{rank}", device="NVIDIA H200", UUID="GPU-{gpu}"'
+        series["medha_rank_info" + own % (rank, more)] = "1x10"
+        series["medha_rank_step_seconds_total" + own % (rank, ', part="forward"')] = f"0+{45 - 15 * rank}x10"
+        series["medha_rank_estimated_flops_total" + own % (rank, "")] = f"0+{(rank + 1) * 60 * 100}x10"
+        series["medha_rank_peak_flops_per_second" + own % (rank, "")] = "1000x10"
+        series[dcgm % (rank + 4, gpu, rank + 4)] = f"0.{rank + 5}x10"
+    series[dcgm % (6, "z", 6)] = "0.9x10"
+    parts, mfu, joined, compared = PROMQL
+    expected = {
+        parts: {'{rank="0", part="forward"}': 0.75, '{rank="1", part="forward"}': 0.5},
+        mfu: {'{namespace="a", pod="r-l0-0", rank="0"}': 0.1, '{namespace="a", pod="r-l0-0", rank="1"}': 0.2},
+        joined: {
+            f'{{gpu="{4 + rank}", UUID="GPU-{gpu}", device="nvidia{4 + rank}", Hostname="n", pod="dcgm", rank="{rank}", rank_pod="r-l0-{rank}"}}': 0.5 + rank / 10
+            for rank, gpu in ((0, "x"), (1, "y"))
+        },
+        compared: {
+            '{namespace="a", pod="r-l0-0", rank="0", UUID="GPU-x"}': 0.1,
+            '{namespace="a", pod="r-l0-0", rank="1", UUID="GPU-y"}': 0.2,
+        },
+    }  # fmt: skip
+    tests = [
+        {
+            "expr": query,
+            "eval_time": "8m",
+            "exp_samples": [{"labels": one, "value": value} for one, value in found.items()],
+        }
+        for query, found in expected.items()
+    ]
+    played = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": tests,
+    }
+    file = tmp_path / "join.yaml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [played]}), encoding="utf-8")
+    done = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -28,6 +28,8 @@ ASKED = (
     "medha_router_requests_open",
     "medha_router_refused_connections_total",
     "medha_step_prediction_error_ratio_bucket",
+    "medha_rank_throttled",
+    "medha_rank_xid_errors_total",
     "medha_operator_leading",
     "medha_operator_reconcile_errors_total",
     "medha_operator_condition",

@@ -19,6 +19,7 @@ from medha.wire.messages import Failed, GpuFigures, RankReport, RankXid
 from medha_process.part_settings import ControllerSettings
 from medha_worker.controller.rank_metrics import RankMetrics
 from medha_worker.controller.trace_writer import read_trace
+from situations.recording import record
 
 from .test_controller import Stage
 
@@ -177,6 +178,25 @@ def test_names_of_another_release_are_ignored(exported: Exported) -> None:
     exported.metrics.report(report)
     page = exported.page()
     assert not any(f'"{name}"' in page for name in ("video", "tensor", "moon", "thinking", "lent"))
+
+
+# --- what alerts are about ------------------------------------------------------------------------------------
+
+
+def test_gpus_in_the_situations_that_alerts_are_about(exported: Exported) -> None:
+    exported.metrics.report(REPORT)
+    well = exported.page()
+    record("gpu-well", well, well)
+    exported.metrics.report(replace(REPORT, gpu=replace(GPU, throttled=("hardware_thermal", "power_cap"))))
+    record("gpu-throttled", exported.page())
+    exported.metrics.report(replace(REPORT, gpu=replace(GPU, throttled=("power_cap",))))
+    record("gpu-at-its-power-limit", exported.page())
+    exported.metrics.report(REPORT)
+    exported.metrics.xid(RankXid(3, 31))
+    record("gpu-program-error", well, exported.page())
+    fails = exported.page()
+    exported.metrics.xid(RankXid(3, 79))
+    record("gpu-device-error", fails, exported.page())
 
 
 # --- a controller process -------------------------------------------------------------------------------------
