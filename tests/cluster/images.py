@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,8 @@ _SIZES = """\
 the worker holds torch. Where pip is offered a CPU build (2.13.0+cpu, such as by PIP_FIND_LINKS=folder) it takes that, 200 MB.
 images: Where it finds only PyPI's build for CUDA, it downloads 3 GB and needs up to 20 GB of disk meanwhile."""
 _KEPT_ARCHIVES = 3
+_ROOM_BYTES = {False: 4 * 2**30, True: 20 * 2**30}
+"""Free disk that a build needs, by whether it installs torch; what is cached gives way to it."""
 _KEPT_LAYERS = 400
 """Most layers in the store before it is emptied; a code change adds about thirty, of a few megabytes."""
 
@@ -90,6 +92,7 @@ def build(targets: Iterable[str] = TARGETS, *, torch: str = "none") -> dict[str,
         builder = _Builder(folder, Path(scratch))
         for target, archive in archives.items():
             if not archive.is_file():
+                _make_room(folder, content, builder, _ROOM_BYTES[target == "worker" and torch != "none"])
                 builder.build(target, archive, torch=torch)
                 _forget_older(archive, content)
     return archives
@@ -105,7 +108,11 @@ class _Builder:
         self._store = ["--root", str(folder / "store"), "--runroot", str(scratch / "run")]
         self._buildah("rm", "--all")  # leftovers of a killed build
         if len(self._buildah("images", "--all", "--quiet").split()) > _KEPT_LAYERS:
-            self._buildah("rmi", "--all", "--force")
+            self.empty()
+
+    def empty(self) -> None:
+        """Remove all layers from the store."""
+        self._buildah("rmi", "--all", "--force")
 
     def build(self, target: str, archive: Path, *, torch: str) -> None:
         base = self._base()
@@ -172,7 +179,13 @@ class _Builder:
             log.write(done.stdout)
         if done.returncode != 0:
             tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
-            raise CannotBuild(f"`{' '.join(command)}` failed, see {self._log}; its end:\n{tail}")
+            free_gib = (
+                shutil.disk_usage(self._log.parent).free / 2**30
+            )  # a full disk also keeps errors out of the log
+            raise CannotBuild(
+                f"`{' '.join(command)}` failed with status {done.returncode} and {free_gib:.1f} GiB of disk free, see "
+                f"{self._log}; its end:\n{tail}"
+            )
         return done.stdout.strip()
 
 
@@ -228,6 +241,34 @@ def _forget_older(archive: Path, content: str) -> None:
     alike = [path for path in archive.parent.glob("*.tar") if path.name[: -len(f"{content}.tar")] == kind]
     for path in sorted(alike, key=lambda path: path.stat().st_mtime)[:-_KEPT_ARCHIVES]:
         path.unlink()
+
+
+def superfluous(sizes_bytes: Mapping[str, int], content: str, missing_bytes: int) -> list[str]:
+    """Return the archives of other contents that give way so that `missing_bytes` become free, the first ones first.
+
+    Args:
+        sizes_bytes: The size of each archive by its name, the oldest first.
+        content: The digest of the content that is built now.
+        missing_bytes: By how much the disk is too full; none is returned if this is not positive.
+    """
+    chosen = []
+    for name_of_archive, size_bytes in sizes_bytes.items():
+        if missing_bytes > 0 and not name_of_archive.endswith(f"{content}.tar"):
+            chosen.append(name_of_archive)
+            missing_bytes -= size_bytes
+    return chosen
+
+
+def _make_room(folder: Path, content: str, builder: _Builder, wanted_bytes: int) -> None:
+    """Remove cached archives, and if need be all layers, until a build has its disk."""
+    files = sorted(folder.glob("*.tar"), key=lambda path: path.stat().st_mtime)
+    sizes_bytes = {path.name: path.stat().st_size for path in files}
+    for archive in superfluous(sizes_bytes, content, wanted_bytes - shutil.disk_usage(folder).free):
+        _record_event(f"removing {archive}, since the disk is nearly full")
+        (folder / archive).unlink()
+    if shutil.disk_usage(folder).free < wanted_bytes:
+        _record_event("removing all layers, since the disk is nearly full")
+        builder.empty()
 
 
 @contextlib.contextmanager

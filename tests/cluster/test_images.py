@@ -16,7 +16,7 @@ from typing import IO
 import pytest
 
 from cluster.conftest import skipping_what_cannot_run
-from cluster.images import ROOT, TARGETS, build, name, pip_settings
+from cluster.images import ROOT, TARGETS, build, name, pip_settings, superfluous
 
 _SITE = "opt/medha/lib/python3"
 
@@ -164,3 +164,10 @@ def test_the_linter_finds_what_is_wrong_with_a_dockerfile(tmp_path: Path) -> Non
     done = subprocess.run([linter, bad], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "DL3042" in done.stdout
+
+
+def test_archives_of_other_contents_give_way_the_oldest_first() -> None:
+    sizes_bytes = {"medha-worker-old.tar": 3, "medha-worker-new.tar": 3, "medha-router-older.tar": 1}
+    assert superfluous(sizes_bytes, "new", 0) == []
+    assert superfluous(sizes_bytes, "new", 3) == ["medha-worker-old.tar"]
+    assert superfluous(sizes_bytes, "new", 100) == ["medha-worker-old.tar", "medha-router-older.tar"]
