@@ -19,6 +19,7 @@ on with what is missing, as long as the sources of the engine (`sources` in the 
 * chunks: what a chunk of 32 tokens costs more than a large one, for each token; and adaptive chunks against every static one:
   the time of a whole prefill, and the longest step, beside 16 decodes;
 * overhead: what a captured decode step costs beyond its kernels;
+* peers: a whole prefill and decode steps beside those of `transformers` with the same weights;
 * nccl: an all-reduce of one rank, captured and replayed; an exchange with itself; an abort while a captured step exists;
 * races: the kernels' accesses under compute-sanitizer, where there is one.
 """
@@ -90,6 +91,7 @@ class Sizes:
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
     decodes: tuple[tuple[int, int], ...]  # sequences, context
+    peer_decode: tuple[int, int]  # sequences, context
     largest_chunk: int
     repeats: int
 
@@ -100,6 +102,7 @@ FULL = Sizes(
     contexts=(8_192, 32_768, 131_072, 262_144, 524_288),
     chunks=(32, 128, 512, 2048, 8192),
     decodes=((1, 131_072), (1, 900_000), (4, 131_072), (16, 8_192), (64, 8_192), (256, 1_024)),
+    peer_decode=(16, 4_096),
     largest_chunk=8_192,
     repeats=5,
 )
@@ -109,6 +112,7 @@ QUICK = Sizes(
     contexts=(256, 1024),
     chunks=(32, 128),
     decodes=((1, 1024), (4, 256)),
+    peer_decode=(4, 128),
     largest_chunk=128,
     repeats=2,
 )
@@ -247,19 +251,11 @@ def _exact(
 
 def _model_errors(place: Place) -> Row:
     """Compare logits with `transformers`: ours in chunks and decodes, theirs in one pass, both against float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes, device = place.sizes, place.device
     model = place.model()
     tokens = min(2048, sizes.contexts[-1])
     ids = torch.randint(7, sizes.shape.vocab, (tokens,), generator=torch.Generator().manual_seed(2))
-    fields = {
-        key: value
-        for key, value in config_fields(sizes.shape, sizes.layers).items()
-        if key != "architectures"
-    }
-    theirs = LlamaForCausalLM(LlamaConfig(**fields)).to(device.torch_device, device.dtype).eval()
-    theirs.load_state_dict(_state(model), strict=True)
+    theirs = _of_transformers(model, place)
     with torch.inference_mode():
         rounded = theirs(ids[None].to(device.torch_device)).logits[0].float()
         exact = theirs.float()(ids[None].to(device.torch_device)).logits[0]
@@ -298,6 +294,22 @@ def _chunks(tokens: int, largest: int) -> list[int]:
         sizes.append(min(left, largest))
         left -= sizes[-1]
     return sizes
+
+
+def _of_transformers(model: Transformer, place: Place) -> Any:
+    """Return the model of `transformers` with our weights, which computes attention by torch's fused kernels."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes, device = place.sizes, place.device
+    fields = {
+        key: value
+        for key, value in config_fields(sizes.shape, sizes.layers).items()
+        if key != "architectures"
+    }
+    theirs = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa"))
+    theirs = theirs.to(device.torch_device, device.dtype).eval()
+    theirs.load_state_dict(_state(model), strict=True)
+    return theirs
 
 
 def _state(model: Transformer) -> dict[str, torch.Tensor]:
@@ -575,6 +587,38 @@ def _busy_seconds(run: Callable[[], None], place: Place) -> float:
     return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
 
 
+def peers(place: Place) -> Row:
+    """Measure a whole prefill and decode steps beside those of `transformers`, for the same weights, lengths and batch."""
+    from transformers import DynamicCache
+
+    sizes, device = place.sizes, place.device
+    model = place.model()
+    theirs = _of_transformers(model, place)
+    (sequences, context), prompt = sizes.peer_decode, sizes.contexts[0]
+    blocks = -(-max(prompt, sequences * (context + BLOCK_TOKENS)) // BLOCK_TOKENS)
+    cache = _filled(model, blocks)
+    ids = torch.arange(sequences * context).remainder(sizes.shape.vocab).to(device.torch_device)
+    found: Row = {"prompt": prompt, "sequences": sequences, "context": context, "layers": sizes.layers}
+    prefill_steps = [
+        _step(model, cache, [(done, min(sizes.largest_chunk, prompt - done))])
+        for done in range(0, prompt, sizes.largest_chunk)
+    ]
+    found["prefill_seconds"] = place.seconds(lambda: [step() for step in prefill_steps])
+    found["transformers_prefill_seconds"] = place.seconds(
+        lambda: theirs(ids[None, :prompt], use_cache=False, logits_to_keep=1)
+    )
+    model.capture_decodes(cache, [sequences])
+    found["decode_seconds"] = place.seconds(_step(model, cache, [(context, 1)] * sequences))
+    kept = DynamicCache()
+    theirs(ids.view(sequences, context), past_key_values=kept, logits_to_keep=1)
+    last = ids[:sequences, None]
+    # Each run leaves a token in their cache, where thousands are.
+    found["transformers_decode_seconds"] = place.seconds(
+        lambda: theirs(last, past_key_values=kept, logits_to_keep=1)
+    )
+    return found
+
+
 def nccl(place: Place) -> Row:
     """Return what NCCL does for one rank, in a group and with calls as those of a data plane."""
     if place.device.is_host:
@@ -632,7 +676,20 @@ def races(place: Place) -> Row:
 
 PARTS: dict[str, Callable[[Place], Row]] = {
     part.__name__: part
-    for part in (facts, numerics, sampling, graphs, ceilings, prefill, decode, chunks, overhead, nccl, races)
+    for part in (
+        facts,
+        numerics,
+        sampling,
+        graphs,
+        ceilings,
+        prefill,
+        decode,
+        chunks,
+        overhead,
+        peers,
+        nccl,
+        races,
+    )
 }
 
 # --- shared by the parts ------------------------------------------------------------------------------
@@ -781,6 +838,12 @@ def claims_of(parts: dict[str, Row]) -> list[Row]:
                 5,
             )
         )
+    if (measured := parts.get("peers")) and "decode_seconds" in measured:
+        found += [
+            claim(f"time of {what}, over that of transformers", measured[f"{key}_seconds"] / measured[f"transformers_{key}_seconds"],
+                  "ratio", 1, peer="transformers")
+            for key, what in {"prefill": "a whole prefill", "decode": "a decode step"}.items()
+        ]  # fmt: skip
     return found
 
 

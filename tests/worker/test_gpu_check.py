@@ -41,7 +41,7 @@ def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=check, timeout=300, env=path)
 
 
-@pytest.mark.parametrize("part", ["numerics", "sampling", "graphs", "chunks"])
+@pytest.mark.parametrize("part", ["numerics", "sampling", "graphs", "chunks", "peers"])
 def test_a_part_runs_without_our_packages(part: str) -> None:
     found = json.loads(run("--inside", part, "--quick").stdout.splitlines()[-1])
     match part:
@@ -52,6 +52,8 @@ def test_a_part_runs_without_our_packages(part: str) -> None:
             assert (found["differ"], found["samples"] > 0) == (0, True)
         case "graphs":
             assert found["error"] == 0
+        case "peers":
+            assert all(found[key] > 0 for key in found)
         case "chunks":
             assert {row["chunks"] for row in found["prefills"]} == {"static 32", "static 128", "adaptive"}
 
