@@ -35,7 +35,7 @@ VALUES: dict[str, Any] = {
     "operator": {"namespaces": [JUDGED, EXEMPT], "leaseSeconds": 3},
     "admission": {
         "hostPaths": [MODELS, "/srv/"],
-        "writableHostPaths": [CACHE],
+        "writableHostPaths": [CACHE, "/srv/cache/"],
         "serviceAccounts": ["model-reader"],
     },
 }
@@ -162,14 +162,36 @@ FORBIDDEN = {
         "volumes v: projected must hold no token",
     ),
     "a cache in what pods may only read": Case(
-        said="model.source.huggingFace.cache.hostPath must lie below",
+        said="model.source.huggingFace.cache.hostPath must be one of",
         said_of_pods="containers fetch-model: volumeMounts must mount",
         source=kept_on_nodes(f"{MODELS}/cache"),
     ),
     "a cache outside": Case(
-        said="model.source.huggingFace.cache.hostPath must lie below",
+        said="model.source.huggingFace.cache.hostPath must be one of",
         said_of_pods="containers fetch-model: volumeMounts must mount",
         source=kept_on_nodes(f"{CACHE}2"),
+    ),
+    # Below what pods may write, one of them may have left a link to any directory of the node.
+    "a cache that may be a link": Case(
+        said="model.source.huggingFace.cache.hostPath must be one of",
+        said_of_pods="containers fetch-model: volumeMounts must mount",
+        source=kept_on_nodes(f"{CACHE}/link"),
+    ),
+    "a volume that may be a link": Case(
+        {"volumes": [{"name": "v", "hostPath": {"path": "/srv/cache/link"}}]},
+        "volumes v: hostPath must not lie below one of admission.writableHostPaths",
+    ),
+    "a volume that may be a link, in other words": Case(
+        {"volumes": [{"name": "v", "hostPath": {"path": "/srv//cache/link"}}]},
+        "volumes v: hostPath must lie below one of admission.hostPaths",
+    ),
+    "a source that may be a link": Case(
+        said="model.source.hostPath.path must not lie below one of admission.writableHostPaths",
+        source={"hostPath": {"path": "/srv/cache/link"}},
+    ),
+    "a source that may be a link, in other words": Case(
+        said="model.source.hostPath.path must lie below",
+        source={"hostPath": {"path": "/srv/./cache/link"}},
     ),
     "a source outside": Case(said="model.source.hostPath.path must lie below", source={"hostPath": {"path": "/etc"}}),
     "a source beside": Case(
@@ -197,7 +219,7 @@ UNTYPED = {
         "containers x: securityContext",
     ),
     "a cache that climbs": Case(
-        said="model.source.huggingFace.cache.hostPath must lie below", source=kept_on_nodes(f"{CACHE}/../x")
+        said="model.source.huggingFace.cache.hostPath must be one of", source=kept_on_nodes(f"{CACHE}/../x")
     ),
     "a source that climbs": Case(
         said="model.source.hostPath.path must lie below", source={"hostPath": {"path": f"{MODELS}/../../.."}}
@@ -242,7 +264,9 @@ ADMITTED = {
         },
         source={"hostPath": {"path": MODELS}},
     ),
-    "a cache of the node": Case(source=kept_on_nodes(f"{CACHE}/hub")),
+    "a cache of the node": Case(source=kept_on_nodes(CACHE)),
+    "a cache that was written with a slash": Case(source=kept_on_nodes(f"{CACHE}/")),
+    "a directory that pods may write, to be read": Case(source={"hostPath": {"path": "/srv/cache"}}),
     "a root that was written with a slash": Case(source={"hostPath": {"path": "/srv/m"}}),
 }  # fmt: skip
 

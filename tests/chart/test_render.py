@@ -266,6 +266,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"admission": {"writableHostPaths": ["/cache/.."]}},
         "admission/writableHostPaths/0",
     ),
+    "a host path in other words": ({"admission": {"hostPaths": ["/models//m"]}}, "admission/hostPaths/0"),
+    "a host path that pods could replace by a link": (
+        {"admission": {"hostPaths": ["/cache/m"], "writableHostPaths": ["/cache/"]}},
+        "admission: /cache/m lies below /cache, which is one of writableHostPaths",
+    ),
+    "a writable host path that pods could replace by a link": (
+        {"admission": {"writableHostPaths": ["/cache/m", "/cache"]}},
+        "admission: /cache/m lies below /cache, which is one of writableHostPaths",
+    ),
     "a host path that is none": ({"admission": {"hostPaths": ["models"]}}, "admission/hostPaths/0"),
     "an objective of 95": ({"monitoring": {"rules": {"objective": 95}}}, "monitoring/rules/objective"),
     "an Ingress without hosts": (

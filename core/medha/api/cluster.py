@@ -35,7 +35,7 @@ class HubCache(Model):
     that pods run on (`ReadWriteMany`, if they are several)."""
     host_path: str | None = Field(default=None, min_length=1, max_length=1024, pattern=r"^/")
     """Absolute path of a directory, the same on every node; the pods of one node share it. It must exist, and
-    belong to the pods' user (65532). The chart's `admission.writableHostPaths` limits which paths are allowed;
+    belong to the pods' user (65532). The chart's `admission.writableHostPaths` lists the paths that are allowed;
     by default, none is."""
 
     @model_validator(mode="after")

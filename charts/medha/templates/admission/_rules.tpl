@@ -5,14 +5,21 @@
 
 {{/* Variables of files/admission.yaml that follow from `pod`, `filled` and `source`, and from values. */}}
 {{- define "medha.judgedVariables" -}}
-{{- $roots := list -}}
-{{- range .Values.admission.hostPaths }}{{ $roots = append $roots (trimSuffix "/" .) }}{{ end -}}
+{{- $readable := list -}}
+{{- range .Values.admission.hostPaths }}{{ $readable = append $readable (trimSuffix "/" .) }}{{ end -}}
 {{- $writable := list -}}
 {{- range .Values.admission.writableHostPaths }}{{ $writable = append $writable (trimSuffix "/" .) }}{{ end -}}
+{{- range $below := concat $readable $writable }}
+{{- range $above := $writable }}
+{{- if hasPrefix (printf "%s/" $above) $below }}
+{{- fail (printf "admission: %s lies below %s, which is one of writableHostPaths: a pod could put a link to any directory in its place; leave one of them out" $below (default "/" $above)) }}
+{{- end }}
+{{- end }}
+{{- end -}}
 - name: accounts
   expression: {{ include "medha.celList" (concat (list "" "default") .Values.admission.serviceAccounts) | quote }}
-- name: roots
-  expression: {{ include "medha.celList" (concat $roots $writable) | quote }}
+- name: readable
+  expression: {{ include "medha.celList" $readable | quote }}
 - name: writable
   expression: {{ include "medha.celList" $writable | quote }}
 - name: own
@@ -27,7 +34,7 @@
 - name: hosted
   expression: >-
     variables.source + variables.volumes.filter(v, v.?hostPath.?path.hasValue() && !variables.writable.exists(r,
-    v.hostPath.path == r || v.hostPath.path.startsWith(r + '/'))).map(v, v.?name.orValue(''))
+    v.hostPath.path == r || v.hostPath.path == r + '/')).map(v, v.?name.orValue(''))
 {{- end -}}
 
 {{/* End of every refusal. */}}
