@@ -164,6 +164,14 @@ BAD = [
         ["spec.model.source.huggingFace", "set huggingFace.revision to a commit", "found 'main'"],
     ),
     (
+        {"model": {"name": "m", "source": {"huggingFace": {"repository": "../.."}}}},
+        ["spec.model.source.huggingFace.repository", "found '../..'"],
+    ),
+    (
+        {"model": {"name": "m", "source": {"huggingFace": {"repository": "a/.."}}}},
+        ["spec.model.source.huggingFace.repository", "found 'a/..'"],
+    ),
+    (
         {
             "model": {
                 "name": "m",

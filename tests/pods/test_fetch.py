@@ -16,6 +16,7 @@ from threading import Event
 import pytest
 
 from medha_worker.pod.fetch_model import Progress, volume_fault
+from medha_worker.pod.fetched_files import LEFT_SECONDS, FetchedFiles, HubFile, Listing
 
 from .grid import eventually
 from .hub import Hub
@@ -270,6 +271,63 @@ def test_a_container_that_is_killed_keeps_the_files_that_it_had(hub_in_parts: Hu
     hub_in_parts.asked.clear()
     fetched(replica, hub_in_parts, tmp_path)
     assert hub_in_parts.asked == SHARDS[2:]
+
+
+def test_parts_that_a_killed_container_has_left_are_removed_when_they_are_old(
+    hub: Hub, tmp_path: Path
+) -> None:
+    replica = rendered(COMMIT)
+    hub.paused["model.safetensors"] = Event()
+    argv, environment = command(replica, hub, tmp_path, 0)
+    with subprocess.Popen(argv, env=environment, stderr=subprocess.DEVNULL) as container:
+        eventually("it arrives", lambda: "model.safetensors" in hub.asked)
+        container.kill()
+    hub.paused["model.safetensors"].set()
+    (left,) = tmp_path.rglob("*.incomplete")
+    fetched(replica, hub, tmp_path)
+    assert left.exists(), "where locks do not reach, another pod may still write it"
+    old = left.stat().st_mtime - LEFT_SECONDS - 60
+    os.utime(left, (old, old))
+    fetched(replica, hub, tmp_path)
+    assert not left.exists()
+
+
+def test_what_arrives_counts_as_space_even_if_it_has_arrived_meanwhile(shared: Path) -> None:
+    (shared / "a.incomplete").write_bytes(bytes(7))
+    (shared / "b.incomplete").symlink_to("arrived")  # was listed, and is gone
+    assert FetchedFiles(shared).arriving_bytes() == 7
+
+
+def test_pods_with_the_same_host_name_and_process_id_keep_their_listings_beside_each_other(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, rename = FetchedFiles(shared), Path.rename
+    files.prepare()
+
+    def overtaken(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        files.keep_listing(Listing(revision="v2", commit=NEXT_COMMIT, files={}))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", overtaken)
+    files.keep_listing(Listing(revision="v2", commit=COMMIT, files={}))
+    found = files.listing()
+    assert found is not None
+    assert found.commit == COMMIT
+    assert not list(shared.rglob("*.partial"))
+
+
+def test_a_proof_is_none_for_a_file_that_another_pod_has_just_removed(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, wanted = FetchedFiles(shared), HubFile(size_bytes=7, digest=None)
+    files.prepare()
+    (shared / "a").write_bytes(bytes(7))
+    assert files.compare("a", wanted) is None
+    assert files.is_proven("a", wanted)
+    monkeypatch.setattr(Path, "is_file", lambda _: True)  # it still was when it was asked
+    (shared / "a").unlink()
+    assert not files.is_proven("a", wanted)
 
 
 # --- what is compared -------------------------------------------------------------------------------------

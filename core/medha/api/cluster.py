@@ -50,11 +50,15 @@ _COMMIT = "^[0-9a-f]{40}$"
 _MOVING_CACHE = "huggingFace.cache keeps one version under one name; set huggingFace.revision to a commit (40 hexadecimal digits)"
 
 
+# The Hub's names begin and end with a letter, a digit or `_`, so that none is `..` in the path of a cache.
+_HUB_NAME = "[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+
+
 class HuggingFaceSource(Model):
     """A repository of the Hugging Face Hub. An init container of each pod fetches the files that the ranks of its
     stage read."""
 
-    repository: str = Field(max_length=200, pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?$")
+    repository: str = Field(max_length=200, pattern=f"^{_HUB_NAME}(/{_HUB_NAME})?$")
     """Id of the repository, `owner/name`."""
     revision: str = Field(default="main", min_length=1, max_length=200)
     """Branch, tag or commit. Name a commit to be sure that every restart loads the same weights."""

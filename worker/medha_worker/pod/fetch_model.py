@@ -200,7 +200,7 @@ def _complete(repository: str, files: FetchedFiles, listing: Listing, names: Seq
     if not missing:
         return
     total_bytes = sum(listing.files[name].size_bytes or 0 for name in missing)
-    _require_space(files.folder, total_bytes)
+    _require_space(files, total_bytes)
     _log.info(
         "fetching %d files (%s) of %s at %s: %s",
         len(missing),
@@ -256,7 +256,7 @@ def _bar_of(progress: Progress) -> type[Any]:
 
     class Bar:
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
-            progress.add(initial)  # what an earlier attempt has left
+            progress.add(initial)  # it may have arrived in part
 
         def __enter__(self) -> Bar:
             return self
@@ -281,10 +281,10 @@ def _bar_of(progress: Progress) -> type[Any]:
     return Bar
 
 
-def _require_space(folder: Path, wanted_bytes: int) -> None:
+def _require_space(files: FetchedFiles, wanted_bytes: int) -> None:
     """Raise an error if the volume has too little space for what is missing, before hours of fetching."""
-    partial_bytes = sum(path.stat().st_size for path in folder.rglob("*.incomplete"))
-    free_bytes = shutil.disk_usage(folder).free + partial_bytes
+    # Files that arrive at other pods are among those that are missing here.
+    free_bytes = shutil.disk_usage(files.folder).free + files.arriving_bytes()
     if wanted_bytes > free_bytes:
         raise OSError(
             errno.ENOSPC, f"{_mebibytes(wanted_bytes)} are missing, and {_mebibytes(free_bytes)} are free"

@@ -3,6 +3,9 @@
 A file is compared with the Hub's digest once, when it arrives. A *proof* beside it then says which content was found, in
 how many bytes, and when the file had last changed. As long as size and time are the same, nothing is read again; if the
 time differs, the file is compared again. Locks are per file, so that pods of different stages fetch at the same time.
+
+A file arrives under a name of its own, which the Hub's library takes from no earlier attempt. What a pod leaves there that
+is killed is removed later, by age: where locks do not reach other nodes, the file may still be arriving at one of them.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
+from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
 
 _RECORDS = ".medha"
 _READ_BYTES = 1 << 24
+LEFT_SECONDS = 600.0
+"""Age from which a part of a file is a leftover: a file that arrives changes every few seconds."""
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
@@ -71,6 +77,29 @@ class FetchedFiles:
             OSError: the volume is read-only, or belongs to others.
         """
         self._records.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a volume that has all files may be read-only
+            self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        os.utime(self._records)  # gives the file system's own time: clocks of nodes differ
+        now = self._records.stat().st_mtime
+        for path in self._parts():
+            with suppress(FileNotFoundError):
+                if now - path.stat().st_mtime > LEFT_SECONDS:
+                    path.unlink()
+
+    def arriving_bytes(self) -> int:
+        """Return how much is there of files that have not arrived wholly."""
+        found = 0
+        for path in self._parts():
+            with suppress(FileNotFoundError):  # it has just arrived at another pod
+                found += path.stat().st_size
+        return found
+
+    def _parts(self) -> Iterator[Path]:
+        """Yield the files under which the Hub's library, and records, arrive."""
+        yield from self.folder.rglob("*.incomplete")
+        yield from self._records.glob("*.partial")
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
@@ -93,8 +122,11 @@ class FetchedFiles:
 
     def is_proven(self, name: str, wanted: HubFile) -> bool:
         """Return whether the file is there, and unchanged since it was compared; it is not read for that."""
-        proof, path = _read(Proof, self._proof_path(name)), self.folder / name
-        return path.is_file() and proof == _unchanged(path, wanted)
+        proof = _read(Proof, self._proof_path(name))
+        try:
+            return proof is not None and proof == _unchanged(self.folder / name, wanted)
+        except FileNotFoundError:  # also if another pod has just found it damaged
+            return False
 
     def has(self, name: str, wanted: HubFile) -> bool:
         """Return whether the file is there as the Hub has it; remove it, with a warning, if it is another one.
@@ -167,6 +199,11 @@ def _read(kind: type[_Record], path: Path) -> _Record | None:
 
 def _write(path: Path, record: BaseModel) -> None:
     """Write a record so that others see all of it or nothing."""
-    partial = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.partial")
-    partial.write_text(record.model_dump_json(), encoding="utf-8")
-    partial.rename(path)
+    # Pods of several namespaces may have the same host name and process id.
+    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
+    try:
+        partial.write_text(record.model_dump_json(), encoding="utf-8")
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
