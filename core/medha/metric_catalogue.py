@@ -216,8 +216,8 @@ RANK_METRICS = (
     Metric("medha_rank_power_watts", "gauge", "W", f"Power that the rank's GPU draws. {_GPU_ONLY}", _RANK),
     Metric("medha_rank_power_limit_watts", "gauge", "W", f"Power that the rank's GPU may draw. {_GPU_ONLY}", _RANK),
     Metric("medha_rank_utilisation_ratio", "gauge", "ratio", f"Share of the time in which the rank's GPU ran any kernel (`compute`) or moved any memory (`memory`), 0 to 1. It does not say how busy the device was then. {_GPU_ONLY}", (*_RANK, "unit")),
-    Metric("medha_rank_xid_errors", "counter", "", "Errors (Xid) that the rank's GPU has reported, by cause: `device`, or `program` for those that a kernel or a process brings about. Only where NVML reports them: otherwise both stay 0.", (*_RANK, "cause")),
-    Metric("medha_rank_last_xid", "gauge", "", "Number of the latest error (Xid) that the rank's GPU has reported.", _RANK),
+    Metric("medha_rank_xid_errors", "counter", "", "Errors (Xid) that the rank's GPU has reported, by cause: `program` for those that as a rule a kernel or a process brings about, `notice` for those that ask for no action, and `device` for all others. Only where NVML reports them.", (*_RANK, "cause")),
+    Metric("medha_rank_last_xid", "gauge", "", "Number of the latest error (Xid) of each cause that the rank's GPU has reported: one of the device is often followed by some of the others.", (*_RANK, "cause")),
 )  # fmt: skip
 """Metrics that a replica's controller exports of its ranks and their devices."""
 

@@ -20,15 +20,19 @@ from medha.metric_catalogue import THROTTLE_MEANINGS
 from medha.wire.messages import GpuFigures
 from medha_worker.host_memory import HostMemory, MemoryFigures
 from medha_worker.nvml import (
+    NOTICE_XIDS,
     PROGRAM_XIDS,
+    RECENT_SECONDS,
     THROTTLE_REASONS,
     XID_MEANINGS,
+    LatestXid,
     NvmlProbe,
+    nvml_uuid,
     open_probe,
     xid_cause,
     xid_text,
 )
-from medha_worker.rank.device_watch import RECENT_SECONDS, DeviceWatch
+from medha_worker.rank.device_watch import DeviceWatch
 
 from .nvml_double import UUID, Nvml, NVMLError
 
@@ -93,6 +97,11 @@ def test_one_line_says_why_there_are_no_figures(
     assert reason in record.getMessage()
 
 
+def test_a_slice_of_a_gpu_is_known_by_its_own_uuid() -> None:
+    assert nvml_uuid("NVIDIA H100 80GB HBM3", "6f1b3c9e") == "GPU-6f1b3c9e"
+    assert nvml_uuid("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "6f1b3c9e") == "MIG-6f1b3c9e"
+
+
 def test_a_critical_error_is_found_and_other_events_are_not_one() -> None:
     library = Nvml()
     probe = opened(library)
@@ -121,9 +130,29 @@ def test_closing_gives_back_what_was_opened() -> None:
 def test_errors_are_named_and_those_of_programs_are_no_defect_of_the_device() -> None:
     assert xid_text(79) == "Xid 79 (the GPU is no longer on the bus)"
     assert xid_text(99999) == "Xid 99999"
-    assert [xid_cause(xid) for xid in (13, 31, 48, 79, 99999)] == [*["program"] * 2, *["device"] * 3]
-    assert XID_MEANINGS.keys() >= PROGRAM_XIDS
+    assert [xid_cause(xid) for xid in (13, 31, 48, 79, 109, 99999)] == [*["program"] * 2, *["device"] * 4]
+    assert [xid_cause(xid) for xid in (63, 154)] == ["notice"] * 2
+    assert XID_MEANINGS.keys() >= PROGRAM_XIDS | NOTICE_XIDS
+    assert not PROGRAM_XIDS & NOTICE_XIDS
     assert set(THROTTLE_REASONS.values()) == set(THROTTLE_MEANINGS)
+
+
+def test_what_a_failing_device_reports_next_does_not_hide_the_error() -> None:
+    now = 100.0
+    latest = LatestXid(lambda: now)
+    assert latest.recent() is None
+    latest.hear(45)
+    assert latest.recent() == (45, 0.0), "it is all that there is"
+    for xid in (48, 45, 63, 154):
+        latest.hear(xid)
+        now += 1.0
+    assert latest.recent() == (48, 4.0)
+    latest.hear(95)
+    assert latest.recent() == (95, 0.0), "the latest of the device"
+    now += RECENT_SECONDS + 1.0
+    assert latest.recent() is None
+    latest.hear(31)
+    assert latest.recent() == (31, 0.0)
 
 
 # --- the threads that read it -------------------------------------------------------------------------------

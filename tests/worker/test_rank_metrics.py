@@ -126,7 +126,7 @@ def test_a_state_that_is_no_longer_reported_is_no_longer_shown(exported: Exporte
     exported.metrics.forget_states()
     assert exported["power_watts"] is None
     assert exported["estimated_flops_total"] == 2e15
-    assert exported["last_xid"] == 79, "the reason for a loss outlives it"
+    assert exported.of("last_xid", cause="device") == 79, "the reason for a loss outlives it"
 
 
 def test_a_rank_without_a_gpu_has_no_series_of_one(exported: Exported) -> None:
@@ -149,11 +149,12 @@ def test_all_metrics_of_ranks_are_exported(exported: Exported) -> None:
 
 def test_errors_are_counted_by_their_cause_from_0_on(exported: Exported) -> None:
     exported.metrics.report(REPORT)
-    assert [exported.of("xid_errors_total", cause=one) for one in ("device", "program")] == [0, 0]
-    for xid in (31, 79, 48):
+    causes = ("device", "program", "notice")
+    assert [exported.of("xid_errors_total", cause=one) for one in causes] == [0, 0, 0]
+    for xid in (79, 48, 45, 63):  # the device's second error, and what follows from it
         exported.metrics.xid(RankXid(3, xid))
-    assert [exported.of("xid_errors_total", cause=one) for one in ("device", "program")] == [2, 1]
-    assert exported["last_xid"] == 48
+    assert [exported.of("xid_errors_total", cause=one) for one in causes] == [2, 1, 1]
+    assert [exported.of("last_xid", cause=one) for one in causes] == [48, 45, 63]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +194,7 @@ def test_gpus_in_the_situations_that_alerts_are_about(exported: Exported) -> Non
     record("gpu-at-its-power-limit", exported.page())
     exported.metrics.report(REPORT)
     exported.metrics.xid(RankXid(3, 31))
+    exported.metrics.xid(RankXid(3, 63))
     record("gpu-program-error", well, exported.page())
     fails = exported.page()
     exported.metrics.xid(RankXid(3, 79))
@@ -228,7 +230,7 @@ def test_the_loss_of_a_rank_names_the_error_of_its_gpu_in_log_and_trace(
     traced.wait_for_ready_file()
     page = httpx.get(traced.metrics_url()).text
     assert 'medha_rank_xid_errors_total{cause="device",rank="0"} 1.0' in page
-    assert 'medha_rank_last_xid{rank="0"} 79.0' in page
+    assert 'medha_rank_last_xid{cause="device",rank="0"} 79.0' in page
     assert "medha_rank_power_watts{" not in page, "nobody knows it any more"
     traced.process.terminate()
     log = traced.process.communicate(timeout=20)[1]

@@ -13,6 +13,7 @@ import torch
 
 from medha_worker.device import HOST, Device
 from medha_worker.host_memory import MemoryFigures
+from medha_worker.nvml import nvml_uuid
 
 _WARM_RUNS = 2
 """Runs before a capture: libraries allocate and choose kernels in their first run, which a capture must not see."""
@@ -128,4 +129,4 @@ def cuda_device(index: int, dtype: torch.dtype) -> Device:
     torch.cuda.set_device(torch_device)
     memory, runtime = CudaMemory(torch_device), CudaRuntime(torch_device)
     about = torch.cuda.get_device_properties(torch_device)
-    return Device(torch_device, dtype, memory, runtime, about.name, f"GPU-{about.uuid}")
+    return Device(torch_device, dtype, memory, runtime, about.name, nvml_uuid(about.name, str(about.uuid)))

@@ -108,7 +108,7 @@ class Device:
     name: str = "cpu"
     """The model of the device, as its driver names it."""
     uuid: str = ""
-    """The device's own identity, as NVML writes it (`GPU-...`); empty if it has none."""
+    """The device's own identity, as NVML writes it (`GPU-...`, a slice's `MIG-...`); empty if it has none."""
 
     def __str__(self) -> str:
         return str(self.torch_device)

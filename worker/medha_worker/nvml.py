@@ -35,7 +35,6 @@ XID_MEANINGS = {
     43: "the GPU stopped this process's work",
     45: "this process's work was removed after an earlier error",
     48: "an uncorrectable memory error",
-    61: "a stop in the GPU's microcontroller",
     62: "a halt of the GPU's microcontroller",
     63: "memory was retired or remapped",
     64: "memory could not be retired or remapped",
@@ -44,17 +43,21 @@ XID_MEANINGS = {
     74: "an NVLink error",
     79: "the GPU is no longer on the bus",
     92: "many correctable memory errors",
-    94: "an uncorrectable memory error, contained in this process",
+    94: "an uncorrectable memory error, contained in one process",
     95: "an uncorrectable memory error that was not contained",
     109: "a time-out of a change of context",
     119: "the GPU's system processor does not answer",
     120: "an error in the GPU's system processor",
+    137: "an access over NVLink that is not allowed",
     140: "an unrecovered memory error",
     143: "the GPU could not be initialised",
-}
+    154: "what the GPU needs for its recovery has changed",
+} | dict.fromkeys(range(144, 151), "an NVLink error")
 """Meanings of NVIDIA's error numbers, in short; its page "Xid Errors" has all of them."""
-PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 69, 109})
-"""Errors that programs cause: the device is sound, and replacing it helps nobody."""
+PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 69, 137})
+"""Errors for which NVIDIA's catalogue resets no GPU: as a rule a program causes them, and it is started again."""
+NOTICE_XIDS = frozenset({63, 154})
+"""What the catalogue asks nobody to act on: memory that was remapped, and a summary of other errors."""
 
 _Figure = TypeVar("_Figure")
 _log = logging.getLogger("medha.device")
@@ -67,8 +70,37 @@ def xid_text(xid: int) -> str:
 
 
 def xid_cause(xid: int) -> str:
-    """Return the value of the label `cause`: `program` or `device`."""
-    return "program" if xid in PROGRAM_XIDS else "device"
+    """Return the value of the label `cause`: `program`, `notice` or `device`."""
+    return "program" if xid in PROGRAM_XIDS else "notice" if xid in NOTICE_XIDS else "device"
+
+
+class LatestXid:
+    """The error of a GPU that explains most of what happens now: the latest one, but one of the device before others.
+
+    Where a device fails, it reports soon after that it has ended a process (45), remapped memory (63), and so on.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now` returns seconds."""
+        self._now = now
+        self._heard: tuple[int, float] | None = None
+
+    def hear(self, xid: int) -> None:
+        """Note an error that has just been reported."""
+        known = self.recent()
+        if known is None or xid_cause(known[0]) != "device" or xid_cause(xid) == "device":
+            self._heard = xid, self._now()
+
+    def recent(self) -> tuple[int, float] | None:
+        """Return the error and its age in seconds, unless it is older than RECENT_SECONDS."""
+        if self._heard is None or self._now() - self._heard[1] > RECENT_SECONDS:
+            return None
+        return self._heard[0], self._now() - self._heard[1]
+
+
+def nvml_uuid(device_name: str, uuid: str) -> str:
+    """Return the UUID that CUDA gives a device as NVML writes it: a slice of a GPU (MIG) has one of its own."""
+    return f"{'MIG' if ' MIG ' in device_name else 'GPU'}-{uuid}"
 
 
 class GpuProbe(Protocol):

@@ -37,7 +37,7 @@ from medha_worker.controller.lock_step import LockStep
 from medha_worker.controller.membership import LinkName, Membership, implausible
 from medha_worker.epoch_file import following_epoch, read_epoch, write_epoch
 from medha_worker.link import Context, Link, Received, rank_identity
-from medha_worker.nvml import RECENT_SECONDS, xid_text
+from medha_worker.nvml import LatestXid, xid_text
 
 AWAY_SECONDS = 2.0  # a longer gap between two iterations: this process stood still, not its ranks
 LOG_SECONDS = 10.0  # interval between log lines about missing ranks
@@ -118,9 +118,7 @@ class RankLinks:
         self._connections: dict[
             tuple[str, int], int
         ] = {}  # by link and rank: connection of the admitted process
-        self._xids: dict[
-            int, tuple[int, float]
-        ] = {}  # latest error of each rank's GPU, and when it was heard
+        self._xids: dict[int, LatestXid] = {}  # of each rank's GPU
         self._gone: set[int] = set()  # ranks of this epoch whose connection has ended
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
@@ -239,7 +237,7 @@ class RankLinks:
                     if self._lock_step is not None and epoch == self._membership.epoch:
                         self._lock_step.ran_out(step_id, rank)
                 case RankXid() as error:
-                    self._xids[error.rank] = error.xid, time.monotonic()
+                    self._xids.setdefault(error.rank, LatestXid(time.monotonic)).hear(error.xid)
                     yield error
                 case TracePart() | RankReport() as report:
                     yield report
@@ -342,11 +340,11 @@ class RankLinks:
 
     def _recent_xids(self, reason: str) -> str:
         """Return the errors of GPUs that may have caused a loss, as the end of its reason, which may name some itself."""
-        now = time.monotonic()
+        heard = [(rank, latest.recent()) for rank, latest in sorted(self._xids.items())]
         return "".join(
-            f"; the GPU of rank {rank} reported {xid_text(xid)} {now - heard_at:.1f} s before"
-            for rank, (xid, heard_at) in sorted(self._xids.items())
-            if now - heard_at <= RECENT_SECONDS and xid_text(xid) not in reason
+            f"; the GPU of rank {rank} reported {xid_text(one[0])} {one[1]:.1f} s before"
+            for rank, one in heard
+            if one is not None and xid_text(one[0]) not in reason
         )
 
     def _call_together(self) -> None:

@@ -21,7 +21,7 @@ MOST_CHARACTERS = 100
 _STATES = ("total", "used", "free")
 _CLOCKS = ("sm", "memory")
 _UNITS = ("compute", "memory")
-_CAUSES = ("device", "program")
+_CAUSES = ("device", "program", "notice")
 
 Series = tuple[str, tuple[str, ...]]
 """Name of a metric, and the values of its labels behind the rank."""
@@ -71,9 +71,9 @@ class RankMetrics:
 
     def xid(self, error: RankXid) -> None:
         """Count an error of a rank's GPU."""
-        rank = str(error.rank)
-        self._counters["medha_rank_xid_errors"].labels(rank, xid_cause(error.xid)).inc()
-        self._gauges["medha_rank_last_xid"].labels(rank).set(error.xid)
+        labels = str(error.rank), xid_cause(error.xid)
+        self._counters["medha_rank_xid_errors"].labels(*labels).inc()
+        self._gauges["medha_rank_last_xid"].labels(*labels).set(error.xid)
 
     def forget_states(self) -> None:
         """Show no states any more, because the ranks that reported them may be gone."""

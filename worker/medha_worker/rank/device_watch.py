@@ -9,7 +9,7 @@ from time import monotonic
 
 from medha.wire.messages import GpuFigures
 from medha_worker.host_memory import MemoryFigures
-from medha_worker.nvml import RECENT_SECONDS, GpuProbe, xid_text
+from medha_worker.nvml import GpuProbe, LatestXid, xid_text
 
 UNSENT_SECONDS = 1.0
 """How long the main thread may take to send an error of the device, before another thread does."""
@@ -38,7 +38,7 @@ class DeviceWatch:
         """
         self._read_memory, self._probe, self._clock = memory, probe, clock
         self._on_xid, self._on_unsent = on_xid, on_unsent
-        self._xid: tuple[int, float] | None = None  # the latest error, and when it was heard
+        self._latest_xid = LatestXid(clock)
         self._wanted, self._ended = Event(), Event()
         self.memory: MemoryFigures | None = None
         """The latest figures of the memory."""
@@ -56,11 +56,9 @@ class DeviceWatch:
         self._wanted.set()
 
     def recent_xid(self) -> str:
-        """Return the device's latest error as the end of a sentence; empty unless it is RECENT_SECONDS old or less."""
-        heard = self._xid
-        if heard is None or self._clock() - heard[1] > RECENT_SECONDS:
-            return ""
-        return f"; its GPU reported {xid_text(heard[0])} {self._clock() - heard[1]:.1f} s before"
+        """Return the device's latest error (`LatestXid`) as the end of a sentence; empty if none is recent."""
+        heard = self._latest_xid.recent()
+        return "" if heard is None else f"; its GPU reported {xid_text(heard[0])} {heard[1]:.1f} s before"
 
     def close(self) -> None:
         """End both threads."""
@@ -98,6 +96,6 @@ class DeviceWatch:
             if xid is not None:
                 _log.error("the GPU of this rank reports %s", xid_text(xid))
                 self._on_xid(xid)
-                self._xid = xid, self._clock()
+                self._latest_xid.hear(xid)
                 self._ended.wait(UNSENT_SECONDS)
                 self._on_unsent()
