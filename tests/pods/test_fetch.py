@@ -189,6 +189,19 @@ def test_weights_that_nobody_has_are_named(tmp_path: Path, missing: str) -> None
     assert f"team/model at {COMMIT} has no file {missing}" in said
 
 
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "..", "original/a.safetensors", "/outside.safetensors"]
+)
+def test_weights_in_other_folders_are_refused_even_if_the_hub_has_them(tmp_path: Path, name: str) -> None:
+    index = json.dumps({"weight_map": dict.fromkeys(WEIGHT_MAP, name)}).encode()
+    hub = Hub(SMALL | {"model.safetensors.index.json": index, name: b"weights"}, COMMIT)
+    said = failed(rendered("v2"), hub, tmp_path)
+    hub.close()
+    assert said.startswith("CheckpointInvalid: ")
+    assert f"weights must be in the repository's own folder, but its index names {name}" in said
+    assert name not in hub.asked
+
+
 def test_the_log_says_what_is_fetched_and_how_much_of_it_has_arrived(hub: Hub, tmp_path: Path) -> None:
     hub.files["model.safetensors"] = bytes(3 * 2**20)
     log = fetched(rendered("v2"), hub, tmp_path)
@@ -438,6 +451,7 @@ def test_a_volume_that_is_too_small_is_reported_before_weights_are_fetched(hub: 
         (errno.EROFS, "huggingFace.cache: /model cannot be written by uid"),
         (errno.EACCES, "huggingFace.cache: /model cannot be written by uid"),
         (errno.ENOLCK, "huggingFace.cache: the volume of /model has no file locks"),
+        (errno.ESTALE, "the volume of /model does not answer as expected"),
         (errno.ECONNRESET, None),
         (errno.ENOENT, None),
     ],
@@ -445,6 +459,35 @@ def test_a_volume_that_is_too_small_is_reported_before_weights_are_fetched(hub: 
 def test_faults_of_the_volume_are_told_from_those_of_the_network(code: int, said: str | None) -> None:
     found = volume_fault(OSError(code, os.strerror(code)), Path("/model"))
     assert (found is None) if said is None else (found is not None and said in found)
+
+
+def test_a_fault_that_names_a_file_of_the_volume_is_one_of_the_volume() -> None:
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/model/.medha/config.json.lock")
+    found = volume_fault(gone, Path("/model"))
+    assert found is not None
+    assert "the volume of /model does not answer as expected" in found
+    assert volume_fault(gone, Path("/models")) is None
+
+
+def test_a_volume_that_becomes_full_while_files_arrive_is_named_and_left_tidy(
+    hub: Hub, tmp_path: Path
+) -> None:
+    hub.files["model.safetensors"] = bytes(8 * 2**20)
+    hub.sizes["model.safetensors"] = 1  # so that it seems to fit
+    volume = tmp_path / "model"
+    volume.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(volume)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("only a privileged root can mount a small volume")
+    try:
+        said = failed(rendered(COMMIT, cache=CLAIM), hub, tmp_path)
+        left = {path.name for path in volume.rglob("*")}
+    finally:
+        subprocess.run(["umount", str(volume)], check=True)
+    assert said.startswith("ConfigInvalid: spec.model.source.huggingFace: the volume of ")
+    assert "is full" in said
+    assert "tokenizer.json" in left
+    assert not any(name.endswith((".incomplete", ".partial", ".safetensors")) for name in left)
 
 
 # Runs the command as root once, so that all modules are imported, and then as the user that the arguments name.

@@ -190,7 +190,12 @@ def _asked(repository: str, revision: str) -> Listing:
 def _complete(repository: str, files: FetchedFiles, listing: Listing, names: Sequence[str]) -> None:
     """Fetch those of the named files that are not there as the Hub has them."""
     for name in names:
-        if name not in listing.files or Path(name).name != name:
+        if Path(name).name != name or name in ("", ".."):
+            raise CheckpointInvalid(
+                f"{repository} at {listing.commit}: weights must be in the repository's own folder, but its index names "
+                f"{name}; choose another repository or revision"
+            )
+        if name not in listing.files:
             whose = "whose index names it" if name != _SINGLE else "and no index of several files"
             raise CheckpointInvalid(
                 f"{repository} at {listing.commit} has no file {name}, {whose}; choose a repository or a revision with "
@@ -309,6 +314,10 @@ def volume_fault(error: Exception, target: Path) -> str | None:
             f"{_FIELD}.cache: the volume of {target} has no file locks ({error}), which pods need to share it; choose "
             "another volume"
         )
+    named = getattr(error, "filename", None)
+    is_there = isinstance(named, str | Path) and Path(named).is_relative_to(target)
+    if is_there or code in (errno.EIO, errno.ESTALE):
+        return f"{_FIELD}: the volume of {target} does not answer as expected ({error}); check it, and who else changes it"
     return None
 
 
