@@ -23,7 +23,9 @@ class OperatorSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker_image: str = "medha-worker:0.1.0"
-    """Image of pods whose replica names none."""
+    """Image of pods without an accelerator, if their replica names none."""
+    gpu_worker_image: str = "medha-worker-gpu:0.1.0"
+    """Image of pods with an accelerator, if their replica names none."""
     image_pull_policy: str = "IfNotPresent"
     namespaces: tuple[str, ...] = ()
     """Namespaces that are watched; if empty, all are."""

@@ -87,7 +87,10 @@ TABLE: dict[str, dict[str, Any]] = {
     "images by digest": {
         "operator": {"image": {"digest": f"sha256:{'0' * 64}"}},
         "router": {"image": {"tag": "1.2.3"}},
-        "worker": {"image": {"repository": "registry.example/worker", "tag": "cuda"}},
+        "worker": {
+            "image": {"repository": "registry.example/worker", "tag": "cpu"},
+            "gpuImage": {"digest": f"sha256:{'1' * 64}"},
+        },
     },
     "another name": {"fullnameOverride": "serving"},
     "no user of ours": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},

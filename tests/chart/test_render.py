@@ -164,14 +164,13 @@ def test_images_are_named_by_registry_tag_or_digest(helm: Helm) -> None:
     images = {name: pod["spec"]["containers"][0]["image"] for name, pod in rendered.items()}
     assert images["medha-operator"] == f"medha-operator@sha256:{'0' * 64}"
     assert images["medha-router"] == "medha-router:1.2.3"
-    assert (
-        settings(helm.render(**TABLE["images by digest"]), "medha-operator")["worker_image"]
-        == "registry.example/worker:cuda"
-    )
+    found = settings(helm.render(**TABLE["images by digest"]), "medha-operator")
+    assert found["worker_image"] == "registry.example/worker:cpu"
+    assert found["gpu_worker_image"] == f"medha-worker-gpu@sha256:{'1' * 64}"
     everything = helm.render(**EVERYTHING)
-    assert (
-        settings(everything, "medha-operator")["worker_image"] == "registry.example/medha/medha-worker:0.1.0"
-    )
+    found = settings(everything, "medha-operator")
+    assert found["worker_image"] == "registry.example/medha/medha-worker:0.1.0"
+    assert found["gpu_worker_image"] == "registry.example/medha/medha-worker-gpu:0.1.0"
     assert pods(everything)["medha-router"]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
 
 

@@ -62,7 +62,7 @@ def test_several_manifests_of_one_file_are_rendered_in_their_order(tmp_path: Pat
 
 def test_settings_of_the_operator_change_images_and_gangs(tmp_path: Path) -> None:
     settings = tmp_path / "settings.json"
-    settings.write_text('{"worker_image": "mine:1", "gang_apis": ["core"]}', encoding="utf-8")
+    settings.write_text('{"gpu_worker_image": "mine:1", "gang_apis": ["core"]}', encoding="utf-8")
     replica = manifest("MedhaReplica", "r", model=MODEL, placement={"gang": "core"})
     said = run(tmp_path, replica, flags=("--settings", str(settings))).output
     assert "image: mine:1" in said

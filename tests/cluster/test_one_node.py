@@ -306,7 +306,13 @@ TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
     "no-folder": ("VolumeUnavailable", {"source": {"hostPath": {"path": f"{medha.MODELS}/missing"}}}),
     "no-weights": ("CrashLooping", {"source": {"hostPath": {"path": medha.TORCH}}}),
     "no-right": ("CrashLooping", {"source": {"hostPath": {"path": f"{medha.MODELS}/private"}}}),
-    "no-gpu": ("NoAccelerator", {"resources": {"accelerator": "nvidia.com/gpu", "requests": {"cpu": "10m"}}}),
+    "no-gpu": (
+        "NoAccelerator",
+        {
+            "image": images.name("worker"),
+            "resources": {"accelerator": "nvidia.com/gpu", "requests": {"cpu": "10m"}},
+        },
+    ),
     "no-hub": ("ModelFetchFailed", {"source": {"huggingFace": {"repository": "nobody/nothing"}}}),
 }
 """Name of a replica, the reason that it is not ready, and what is wrong with it."""

@@ -42,6 +42,19 @@ def test_devices_are_requested_and_limited_alike_and_not_for_what_downloads_the_
     )
 
 
+def test_the_image_is_the_accelerators_unless_the_replica_names_one() -> None:
+    def images(spec: dict[str, Any]) -> set[str]:
+        return {one["image"] for one in (*spec["containers"], *spec["initContainers"])}
+
+    settings = OperatorSettings()
+    assert settings.worker_image != settings.gpu_worker_image
+    assert (
+        images(pod()) == images(pod({"accelerator": "nvidia.com/mig-1g.10gb"})) == {settings.gpu_worker_image}
+    )
+    assert images(pod({"accelerator": "none"})) == {settings.worker_image}
+    assert images(pod(image="mine")) == images(pod({"accelerator": "none"}, image="mine")) == {"mine"}
+
+
 def test_a_replica_on_cpus_may_ask_for_other_devices() -> None:
     spec = pod({"accelerator": "none", "devices": {"rdma/hca": 1}})
     assert spec["containers"][0]["resources"]["limits"] == {"rdma/hca": "1"}

@@ -109,6 +109,7 @@ priorityClassName: {{ . }}
 {{- define "medha.operatorSettings" -}}
 {{- $settings := dict
   "worker_image" (include "medha.image" (dict "root" . "image" .Values.worker.image))
+  "gpu_worker_image" (include "medha.image" (dict "root" . "image" .Values.worker.gpuImage))
   "image_pull_policy" .Values.image.pullPolicy
   "namespaces" (include "medha.namespaces" . | fromJsonArray)
   "gang_apis" .Values.operator.gangApis

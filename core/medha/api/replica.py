@@ -345,9 +345,10 @@ class MedhaReplicaSpec(Model):
     threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=restart())
     """CPU threads of each rank. Default: the machine's cores, divided by the ranks on it."""
     image: str | None = Field(default=None, min_length=1, max_length=1024, json_schema_extra=restart())
-    """Image of the pods. Default: the worker image of the operator's own release. `medha up` ignores it,
-    and also `imagePullSecrets`, `resources` (but not `resources.accelerator`), `placement`, `routerRef`,
-    `suspend` and `template`."""
+    """Image of the pods. Default: a worker image of the operator's own release, the one for CPUs if
+    `resources.accelerator` is `none`, else the one for GPUs. `medha up` ignores it, and also
+    `imagePullSecrets`, `resources` (but not `resources.accelerator`), `placement`, `routerRef`, `suspend`
+    and `template`."""
     image_pull_secrets: tuple[ImagePullSecret, ...] = Field(
         default=(), max_length=16, json_schema_extra=restart()
     )

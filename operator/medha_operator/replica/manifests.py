@@ -291,7 +291,7 @@ def pod_templates(
 def _pod_template(
     owner: Owner, spec: MedhaReplicaSpec, lane_index: int, revision: str, settings: OperatorSettings
 ) -> Manifest:
-    image = spec.image or settings.worker_image
+    image = spec.image or _default_image(spec.resources, settings)
     model_volume, fetch = _model(spec, image, settings)
     pod: Manifest = {
         "automountServiceAccountToken": False,
@@ -471,6 +471,11 @@ def _hub_token_volume(source: ModelSource) -> list[Manifest]:
     items = [{"key": token.key, "path": "token"}]
     secret = {"secretName": token.name, "items": items, "defaultMode": 0o440}
     return [{"name": "hub-token", "secret": secret}]
+
+
+def _default_image(resources: ResourcesSpec, settings: OperatorSettings) -> str:
+    """Return the image of pods whose replica names none."""
+    return settings.worker_image if resources.accelerator == NO_ACCELERATOR else settings.gpu_worker_image
 
 
 def _resources(spec: MedhaReplicaSpec, *, with_devices: bool = True) -> Manifest:
