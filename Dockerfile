@@ -1,9 +1,11 @@
-# Three images: operator, router and worker. Build one with
+# Four images: operator, router, worker, and worker-gpu for NVIDIA GPUs. Build one with
 #   docker build --target router --tag medha-router:0.1.0 .
 # docs/images.md: their sizes, private package indexes, other bases, and how tests build them without a registry.
 
 # Any image with glibc, Python 3.11 or newer and its venv module.
 ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
+# The same with a C++ compiler, for the kernels of worker-gpu.
+ARG COMPILER_IMAGE=docker.io/library/python:3.11-bookworm
 
 # --- what builds, and stays behind ----------------------------------------------------------------------
 
@@ -33,7 +35,27 @@ FROM build AS worker-packages
 # Which torch: `cpu` takes a CPU build where pip is offered one, else PyPI's for CUDA without what only a GPU needs;
 # `pypi` takes it whole; `none` leaves it out, for a volume that is mounted on PYTHONPATH.
 ARG TORCH=cpu
-RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages worker "${TORCH}"
+# Where a CPU build is: an index, or a page or folder of wheels, such as .docker/wheels.
+ARG TORCH_INDEX_URL=
+ARG TORCH_FIND_LINKS=
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=bind,source=.docker,target=/src/.docker \
+    ./packages worker "${TORCH}"
+
+FROM build AS worker-gpu-packages
+# FlashInfer looks for compiled kernels in `aot` of its package.
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages gpu \
+    && ln -s /opt/medha/aot /opt/medha/lib/python3.*/site-packages/flashinfer/data/
+
+FROM build AS nvcc-packages
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages nvcc
+
+FROM ${COMPILER_IMAGE} AS kernels
+# All that FlashInfer would compile when a pod starts. If empty: for every architecture that the file names.
+ARG GPU_ARCHITECTURES=
+COPY worker/medha_worker/kernels/flashinfer/compiled_modules.py /
+RUN --mount=type=bind,from=worker-gpu-packages,source=/opt/medha,target=/opt/medha \
+    --mount=type=bind,from=nvcc-packages,source=/opt/medha,target=/nvcc \
+    /opt/medha/bin/python /compiled_modules.py --out /aot --nvcc /nvcc --arch "${GPU_ARCHITECTURES}"
 
 FROM build AS application
 COPY . .
@@ -78,6 +100,19 @@ FROM runtime AS worker
 LABEL org.opencontainers.image.title="medha-worker" \
       org.opencontainers.image.description="Controller and 3D-parallel engine of Medha, long-context LLM serving"
 COPY --from=worker-packages /opt/medha /opt/medha
+COPY --from=application /application /
+EXPOSE 5600 5601 9400 9401
+ENTRYPOINT ["python", "-m", "medha_worker.pod"]
+CMD ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys"]
+
+FROM runtime AS worker-gpu
+LABEL org.opencontainers.image.title="medha-worker-gpu" \
+      org.opencontainers.image.description="Controller and 3D-parallel engine of Medha on NVIDIA GPUs"
+# Pods compile nothing: neither by nvcc, nor FlashInfer's norms, whose other implementation is compiled when it is used.
+ENV FLASHINFER_DISABLE_JIT=1 \
+    FLASHINFER_USE_CUDA_NORM=1
+COPY --from=worker-gpu-packages /opt/medha /opt/medha
+COPY --from=kernels /aot /opt/medha/aot
 COPY --from=application /application /
 EXPOSE 5600 5601 9400 9401
 ENTRYPOINT ["python", "-m", "medha_worker.pod"]

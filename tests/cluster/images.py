@@ -1,10 +1,10 @@
 """Medha's images, built from the Dockerfile without a registry or daemon; cached per user, by content.
 
-    python tests/cluster/images.py [--torch cpu|pypi|none] [operator router worker]
+    python tests/cluster/images.py [--torch cpu|pypi|none] [operator router worker worker-gpu]
 
-prints the path of an archive for each, as `docker save` writes it. buildah runs every step with chroot
-isolation; the base image is built from Debian's packages. Most tests use a worker image without torch, and
-mount torch (see docs/images.md). This machine's pip and apt settings for indexes, proxies and certificates
+prints the path of an archive for each, as `docker save` writes it; for the first three if none is named. buildah
+runs every step with chroot isolation; the base image is built from Debian's packages. Most tests use a worker
+image without torch, and mount torch (see docs/images.md). This machine's pip and apt settings for indexes, proxies and certificates
 apply inside the build, but do not get into the images.
 """
 
@@ -27,12 +27,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.1.0"
 TARGETS = ("operator", "router", "worker")
+GPU_TARGET = "worker-gpu"
+"""A target that no test builds: it is large, and compiles for long."""
 KINDS_OF_TORCH = ("cpu", "pypi", "none")
 DEBIAN = "bookworm"
 _BASE_PACKAGES = ("ca-certificates", "libstdc++6", "passwd", "python3", "python3-venv", "usr-is-merged")
-_BASE = (  # options of mmdebstrap: only what Python needs, and no trace of the packages' origin
+_COMPILER_PACKAGES = (*_BASE_PACKAGES, "g++")
+_BASE = (  # options of mmdebstrap: no trace of the packages' origin
     "--variant=essential",
-    f"--include={','.join(_BASE_PACKAGES)}",
     "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
     "--dpkgopt=path-exclude=/usr/share/man/*",
     "--dpkgopt=path-exclude=/usr/share/locale/*",
@@ -128,6 +130,7 @@ class _Builder:
                 "--format=oci",
                 f"--build-arg=BASE_IMAGE={base}",
                 f"--build-arg=TORCH={torch}",
+                *self._compiler(target),
                 *self._settings_of_pip(),
                 f"--target={target}",
                 f"--tag={image}",
@@ -139,16 +142,24 @@ class _Builder:
             self._buildah("push", image, f"docker-archive:{partial}:{image}")
             partial.rename(archive)
 
-    def _base(self) -> str:
-        """Return the name of the base image; if missing, build it with Python from Debian's packages."""
-        key = hashlib.sha256("\0".join((DEBIAN, *_BASE)).encode()).hexdigest()[:16]
+    def _compiler(self, target: str) -> list[str]:
+        """Return the option that names the image with a compiler, for the target that needs it."""
+        return (
+            [f"--build-arg=COMPILER_IMAGE={self._base(_COMPILER_PACKAGES)}"] if target == GPU_TARGET else []
+        )
+
+    def _base(self, packages: tuple[str, ...] = _BASE_PACKAGES) -> str:
+        """Return the name of a base image; if missing, build it from Debian's packages."""
+        options = *_BASE, f"--include={','.join(packages)}"
+        key = hashlib.sha256("\0".join((DEBIAN, *options)).encode()).hexdigest()[:16]
         image = f"localhost/medha-base:{DEBIAN}-{key}"
         if self._buildah("images", "--quiet", "--filter", f"reference={image}"):
             return image
         with _timed(f"base image of Debian {DEBIAN}"):
             context = self._scratch / "base"
             context.mkdir()
-            self._run("mmdebstrap", "--quiet", *_BASE, *_settings_of_apt(), DEBIAN, str(context / "root.tar"))
+            root = str(context / "root.tar")
+            self._run("mmdebstrap", "--quiet", *options, *_settings_of_apt(), DEBIAN, root)
             (context / "Dockerfile").write_text('FROM scratch\nADD root.tar /\nCMD ["python3"]\n')
             self._buildah("build", "--isolation=chroot", "--format=oci", f"--tag={image}", str(context))
             shutil.rmtree(context)
@@ -215,7 +226,7 @@ def _settings_of_apt() -> list[str]:
 def _content_key() -> str:
     """Return the digest of all that the images are built from: the Dockerfile, its context and the base."""
     ignore = ROOT / ".dockerignore"
-    digest = hashlib.sha256("\0".join((DEBIAN, *_BASE)).encode())
+    digest = hashlib.sha256("\0".join((DEBIAN, *_BASE, *_BASE_PACKAGES)).encode())
     files = [ROOT / "Dockerfile", ignore]
     for line in ignore.read_text(encoding="utf-8").splitlines():
         if line.startswith("!"):
@@ -288,12 +299,15 @@ def main(arguments: list[str]) -> int:
     """Build images and print their archives; a failed build is an error in CI, only a message elsewhere."""
     parser = argparse.ArgumentParser(description="Build Medha's images without a registry.")
     parser.add_argument(
-        "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all if none is given"
+        "targets",
+        nargs="*",
+        metavar="TARGET",
+        help=f"of {', '.join(TARGETS)}, which are built if none is given, and {GPU_TARGET}",
     )
     parser.add_argument("--torch", choices=KINDS_OF_TORCH, default="cpu", help="which torch the worker holds")
     parser.add_argument("--for-tests", action="store_true", help="build all that tests take")
     options = parser.parse_args(arguments)
-    if unknown := set(options.targets) - set(TARGETS):
+    if unknown := set(options.targets) - {*TARGETS, GPU_TARGET}:
         parser.error(f"no such target: {', '.join(sorted(unknown))}")
     try:
         if options.for_tests:

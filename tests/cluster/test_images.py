@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import urllib.parse
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -144,6 +147,94 @@ def test_pip_inside_the_build_gets_the_settings_of_the_environment_and_the_files
         "index-url = https://two.invalid/simple",
     ]
     assert mounts == [str(tmp_path)]
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """Write a wheel of torch that holds nothing, and an index's page of it."""
+    info = f"torch-{version}.dist-info"
+    path = folder / "torch" / f"torch-{version}-py3-none-any.whl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    link = f'<a href="{urllib.parse.quote(path.name)}">{path.name}</a>'
+    path.with_name("index.html").write_text(f"<!DOCTYPE html><html><body>{link}</body></html>")
+    return path
+
+
+def packages(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run what fills an image, but its pip only says what it was given, and where."""
+    pip = folder / "pip"
+    pip.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
+    pip.chmod(0o755)
+    for file in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / file, folder)
+    return subprocess.run(
+        [ROOT / ".docker" / "packages", *arguments],
+        cwd=folder,
+        env=environ | {"PATH": f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "offered"),
+    [("TORCH_INDEX_URL", "index"), ("TORCH_FIND_LINKS", "index/torch"), ("TORCH_INDEX_URL", None)],
+)
+def test_the_worker_gets_the_cpu_build_of_torch_from_where_a_build_argument_says_or_nothing(
+    tmp_path: Path, argument: str, offered: str | None
+) -> None:
+    public, given = tmp_path / "public", tmp_path / "index"
+    version = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )["torch"]
+    wheel(public, version)
+    wheel(given, f"{version}+cpu")
+    where = (tmp_path / (offered or "public")).as_uri()
+    done = packages(tmp_path, "worker", "cpu", **{argument: where})
+    assert done.returncode == 3, done.stderr
+    options = done.stdout.splitlines()
+    assert options[:3] == ["--python", "/opt/medha/bin/python", "install"]
+    wanted = tmp_path / "requirements.txt"  # the public index has torch alone
+    (line,) = (line for line in wanted.read_text().splitlines() if line.startswith("torch"))
+    wanted.write_text(line)
+    report = tmp_path / "report.json"
+    pip = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", *options[2:], "--dry-run", "--ignore-installed", "--quiet"),
+            *("--report", report),
+        ],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": public.as_uri()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if offered is None:
+        assert f"No matching distribution found for torch=={version}+cpu" in pip.stderr
+        return
+    assert pip.returncode == 0, pip.stderr
+    (chosen,) = json.loads(report.read_text())["install"]
+    assert chosen["metadata"]["version"] == f"{version}+cpu"
+
+
+def test_a_place_of_a_cpu_build_is_refused_where_another_torch_is_asked_for(tmp_path: Path) -> None:
+    done = packages(tmp_path, "worker", "pypi", TORCH_FIND_LINKS=".docker/wheels")
+    assert done.returncode == 2
+    assert "TORCH is 'pypi'; set it to cpu" in done.stderr
+
+
+def test_the_image_for_gpus_gets_all_that_the_worker_needs_and_the_extra_gpu(tmp_path: Path) -> None:
+    assert packages(tmp_path, "gpu").returncode == 3
+    wanted = (tmp_path / "requirements.txt").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    own = [line for line in extras["gpu"] if line != "medha[worker]"]
+    assert len(own) == len(extras["gpu"]) - 1
+    assert sorted(wanted) == sorted([*project["dependencies"], *extras["worker"], *own])
 
 
 def test_the_linter_has_nothing_to_say_about_the_dockerfile() -> None:

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 ARCH = "9.0a"
 COMPILED_FROM = ("flashinfer-python", "nvidia-cuda-", "nvidia-nvvm", "torch")
 """Beginnings of the names of packages that a module depends on."""
+_FATBIN_HEADER_BYTES = 16
 NEEDED = (
     "merge",
     "silu",
@@ -35,7 +36,7 @@ def test_modules_compile_and_their_launch_code_gets_from_the_adapter_what_each_s
     tmp_path: Path,
 ) -> None:
     """One test, because each would install the packages."""
-    requirements = [*required_by("gpu"), *required_by("gpu-build"), "cuda-bindings"]
+    requirements = [*required_by("gpu"), *required_by("nvcc"), "cuda-bindings"]
     environment = Environment(tmp_path, requirements, pins())
     variables = {"FLASHINFER_CUDA_ARCH_LIST": ARCH, "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
 
@@ -48,6 +49,7 @@ def test_modules_compile_and_their_launch_code_gets_from_the_adapter_what_each_s
     for name, module in manifest(modules).items():
         library = modules / str(module["module"]) / f"{module['module']}.so"
         assert library.stat().st_size == module["bytes"] > 10_000, name
+        assert architectures(library) == {90}, name
     (environment.site / "flashinfer" / "data" / "aot").symlink_to(modules)
 
     shim = tmp_path / "cudart.so"
@@ -59,6 +61,23 @@ def test_modules_compile_and_their_launch_code_gets_from_the_adapter_what_each_s
     assert environment.run(launches, **variables).count("launches as needed") == len(CASES) + 1
     seen = json.loads(environment.run(launches, "--defects", **variables))
     assert seen == {defect.name: defect.found_in_launches for defect in DEFECTS if defect.file != ROWS}
+
+
+def architectures(library: Path) -> set[int]:
+    """Return the GPUs that a library has code for, 90 for sm_90, from the headers of its code."""
+    content, found, at = library.read_bytes(), set(), 0
+    magic = (0xBA55ED50).to_bytes(4, "little")
+
+    def number(offset: int, size: int) -> int:
+        return int.from_bytes(content[offset : offset + size], "little")
+
+    while (at := content.find(magic, at)) >= 0:
+        code, end = at + number(at + 6, 2), at + _FATBIN_HEADER_BYTES + number(at + 8, 8)
+        while code < end:
+            found.add(number(code + 28, 4))
+            code += number(code + 4, 4) + number(code + 8, 8)
+        at = end
+    return found
 
 
 def compiled_folder(environment: Environment) -> Path:

@@ -49,13 +49,13 @@ def test_each_rank_of_a_host_takes_a_gpu_of_its_own(name: str, ranks: int) -> No
             GPU,
             1,
             replace(ABSENT, torch_version="2.13.0+cpu", cuda_version=None, architectures=()),
-            ["torch 2.13.0+cpu is built without CUDA", "TORCH=pypi", "or accelerator none"],
+            ["torch 2.13.0+cpu is built without CUDA", "medha-worker-gpu", "or accelerator none"],
         ),
         (
             GPU,
             1,
             replace(H100, is_complete=False),
-            ["torch 2.13.0+cu130 lacks what only a GPU needs, as in the image for CPUs", "TORCH=pypi"],
+            ["torch 2.13.0+cu130 lacks what only a GPU needs, as in the image for CPUs", "medha-worker-gpu"],
         ),
         (GPU, 1, ABSENT, ["Found no NVIDIA driver", "device plugin", "spec.resources.runtimeClassName"]),
         # NVML counts devices that CUDA cannot use.

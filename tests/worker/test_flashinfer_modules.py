@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from medha_worker.kernels.flashinfer import compiled_modules
-from medha_worker.kernels.flashinfer.compiled_modules import declared_modules, main, make_cuda_home
+from medha_worker.kernels.flashinfer.compiled_modules import (
+    cuda_packages,
+    declared_modules,
+    main,
+    make_cuda_home,
+)
 
 PARTS = (
     "bin/nvcc",
@@ -38,6 +43,12 @@ def test_the_parts_of_several_environments_become_one_folder(tmp_path: Path) -> 
     ctypes.CDLL(str(home / "lib64/stubs/libcuda.so"))
 
 
+def test_the_compiler_may_lie_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    here = cuda_packages()
+    cuda = packages(tmp_path / "lib/python3.11/site-packages/nvidia/cu13", *PARTS)
+    assert cuda_packages(tmp_path) == [*here, cuda]
+
+
 @pytest.mark.parametrize(
     ("missing", "package"),
     [
@@ -49,7 +60,7 @@ def test_the_parts_of_several_environments_become_one_folder(tmp_path: Path) -> 
 )
 def test_a_missing_part_is_named_with_its_package(missing: str, package: str, tmp_path: Path) -> None:
     some = packages(tmp_path / "some", *(path for path in PARTS if path != missing))
-    with pytest.raises(FileNotFoundError, match=rf"the package {package} brings: install medha\[gpu-build\]"):
+    with pytest.raises(FileNotFoundError, match=rf"the package {package} brings: install medha\[gpu,nvcc\]"):
         make_cuda_home(tmp_path / "home", [some])
 
 
@@ -68,7 +79,7 @@ def test_the_command_says_what_to_install(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folders = [packages(tmp_path / "some", *found)] if found else []
-    monkeypatch.setattr(compiled_modules, "cuda_packages", lambda: folders)
+    monkeypatch.setattr(compiled_modules, "cuda_packages", lambda _: folders)
     monkeypatch.setattr(compiled_modules, "version", lambda _: "1.0")
     assert main(["--out", str(tmp_path)]) == 1
     assert error in capsys.readouterr().err

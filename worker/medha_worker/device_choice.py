@@ -98,7 +98,7 @@ def choose_gpu(accelerator: str, index: int, ranks: int, cuda: CudaFacts) -> int
             else "lacks what only a GPU needs, as in the image for CPUs"
         )
         raise AcceleratorMissing(
-            f"{asked} torch {cuda.torch_version} {lacks}: use an image with TORCH=pypi (docs/images.md), or accelerator none"
+            f"{asked} torch {cuda.torch_version} {lacks}: use the image medha-worker-gpu (docs/images.md), or accelerator none"
         )
     hidden = f"CUDA_VISIBLE_DEVICES is {cuda.visible_devices!r:.60}"
     if not cuda.is_available and cuda.visible_devices is not None and not cuda.devices:

@@ -2,13 +2,15 @@
 
     python -m medha_worker.kernels.flashinfer.compiled_modules --out DIR --arch 9.0a
 
-The list of these modules is here, and nowhere else. The compiler comes from PyPI, with the extra `gpu-build`; the linker is the
+The list of these modules is here, and nowhere else. The compiler comes from PyPI, with the extra `nvcc`; the linker is the
 machine's `c++`. Each module becomes `DIR/<name>/<name>.so`, where `name` is FlashInfer's, and `DIR/modules.json` says what each
 one took. FlashInfer finds them, and needs no compiler, if DIR is its folder `data/aot`. It takes `norm` from there only if
 `FLASHINFER_USE_CUDA_NORM=1` is in a replica's environment; otherwise it compiles another norm, without nvcc.
 
 Decodes need no module of their own: on tensor cores, FlashInfer runs them in the module for chunks. K and V are written by
 torch, so that its modules for pages and for decodes without tensor cores are not on the list.
+
+The Dockerfile runs this file alone, so that other changes of the sources compile nothing again. It imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ HEAD_DIMS = (64, 128, 256)
 """Values of a head, for which the adapter has kernels."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of queries and of the pool, for which the adapter has kernels."""
+ARCHITECTURES = "8.0 9.0a 10.0f"
+"""GPUs that an image has modules for. Those for 8.0 also run on 8.6 and 8.9, and those for 10.0f on 10.3."""
 
 
 def declared_modules() -> dict[str, Callable[[], Any]]:
@@ -92,7 +96,7 @@ def make_cuda_home(home: Path, packages: Sequence[Path]) -> None:
     }.items():
         if not found.exists():
             raise FileNotFoundError(
-                f"{found} is missing, which the package {part} brings: install medha[gpu-build]"
+                f"{found} is missing, which the package {part} brings: install medha[gpu,nvcc]"
             )
     stubs = home / "lib64" / "stubs"
     stubs.mkdir(parents=True)
@@ -111,10 +115,12 @@ def make_cuda_home(home: Path, packages: Sequence[Path]) -> None:
     subprocess.run(linking, check=True)
 
 
-def cuda_packages() -> list[Path]:
-    """Return the folders in which packages from PyPI put their parts of CUDA."""
+def cuda_packages(compiler: Path | None = None) -> list[Path]:
+    """Return the folders in which packages from PyPI put their parts of CUDA, here and in the environment `compiler`."""
     spec = find_spec("nvidia")
     found = [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
+    if compiler is not None:
+        found += sorted(compiler.glob("lib/python3*/site-packages/nvidia"))
     return [
         folder for path in found for folder in sorted(path.glob("cu[0-9]*")) if (folder / "include").is_dir()
     ]
@@ -150,18 +156,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile the modules of FlashInfer that the adapter runs.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the modules")
     parser.add_argument(
-        "--arch", default="9.0a", help="GPUs to compile for, such as '9.0a 10.0a' (default 9.0a)"
+        "--arch", default="", help=f"GPUs to compile for, such as '9.0a'; if empty, '{ARCHITECTURES}'"
     )
     parser.add_argument(
         "--only", action="append", choices=list(declared_modules()), help="these modules alone"
     )
+    parser.add_argument("--nvcc", type=Path, help="the environment that holds nvcc, if it is not this one")
     options = parser.parse_args(argv)
-    if not (packages := cuda_packages()):
-        print("error: no package brings CUDA here: install medha[gpu-build]", file=sys.stderr)
+    arch = options.arch or ARCHITECTURES
+    if not (packages := cuda_packages(options.nvcc)):
+        print("error: no package brings CUDA here: install medha[gpu,nvcc]", file=sys.stderr)
         return 1
     manifest: dict[str, Any] = {
         "flashinfer": version("flashinfer-python"),
-        "arch": options.arch,
+        "arch": arch,
         "modules": {},
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except FileNotFoundError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        os.environ.update(environment(work, options.arch))
+        os.environ.update(environment(work, arch))
         for name in options.only or declared_modules():
             manifest["modules"][name] = made = compile_module(name, options.out)
             print(f"{name}: {made['seconds']} s, {made['bytes']} bytes", flush=True)
