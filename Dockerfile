@@ -4,7 +4,7 @@
 
 # Any image with glibc, Python 3.11 or newer and its venv module.
 ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
-# The same with a C++ compiler, for the kernels of worker-gpu.
+# The same with a C++ compiler and Python's headers, for the kernels of worker-gpu.
 ARG COMPILER_IMAGE=docker.io/library/python:3.11-bookworm
 
 # --- what builds, and stays behind ----------------------------------------------------------------------
@@ -52,10 +52,11 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages nvcc
 FROM ${COMPILER_IMAGE} AS kernels
 # All that FlashInfer would compile when a pod starts. If empty: for every architecture that the file names.
 ARG GPU_ARCHITECTURES=
-COPY worker/medha_worker/kernels/flashinfer/compiled_modules.py /
+COPY worker/medha_worker/kernels/flashinfer/compiled_modules.py worker/medha_worker/kernels/triton/driver_module.py /
 RUN --mount=type=bind,from=worker-gpu-packages,source=/opt/medha,target=/opt/medha \
     --mount=type=bind,from=nvcc-packages,source=/opt/medha,target=/nvcc \
-    /opt/medha/bin/python /compiled_modules.py --out /aot --nvcc /nvcc --arch "${GPU_ARCHITECTURES}"
+    /opt/medha/bin/python /compiled_modules.py --out /aot --nvcc /nvcc --arch "${GPU_ARCHITECTURES}" \
+    && /opt/medha/bin/python /driver_module.py --out /triton/cuda_utils.so
 
 FROM build AS application
 COPY . .
@@ -110,9 +111,11 @@ LABEL org.opencontainers.image.title="medha-worker-gpu" \
       org.opencontainers.image.description="Controller and 3D-parallel engine of Medha on NVIDIA GPUs"
 # Pods compile nothing: neither by nvcc, nor FlashInfer's norms, whose other implementation is compiled when it is used.
 ENV FLASHINFER_DISABLE_JIT=1 \
-    FLASHINFER_USE_CUDA_NORM=1
+    FLASHINFER_USE_CUDA_NORM=1 \
+    MEDHA_TRITON_DRIVER=/opt/medha/triton/cuda_utils.so
 COPY --from=worker-gpu-packages /opt/medha /opt/medha
 COPY --from=kernels /aot /opt/medha/aot
+COPY --from=kernels /triton /opt/medha/triton
 COPY --from=application /application /
 EXPOSE 5600 5601 9400 9401
 ENTRYPOINT ["python", "-m", "medha_worker.pod"]

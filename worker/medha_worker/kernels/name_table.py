@@ -40,7 +40,10 @@ def _race(device: Device) -> TokenRace:
 
 def _triton_race(device: Device) -> TokenRace:
     """Return the race in Triton, which has run once: at its first run Triton needs a C compiler, and compiles."""
+    from medha_worker.kernels.triton.driver_module import use_compiled_driver
     from medha_worker.kernels.triton.triton_race import TritonRace
+
+    use_compiled_driver()
 
     race = TritonRace()
     race.winners(
