@@ -1,6 +1,6 @@
 """Defects of the FlashInfer adapter, each a change of its source, that the tests on a CPU have to find.
 
-    python -m tests.worker.flashinfer_defects   # writes the table of them in docs/gpu.md
+    python -m tests.worker.flashinfer_defects   # writes the tables of them, and of `step_defects.py`, in docs/gpu.md
 
 FlashInfer itself accepts most of them in silence. `test_flashinfer_defects.py` plants each one, and so does
 `test_compiled_flashinfer.py`.
@@ -15,6 +15,7 @@ from pathlib import Path
 import medha_worker.kernels.flashinfer as right
 
 from .flashinfer_cases import PACKAGE, Case, Chunk
+from .step_defects import table as step_table
 
 STEPS = (
     Case([Chunk(1, 9), Chunk(1, 0), Chunk(6, 4), Chunk(5, 11, is_causal=False), Chunk(1, 7)]),
@@ -115,6 +116,9 @@ DEFECTS = tuple(
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 _TABLE = re.compile(r"(?<=<!-- defects: written by `make gen` -->\n).*?(?=<!-- /defects -->)", re.DOTALL)
+_STEP_TABLE = re.compile(
+    r"(?<=<!-- step defects: written by `make gen` -->\n).*?(?=<!-- /step defects -->)", re.DOTALL
+)
 _STEPS = {
     "assertion": "an assertion", "double": "the double", "device": "two memories", "result": "the result",
 }  # fmt: skip
@@ -124,13 +128,14 @@ _LAUNCHES = {
 
 
 def page_with_table() -> str:
-    """Return docs/gpu.md with its table of defects as it has to be."""
+    """Return docs/gpu.md with its tables of defects as they have to be."""
     rows = [
         f"| {defect.name} | {_STEPS[defect.found_by]} | {_LAUNCHES[defect.found_in_launches]} |"
         for defect in DEFECTS
     ]
     table = "\n".join(["| Defect | Steps | Launch code |", "|---|---|---|", *rows])
-    return _TABLE.sub(lambda _: f"\n{table}\n\n", PAGE.read_text(encoding="utf-8"), count=1)
+    page = _TABLE.sub(lambda _: f"\n{table}\n\n", PAGE.read_text(encoding="utf-8"), count=1)
+    return _STEP_TABLE.sub(lambda _: f"\n{step_table()}\n\n", page, count=1)
 
 
 if __name__ == "__main__":
