@@ -48,8 +48,6 @@ _SIZES = """\
 the worker holds torch. Where pip is offered a CPU build (2.13.0+cpu, such as by PIP_FIND_LINKS=folder) it takes that, 200 MB.
 images: Where it finds only PyPI's build for CUDA, it downloads 3 GB and needs up to 20 GB of disk meanwhile."""
 _KEPT_ARCHIVES = 3
-_ROOM_BYTES = {False: 4 * 2**30, True: 20 * 2**30}
-"""Free disk that a build needs, by whether it installs torch; what is cached gives way to it."""
 _KEPT_LAYERS = 400
 """Most layers in the store before it is emptied; a code change adds about thirty, of a few megabytes."""
 
@@ -94,7 +92,7 @@ def build(targets: Iterable[str] = TARGETS, *, torch: str = "none") -> dict[str,
         builder = _Builder(folder, Path(scratch))
         for target, archive in archives.items():
             if not archive.is_file():
-                _make_room(folder, content, builder, _ROOM_BYTES[target == "worker" and torch != "none"])
+                _make_room(folder, content, builder, room_bytes(target, torch))
                 builder.build(target, archive, torch=torch)
                 _forget_older(archive, content)
     return archives
@@ -252,6 +250,13 @@ def _forget_older(archive: Path, content: str) -> None:
     alike = [path for path in archive.parent.glob("*.tar") if path.name[: -len(f"{content}.tar")] == kind]
     for path in sorted(alike, key=lambda path: path.stat().st_mtime)[:-_KEPT_ARCHIVES]:
         path.unlink()
+
+
+def room_bytes(target: str, torch: str) -> int:
+    """Return the free disk that a build takes: archives and layers of earlier ones give way to it."""
+    if target == GPU_TARGET:
+        return 32 * 2**30
+    return (20 if target == "worker" and torch != "none" else 4) * 2**30
 
 
 def superfluous(sizes_bytes: Mapping[str, int], content: str, missing_bytes: int) -> list[str]:
