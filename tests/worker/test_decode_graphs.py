@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import HOST, Device, InOrder
@@ -16,7 +20,7 @@ from medha_worker.host_memory import HostMemory
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import AttentionBackend, StepAttention
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.model.decode_graphs import captured_sizes
+from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
@@ -45,6 +49,48 @@ class Repeating(InOrder):
             run()
 
         return replay
+
+
+class Made(TorchDispatchMode):
+    """Notes the tensors whose memory is allocated in this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {memory_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.tensors += [tensor for tensor in made if memory_of(tensor) not in given]
+        return result
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class OnePool(Repeating):
+    """A runtime whose captures share their memory: a replay overwrites what all others have allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, list[torch.Tensor]] = {}
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        number = len(self._made)
+        self._made[number] = []
+
+        def replay() -> None:
+            with Made() as made:
+                run()
+            self._made[number] = made.tensors
+            for other, tensors in self._made.items():
+                for tensor in tensors:
+                    if other != number and tensor.is_floating_point():
+                        tensor.fill_(torch.nan)
+
+        return super().capture(replay)
 
 
 class Replanned:
@@ -141,6 +187,55 @@ def test_the_next_step_may_be_prepared_before_this_one_runs(model: Transformer) 
     prepared = [model.prepare(*batch[1:], captured) for batch in (first, second)]
     for batch, step in zip((first, second), prepared, strict=True):
         torch.testing.assert_close(model.forward(batch[0], step), run_step(model, *batch, eager), **CLOSE)
+
+
+@pytest.mark.parametrize("runtime", [OnePool()])
+def test_hidden_states_outlive_the_next_replay_though_captures_share_their_memory(model: Transformer) -> None:
+    """They are still being sent to the next stage then."""
+    eager, captured = filled(model), filled(model)
+    model.capture_decodes(captured, SIZES)
+    batches = [decodes([33, 20, 8]), decodes([34, 21, 9]), decodes([35]), decodes([36])]
+    found = run_step(model, *batches[0], captured)
+    for batch, following in pairwise(batches):
+        of_following = run_step(model, *following, captured)
+        torch.testing.assert_close(found, run_step(model, *batch, eager), **CLOSE)
+        found = of_following
+
+
+def test_as_many_steps_as_a_pipeline_has_may_be_prepared_before_the_first_runs(
+    model: Transformer, runtime: Repeating
+) -> None:
+    stages = 4
+    eager, captured = filled(model), filled(model)
+    model.capture_decodes(captured, SIZES, copies_of_each(stages))
+    batches = [decodes([33 + step, 20 + step, 8 + step]) for step in range(stages)]
+    prepared = [model.prepare(*batch[1:], captured) for batch in batches]
+    for batch, step in zip(batches, prepared, strict=True):
+        torch.testing.assert_close(model.forward(batch[0], step), run_step(model, *batch, eager), **CLOSE)
+    assert runtime.replays == stages
+
+
+def test_a_step_for_which_no_copy_is_free_is_prepared_once_the_oldest_ran(model: Transformer) -> None:
+    eager, captured = filled(model), filled(model)
+    model.capture_decodes(captured, SIZES, 2)
+    first, second, third = (decodes([33 + step, 20 + step, 8 + step]) for step in range(3))
+    prepared = [model.prepare(*batch[1:], captured) for batch in (first, second)]
+    with pytest.raises(RuntimeError, match="all 2 captured steps of 4 rows wait to be replayed"):
+        model.prepare(*third[1:], captured)
+    found = [model.forward(first[0], prepared.pop(0)).clone()]
+    prepared.append(model.prepare(*third[1:], captured))
+    found += [model.forward(batch[0], step) for batch, step in zip((second, third), prepared, strict=True)]
+    for batch, hidden in zip((first, second, third), found, strict=True):
+        torch.testing.assert_close(hidden, run_step(model, *batch, eager), **CLOSE)
+
+
+def test_a_step_that_is_dropped_frees_its_copy(model: Transformer, runtime: Repeating) -> None:
+    cache = filled(model)
+    model.capture_decodes(cache, SIZES, 2)
+    for _ in range(5):
+        model.prepare(*decodes([33, 20, 8])[1:], cache)
+    run_step(model, *decodes([33, 20, 8]), cache)
+    assert runtime.replays == 1
 
 
 def test_steps_that_were_not_captured_run_eagerly(model: Transformer, runtime: Repeating) -> None:

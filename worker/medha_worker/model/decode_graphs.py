@@ -2,14 +2,19 @@
 
 A captured step reads and writes the same memory each time it is replayed. A step of fewer rows than were captured is
 padded: the rows behind its own decode token 0 in the pool's scratch block, which belongs to no sequence. Each size is
-captured twice, so that the tables of one step are filled while the step before is running.
+captured several times, so that the tables of later steps are filled while a step is running or has yet to run.
+
+All captures share the memory of what they compute on the way: one may overwrite it for another. So whatever
+outlives a replay (inputs, tables, and the result) is allocated outside of the capture.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from threading import Lock
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -22,7 +27,13 @@ from medha_worker.model.prepared_step import LayerStep, Rotation, new_slots
 RunLayers = Callable[[torch.Tensor, Rotation, LayerStep], torch.Tensor]
 """Function that runs a rank's layers: entering rows, their rotation and their attention -> hidden states."""
 
-_COPIES = 2
+
+def copies_of_each(stages: int) -> int:
+    """Return how often each size is captured: a pipeline has as many steps in flight as stages, and a single stage two.
+
+    A late stage may have prepared all of them before it runs the first.
+    """
+    return max(2, stages)
 
 
 def captured_sizes(most_rows: int) -> list[int]:
@@ -53,9 +64,11 @@ class DecodeGraphs:
         entering: torch.Tensor,
         kv_cache: KVCache,
         kernels: Kernels,
+        hidden_size: int,
         sizes: Sequence[int],
+        copies: int,
     ) -> None:
-        """Capture the layers for each of `sizes`, ascending.
+        """Capture the layers for each of `sizes`, ascending, `copies` times.
 
         Args:
             run_layers: Runs the layers; called while work is captured.
@@ -63,23 +76,34 @@ class DecodeGraphs:
             entering: One entering row, token ids int64 [1] or hidden states [1, hidden_size] on the device.
             kv_cache: The pool that all steps read and write.
             kernels: Their attention and writer can be captured.
+            hidden_size: Values of a row of the result.
             sizes: Numbers of rows.
+            copies: Most steps that are prepared before the first of them runs, and at least 2: the result of a step
+                is still sent while the next one runs.
         """
+        assert copies >= 2, "a step would overwrite what the one before it sends"
         self._sizes = list(sizes)
         self._kv_cache = kv_cache
+        self._taking = Lock()
 
         def captured(rows: int) -> _CapturedStep:
-            return _CapturedStep(rows, run_layers, rotation, entering, kv_cache, kernels)
+            return _CapturedStep(rows, run_layers, rotation, entering, kv_cache, kernels, hidden_size)
 
         # The largest first: smaller ones then fit into the memory that it took.
-        by_size = {rows: [captured(rows) for _ in range(_COPIES)] for rows in reversed(self._sizes)}
-        self._next = {rows: cycle(copies) for rows, copies in by_size.items()}
-        self._all = [step for copies in by_size.values() for step in copies]
+        self._copies = {
+            rows: deque(captured(rows) for _ in range(copies)) for rows in reversed(self._sizes)
+        }  # of each size, the one that was taken longest ago first
 
     def take(
         self, positions: torch.Tensor, spans: Sequence[SequenceSpan], kv_cache: KVCache
     ) -> CapturedRows | None:
-        """Return a captured step whose tables are filled for `spans`, or None if they are not decodes that fit."""
+        """Return a captured step whose tables are filled for `spans`, or None if they are not decodes that fit.
+
+        The choice follows from the step alone: tensor ranks run the same rows, padding included.
+
+        Raises:
+            RuntimeError: all copies wait to be replayed; one is free again once the oldest was.
+        """
         rows = len(spans)
         is_decode = all(span.row_count == 1 and span.is_causal for span in spans)
         if kv_cache is not self._kv_cache or not is_decode or not 0 < rows <= self._sizes[-1]:
@@ -87,14 +111,25 @@ class DecodeGraphs:
         if sum(-(-span.total_length // kv_cache.block_tokens) for span in spans) > most_blocks(0, kv_cache):
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
-        captured = next(self._next[size])
-        captured.fill(positions, spans)
-        return CapturedRows(captured, rows)
+        taken = self._take(size, rows)
+        taken.fill(positions, spans)
+        return taken
+
+    def _take(self, size: int, rows: int) -> CapturedRows:
+        with self._taking:
+            copies = self._copies[size]
+            step = next((step for step in copies if step.is_free), None)
+            if step is None:
+                raise RuntimeError(f"all {len(copies)} captured steps of {size} rows wait to be replayed")
+            copies.remove(step)
+            copies.append(step)
+            return step.taken_for(rows)
 
     def release(self) -> None:
         """Let go of all captured work; steps that were taken can no longer be replayed."""
-        for step in self._all:
-            step.release()
+        for copies in self._copies.values():
+            for step in copies:
+                step.release()
 
 
 class CapturedRows:
@@ -102,9 +137,15 @@ class CapturedRows:
 
     def __init__(self, step: _CapturedStep, rows: int) -> None:
         self._step, self._rows = step, rows
+        self.was_replayed = False
+
+    def fill(self, positions: torch.Tensor, spans: Sequence[SequenceSpan]) -> None:
+        self._step.fill(positions, spans)
 
     def replay(self, entering: torch.Tensor) -> torch.Tensor:
-        return self._step.replay(entering)[: self._rows]
+        hidden = self._step.replay(entering)[: self._rows]
+        self.was_replayed = True
+        return hidden
 
 
 class _CapturedStep:
@@ -118,6 +159,7 @@ class _CapturedStep:
         entering: torch.Tensor,
         kv_cache: KVCache,
         kernels: Kernels,
+        hidden_size: int,
     ) -> None:
         device = kv_cache.device
         attention = kernels.attention.for_graph(rows, most_blocks(rows, kv_cache))
@@ -130,14 +172,27 @@ class _CapturedStep:
         self._rows = rows
         self._entering = entering.new_zeros(rows, *entering.shape[1:])
         self._positions = device.place(torch.zeros(rows, dtype=torch.int64))
-        self._hidden: torch.Tensor | None = None
+        self._hidden = device.place(torch.zeros(rows, hidden_size, dtype=device.dtype))
+        self._taken: ReferenceType[CapturedRows] | None = None  # dead once its step is dropped
         self._used: Mark = device.runtime.mark()
         self.fill(torch.zeros(0, dtype=torch.int64), [])
 
         def run() -> None:
-            self._hidden = run_layers(self._entering, rotation(self._positions), self._step)
+            self._hidden.copy_(run_layers(self._entering, rotation(self._positions), self._step))
 
         self._replay = device.runtime.capture(run)
+
+    @property
+    def is_free(self) -> bool:
+        """True if no step has taken this one that may still be replayed."""
+        taken = None if self._taken is None else self._taken()
+        return taken is None or taken.was_replayed
+
+    def taken_for(self, rows: int) -> CapturedRows:
+        """Return this step as one of so many rows, whose tables are yet to be filled."""
+        taken = CapturedRows(self, rows)
+        self._taken = ref(taken)
+        return taken
 
     def fill(self, positions: torch.Tensor, spans: Sequence[SequenceSpan]) -> None:
         """Fill the tables for the next replay, behind the last one; positions are in host memory."""
@@ -156,7 +211,6 @@ class _CapturedStep:
         self._entering[: len(entering)] = entering
         self._replay()
         self._used = self._device.runtime.mark()
-        assert self._hidden is not None
         return self._hidden
 
     def release(self) -> None:

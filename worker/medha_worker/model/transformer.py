@@ -131,10 +131,11 @@ class Transformer:
         )
 
     @torch.inference_mode()
-    def capture_decodes(self, kv_cache: KVCache, sizes: Sequence[int]) -> None:
+    def capture_decodes(self, kv_cache: KVCache, sizes: Sequence[int], copies: int = 2) -> None:
         """Capture steps of `sizes` decodes each, if device, kernels and group can; no step may be running.
 
-        Prepared steps of decodes alone over `kv_cache` then are replays.
+        Prepared steps of decodes alone over `kv_cache` then are replays; up to `copies` of one size may be prepared
+        before the first of them runs.
         """
         if not self.can_capture:
             return
@@ -145,7 +146,14 @@ class Transformer:
             else torch.zeros(1, self.config.hidden_size, dtype=self.dtype)
         )
         self._graphs = DecodeGraphs(
-            self._run_layers, self._rotation, self.device.place(row), kv_cache, self.kernels, sizes
+            self._run_layers,
+            self._rotation,
+            self.device.place(row),
+            kv_cache,
+            self.kernels,
+            self.config.hidden_size,
+            sizes,
+            copies,
         )
 
     @property
@@ -209,7 +217,7 @@ class Transformer:
             step: The step; it can be run once.
 
         Returns:
-            Hidden states, [rows, hidden_size], before the final norm. They are overwritten two steps later.
+            Hidden states, [rows, hidden_size], before the final norm. They may be overwritten two steps later.
         """
         self._has_reported = False
         step.ready.wait()

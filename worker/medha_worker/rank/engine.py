@@ -28,7 +28,7 @@ from medha_worker.device import Device, host_device
 from medha_worker.device_choice import choose_gpu, cuda_facts
 from medha_worker.host_memory import keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
-from medha_worker.model.decode_graphs import captured_sizes
+from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.stage_split import split_layers
@@ -185,11 +185,12 @@ class Loaded:
     def _capture(self, model: Transformer, kv_cache: KVCache, grid: Mesh | None) -> None:
         """Capture steps of decodes, in lock-step with the tensor ranks of this pod."""
         sizes = captured_sizes(self._settings.spec.scheduling.max_running)
+        copies = copies_of_each(self._settings.topology.stream)
         if grid is None or not model.can_capture:
-            model.capture_decodes(kv_cache, sizes)
+            model.capture_decodes(kv_cache, sizes, copies)
             return
         with grid.warming_up():
-            model.capture_decodes(kv_cache, sizes)
+            model.capture_decodes(kv_cache, sizes, copies)
         grid.smallest(0)  # until all ranks are here, those that capture report that they are alive
 
     def _link_rate(self, grid: Mesh | None) -> float:
@@ -224,6 +225,7 @@ class Loaded:
             max_chunk_tokens=scheduling.max_chunk_tokens,
             max_running=scheduling.max_running,
             max_model_len=self._config.max_model_len,
+            stages=self._settings.topology.stream,
             clock=time.perf_counter,
             ran_out=ran_out,
             progress=progress,

@@ -9,7 +9,7 @@ from medha.cost.predictor import Work
 from medha.errors import OutOfMemory
 from medha.wire.messages import Sampling, StepProfile
 from medha_worker.model import out_of_memory
-from medha_worker.model.decode_graphs import captured_sizes
+from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.profile_fit import MeasuredStep, fit_profile
@@ -39,6 +39,7 @@ def warm_up(
     max_chunk_tokens: int,
     max_running: int,
     max_model_len: int,
+    stages: int = 1,
     clock: Callable[[], float],
     ran_out: Callable[[], bool] = lambda: False,
     progress: Progress = lambda _text, _done, _total: None,
@@ -46,7 +47,7 @@ def warm_up(
     """Run steps of several shapes, up to the largest chunk and batch that the scheduler will form.
 
     The activations' size is the growth of the process's memory on the device at its peak, the kernels' own buffers
-    included; the warm-up's scratch KV was taken before. `ran_out` returns whether rows have become NaN so
+    included; the warm-up's scratch KV was taken before. `stages` are those of the pipeline. `ran_out` returns whether rows have become NaN so
     far, here or on another tensor rank: in a grid, nothing else reports that memory does not suffice.
     `progress` is called with the next step, and with the number of steps done and their total.
 
@@ -81,18 +82,18 @@ def warm_up(
     if ran_out():
         raise OutOfMemory(f"{too_large} of a rank of this pod, whose log says more; {mend}")
     activation_bytes = max(memory.peak_bytes() - before, 0)
-    activation_bytes += _captured_bytes(model, timer.pool, max_running)
+    activation_bytes += _captured_bytes(model, timer.pool, max_running, stages)
     for works in shapes:
         measured(works)
     steps = [median([measured(works) for _ in range(REPEATS)]) for works in shapes]
     return WarmUp(step_profile(steps), activation_bytes, tuple(steps))
 
 
-def _captured_bytes(model: Transformer, pool: KVCache, most_rows: int) -> int:
+def _captured_bytes(model: Transformer, pool: KVCache, most_rows: int, stages: int) -> int:
     """Return the memory that captured decodes take; they are captured again once the pool has its size."""
     memory = model.device.memory
     before = memory.used_bytes()
-    model.capture_decodes(pool, captured_sizes(most_rows))
+    model.capture_decodes(pool, captured_sizes(most_rows), copies_of_each(stages))
     taken = max(memory.used_bytes() - before, 0) if model.captures else 0
     model.forget_captured()
     return taken
