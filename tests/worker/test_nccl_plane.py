@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import Event, Thread, current_thread
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import numpy as np
@@ -489,7 +490,7 @@ def test_tokens_that_were_sampled_after_a_loss_are_not_sent() -> None:
 
 # --- the pinned torch ---------------------------------------------------------------------------------
 
-HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
 
 
 def parameters(method: Any) -> list[list[str]]:
@@ -526,10 +527,114 @@ def test_a_group_is_made_up_to_the_point_at_which_torch_looks_for_a_gpu() -> Non
         nccl_groups(HashStore(), 1, GPU)("pod 0", [0, 1])
 
 
+class Forming:
+    """Stands for `ProcessGroupNCCL`: notes on which thread it connects, and waits for the other ranks if it is to."""
+
+    Options = SimpleNamespace
+    threads: ClassVar[list[Thread]] = []
+    others_are_there: ClassVar[Event] = Event()
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.place = rank, size
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.threads.append(current_thread())
+        assert self.others_are_there.wait(ABORT_SECONDS)
+
+
+def test_each_group_is_formed_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts open groups of operations by thread, and forms no group on a thread where one has failed to end."""
+    monkeypatch.setattr(module, "ProcessGroupNCCL", Forming)
+    monkeypatch.setattr(Forming, "threads", [])
+    Forming.others_are_there.set()
+    form = nccl_groups(HashStore(), 3, GPU)
+    assert [form(name, [1, 3]).place for name in ("pod 1", "lanes from 1")] == [(1, 2)] * 2
+    assert len({*Forming.threads, current_thread()}) == 3
+
+
+def test_a_rank_goes_on_without_a_group_whose_ranks_do_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL would wait without a limit; the rank would be ended for that, and read its weights again."""
+    monkeypatch.setattr(module, "ProcessGroupNCCL", Forming)
+    Forming.others_are_there.clear()
+    with pytest.raises(
+        PartFailed, match=r"rank 3 could not form pod 1 over NCCL within 0.01 s: one of its ranks hangs"
+    ):
+        nccl_groups(HashStore(), 3, GPU, form_seconds=0.01)("pod 1", [1, 3])
+    Forming.others_are_there.set()
+
+
+def test_every_second_pair_of_stages_forms_its_group_at_once() -> None:
+    """One pair after the other, the last stage of a deep pipeline would keep all others waiting."""
+    topology = Topology(stream=8)
+    orders: dict[int, list[tuple[int, ...]]] = {}
+    for rank in range(topology.ranks):
+        formed = orders[rank] = []
+
+        def form(_name: str, members: Any, formed: list[tuple[int, ...]] = formed) -> Recording:
+            formed.append(tuple(members))
+            return Recording([], members)
+
+        NcclPlane(neighbours(topology, rank), host_device(torch.float32), HIDDEN, form).close()
+    rounds = 0
+    while any(orders.values()):
+        rounds += 1
+        wanted = [order[0] for order in orders.values() if order]
+        ready = {members for members in wanted if wanted.count(members) == 2}
+        assert ready, "all wait for each other"
+        for order in orders.values():
+            if order and order[0] in ready:
+                order.pop(0)
+    assert rounds == 2
+
+
+def test_a_rank_that_forms_its_groups_reports_to_those_that_have_theirs() -> None:
+    """A round of theirs would end for the time that NCCL takes."""
+    endpoint, may_end = free_endpoint(), Event()
+
+    def new_plane(site: PlaneSite) -> DataPlane:
+        if site.neighbours.rank == 1:
+            may_end.wait(10 * ABORT_SECONDS)
+        return NcclPlane(site.neighbours, site.device, site.hidden_size, recording([]))
+
+    def rendezvous(rank: int) -> Mesh:
+        return Mesh(
+            Topology(kv=2), rank, endpoint, address="127.0.0.1", epoch=0, hidden_size=3, device=host_device(torch.float32),
+            rendezvous_seconds=20.0, wait_seconds=2.0, new_plane=new_plane,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        meshes = [pool.submit(rendezvous, rank) for rank in range(2)]
+        done, _ = wait(meshes, timeout=3.0)
+        assert not done, "a rank is there before all are"
+        may_end.set()
+        for mesh in meshes:
+            mesh.result().close()
+
+
+def test_a_plane_is_closed_if_another_rank_is_lost_before_all_have_theirs() -> None:
+    mesh, plane = object.__new__(Mesh), Mock()
+    mesh._wait_seconds = 60.0
+
+    def lost(_: int) -> int:
+        raise PartFailed("rank 1 left")
+
+    mesh.smallest = lost  # type: ignore[method-assign]
+    with pytest.raises(PartFailed, match="rank 1 left"):
+        mesh._formed(lambda _: plane, Mock())
+    plane.close.assert_called_once_with()
+
+
 def test_torch_knows_every_option_that_keeps_its_watchdog_from_ending_a_rank() -> None:
-    header = HEADER.read_text()
-    assert {name for name in TORCH_OPTIONS if f'"{name}"' not in header} == set()
+    header = (HEADERS / "ProcessGroupNCCL.hpp").read_text()
+    recorder = (HEADERS / "FlightRecorder.hpp").read_text()
+    assert {name for name in TORCH_OPTIONS if f'"{name}"' not in header + recorder} == set()
     assert re.search(r"NoHandling = 0,", header)
+    # The first name wins.
+    sizes = re.search(r"max_entries_ = getCvarInt\(\s*\{(.*?)\}", recorder, re.DOTALL)
+    assert sizes is not None
+    assert set(re.findall(r'"(\w+)"', sizes[1])) <= set(TORCH_OPTIONS)
 
 
 def test_the_plane_follows_from_the_device(

@@ -91,6 +91,7 @@ class Neighbours:
 
     rank: int
     lane: int
+    stage: int
     tensor: int
     """Index of the rank in its pod."""
     pod: tuple[int, ...]
@@ -113,6 +114,7 @@ def neighbours(topology: Topology, rank: int) -> Neighbours:
     return Neighbours(
         rank=rank,
         lane=here.kv,
+        stage=here.stream,
         tensor=here.tensor,
         pod=pod_ranks(topology, here),
         lanes=tuple(topology.rank(replace(here, kv=lane)) for lane in range(topology.kv)),

@@ -31,6 +31,7 @@ from medha_worker.device import HOST, Device
 from medha_worker.rank.data_plane import (
     MOST_WAIT_SECONDS,
     TAG,
+    DataPlane,
     NewPlane,
     PlaneSite,
     first_line,
@@ -97,19 +98,31 @@ class Mesh:
         groups = GlooGroups(of_epoch, rank, address, self._wait)
         self._everyone = groups.form("everyone", range(topology.ranks))
         self._gathering = groups.form("gathering", range(topology.ranks))
-        self.plane = new_plane(
-            PlaneSite(
-                neighbours(topology, rank),
-                device,
-                hidden_size,
-                topology.stream,
-                self._wait,
-                self._everyone,
-                groups.form,
-                of_epoch,
-            )
+        site = PlaneSite(
+            neighbours(topology, rank),
+            device,
+            hidden_size,
+            topology.stream,
+            self._wait,
+            self._everyone,
+            groups.form,
+            of_epoch,
         )
+        self.plane = self._formed(new_plane, site)
         self.tensor_group = self.plane.tensor_group
+
+    def _formed(self, new_plane: NewPlane, site: PlaneSite) -> DataPlane:
+        """Form the data plane, and wait until all ranks have: NCCL takes its time, and some form more groups."""
+        plane: DataPlane | None = None
+        try:
+            with self._reporting(lambda _: None):
+                plane = new_plane(site)
+            self.smallest(0)
+        except BaseException:
+            if plane is not None:
+                plane.close()
+            raise
+        return plane
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -120,6 +133,12 @@ class Mesh:
         Raises:
             PartFailed: another rank was lost meanwhile.
         """
+        with self._reporting(self.plane.abort):
+            yield
+
+    @contextmanager
+    def _reporting(self, on_loss: Callable[[str], None]) -> Iterator[None]:
+        """Report as `warming_up` does; call `on_loss`, on another thread, once another rank is lost."""
         ended = Event()
 
         def announce() -> None:
@@ -127,7 +146,7 @@ class Mesh:
                 try:
                     self._round(is_here=False)
                 except PartFailed as error:
-                    self.plane.abort(str(error))
+                    on_loss(str(error))
                     raise
 
         with ThreadPoolExecutor(1, "warming-up") as pool:

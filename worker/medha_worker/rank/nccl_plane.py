@@ -19,8 +19,10 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from time import monotonic
 from typing import Any  # for NCCL's groups, whose methods torch does not declare
 
@@ -59,10 +61,15 @@ TORCH_OPTIONS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a second watchdog would end the process if the first one hangs
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # that second one, again, after an error
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # the watchdog sleeps four times this after an error
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # otherwise it searches a stack trace for up to 8 s after an error
+    "TORCH_FR_BUFFER_SIZE": "0",  # otherwise it searches a stack trace for up to 8 s after an error
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",  # the older name of the line above, which some of torch still reads
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # operations of a group run in order on purpose
 }
 """Environment of torch's NCCL groups, which read it when they are formed. NCCL_* variables are left as they are."""
+
+
+FORM_SECONDS = 60.0
+"""Longest wait for the other ranks of a group that is formed."""
 
 
 class NcclPlane:
@@ -86,11 +93,16 @@ class NcclPlane:
                 groups[name] = form(name, [member for member in members if member is not None])
             return groups.get(name)
 
-        # The order rules out that ranks wait for each other in a circle: a stage connects to the one before it first.
+        before = f"stages {near.previous} and {near.rank}", (near.previous, near.rank)
+        behind = f"stages {near.rank} and {near.following}", (near.rank, near.following)
         try:
             pod = formed(f"pod {near.pod[0]}", near.pod)
-            self._before = formed(f"stages {near.previous} and {near.rank}", (near.previous, near.rank))
-            self._behind = formed(f"stages {near.rank} and {near.following}", (near.rank, near.following))
+            # Every second pair of stages forms its group at once, then the others: no ranks wait for each other in a
+            # circle, and the last stage does not wait for all pairs before it.
+            for link in (before, behind) if near.stage % 2 else (behind, before):
+                formed(*link)
+            self._before: Any = groups.get(before[0])
+            self._behind: Any = groups.get(behind[0])
             self._lanes = formed(f"lanes from {near.lanes[0]}", near.lanes)
         except BaseException:
             LossGuard(near.rank, groups, clock).close()
@@ -234,22 +246,45 @@ def restrain_torch() -> None:
     set_debug_level(DebugLevel.OFF)  # in detail, torch handles errors in its own way
 
 
-def nccl_groups(store: Store, rank: int, torch_device: torch.device) -> NewGroup:
-    """Return the function that forms NCCL groups of this rank, in the store of an epoch."""
+def nccl_groups(
+    store: Store, rank: int, torch_device: torch.device, form_seconds: float = FORM_SECONDS
+) -> NewGroup:
+    """Return the function that forms NCCL groups of this rank, in the store of an epoch.
 
-    def form(name: str, members: Sequence[int]) -> Any:
+    Each is formed on a thread of its own. Torch counts open `_start_coalescing` by thread, and keeps the count of one
+    whose end has failed: that thread could form no group any more. And NCCL would wait without a limit.
+    """
+
+    def connected(name: str, members: Sequence[int]) -> Any:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=MOST_WAIT_SECONDS)  # the guard is faster
         options.is_high_priority_stream = True  # transfers begin while a large kernel runs
+        named = PrefixStore(f"nccl {name}", store)
+        group = ProcessGroupNCCL(named, members.index(rank), len(members), options)
+        group.eager_connect_single_device(torch_device)
+        return group
+
+    def form(name: str, members: Sequence[int]) -> Any:
+        formed: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                formed.set_result(connected(name, members))
+            except BaseException as error:  # noqa: BLE001 - raised where the group is waited for
+                formed.set_exception(error)
+
+        Thread(target=run, daemon=True, name=f"form {name}").start()
         try:
-            named = PrefixStore(f"nccl {name}", store)
-            group = ProcessGroupNCCL(named, members.index(rank), len(members), options)
-            group.eager_connect_single_device(torch_device)
+            return formed.result(form_seconds)
+        except TimeoutError:
+            raise PartFailed(
+                f"rank {rank} could not form {name} over NCCL within {form_seconds:g} s: one of its ranks hangs, as its "
+                "own log says, or their GPUs cannot reach each other (NCCL_DEBUG=INFO shows why)"
+            ) from None
         except RuntimeError as error:
             raise PartFailed(
                 f"rank {rank} could not form {name} over NCCL ({first_line(error)}): one of its ranks ended or is cut "
                 "off, as its own log says, or their GPUs cannot reach each other (NCCL_DEBUG=INFO shows why)"
             ) from error
-        return group
 
     return form
