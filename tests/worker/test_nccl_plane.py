@@ -488,6 +488,31 @@ def test_tokens_that_were_sampled_after_a_loss_are_not_sent() -> None:
             mesh.send_tokens([1, 2])
 
 
+def test_a_step_that_ended_after_a_loss_is_void() -> None:
+    mesh = object.__new__(Mesh)
+    with nccl(Topology(stream=2), 1, host_device(torch.float32), []) as plane:
+        mesh.plane = plane
+        mesh.end_step()
+        plane.abort("rank 0 left")
+        with pytest.raises(PartFailed, match="rank 1 lost another rank: rank 0 left"):
+            mesh.end_step()
+
+
+def test_a_step_has_its_whole_time_again_once_it_has_its_tokens() -> None:
+    """It may have waited for them as long as the last stage may compute."""
+    mesh, clock = object.__new__(Mesh), Clock()
+    mesh.rank, mesh.sampling_rank, mesh._wait, mesh._everyone = 0, 1, timedelta(seconds=10), Mock()
+    near = neighbours(Topology(stream=2), 0)
+    mesh.plane = plane = NcclPlane(near, host_device(torch.float32), HIDDEN, recording([]), clock)
+    plane.bound(mesh._wait)
+    clock.now += 9
+    mesh.receive_tokens(1)
+    clock.now += 9
+    plane._guard.poll()
+    mesh.end_step()
+    plane.close()
+
+
 # --- the pinned torch ---------------------------------------------------------------------------------
 
 HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
