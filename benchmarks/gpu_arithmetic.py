@@ -139,7 +139,7 @@ def counted(case: Case) -> StepCounts:
             counts = counting.counts
             stand_in = Counted(counts)
             plain = torch_kernels(device)
-            kernels = Kernels("counted", stand_in, plain.writer, stand_in, plain.race)
+            kernels = Kernels("counted", stand_in, plain.writer, plain.products, stand_in, plain.race)
             group = CountedGroup(counts)
             model = model.with_kernels(kernels).in_grid(group, _NoLanes())
             positions = torch.zeros(rows, dtype=torch.int64)

@@ -18,6 +18,7 @@ from medha.errors import ConfigInvalid
 from medha_process.launch import RANK_ENVIRONMENT
 
 if TYPE_CHECKING:
+    from medha.api.replica import Determinism
     from medha_worker.profiling.profile_fit import HeldOut
 
 _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
@@ -99,10 +100,12 @@ def command(
     from medha_cli.manifest import model_directory, read_manifest
 
     directory, dtype, max_model_len = source, "auto", None
+    determinism: Determinism = "bestEffort"
     if source.is_file():
         spec = (replica := read_manifest(source)).spec
         directory = model_directory(replica)
         dtype, max_model_len = spec.model.dtype, spec.model.max_model_len
+        determinism = spec.determinism
         max_chunk = max_chunk or spec.scheduling.max_chunk_tokens
         threads = threads or spec.threads
         if spec.parallelism.tensor > 1:
@@ -124,7 +127,11 @@ def command(
         from medha_worker.profiling.profile_fit import errors, fit_profile, held_out
 
         model = measuring.load(
-            directory, max_model_len=max_model_len, dtype=dtype, threads=1 if cpu_time else threads
+            directory,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            threads=1 if cpu_time else threads,
+            determinism=determinism,
         )
         limit = model.config.max_model_len
         grid = measuring.grid(

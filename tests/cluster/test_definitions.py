@@ -117,6 +117,11 @@ REFUSED = [
         {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"tensor": 2}},
         "NCCL cannot join the slices of a GPU; set parallelism.tensor to 1",
     ),
+    (
+        {"determinism": "batchInvariant", "parallelism": {"kv": 2}},
+        "determinism batchInvariant needs parallelism.kv 1",
+    ),
+    ({"determinism": "exact"}, 'supported values: "bestEffort", "batchInvariant"'),
     ({"parallelism": {"tensor": 0}}, "should be greater than or equal to 1"),
     ({"parallelism": {"stream": 32, "kv": 32}}, "parallelism.stream x kv is more than 256 pods"),
     (

@@ -223,6 +223,11 @@ BAD = [
         {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"tensor": 2}},
         ["NCCL cannot join the slices of a GPU; set parallelism.tensor to 1", "parallelism.tensor 2"],
     ),
+    (
+        {"determinism": "batchInvariant", "parallelism": {"kv": 2}},
+        ["determinism batchInvariant needs parallelism.kv 1", "set parallelism.kv to 1", "found 2"],
+    ),
+    ({"determinism": "exact"}, ["spec.determinism", "'bestEffort' or 'batchInvariant'", "found 'exact'"]),
     ({"resources": {"limits": {"cpu": "two"}}}, ["spec.resources.limits.cpu", "pattern", "found 'two'"]),
     (
         {"lifecycle": {"restart": {"backoffSeconds": 60, "backoffLimitSeconds": 30}}},

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from medha.api.replica import Determinism
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels
 from medha_worker.kernels.protocol import Kernels
@@ -18,10 +19,12 @@ from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 
 
-def kernels_of_a_rank(config: ModelConfig, shard: Shard | None = None) -> Kernels:
+def kernels_of_a_rank(
+    config: ModelConfig, shard: Shard | None = None, determinism: Determinism = "bestEffort"
+) -> Kernels:
     """Return the kernels that a rank chooses for the checkpoint's dtype on this machine."""
     sizes = (shard or Shard.whole(config)).kernel_sizes(config)
-    return choose_kernels(sizes, host_device(DTYPES[config.dtype]))
+    return choose_kernels(sizes, host_device(DTYPES[config.dtype]), determinism)
 
 
 def load_model(

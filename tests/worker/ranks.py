@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha.api.replica import Determinism
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Sample, Step, Tokens
 from medha_worker.device import host_device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 from medha_worker.rank.data_plane import NewPlane
@@ -65,8 +67,15 @@ class Recording:
 class Ranks:
     """Every rank of a grid with its part of a model."""
 
-    def __init__(self, topology: Topology, directory: Path, new_plane: NewPlane = choose_plane) -> None:
-        self.topology, self._new_plane = topology, new_plane
+    def __init__(
+        self,
+        topology: Topology,
+        directory: Path,
+        new_plane: NewPlane = choose_plane,
+        *,
+        determinism: Determinism = "bestEffort",
+    ) -> None:
+        self.topology, self._new_plane, self._determinism = topology, new_plane, determinism
         self._config = config = ModelConfig.from_directory(directory)
         self._pool = ThreadPoolExecutor(topology.ranks, initializer=torch.set_num_threads, initargs=(1,))
         stages = stage_layers(config.num_layers, topology.stream)
@@ -78,10 +87,10 @@ class Ranks:
 
         def load(rank: int) -> Transformer:
             shard = shard_of(rank)
-            kernels = kernels_of_a_rank(config, shard)
+            kernels = kernels_of_a_rank(config, shard, determinism)
             return load_model(directory, config, shard, kernels=kernels)
 
-        kernels_of_a_rank(config, shard_of(0))  # compiled once, not on each thread
+        kernels_of_a_rank(config, shard_of(0), determinism)  # compiled once, not on each thread
 
         self._models = self.on_all(load)
         self._grids: list[Mesh] = []
@@ -140,7 +149,10 @@ class Ranks:
         def work(rank: int) -> tuple[list[Sample], list[torch.Tensor]]:
             grid = self._grids[rank]
             model = self._models[rank]
-            model = (model.with_kernels(kernels) if kernels else model).in_grid(grid.tensor_group, grid.plane)
+            group: TensorGroup = grid.tensor_group
+            if self._determinism == "batchInvariant":
+                group = in_rank_order(group, self.topology.coordinates(rank).tensor, self.topology.tensor)
+            model = (model.with_kernels(kernels) if kernels else model).in_grid(group, grid.plane)
             recording = Recording(model)
             executor = Executor(
                 recording,

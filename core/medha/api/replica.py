@@ -30,6 +30,9 @@ API_VERSION = "medha.dev/v1alpha1"
 KIND = "MedhaReplica"
 
 
+Determinism = Literal["bestEffort", "batchInvariant"]
+"""A replica's promise about equal requests in different steps; `MedhaReplicaSpec.determinism` describes both."""
+
 _SOURCES = ("path", "huggingFace", "pvc", "hostPath", "image")
 
 
@@ -296,6 +299,10 @@ _JOINS_SLICES = (
     "resources.accelerator is a MIG slice, and NCCL cannot join the slices of a GPU; "
     "set parallelism.tensor to 1, or request whole GPUs"
 )
+_MERGES_LANES = (
+    "determinism batchInvariant needs parallelism.kv 1, because lanes merge their parts of a context in an order that "
+    "depends on the load; set parallelism.kv to 1, or determinism to bestEffort"
+)
 
 
 class MedhaReplicaSpec(Model):
@@ -323,6 +330,7 @@ class MedhaReplicaSpec(Model):
                 f"!self.resources.accelerator.startsWith('{_SLICE}') || self.parallelism.tensor == 1",
                 _JOINS_SLICES,
             ),
+            ("self.determinism != 'batchInvariant' || self.parallelism.kv == 1", _MERGES_LANES),
         )
     )
 
@@ -344,6 +352,12 @@ class MedhaReplicaSpec(Model):
     lifecycle: LifecycleSpec = LifecycleSpec()
     threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=restart())
     """CPU threads of each rank. Default: the machine's cores, divided by the ranks on it."""
+    determinism: Determinism = Field(default="bestEffort", json_schema_extra=restart())
+    """Promise about the numbers of a request. `bestEffort`: sampling is keyed by seed and position, and matrix products and
+    attention round as is fastest for the step, so that in 16-bit types a text may differ with what shares its steps, and
+    from where it is resumed after a failure. `batchInvariant`: logits are the same to the bit whatever shares
+    a step, however a prompt is cut into chunks, and when a request is resumed. It is slower (docs/gpu.md), needs
+    `parallelism.kv` 1, and on CPUs `float32`."""
     image: str | None = Field(default=None, min_length=1, max_length=1024, json_schema_extra=restart())
     """Image of the pods. Default: a worker image of the operator's own release, the one for CPUs if
     `resources.accelerator` is `none`, else the one for GPUs. `medha up` ignores it, and also
@@ -388,6 +402,12 @@ class MedhaReplicaSpec(Model):
         accelerator, tensor = self.resources.accelerator, self.parallelism.tensor
         if accelerator.startswith(_SLICE) and tensor > 1:
             raise ValueError(f"{_JOINS_SLICES} (found {accelerator} with parallelism.tensor {tensor})")
+        return self
+
+    @model_validator(mode="after")
+    def _lanes_are_not_merged(self) -> MedhaReplicaSpec:
+        if self.determinism == "batchInvariant" and self.parallelism.kv > 1:
+            raise ValueError(f"{_MERGES_LANES} (found {self.parallelism.kv})")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The table of kernels by name, and the choice of those that a rank runs."""
+"""The table of kernels by name, and the choice of those that a rank runs: the fastest, or those that promise more."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from types import MappingProxyType
 
 import torch
 
+from medha.api.replica import Determinism
+from medha.errors import ConfigInvalid
 from medha_worker.device import Device
+from medha_worker.kernels.batch_invariant import batch_invariant_kernels
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable, TokenRace
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.kernels.torch_kv_writer import TorchKVWriter
+from medha_worker.kernels.torch_products import TorchProducts
 from medha_worker.kernels.torch_race import DenseRace, SparseRace
 from medha_worker.kernels.torch_rows import TorchRows
 
@@ -20,7 +24,14 @@ _log = logging.getLogger("medha.kernels")
 
 def torch_kernels(device: Device) -> Kernels:
     """Return the operators in plain torch, which run every model on every device."""
-    return Kernels("torch", TorchAttention(device), TorchKVWriter(device), TorchRows(), _race(device))
+    return Kernels(
+        "torch",
+        TorchAttention(device),
+        TorchKVWriter(device),
+        TorchProducts(),
+        TorchRows(),
+        _race(device),
+    )
 
 
 def _race(device: Device) -> TokenRace:
@@ -77,8 +88,20 @@ KERNELS: Mapping[str, Callable[[KernelSizes, Device], Kernels]] = MappingProxyTy
 """Functions that make the kernels of each name, the fastest first; `KernelsUnavailable`: they cannot run here."""
 
 
-def choose_kernels(sizes: KernelSizes, device: Device) -> Kernels:
-    """Return the first kernels of the table that can run this model here; the log says why faster ones cannot."""
+def choose_kernels(sizes: KernelSizes, device: Device, determinism: Determinism = "bestEffort") -> Kernels:
+    """Return the first kernels of the table that can run this model here; the log says why faster ones cannot.
+
+    Raises:
+        ConfigInvalid: `determinism` asks for a promise that no kernels keep for this model here.
+    """
+    if determinism == "batchInvariant":
+        try:
+            return batch_invariant_kernels(sizes, device, torch_kernels(device))
+        except KernelsUnavailable as error:
+            raise ConfigInvalid(
+                f"spec.determinism is batchInvariant, which cannot be kept here, because {error}; "
+                "change that, or set spec.determinism to bestEffort"
+            ) from error
     for name, make in KERNELS.items():
         try:
             return make(sizes, device)

@@ -1,4 +1,4 @@
-"""The operators that a model needs besides matrix products, which are torch's everywhere, as protocols.
+"""The operators that a model needs, as protocols.
 
 A step is run in two phases. Once per step, `plan` takes what all layers share, as integers in host memory:
 spans, block tables, slots. Then each layer runs what was planned on its tensors, which are on the device.
@@ -126,6 +126,24 @@ class KVWriter(Protocol):
         ...
 
 
+class MatrixProducts(Protocol):
+    """Products of activations, [rows, inner], with weights, [inner, columns] of any strides."""
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return x @ weight + bias, [rows, columns], in `out` if that is given."""
+        ...
+
+    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add x @ weight to `target`, [rows, columns]."""
+        ...
+
+
 class RowOperators(Protocol):
     """Operators on rows of activations. Last dimensions are contiguous; others may have any stride."""
 
@@ -169,5 +187,6 @@ class Kernels:
     name: str
     attention: AttentionBackend
     writer: KVWriter
+    products: MatrixProducts
     rows: RowOperators
     race: TokenRace

@@ -253,7 +253,8 @@ class Transformer:
         """
         assert self._weights.final_norm is not None, "only the last stage has the output head"
         assert self._weights.head is not None
-        own = (self._norm(hidden, self._weights.final_norm) @ self._weights.head).float()
+        normed = self._norm(hidden, self._weights.final_norm)
+        own = self.kernels.products.product(normed, self._weights.head).float()
         widths = [rows.stop - rows.start for rows in self.shard.vocabulary(self.config)]
         return self._group.gather_last_dim(own, widths)
 
@@ -314,7 +315,7 @@ class Transformer:
         config, rows = self.config, hidden.shape[0]
         normed = self._norm(hidden, layer.input_norm)
         query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
-        heads = _linear(normed, layer.qkv, layer.qkv_bias)
+        heads = self.kernels.products.product(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(rows, query_heads + 2 * kv_heads, config.head_dim)
         q, k, v = heads[:, :query_heads], heads[:, query_heads:-kv_heads], heads[:, -kv_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -370,7 +371,9 @@ class Transformer:
     def _widened(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
         """Return silu(gate(x)) * up(x) of the normed rows; `wide` is scratch memory."""
         normed = self._norm(hidden, layer.post_norm)
-        gate_up = _linear(normed, layer.gate_up, layer.gate_up_bias, out=wide[: hidden.shape[0]])
+        gate_up = self.kernels.products.product(
+            normed, layer.gate_up, layer.gate_up_bias, out=wide[: hidden.shape[0]]
+        )
         return self.kernels.rows.silu_multiply(gate_up)
 
     def _add(
@@ -391,8 +394,8 @@ class Transformer:
         def run(rows: slice, alone: OwnStep | None, out: torch.Tensor | None) -> torch.Tensor | None:
             x = compute(rows, alone)
             if self.shard.tensor_size > 1:
-                return _linear(x, weight, bias, out=out)  # only rank 0 has the bias
-            hidden[rows].addmm_(x, weight)
+                return self.kernels.products.product(x, weight, bias, out)  # only rank 0 has the bias
+            self.kernels.products.add_product(hidden[rows], x, weight)
             if bias is not None:
                 hidden[rows].add_(bias)
             return None
@@ -431,9 +434,3 @@ class Transformer:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rows.rms_norm(x, weight, self.config.rms_norm_eps)
-
-
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from medha.api.replica import Determinism
 from medha.cost.predictor import Work
 from medha.errors import ConfigInvalid, OutOfMemory
 from medha.wire.messages import Sampling
@@ -193,7 +194,14 @@ def measure(
     return [median(steps) for steps in kept.values()]
 
 
-def load(directory: Path, *, max_model_len: int | None, dtype: str, threads: int | None) -> Transformer:
+def load(
+    directory: Path,
+    *,
+    max_model_len: int | None,
+    dtype: str,
+    threads: int | None,
+    determinism: Determinism = "bestEffort",
+) -> Transformer:
     """Load the checkpoint as a rank would run it, on `threads` threads of this process.
 
     Raises:
@@ -203,7 +211,7 @@ def load(directory: Path, *, max_model_len: int | None, dtype: str, threads: int
     config = ModelConfig.from_directory(directory, max_model_len)
     device = host_device(DTYPES[config.dtype if dtype == "auto" else dtype])
     shard = Shard.whole(config)
-    kernels = choose_kernels(shard.kernel_sizes(config), device)
+    kernels = choose_kernels(shard.kernel_sizes(config), device, determinism)
     return Transformer.load(directory, config, shard, device=device, kernels=kernels)
 
 

@@ -32,6 +32,7 @@ from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.stage_split import split_layers
+from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
@@ -140,7 +141,11 @@ class Loaded:
             raise
 
     def _in_grid(self, grid: Mesh, ran_out: Callable[[], None]) -> Transformer:
-        group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
+        settings = self._settings
+        group: TensorGroup = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
+        if settings.spec.determinism == "batchInvariant":
+            tensor = settings.topology.coordinates(settings.rank).tensor
+            group = in_rank_order(group, tensor, settings.topology.tensor)
         return self._model.in_grid(group, self._recorder.watch(grid.plane, waits=LANE_WAITS), ran_out)
 
     def _begin(self, model: Transformer, epoch: int, grid: Mesh | None) -> Engine:
@@ -300,7 +305,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         config,
         shard,
         device=device,
-        kernels=choose_kernels(shard.kernel_sizes(config), device),
+        kernels=choose_kernels(shard.kernel_sizes(config), device, spec.determinism),
         progress=_every_few_seconds(progress, time.monotonic),
     )
     return Loaded(settings, config, model, recorder, time.monotonic() - started)

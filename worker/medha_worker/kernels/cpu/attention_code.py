@@ -97,7 +97,9 @@ class CompiledAttention:
         scratch: Layout of the memory that each thread needs.
     """
 
-    def __init__(self, head_dim: int, group: int, task_rows: int, target: Target) -> None:
+    def __init__(
+        self, head_dim: int, group: int, task_rows: int, target: Target, *, invariant: bool = False
+    ) -> None:
         """Compile the kernel.
 
         Args:
@@ -105,25 +107,32 @@ class CompiledAttention:
             group: Query heads that share a KV head: the rows of a decode.
             task_rows: Most rows of a task.
             target: Target to compile for.
+            invariant: Compute a decode as a chunk of one row, and subtract every row's true maximum at once: a row
+                then gets the same bits in every task. Otherwise a row whose scores overflow changes those beside it.
         """
         assert head_dim % target.lanes == 0
         self.scratch = Scratch(max(task_rows, group), head_dim, target)
-        self._compiled = Compiled(_module(head_dim, group, target, self.scratch))
+        self._compiled = Compiled(_module(head_dim, group, target, self.scratch, invariant))
         self.address = self._compiled.address("attend")
 
 
-def _module(head_dim: int, group: int, target: Target, scratch: Scratch) -> ir.Module:
+def _module(head_dim: int, group: int, target: Target, scratch: Scratch, invariant: bool) -> ir.Module:
     module = ir.Module("medha_cpu_attention")
     chunks = decodes = _Emitter(module, head_dim, target, scratch)
     decode_rows = -(-group // -(-group // target.rows))  # block size that a decode's few rows fill evenly
-    if decode_rows < target.rows and head_dim <= _MOST_DIRECT_HEAD_DIM:
+    if not invariant and decode_rows < target.rows and head_dim <= _MOST_DIRECT_HEAD_DIM:
         decodes = _DecodeEmitter(module, head_dim, replace(target, rows=decode_rows), scratch)
-    _emit_attend(module, target, chunks, decodes)
+    _emit_attend(module, target, chunks, decodes, measures_first=invariant)
     return module
 
 
-def _emit_attend(module: ir.Module, target: Target, chunks: _Emitter, decodes: _Emitter) -> None:
-    """Emit `attend(call)`, which takes the next task until none is left."""
+def _emit_attend(
+    module: ir.Module, target: Target, chunks: _Emitter, decodes: _Emitter, *, measures_first: bool
+) -> None:
+    """Emit `attend(call)`, which takes the next task until none is left.
+
+    The maximum of a row's scores is found first either in every task, or in those only that overflow without it.
+    """
     function = ir.Function(module, ir.FunctionType(VOID, [POINTER]), "attend")
     (call,) = function.args
     code = VectorBuilder(function, target.lanes)
@@ -145,7 +154,11 @@ def _emit_attend(module: ir.Module, target: Target, chunks: _Emitter, decodes: _
     with code.if_else(code.icmp_signed("==", tokens, code.number(1))) as branches:
         for branch, emitter in zip(branches, (decodes, chunks), strict=True):
             with branch:
-                overflowed = code.call(emitter.run_task, [call, task, scratch, ir.Constant(BOOL, 0)])
+                overflowed = code.call(
+                    emitter.run_task, [call, task, scratch, ir.Constant(BOOL, measures_first)]
+                )
+                if measures_first:
+                    continue
                 with code.if_then(overflowed, likely=False):
                     code.call(emitter.run_task, [call, task, scratch, ir.Constant(BOOL, 1)])
     code.branch(take)

@@ -32,9 +32,9 @@ _TOKENS, _HEAD, _START, _STOP = (
 
 
 @lru_cache
-def compiled_kernel(head_dim: int, group: int) -> CompiledAttention:
+def compiled_kernel(head_dim: int, group: int, *, invariant: bool = False) -> CompiledAttention:
     """Return the kernel for a shape, compiled once, which takes half a second."""
-    return CompiledAttention(head_dim, group, _TASK_ROWS, Target.of_host())
+    return CompiledAttention(head_dim, group, _TASK_ROWS, Target.of_host(), invariant=invariant)
 
 
 class CpuAttention:
@@ -43,11 +43,15 @@ class CpuAttention:
     One instance serves one thread at a time: its steps share the kernel's scratch memory.
     """
 
-    def __init__(self, head_dim: int, group: int, openmp: OpenMP) -> None:
-        """Set up attention with `group` query heads per KV head, of `head_dim` values each."""
-        self.group = group
+    def __init__(self, head_dim: int, group: int, openmp: OpenMP, *, invariant: bool = False) -> None:
+        """Set up attention with `group` query heads per KV head, of `head_dim` values each.
+
+        If `invariant`, a row gets the same bits as a decode and in a chunk of any size. Then no decode is split, so that
+        a single long one keeps fewer threads busy, and keys are read twice.
+        """
+        self.group, self.invariant = group, invariant
         self._openmp = openmp
-        self._kernel = compiled_kernel(head_dim, group)
+        self._kernel = compiled_kernel(head_dim, group, invariant=invariant)
         self._scratch = torch.empty(0)
 
     def plan(
@@ -90,7 +94,7 @@ class _CpuStep:
         self._parts: list[tuple[int, ...]] = []
         threads = torch.get_num_threads()
         # A single thread would gain nothing from parts, but would have to merge them in every layer.
-        most_parts = 2 * threads if threads > 1 else 1
+        most_parts = 2 * threads if threads > 1 and not backend.invariant else 1
         for span, slots in zip(spans, self._slots, strict=True):
             first = span.first_seen(window_tokens)
             if span.row_count == 1:

@@ -14,8 +14,12 @@ from medha_worker.kernels.cpu.openmp import torchs_openmp
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 
 
-def compiled_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
+def compiled_kernels(
+    sizes: KernelSizes, device: Device, others: Kernels, *, invariant: bool = False
+) -> Kernels:
     """Return compiled attention and row operators; `others` are for rows that do not fill vector registers.
+
+    `invariant`: see `CpuAttention`.
 
     Raises:
         KernelsUnavailable: they cannot run this model on this device.
@@ -30,7 +34,7 @@ def compiled_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Ker
     lanes = Target.of_host().lanes
     if sizes.head_dim % lanes:
         raise KernelsUnavailable(f"heads of {sizes.head_dim} values do not fill vector registers of {lanes}")
-    attention = CpuAttention(sizes.head_dim, sizes.query_heads // sizes.kv_heads, openmp)
+    attention = CpuAttention(sizes.head_dim, sizes.query_heads // sizes.kv_heads, openmp, invariant=invariant)
     kernels = replace(others, name="cpu", attention=attention)
     if any(size % lanes for size in (sizes.hidden_size, sizes.intermediate_size, sizes.head_dim // 2)):
         return kernels

@@ -1,0 +1,138 @@
+"""The kernels of `spec.determinism: batchInvariant`: a row's numbers do not depend on the rows that are computed with it.
+
+That holds for the rows of other sequences, and for those of its own: a token gets the same K, V and logits to the bit
+in a chunk of any size and as a decode. So a sequence that is resumed, or that finds its prefix in the cache, goes on
+as if nothing had happened. Every product and every sum over keys has tiles of fixed sizes at fixed places for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from medha_worker.device import Device
+from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_products import TiledProducts
+
+_ROWS = 70
+_PARTS = (slice(0, 1), slice(5, 6), slice(69, 70), slice(1, 4), slice(3, 36), slice(2, 66))
+"""Rows that are computed apart: one, few, and more than a tile, at several places."""
+_BLOCK_TOKENS = 16
+_MOST_COLUMNS = 2048  # of the weights that are tried: enough for every thread, little memory
+
+
+def batch_invariant_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
+    """Return kernels that keep the promise, checked on this device.
+
+    `others` write K and V, sample, and are the operators on single values, which have nothing to add up.
+
+    Raises:
+        KernelsUnavailable: there are none for this model here.
+    """
+    make = _on_host if device.is_host else _on_gpu
+    kernels = replace(make(sizes, device, others), name="batch-invariant")
+    differing = differences(kernels, sizes, device)
+    if differing:
+        raise KernelsUnavailable(
+            f"rows differ with those beside them in {', '.join(differing)} on this machine"
+        )
+    return kernels
+
+
+def _on_host(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
+    if device.dtype != torch.float32:
+        raise KernelsUnavailable(
+            f"on a CPU it needs float32, and spec.model.dtype makes the model run in {device.dtype}"
+        )
+    try:
+        from medha_worker.kernels.cpu.compiled_kernels import compiled_kernels
+    except ImportError as error:
+        raise KernelsUnavailable(f"llvmlite cannot be imported ({error})") from error
+    try:
+        compiled = compiled_kernels(sizes, device, others, invariant=True)
+    except KernelsUnavailable as error:
+        raise KernelsUnavailable(f"it needs the compiled kernels, and {error}") from error
+    return replace(compiled, products=TiledProducts())
+
+
+def _on_gpu(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
+    try:
+        from medha_worker.kernels.triton.triton_kernels import triton_kernels
+
+        return triton_kernels(sizes, device, others)
+    except ImportError as error:
+        raise KernelsUnavailable(f"triton cannot be imported ({error})") from error
+
+
+@torch.inference_mode()
+def differences(kernels: Kernels, sizes: KernelSizes, device: Device) -> list[str]:
+    """Return which operators give a row other bits alone, or among fewer rows, than among all; none if they are invariant.
+
+    Raises:
+        KernelsUnavailable: an operator fails.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> torch.Tensor:
+        return device.place(torch.randn(*shape, generator=random).to(device.dtype))
+
+    queries = sizes.query_heads * sizes.head_dim
+    weights = (
+        (sizes.hidden_size, queries + 2 * sizes.kv_heads * sizes.head_dim),
+        (queries, sizes.hidden_size),
+        (sizes.hidden_size, 2 * sizes.intermediate_size),
+        (sizes.intermediate_size, sizes.hidden_size),
+    )
+
+    def product(inner: int, columns: int) -> bool:
+        x, weight = values(_ROWS, inner), values(inner, min(columns, _MOST_COLUMNS))
+        return _is_invariant(lambda rows: kernels.products.product(x[rows], weight))
+
+    def norm(*shape: int) -> bool:
+        x, weight = values(_ROWS, *shape), values(shape[-1])
+        return _is_invariant(lambda rows: kernels.rows.rms_norm(x[rows], weight, 1e-5))
+
+    tries: dict[str, Callable[[], bool]] = {
+        "products": lambda: all(product(*shape) for shape in weights),
+        "norms": lambda: norm(sizes.hidden_size) and norm(sizes.query_heads, sizes.head_dim),
+        "attention": lambda: _attention_is_invariant(kernels, sizes, values),
+    }
+    try:
+        found = [name for name, holds in tries.items() if not holds()]
+        device.synchronise()
+    except Exception as error:  # a compiler's or a driver's
+        raise KernelsUnavailable(
+            f"kernels failed when they were tried out ({type(error).__name__}: {error})"
+        ) from error
+    return found
+
+
+def _is_invariant(compute: Callable[[slice], torch.Tensor]) -> bool:
+    """True if parts of the rows get the bits that they get among all."""
+    everything = compute(slice(0, _ROWS))
+    return all(torch.equal(compute(part), everything[part]) for part in _PARTS)
+
+
+def _attention_is_invariant(
+    kernels: Kernels, sizes: KernelSizes, values: Callable[..., torch.Tensor]
+) -> bool:
+    """True if a chunk gets the bits that its rows get in other chunks, as decodes, and beside other sequences."""
+    context = 9_000  # more than a decode's keys are computed at once
+    blocks = -(-(context + _ROWS) // _BLOCK_TOKENS)
+    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
+    pools = tuple(values(sizes.kv_heads, blocks * _BLOCK_TOKENS, sizes.head_dim) for _ in range(2))
+    q = values(_ROWS, sizes.query_heads, sizes.head_dim)
+
+    def attended(spans: Iterable[SequenceSpan], rows: torch.Tensor) -> torch.Tensor:
+        return kernels.attention.plan(list(spans), _BLOCK_TOKENS).attend(rows, *pools)[0]
+
+    whole = attended([SequenceSpan(0, _ROWS, context, table)], q)
+    for part in _PARTS:
+        alone = SequenceSpan(0, part.stop - part.start, context + part.start, table)
+        if not torch.equal(attended([alone], q[part]), whole[part]):
+            return False
+    decodes = [SequenceSpan(row, 1, context + row, table) for row in range(_ROWS)]
+    return torch.equal(attended(decodes, q), whole)
