@@ -1,6 +1,6 @@
 """Paged attention in which a row sees the same tiles of keys in the same order, in a chunk of any size and as a decode.
 
-The keys of a sequence lie in tiles of `TILE_KEYS` from position 0, and these in splits of `SPLIT_KEYS`. One kernel computes
+The keys of a sequence lie in tiles of one size from position 0, and these in splits of `SPLIT_KEYS`. One kernel computes
 each split of each tile of rows alone, so that a single decode over a long context keeps many processors busy. A second one
 merges the splits of a row in their order. Keys that a row does not see add exact zeros, so it does not matter which other
 rows share its tile, nor how many splits those have.
@@ -27,7 +27,8 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 
 TILE_ROWS = 64
 """Rows times query heads of a KV head in one program."""
-TILE_KEYS = 64
+TILE_KEY_BYTES = 128
+"""Keys of a tile times the bytes of a value: 64 keys in 16-bit types, 32 in float32, by the shared memory of an A100."""
 SPLIT_KEYS = 8192
 """Keys of one program: a decode behind 1,000,000 tokens has 123 of them for each KV head."""
 _PARTIAL_BYTES = 128 * 2**20
@@ -73,9 +74,9 @@ def split_kernel(  # type: ignore[no-untyped-def]
         place = (
             kv_head.to(tl.int64) * head_stride + (block * block_tokens + position % block_tokens) * head_dim
         )
-        at, is_there = place[:, None] + dim[None, :], is_key[:, None] & is_dim[None, :]
-        key = tl.load(keys + at, mask=is_there, other=0.0)
-        value = tl.load(values + at, mask=is_there, other=0.0)
+        in_pool, is_there = place[:, None] + dim[None, :], is_key[:, None] & is_dim[None, :]
+        key = tl.load(keys + in_pool, mask=is_there, other=0.0)
+        value = tl.load(values + in_pool, mask=is_there, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         sees = (position[None, :] <= last[:, None]) & (position[None, :] > last[:, None] - window)
         scores = tl.where(sees, scores, -float("inf"))
@@ -130,8 +131,9 @@ class TritonAttention:
     """`AttentionBackend` on a GPU."""
 
     def __init__(self, device: Device, sizes: KernelSizes, *, split_keys: int = SPLIT_KEYS) -> None:
-        """`split_keys` is a multiple of `TILE_KEYS`."""
-        assert split_keys % TILE_KEYS == 0
+        """`split_keys` is a multiple of the keys of a tile."""
+        self.tile_keys = TILE_KEY_BYTES // device.dtype.itemsize
+        assert split_keys % self.tile_keys == 0
         self.device, self.sizes, self.split_keys = device, sizes, split_keys
 
     def plan(
@@ -201,7 +203,7 @@ class _TritonStep:
             split_kernel[len(launch.tasks), kv_heads](
                 q, pool_keys, pool_values, self._blocks, launch.tasks, partial, sums, 1.0 / math.sqrt(head_dim),
                 q.stride(0), pool_keys.stride(0), query_heads, query_heads // kv_heads, self._block_tokens, self._window,
-                head_dim, dim_tile, TILE_ROWS, TILE_KEYS, self._attention.split_keys,
+                head_dim, dim_tile, TILE_ROWS, self._attention.tile_keys, self._attention.split_keys,
             )  # fmt: skip
             merge_kernel[len(launch.places), query_heads](
                 partial, sums, launch.places, output, log_sums, query_heads, head_dim, dim_tile
