@@ -11,6 +11,7 @@ on with what is missing, as long as the sources of the engine (`sources` in the 
 * facts: the device, its driver, what NVML reports of it, and the versions of the libraries;
 * numerics: every kind of attention, and a model of four wide layers in chunks and decodes, in the dtype that is served. The
   error is that against float64 or float32, over the error of `transformers` or of torch in the same dtype;
+* determinism: whether the batch-invariant kernels get equal bits in any batch here, and what they cost, without captures;
 * sampling: the same tokens as on the CPU, for every sampling option, from the same logits;
 * graphs: captured decodes against eager ones, while the next step is prepared; the memory that captures take;
 * ceilings: the matrix product and the copy that this device reaches, by which everything below is divided; and the product's
@@ -48,6 +49,7 @@ import torch
 from harness import ROOT, Row, claim, exit_with, parser, progress, report, save, table
 from random_llama import LLAMA3_8B, SMALL, LlamaShape, config_fields, random_model
 
+from medha.errors import ConfigInvalid
 from medha.wire.messages import Sampling
 from medha_worker.device import Device, host_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels
@@ -125,12 +127,15 @@ class Place:
     device: Device
     sizes: Sizes
 
-    def kernels(self) -> Kernels:
+    @property
+    def kernel_sizes(self) -> KernelSizes:
         shape = self.sizes.shape
-        sizes = KernelSizes(
+        return KernelSizes(
             shape.query_heads, shape.kv_heads, shape.head_dim, shape.hidden, shape.intermediate
         )
-        return choose_kernels(sizes, self.device)
+
+    def kernels(self) -> Kernels:
+        return choose_kernels(self.kernel_sizes, self.device)
 
     def model(self, layers: int | None = None) -> Transformer:
         torch.manual_seed(0)
@@ -409,6 +414,25 @@ def graphs(place: Place) -> Row:
             "sizes": len(captured_sizes(8)), "layers": sizes.layers}  # fmt: skip
 
 
+def determinism(place: Place) -> Row:
+    """Return what batch-invariant kernels cost, or why this device refuses them: they are checked when they are chosen."""
+    try:
+        invariant = choose_kernels(place.kernel_sizes, place.device, "batchInvariant")
+    except ConfigInvalid as error:
+        return {"refused": str(error)}
+    fast = place.model()
+    context, rows = place.sizes.contexts[0], []
+    chunk, most = place.sizes.chunks[-1], 8
+    cache = _filled(fast, most * -(-(context + chunk) // BLOCK_TOKENS))
+    for works in ([(context, chunk)], [(context, 1)], [(context, 1)] * most):
+        best, same = (
+            place.seconds(_step(model, cache, works)) for model in (fast, fast.with_kernels(invariant))
+        )
+        rows.append({"sequences": len(works), "rows": sum(count for _, count in works), "context": context,
+                     "seconds": round(best, 6), "invariant_seconds": round(same, 6)})  # fmt: skip
+    return {"layers": place.sizes.layers, "steps": rows}
+
+
 def ceilings(place: Place) -> Row:
     size = 8192 if place.sizes is FULL else 256
     left, right = (
@@ -679,6 +703,7 @@ PARTS: dict[str, Callable[[Place], Row]] = {
     for part in (
         facts,
         numerics,
+        determinism,
         sampling,
         graphs,
         ceilings,
@@ -771,6 +796,8 @@ def claims_of(parts: dict[str, Row]) -> list[Row]:
         )
     if (parts.get("facts") or {}).get("device", "cpu") == "cpu":
         return found
+    if promised := parts.get("determinism"):
+        found.append(claim("batch-invariant kernels refused", int("refused" in promised), "kernels", 0))
     if (numbers := parts.get("numerics")) and "error" in numbers:
         found.append(
             claim(

@@ -18,7 +18,7 @@ from medha.errors import ConfigInvalid
 from medha_process.launch import RANK_ENVIRONMENT
 
 if TYPE_CHECKING:
-    from medha.api.replica import Determinism
+    from medha.determinism import Determinism
     from medha_worker.profiling.profile_fit import HeldOut
 
 _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended

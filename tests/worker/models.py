@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from medha.api.replica import Determinism
+from medha.determinism import Determinism
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels
 from medha_worker.kernels.protocol import Kernels

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.api.replica import Determinism
+from medha.determinism import Determinism
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Sample, Step, Tokens
 from medha_worker.device import host_device

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from medha.api.replica import Determinism, MedhaReplicaSpec, ModelSource, ModelSpec, ParallelismSpec
+from medha.api.replica import MedhaReplicaSpec, ModelSource, ModelSpec, ParallelismSpec
+from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
 from medha.topology import Topology
 from medha_process.part_settings import RankSettings
@@ -208,8 +209,10 @@ def test_ranks_and_profiles_take_the_promise_from_the_manifest(tmp_path: Path) -
         assert isinstance(group, RankOrder) == (determinism == "batchInvariant")
 
 
+class AnyLanes:
+    def finish(self, started: object) -> None: ...
+
+
 class AnyGrid:
     tensor_group = Alone()
-    plane = Lanes()
-
-    def finish(self, started: object) -> None: ...
+    plane = AnyLanes()

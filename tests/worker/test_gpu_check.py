@@ -41,13 +41,15 @@ def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=check, timeout=300, env=path)
 
 
-@pytest.mark.parametrize("part", ["numerics", "sampling", "graphs", "chunks", "peers"])
+@pytest.mark.parametrize("part", ["numerics", "determinism", "sampling", "graphs", "chunks", "peers"])
 def test_a_part_runs_without_our_packages(part: str) -> None:
     found = json.loads(run("--inside", part, "--quick").stdout.splitlines()[-1])
     match part:
         case "numerics":
             assert found["error"] < 1e-4
             assert all(row["ours"] < 1e-5 for row in found["attention"])
+        case "determinism":
+            assert [row["rows"] for row in found["steps"]] == [128, 1, 8]
         case "sampling":
             assert (found["differ"], found["samples"] > 0) == (0, True)
         case "graphs":

@@ -24,14 +24,12 @@ from medha.api.cluster import (
     RouterReference,
 )
 from medha.api.fields import HostName, Model, Origin, Quantity, epoch, live, restart, rules
+from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
 
 API_VERSION = "medha.dev/v1alpha1"
 KIND = "MedhaReplica"
 
-
-Determinism = Literal["bestEffort", "batchInvariant"]
-"""A replica's promise about equal requests in different steps; `MedhaReplicaSpec.determinism` describes both."""
 
 _SOURCES = ("path", "huggingFace", "pvc", "hostPath", "image")
 

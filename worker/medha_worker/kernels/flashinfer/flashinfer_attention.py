@@ -6,9 +6,9 @@ strides. A step is planned once, as up to four kinds of batches (`page_tables`),
 Its log-sum-exps have base 2, here and in its merge; they become natural in one place, at the end of `attend`. Its own
 argument for sinks is ignored by the implementations used here, so sinks are added to the result.
 
-Unproven until a GPU has run it: all numerics; that a fixed split makes results independent of the rest of a step; that plans
-and runs of different threads do not disturb each other; graphs; whether the memory for partial results and for captured plans is
-large enough; and every speed, among them which of "fa2" and "fa3" is faster for chunks on Hopper.
+Unproven until a GPU has run it: all numerics; that plans and runs of different threads do not disturb each other; graphs; whether
+the memory for partial results and for captured plans is large enough; and every speed, among them which of "fa2" and "fa3" is
+faster for chunks on Hopper.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class FlashInferAttention:
             device: The pool's; its dtype is that of queries and pool.
             sizes: Heads and their size.
             prefill_backend: FlashInfer's implementation for chunks.
-            split_pages: Pages after which the keys of a decode are split between processors: always so many, so that a
-                result does not depend on what else is in the step; 0: never. The keys of chunks then are never
-                split: each part of each row would take memory. None: FlashInfer splits as the whole step needs it.
+            split_pages: Pages after which the keys of a decode are split between processors: always so many; 0: never.
+                A result still depends on the step, whose mean number of rows chooses the tile of rows. The keys of
+                chunks then are never split: each part of each row would take memory. None: FlashInfer splits as the whole step needs it.
                 Only "fa2" follows it, and decodes with a fixed split cannot be captured.
 
         Raises:

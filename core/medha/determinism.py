@@ -1,0 +1,6 @@
+"""The promises that a replica can make about the numbers of a request."""
+
+from typing import Literal
+
+Determinism = Literal["bestEffort", "batchInvariant"]
+"""`bestEffort`: equal requests may round differently in different steps. `batchInvariant`: they get equal logits."""
