@@ -2,6 +2,7 @@
 
 import math
 import re
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from transformers import (
 from medha.wire.messages import Sampling
 from medha_worker.device import host_device
 from medha_worker.kernels.torch_race import SparseRace
-from medha_worker.model import token_sampler
-from medha_worker.model.flat_columns import Columns, StagedColumns
+from medha_worker.model import sampling_plan, token_sampler
+from medha_worker.model.flat_columns import Columns
 from medha_worker.model.penalty_tables import PenaltySlots, PenaltyTables
-from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
-from medha_worker.model.sampling_plan import plan_filters, plan_sampling
+from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.sampling_plan import plan_batch, plan_filters, plan_step
 from medha_worker.model.token_sampler import FIRST_NUCLEUS_WIDTH, TokenSampler
 
 VOCAB = 300
@@ -59,17 +60,20 @@ def sample_tokens(logits: torch.Tensor, sequences: list[SequenceSampler]) -> lis
 def filter_logits(logits: torch.Tensor, parameters: list[Sampling]) -> torch.Tensor:
     columns = Columns()
     filters = plan_filters(parameters, logits.shape[1], columns)
-    staged = StagedColumns.staged(columns.flat(), lambda column: column)
-    return token_sampler.filter_logits(logits, filters, staged, FIRST_NUCLEUS_WIDTH, widens=True)[0]
+    columns.stage(host_device(torch.float32))
+    return token_sampler.filter_logits(logits, filters, FIRST_NUCLEUS_WIDTH, widens=True)[0]
 
 
 def adjusted(logits: torch.Tensor, sequence: SequenceSampler) -> torch.Tensor:
     """Apply the penalties of a sequence to float32 [vocab]."""
-    plan = plan_sampling([sequence], len(logits), PenaltySlots())
-    staged = StagedColumns.staged(plan.columns, lambda column: column)
+    batch = plan_batch([sequence], len(logits), PenaltySlots())
+    plan = plan_step(batch, [sequence])
     tables = PenaltyTables(logits.device)
-    tables.update(plan.penalties, plan.vocab, staged)
-    return token_sampler.adjust_logits(logits[None], plan.blocks[0], staged, plan.masks, tables)[0]
+    for columns in (batch.columns, plan.columns):
+        columns.stage(host_device(torch.float32))
+    if plan.penalties is not None:
+        tables.update(plan.penalties, batch.vocab)
+    return token_sampler.adjust_logits(logits[None], batch.blocks[0], plan.masks, tables)[0]
 
 
 def sampled(logits: torch.Tensor, sequence: SequenceSampler) -> SampledToken:
@@ -389,3 +393,79 @@ def test_an_all_masking_hook_fails_the_row() -> None:
 
 def test_no_rows_give_no_tokens() -> None:
     assert sample_tokens(torch.empty(0, VOCAB), []) == []
+
+
+# --- one sampler over many steps ----------------------------------------------------------------------
+
+
+def penalised(seed: int, prompt: tuple[int, ...]) -> SequenceSampler:
+    options = (
+        Sampling(temperature=0.0, repetition_penalty=1.5),
+        Sampling(temperature=0.0, frequency_penalty=0.9),
+        Sampling(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.4),
+        Sampling(min_tokens=3, stop_token_ids=(1, 2), presence_penalty=0.4),
+        Sampling(temperature=0.5, top_k=4),
+    )
+    return sampler(options[seed % len(options)], prompt=prompt, seed=seed)
+
+
+def test_sequences_that_come_and_go_sample_what_they_sample_alone() -> None:
+    """Batches change, return in another order, and new sequences take over rows of the tables of those that ended."""
+    chance = np.random.default_rng(5)
+    together = TokenSampler(SparseRace(), host_device(torch.float32))
+    alive: list[SequenceSampler] = []
+    for step in range(120):
+        if len(alive) < 6 and chance.random() < 0.4:
+            alive.append(penalised(step, tuple(chance.integers(0, VOCAB, 4).tolist())))
+        if alive and chance.random() < 0.2:
+            alive.pop(int(chance.integers(len(alive))))
+        if chance.random() < 0.2:
+            alive = [alive[row] for row in chance.permutation(len(alive))]
+        logits = random_logits(len(alive), seed=step)
+        results = together.sample(logits, alive)
+        alone = [
+            result for row, one in enumerate(alive) for result in sample_tokens(logits[row, None], [one])
+        ]
+        assert results == alone
+        for one, result in zip(alive, results, strict=True):
+            assert isinstance(result, SampledToken)
+            one.append(result.token)
+
+
+def test_blocks_of_rows_sample_what_all_rows_sample_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allowing(kept: int) -> LogitsMask:
+        return lambda _: torch.arange(VOCAB) % 5 == kept
+
+    sequences = [penalised(row, (row, 2)) for row in range(5)]
+    sequences += [sampler(Sampling(logprobs=2), seed=row, mask=allowing(row)) for row in range(5)]
+    logits = random_logits(len(sequences))
+    together = sample_tokens(logits, sequences)
+    monkeypatch.setattr(sampling_plan, "ELEMENTS_AT_ONCE", 3 * VOCAB)
+    assert sample_tokens(logits, sequences) == together
+
+
+def test_a_batch_is_planned_once_and_again_when_it_changes() -> None:
+    together = TokenSampler(SparseRace(), host_device(torch.float32))
+    first, second = penalised(3, (1, 2)), penalised(2, (3, 4))
+
+    def batch(*sequences: SequenceSampler) -> object:
+        return together.plan(list(sequences), VOCAB).batch
+
+    both = batch(first, second)
+    first.append(9)
+    assert batch(first, second) is both
+    assert batch(second, first) is not both
+    assert batch(first) is not both
+    assert batch(first, second) is both  # batches that take turns
+    first.append(9)
+    first.append(9)  # from here on it may stop
+    assert batch(first, second) is not both
+
+
+def test_a_sampler_keeps_no_sequence_that_has_ended() -> None:
+    together = TokenSampler(SparseRace(), host_device(torch.float32))
+    sequence = penalised(2, (1, 2))
+    together.sample(random_logits(1), [sequence])
+    gone = ref(sequence)
+    del sequence
+    assert gone() is None

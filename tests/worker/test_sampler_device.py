@@ -74,42 +74,50 @@ def every_option(vocab: int) -> list[SequenceSampler]:
     ]  # fmt: skip
 
 
-def launched(patch: Any = None) -> Any:
-    """Launch the sampling of every option on a fake GPU; return what was seen."""
+def launched() -> tuple[int, int]:
+    """Launch the sampling of every option on a fake GPU; return the copies to it in the first step and in the second."""
     vocab = 3000
     sequences = every_option(vocab)
     with watched() as watch:
         sampler = TokenSampler(DenseRace(), fake_gpu(torch.float32))
         logits = torch.zeros(len(sequences), vocab, device="cuda")
-        for _ in range(
-            2
-        ):  # the tables of penalties are new in the first step, and brought up to date in the second
-            values = sampler.launch(logits, sampler.plan(sequences, vocab))
+        copies = []
+        # The tables of penalties are new in the first step, and brought up to date in the second.
+        for token in range(2):
+            plan = sampler.plan(sequences, vocab)
+            planned = watch.to_device
+            values = token_sampler.packed(sampler.launch(logits, plan))
+            assert watch.to_device == planned
+            copies.append(planned)
+            for sequence in sequences:
+                sequence.append(token)
         assert (values.device.type, values.dtype) == ("cuda", torch.float64)
         assert watch.found == []
-        before = watch.to_device
-        sampler.launch(logits, sampler.plan(sequences, vocab))
-        copies = watch.to_device - before
         values.to(HOST)
         assert len(watch.to_host) == 1
-    return copies
+    return copies[0], copies[1] - copies[0]
 
 
 def test_nothing_waits_for_the_device_and_few_copies_go_there() -> None:
-    assert launched() <= 3  # integers, reals and masks
+    first, second = launched()
+    assert first <= 3  # numbers of the batch, numbers of the step, and masks
+    assert second <= 2
 
 
 @pytest.mark.parametrize(
     ("defect", "error"),
     [
         (
-            lambda rows, at: rows if int(at.sum()) < 0 else rows.index_select(0, at),
+            lambda rows, at: rows if at is None else rows[int(at.tensor.sum()) :],
             "item|data-dependent|scalar",
         ),
-        (lambda rows, at: rows[at > 0] if len(rows) else rows, "nonzero|dynamic|data-dependent"),
-        (lambda rows, at: rows[torch.arange(len(at))], "assert"),
-        (lambda rows, at: rows.index_select(0, at.cpu()), "two devices|device"),
-        (lambda rows, at: rows.cpu().cuda().index_select(0, at), "assert"),
+        (lambda rows, at: rows if at is None else rows[at.tensor > 0], "nonzero|dynamic|data-dependent"),
+        (lambda rows, at: rows if at is None else rows[torch.arange(len(at.tensor))], "assert"),
+        (
+            lambda rows, at: rows if at is None else rows.index_select(0, at.tensor.cpu()),
+            "two devices|device",
+        ),
+        (lambda rows, at: rows if at is None else rows.cpu().cuda().index_select(0, at.tensor), "assert"),
     ],
     ids=[
         "reads a value",

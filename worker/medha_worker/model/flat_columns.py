@@ -1,60 +1,83 @@
-"""Many short columns of numbers of one step in two flat arrays, so that all reach a device in two copies."""
+"""Many short columns of numbers in one flat array, so that all of them reach a device in one copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from medha_worker.device import Device
+
 Integers = npt.NDArray[np.int64] | Sequence[int]
-Reals = npt.NDArray[np.float64] | Sequence[float]
+Reals = Sequence[float]
+
+_WORD_BYTES = 8
+
+
+class Column:
+    """Numbers in host memory, and on the device as `tensor` once their `Columns` are staged."""
+
+    __slots__ = ("tensor", "values")
+    tensor: Tensor
+
+    def __init__(self, values: npt.NDArray[Any]) -> None:
+        self.values = values
 
 
 class Columns:
-    """Collects columns in host memory; the slice that a column gets finds it again in `StagedColumns`."""
+    """Collects columns in host memory."""
 
     def __init__(self) -> None:
-        self._integers: list[npt.NDArray[np.int64]] = []
-        self._reals: list[npt.NDArray[np.float64]] = []
-        self._integer_count = self._real_count = 0
+        self._columns: list[Column] = []
 
-    def integers(self, values: Integers) -> slice:
-        column = np.asarray(values, dtype=np.int64)
-        self._integers.append(column)
-        first, self._integer_count = self._integer_count, self._integer_count + len(column)
-        return slice(first, self._integer_count)
+    def integers(self, values: Integers) -> Column:
+        """Add int64 [n]."""
+        return self._added(np.asarray(values, dtype=np.int64))
 
-    def reals(self, values: Reals) -> slice:
-        column = np.asarray(values, dtype=np.float64)
-        self._reals.append(column)
-        first, self._real_count = self._real_count, self._real_count + len(column)
-        return slice(first, self._real_count)
+    def singles(self, values: Reals) -> Column:
+        """Add float32 [n]."""
+        return self._added(np.asarray(values, dtype=np.float32))
 
-    def flat(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return all columns of integers, and all of reals."""
-        return (
-            np.concatenate(self._integers) if self._integers else np.empty(0, dtype=np.int64),
-            np.concatenate(self._reals) if self._reals else np.empty(0, dtype=np.float64),
-        )
+    def integers_of_rows(self, values: Integers) -> Column:
+        """Add int64 [n, 1]."""
+        return self._added(np.asarray(values, dtype=np.int64)[:, None])
+
+    def singles_of_rows(self, values: Reals) -> Column:
+        """Add float32 [n, 1]."""
+        return self._added(np.asarray(values, dtype=np.float32)[:, None])
+
+    def doubles_of_rows(self, values: Reals) -> Column:
+        """Add float64 [n, 1]."""
+        return self._added(np.asarray(values, dtype=np.float64)[:, None])
+
+    def stage(self, device: Device) -> None:
+        """Give each column its tensor on a device, by one copy of all of them if that has memory of its own."""
+        if not self._columns:
+            return
+        if device.is_host:
+            for column in self._columns:
+                column.tensor = torch.from_numpy(column.values)
+        else:
+            words = [_words(column.values) for column in self._columns]
+            flat = device.place(torch.from_numpy(np.concatenate(words)))
+            parts = torch.split(flat, [len(part) for part in words])
+            for column, part in zip(self._columns, parts, strict=True):
+                values = column.values
+                typed = part.view(torch.from_numpy(values[:0]).dtype)
+                column.tensor = typed[: values.size].view(values.shape)
+
+    def _added(self, values: npt.NDArray[Any]) -> Column:
+        column = Column(values)
+        self._columns.append(column)
+        return column
 
 
-@dataclass(frozen=True, slots=True)
-class StagedColumns:
-    """The columns on the device: int64 [n] and float64 [m]."""
-
-    integers: Tensor
-    reals: Tensor
-
-    @classmethod
-    def staged(
-        cls,
-        flat: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]],
-        stage: Callable[[Tensor], Tensor],
-    ) -> StagedColumns:
-        """Copy columns that are not empty to a device by `stage`."""
-        integers, reals = (torch.from_numpy(column) for column in flat)
-        return cls(stage(integers) if len(integers) else integers, stage(reals) if len(reals) else reals)
+def _words(values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the bits of numbers as whole words."""
+    flat = values.reshape(-1)
+    padding = -flat.nbytes % _WORD_BYTES // flat.itemsize
+    return np.concatenate([flat, np.zeros(padding, dtype=flat.dtype)]).view(np.int64)

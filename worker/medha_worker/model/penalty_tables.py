@@ -6,9 +6,10 @@ last one, as values that replace those there. So a step that fails, or is planne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,8 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from medha_worker.model.flat_columns import Columns, StagedColumns
+from medha_worker.model.flat_columns import Column, Columns
 from medha_worker.model.sampler import SequenceSampler
+
+Slots = slice | Column
+"""Rows of the tables: a slice if they lie side by side, which is read without a copy."""
 
 
 @dataclass(slots=True)
@@ -42,24 +46,30 @@ class PenaltySlots:
             self._slots[sequence] = slot
         return slot
 
+    def rows_of(self, sequences: Iterable[SequenceSampler], columns: Columns) -> Slots:
+        """Return the rows of these sequences, in their order; there is at least one."""
+        indices = [self.slot_of(one).index for one in sequences]
+        first = indices[0]
+        if indices == list(range(first, first + len(indices))):
+            return slice(first, first + len(indices))
+        return columns.integers(indices)
 
-@dataclass(frozen=True, slots=True)
-class TableUpdate:
-    """The writes of a step to one table, made before it reads the table; slices are columns."""
+
+class TableUpdate(NamedTuple):
+    """The writes of a step to one table, made before it reads the table."""
 
     capacity: int  # rows that the table must have
-    cleared: slice  # rows that new sequences take over
-    places: slice  # places in the flat table, none of them twice
-    values: slice  # and their new values
+    cleared: Column | None  # rows that new sequences take over
+    places: Column | None  # places in the flat table; if one is there twice, its values are equal
+    values: Column | None  # their new values; None: true
 
 
-@dataclass(frozen=True, slots=True)
-class PenaltyUpdate:
+class PenaltyUpdate(NamedTuple):
     """The writes of a step to both tables, and the number of tokens of each sequence that are there afterwards."""
 
     seen: TableUpdate | None
     counts: TableUpdate | None
-    reached: tuple[tuple[PenaltySlot, int], ...]
+    reached: Sequence[tuple[PenaltySlot, int]]
 
     def record(self) -> None:
         """Note that the update has been applied."""
@@ -68,28 +78,57 @@ class PenaltyUpdate:
 
 
 def plan_update(
-    sequences: Sequence[SequenceSampler], slots: PenaltySlots, vocab: int, columns: Columns
+    penalised: Sequence[tuple[SequenceSampler, PenaltySlot]], vocab: int, columns: Columns
 ) -> PenaltyUpdate:
-    """Return what brings the tables up to date for these sequences."""
-    seen, counts = _Changes(vocab), _Changes(vocab)
-    reached = []
-    for sequence in sequences:
-        if not (sequence.penalises_repetition or sequence.penalises_counts):
-            continue
-        slot = slots.slot_of(sequence)
-        reached.append((slot, sequence.prompt_length + len(sequence.outputs)))
-        known = slot.known or 0
+    """Return what brings the tables up to date for sequences, all of which have penalties."""
+    seen, counted = _Changes(), _Changes()
+    counts: list[float] = []
+    for sequence, slot in penalised:
+        start, length = slot.index * vocab, sequence.prompt_length
+        outputs = sequence.outputs if slot.known is None else sequence.outputs[slot.known - length :]
+        places = [start + token for token in outputs]
         if sequence.penalises_repetition:
-            tokens = np.unique(sequence.tokens_from(known))
-            seen.add(slot, tokens, np.ones(len(tokens)))
+            seen.add(slot, places)
+            if slot.known is None:
+                seen.prompts.append(start + sequence.prompt.astype(np.int64))
         if sequence.penalises_counts:
-            tokens = np.unique(sequence.tokens_from(max(known, sequence.prompt_length)))
-            counts.add(
-                slot,
-                tokens,
-                np.array([sequence.output_counts[token] for token in tokens.tolist()], dtype=float),
-            )
-    return PenaltyUpdate(seen.planned(columns), counts.planned(columns), tuple(reached))
+            counted.add(slot, places)
+            counts += [sequence.output_counts[token] for token in outputs]
+    places_of_counts = counted.column(columns)
+    same = not seen.prompts and seen.places == counted.places
+    return PenaltyUpdate(
+        seen.planned(columns, places_of_counts if same else seen.column(columns), None),
+        counted.planned(columns, places_of_counts, columns.singles(counts) if counts else None),
+        [(slot, sequence.prompt_length + len(sequence.outputs)) for sequence, slot in penalised],
+    )
+
+
+class _Changes:
+    """Collects the changes to one table."""
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.prompts: list[npt.NDArray[np.int64]] = []  # more places
+        self._capacity = 0
+        self._cleared: list[int] = []
+
+    def add(self, slot: PenaltySlot, places: list[int]) -> None:
+        self._capacity = max(self._capacity, slot.index + 1)
+        if slot.known is None:
+            self._cleared.append(slot.index)
+        self.places += places
+
+    def column(self, columns: Columns) -> Column | None:
+        """Return all places."""
+        if self.prompts:
+            return columns.integers(np.concatenate([*self.prompts, np.array(self.places, dtype=np.int64)]))
+        return columns.integers(self.places) if self.places else None
+
+    def planned(self, columns: Columns, places: Column | None, values: Column | None) -> TableUpdate | None:
+        if not self._capacity:
+            return None
+        cleared = columns.integers(self._cleared) if self._cleared else None
+        return TableUpdate(self._capacity, cleared, places, values)
 
 
 class PenaltyTables:
@@ -99,56 +138,37 @@ class PenaltyTables:
         self._seen = torch.empty(0, 0, dtype=torch.bool, device=device)
         self._counts = torch.empty(0, 0, dtype=torch.float32, device=device)
 
-    def update(self, update: PenaltyUpdate, vocab: int, columns: StagedColumns) -> None:
+    def update(self, update: PenaltyUpdate, vocab: int) -> None:
         if update.seen is not None:
-            self._seen = _updated(self._seen, update.seen, vocab, columns)
+            self._seen = _updated(self._seen, update.seen, vocab)
         if update.counts is not None:
-            self._counts = _updated(self._counts, update.counts, vocab, columns)
+            self._counts = _updated(self._counts, update.counts, vocab)
 
-    def seen(self, slots: Tensor) -> Tensor:
+    def seen(self, slots: Slots) -> Tensor:
         """Return bool [n, vocab]: the tokens in prompt or output."""
-        return self._seen.index_select(0, slots)
+        return _rows(self._seen, slots)
 
-    def counts(self, slots: Tensor) -> Tensor:
+    def counts(self, slots: Slots) -> Tensor:
         """Return float32 [n, vocab]: how often each token is in the output."""
-        return self._counts.index_select(0, slots)
+        return _rows(self._counts, slots)
 
 
-class _Changes:
-    """Collects the changes to one table."""
-
-    def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
-        self._capacity = 0
-        self._cleared: list[int] = []
-        self._places: list[npt.NDArray[np.int64]] = []
-        self._values: list[npt.NDArray[np.float64]] = []
-
-    def add(self, slot: PenaltySlot, tokens: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
-        self._capacity = max(self._capacity, slot.index + 1)
-        if slot.known is None:
-            self._cleared.append(slot.index)
-        self._places.append(slot.index * self._vocab + tokens)
-        self._values.append(values)
-
-    def planned(self, columns: Columns) -> TableUpdate | None:
-        if not self._capacity:
-            return None
-        return TableUpdate(
-            self._capacity,
-            columns.integers(self._cleared),
-            columns.integers(np.concatenate(self._places)),
-            columns.reals(np.concatenate(self._values)),
-        )
+def _rows(table: Tensor, slots: Slots) -> Tensor:
+    return table[slots] if isinstance(slots, slice) else table.index_select(0, slots.tensor)
 
 
-def _updated(table: Tensor, update: TableUpdate, vocab: int, columns: StagedColumns) -> Tensor:
+def _updated(table: Tensor, update: TableUpdate, vocab: int) -> Tensor:
     if len(table) < update.capacity:
         larger = table.new_zeros(max(update.capacity, 2 * len(table)), vocab)
         if len(table):
             larger[: len(table)] = table
         table = larger
-    table.index_fill_(0, columns.integers[update.cleared], 0)
-    places, values = columns.integers[update.places], columns.reals[update.values]
-    table.view(-1).index_copy_(0, places, values.to(table.dtype))
+    if update.cleared is not None:
+        table.index_fill_(0, update.cleared.tensor, 0)
+    if update.places is not None:
+        flat, places = table.view(-1), update.places.tensor
+        if update.values is None:
+            flat.index_fill_(0, places, 1)
+        else:
+            flat.index_copy_(0, places, update.values.tensor)
     return table

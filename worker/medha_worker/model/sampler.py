@@ -77,7 +77,7 @@ class SequenceSampler:
             raise ValueError(f"logit_bias names token {outside[0]}; the vocabulary has {vocab_size}")
         self.sampling = sampling
         self.stream = stream_key(seed, sample_index)
-        self.prompt_length = prompt_length
+        self.prompt, self.prompt_length = tokens[:prompt_length], prompt_length
         self.position = len(tokens)
         self.mask = mask
         self.outputs: list[int] = tokens[prompt_length:].tolist()
@@ -88,7 +88,6 @@ class SequenceSampler:
         self.penalises_repetition = sampling.repetition_penalty != 1.0
         self.penalises_counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
         self.output_counts = Counter(self.outputs) if self.penalises_counts else Counter[int]()
-        self._tokens = tokens
 
     @property
     def output_count(self) -> int:
@@ -98,12 +97,6 @@ class SequenceSampler:
     def must_not_stop(self) -> bool:
         """True if the next token may be none of `stops_in_vocab`."""
         return self.output_count < self.sampling.min_tokens
-
-    def tokens_from(self, start: int) -> npt.NDArray[np.int64]:
-        """Return the token ids from position `start` on, int64 [n], of prompt and output."""
-        outputs = self.outputs[max(start - self.prompt_length, 0) :]
-        prompt = self._tokens[min(start, self.prompt_length) : self.prompt_length]
-        return np.concatenate([prompt, np.array(outputs, dtype=np.int64)], dtype=np.int64)
 
     def append(self, token: int) -> FinishReason | None:
         """Append `token` to the sequence; return the finish reason if it ends the sequence, else None."""

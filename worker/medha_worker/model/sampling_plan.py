@@ -1,60 +1,67 @@
 """The plan of one step's sampling: all that the device needs besides the logits, as numbers in host memory.
 
-It depends on the sequences alone, so it can be made and copied to the device while the logits are computed.
+It depends on the sequences alone, so it can be made and copied to the device before the logits are computed. Most of it
+stays the same for as long as the same sequences are sampled together: that part is the plan of the *batch*.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import ref
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from medha.wire.messages import Sampling, TokenLogprob
 from medha_worker.kernels.random_stream import position_key
-from medha_worker.model.flat_columns import Columns
-from medha_worker.model.penalty_tables import PenaltySlots, PenaltyUpdate, plan_update
+from medha_worker.model.flat_columns import Column, Columns
+from medha_worker.model.penalty_tables import PenaltySlot, PenaltySlots, PenaltyUpdate, Slots, plan_update
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
 
 ELEMENTS_AT_ONCE = 2**22  # logits that are filtered and raced together: bounds the float64 scratch memory
+
+RowIndex = Column | None
+"""Ascending indices of some rows, int64 [n]; None: all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bias:
     """The `logit_bias` of all rows: places in the flat block, and values."""
 
-    places: slice
-    values: slice
+    places: Column
+    values: Column
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
     """The rows of a block with a repetition penalty, their rows in the table, and the penalties."""
 
-    rows: slice
-    slots: slice
-    penalties: slice
+    rows: RowIndex
+    slots: Slots
+    penalties: Column
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The rows of a block with a frequency or presence penalty, their rows in the table, and the penalties."""
+    """The rows of a block with a frequency or presence penalty, their rows in the table, and the penalties.
 
-    rows: slice
-    slots: slice
-    frequency: slice
-    presence: slice
+    A penalty is None if it is 0 for all of them.
+    """
+
+    rows: RowIndex
+    slots: Slots
+    frequency: Column | None
+    presence: Column | None
 
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """The rows of a block for which a hook masks tokens, and its masks, which are rows of the plan's."""
+    """The rows of a block that have a hook, and their masks, which are rows of the step's."""
 
-    rows: slice
+    rows: RowIndex
     masks: slice
 
 
@@ -62,8 +69,8 @@ class Masked:
 class TopK:
     """The racing rows that keep only their most probable tokens, and the index of the last one kept."""
 
-    rows: slice
-    last: slice
+    rows: RowIndex
+    last: Column
     most: int
 
 
@@ -71,26 +78,26 @@ class TopK:
 class TopP:
     """The racing rows that keep a nucleus, and their probabilities."""
 
-    rows: slice
-    probabilities: slice
+    rows: RowIndex
+    probabilities: Column
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
     """The parameters of the filters of the racing rows."""
 
-    temperatures: slice
+    temperatures: Column
     top_k: TopK | None
     top_p: TopP | None
-    log_min_p: slice | None  # of all racing rows; -inf keeps every token
+    log_min_p: Column | None  # of all racing rows; -inf keeps every token
 
 
 @dataclass(frozen=True, slots=True)
 class Racing:
-    """The rows of a block that are sampled at a temperature above 0, their keys and filters."""
+    """The rows of a block that are sampled at a temperature above 0, and their filters."""
 
-    rows: slice
-    keys: slice
+    rows: RowIndex
+    in_block: tuple[int, ...]
     filters: Filters
     nucleus_rows: tuple[int, ...]  # the rows of the block that have a nucleus
 
@@ -99,7 +106,7 @@ class Racing:
 class Logprobs:
     """The rows of a block for which log-probabilities are requested, and how many of the most probable ones."""
 
-    rows: slice
+    rows: RowIndex
     in_block: tuple[int, ...]
     counts: tuple[int, ...]
     most: int
@@ -107,48 +114,93 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """The plan of consecutive rows that are sampled together. Slices are columns, or None where no row needs them."""
+    """The plan of consecutive rows that are sampled together; a part is None where no row needs it."""
 
     first: int
     rows: int
     bias: Bias | None
     repetition: Repetition | None
     counted: Counted | None
-    stops: slice | None  # places in the flat block that are masked
+    stops: Column | None  # places in the flat block that are masked
     masked: Masked | None
     racing: Racing | None
     logprobs: Logprobs | None
-
-    @property
-    def adjusts(self) -> bool:
-        """True if logits of the block are changed before the filters."""
-        return any((self.bias, self.repetition, self.counted, self.stops, self.masked))
+    adjusts: bool  # whether any part before `racing` is there
+    adjusts_in_place: bool  # whether they change single logits of the block, or those of some rows
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """The plan of all rows of a step."""
+class BatchPlan:
+    """The part of a plan that holds for each step of the same sequences."""
 
     vocab: int
-    columns: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
-    masks: Tensor | None  # bool [masked rows, vocab]: the tokens that are allowed
-    penalties: PenaltyUpdate
     blocks: tuple[BlockPlan, ...]
+    columns: Columns  # of the blocks
+    penalised: tuple[tuple[int, PenaltySlot], ...]  # rows with penalties
+    hooked: tuple[int, ...]  # rows with a mask hook
+    must_not_stop: tuple[
+        tuple[int, bool], ...
+    ]  # rows with a least number of tokens, and whether they are below it
+    sequences: tuple[
+        ref[SequenceSampler], ...
+    ]  # weak, because a free row of the tables is that of no sequence
+
+    def holds_for(self, sequences: Sequence[SequenceSampler], vocab: int) -> bool:
+        """True if this is the plan of these sequences as they are now."""
+        return (
+            vocab == self.vocab
+            and [one() for one in self.sequences] == list(sequences)
+            and all(sequences[row].must_not_stop == must_not for row, must_not in self.must_not_stop)
+        )
 
 
-def plan_sampling(sequences: Sequence[SequenceSampler], vocab: int, slots: PenaltySlots) -> SamplingPlan:
-    """Return the plan of the rows of these sequences, and call their mask hooks."""
+class SamplingPlan(NamedTuple):
+    """The plan of all rows of a step."""
+
+    batch: BatchPlan
+    columns: Columns  # of the step alone
+    keys: tuple[Column | None, ...]  # of each block's racing rows
+    masks: Tensor | None  # bool [hooked rows, vocab]: the tokens that are allowed; None: all are
+    penalties: PenaltyUpdate | None
+
+
+def plan_batch(sequences: Sequence[SequenceSampler], vocab: int, slots: PenaltySlots) -> BatchPlan:
+    """Return what stays the same while these sequences are sampled together."""
     columns = Columns()
-    penalties = plan_update(sequences, slots, vocab, columns)
-    masks: list[Tensor] = []
     at_once = max(1, ELEMENTS_AT_ONCE // vocab)
-    blocks = [
-        _plan_block(first, sequences[first : first + at_once], vocab, slots, columns, masks)
-        for first in range(0, len(sequences), at_once)
-    ]
-    return SamplingPlan(
-        vocab, columns.flat(), torch.stack(masks) if masks else None, penalties, tuple(blocks)
+    rows = list(enumerate(sequences))
+    hooked = tuple(row for row, one in rows if one.mask is not None)
+    return BatchPlan(
+        vocab,
+        tuple(
+            _plan_block(first, sequences[first : first + at_once], vocab, slots, columns, hooked)
+            for first in range(0, len(sequences), at_once)
+        ),
+        columns,
+        penalised=tuple(
+            (row, slots.slot_of(one)) for row, one in rows if one.penalises_repetition or one.penalises_counts
+        ),
+        hooked=hooked,
+        must_not_stop=tuple((row, one.must_not_stop) for row, one in rows if one.sampling.min_tokens),
+        sequences=tuple(map(ref, sequences)),
     )
+
+
+def plan_step(batch: BatchPlan, sequences: Sequence[SequenceSampler]) -> SamplingPlan:
+    """Return the plan of the next token of a batch's sequences, and call their mask hooks."""
+    columns = Columns()
+    keys = tuple([_keys(block, sequences, columns) for block in batch.blocks])
+    masks = _masks([sequences[row] for row in batch.hooked], batch.vocab) if batch.hooked else None
+    penalised = [(sequences[row], slot) for row, slot in batch.penalised]
+    penalties = plan_update(penalised, batch.vocab, columns) if penalised else None
+    return SamplingPlan(batch, columns, keys, masks, penalties)
+
+
+def _keys(block: BlockPlan, sequences: Sequence[SequenceSampler], columns: Columns) -> Column | None:
+    if block.racing is None:
+        return None
+    racing = [sequences[block.first + row] for row in block.racing.in_block]
+    return columns.integers([position_key(one.stream, one.position) for one in racing])
 
 
 def plan_filters(parameters: Sequence[Sampling], vocab: int, columns: Columns) -> Filters:
@@ -156,23 +208,37 @@ def plan_filters(parameters: Sequence[Sampling], vocab: int, columns: Columns) -
     top_k = [(row, one.top_k) for row, one in enumerate(parameters) if 0 < one.top_k < vocab]
     top_p = [(row, one.top_p) for row, one in enumerate(parameters) if one.top_p < 1.0]
     min_p = [one.min_p for one in parameters]
+    rows = len(parameters)
     return Filters(
-        temperatures=columns.reals([one.temperature for one in parameters]),
+        temperatures=columns.doubles_of_rows([one.temperature for one in parameters]),
         top_k=TopK(
-            columns.integers([row for row, _ in top_k]),
-            columns.integers([k - 1 for _, k in top_k]),
+            _index([row for row, _ in top_k], rows, columns),
+            columns.integers_of_rows([k - 1 for _, k in top_k]),
             max(k for _, k in top_k),
         )
         if top_k
         else None,
-        top_p=TopP(columns.integers([row for row, _ in top_p]), columns.reals([p for _, p in top_p]))
+        top_p=TopP(
+            _index([row for row, _ in top_p], rows, columns), columns.doubles_of_rows([p for _, p in top_p])
+        )
         if top_p
         else None,
         # p_i < min_p * p_max, as logarithms.
-        log_min_p=columns.reals([math.log(one) if one else -math.inf for one in min_p])
+        log_min_p=columns.doubles_of_rows([math.log(one) if one else -math.inf for one in min_p])
         if any(min_p)
         else None,
     )
+
+
+def _index(some: Sequence[int], rows: int, columns: Columns) -> RowIndex:
+    return None if len(some) == rows else columns.integers(some)
+
+
+def _masks(hooked: Sequence[SequenceSampler], vocab: int) -> Tensor | None:
+    masks = [one.mask(one.outputs) for one in hooked if one.mask is not None]
+    if all(mask is None for mask in masks):
+        return None
+    return torch.stack([torch.ones(vocab, dtype=torch.bool) if mask is None else mask for mask in masks])
 
 
 def _plan_block(
@@ -181,19 +247,28 @@ def _plan_block(
     vocab: int,
     slots: PenaltySlots,
     columns: Columns,
-    masks: list[Tensor],
+    hooked: tuple[int, ...],
 ) -> BlockPlan:
     rows = list(enumerate(sequences))
+    places = bias, stops = _bias(rows, vocab, columns), _stops(rows, vocab, columns)
+    by_rows = repetition, counted, masked = (
+        _repetition(rows, slots, columns),
+        _counted(rows, slots, columns),
+        _masked(first, rows, columns, hooked),
+    )
     return BlockPlan(
         first,
         len(sequences),
-        bias=_bias(rows, vocab, columns),
-        repetition=_repetition(rows, slots, columns),
-        counted=_counted(rows, slots, columns),
-        stops=_stops(rows, vocab, columns),
-        masked=_masked(rows, columns, masks),
+        bias,
+        repetition,
+        counted,
+        stops,
+        masked,
         racing=_racing(rows, vocab, columns),
         logprobs=_logprobs(rows, vocab, columns),
+        adjusts=any(part is not None for part in (*places, *by_rows)),
+        adjusts_in_place=any(part is not None for part in places)
+        or any(part is not None and part.rows is not None for part in by_rows),
     )
 
 
@@ -206,7 +281,7 @@ def _bias(rows: _Rows, vocab: int, columns: Columns) -> Bias | None:
         return None
     return Bias(
         columns.integers([row * vocab + token for row, bias in biased for token in bias]),
-        columns.reals([value for _, bias in biased for value in bias.values()]),
+        columns.singles([value for _, bias in biased for value in bias.values()]),
     )
 
 
@@ -215,9 +290,9 @@ def _repetition(rows: _Rows, slots: PenaltySlots, columns: Columns) -> Repetitio
     if not penalised:
         return None
     return Repetition(
-        columns.integers([row for row, _ in penalised]),
-        columns.integers([slots.slot_of(one).index for _, one in penalised]),
-        columns.reals([one.sampling.repetition_penalty for _, one in penalised]),
+        _index([row for row, _ in penalised], len(rows), columns),
+        slots.rows_of((one for _, one in penalised), columns),
+        columns.singles_of_rows([one.sampling.repetition_penalty for _, one in penalised]),
     )
 
 
@@ -225,36 +300,37 @@ def _counted(rows: _Rows, slots: PenaltySlots, columns: Columns) -> Counted | No
     penalised = [(row, one) for row, one in rows if one.penalises_counts]
     if not penalised:
         return None
+    frequency = [one.sampling.frequency_penalty for _, one in penalised]
+    presence = [one.sampling.presence_penalty for _, one in penalised]
     return Counted(
-        columns.integers([row for row, _ in penalised]),
-        columns.integers([slots.slot_of(one).index for _, one in penalised]),
-        columns.reals([one.sampling.frequency_penalty for _, one in penalised]),
-        columns.reals([one.sampling.presence_penalty for _, one in penalised]),
+        _index([row for row, _ in penalised], len(rows), columns),
+        slots.rows_of((one for _, one in penalised), columns),
+        columns.singles_of_rows(frequency) if any(frequency) else None,
+        columns.singles_of_rows(presence) if any(presence) else None,
     )
 
 
-def _stops(rows: _Rows, vocab: int, columns: Columns) -> slice | None:
+def _stops(rows: _Rows, vocab: int, columns: Columns) -> Column | None:
     places = [row * vocab + token for row, one in rows if one.must_not_stop for token in one.stops_in_vocab]
     return columns.integers(places) if places else None
 
 
-def _masked(rows: _Rows, columns: Columns, masks: list[Tensor]) -> Masked | None:
-    first, masked = len(masks), []
-    for row, one in rows:
-        allowed = one.mask(one.outputs) if one.mask is not None else None
-        if allowed is not None:
-            masks.append(allowed)
-            masked.append(row)
-    return Masked(columns.integers(masked), slice(first, len(masks))) if masked else None
+def _masked(first: int, rows: _Rows, columns: Columns, hooked: tuple[int, ...]) -> Masked | None:
+    own = [row for row, one in rows if one.mask is not None]
+    if not own:
+        return None
+    start = hooked.index(first + own[0])
+    return Masked(_index(own, len(rows), columns), slice(start, start + len(own)))
 
 
 def _racing(rows: _Rows, vocab: int, columns: Columns) -> Racing | None:
     racing = [(row, one) for row, one in rows if one.sampling.temperature > 0]
     if not racing:
         return None
+    in_block = tuple(row for row, _ in racing)
     return Racing(
-        columns.integers([row for row, _ in racing]),
-        columns.integers([position_key(one.stream, one.position) for _, one in racing]),
+        _index(in_block, len(rows), columns),
+        in_block,
         plan_filters([one.sampling for _, one in racing], vocab, columns),
         tuple(row for row, one in racing if one.sampling.top_p < 1.0),
     )
@@ -265,52 +341,41 @@ def _logprobs(rows: _Rows, vocab: int, columns: Columns) -> Logprobs | None:
     if not asked:
         return None
     in_block, counts = tuple(row for row, _ in asked), tuple(count for _, count in asked)
-    return Logprobs(columns.integers(in_block), in_block, counts, min(max(counts), vocab))
+    return Logprobs(_index(in_block, len(rows), columns), in_block, counts, min(max(counts), vocab))
 
 
 def read_results(
-    plan: SamplingPlan, values: Sequence[float], *, flags_nuclei: bool
+    plan: SamplingPlan, parts: Iterable[Sequence[float]], *, flags_nuclei: bool
 ) -> tuple[list[SampledToken | NotSampled], list[int]]:
     """Return the result of each row, and the rows whose nucleus was wider than the candidates that were searched.
 
-    `values` are those that `TokenSampler.launch` computes.
+    `parts` are the numbers of what `TokenSampler.launch` computes.
     """
     results: list[SampledToken | NotSampled] = []
     wide: list[int] = []
-    at = 0
-
-    def take(count: int) -> Sequence[float]:
-        nonlocal at
-        at += count
-        return values[at - count : at]
-
-    for block in plan.blocks:
-        ids, best = take(block.rows), take(block.rows)
+    part = iter(parts)
+    for block in plan.batch.blocks:
+        ids, best = next(part), next(part)
         if flags_nuclei and block.racing is not None and block.racing.nucleus_rows:
-            nuclei = block.racing.nucleus_rows
-            flags = take(len(nuclei))
-            wide += [
-                block.first + row
-                for row, flag in zip(nuclei, flags, strict=True)
-                if flag and math.isfinite(best[row])
-            ]
-        logprobs: dict[int, TokenLogprob] = {}
-        if (asked := block.logprobs) is not None:
-            sampled = take(len(asked.in_block))
-            top = [take(asked.most) for _ in asked.in_block]
-            top_ids = [take(asked.most) for _ in asked.in_block]
-            for index, (row, count) in enumerate(zip(asked.in_block, asked.counts, strict=True)):
-                ids_of_row = map(int, top_ids[index][:count])
-                pairs = tuple(zip(ids_of_row, top[index][:count], strict=True))
-                logprobs[row] = TokenLogprob(logprob=sampled[index], top=pairs)
+            flags = zip(block.racing.nucleus_rows, next(part), strict=True)
+            wide += [block.first + row for row, flag in flags if flag and math.isfinite(best[row])]
+        logprobs = _read_logprobs(block.logprobs, part) if block.logprobs is not None else {}
         results += [
-            SampledToken(int(ids[row]), logprobs.get(row))
-            if math.isfinite(best[row])
-            else _not_sampled(best[row])
-            for row in range(block.rows)
+            SampledToken(int(token), logprobs.get(row)) if math.isfinite(largest) else _not_sampled(largest)
+            for row, (token, largest) in enumerate(zip(ids, best, strict=True))
         ]
-    assert at == len(values), f"{len(values)} values for a plan of {at}"
     return results, wide
+
+
+def _read_logprobs(asked: Logprobs, part: Iterator[Sequence[float]]) -> dict[int, TokenLogprob]:
+    """Return the log-probabilities by row of the block."""
+    sampled, values, ids = next(part), next(part), next(part)
+    logprobs = {}
+    for index, (row, count) in enumerate(zip(asked.in_block, asked.counts, strict=True)):
+        top = slice(index * asked.most, index * asked.most + min(count, asked.most))
+        pairs = zip(map(int, ids[top]), values[top], strict=True)
+        logprobs[row] = TokenLogprob(logprob=sampled[index], top=tuple(pairs))
+    return logprobs
 
 
 def _not_sampled(best: float) -> NotSampled:

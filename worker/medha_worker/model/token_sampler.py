@@ -8,6 +8,7 @@ On the CPU, where waiting costs nothing, the search is widened at once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -15,21 +16,25 @@ from torch import Tensor
 
 from medha_worker.device import HOST, Device
 from medha_worker.kernels.protocol import TokenRace
-from medha_worker.model.flat_columns import StagedColumns
+from medha_worker.model.flat_columns import Column
 from medha_worker.model.penalty_tables import PenaltySlots, PenaltyTables
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
 from medha_worker.model.sampling_plan import (
+    BatchPlan,
     BlockPlan,
     Filters,
     Logprobs,
     Racing,
+    RowIndex,
     SamplingPlan,
-    plan_sampling,
+    plan_batch,
+    plan_step,
     read_results,
 )
 
 _NEGATIVE_INFINITY = float("-inf")
 FIRST_NUCLEUS_WIDTH = 1024
+_BATCHES = 4  # plans that are kept: with several stages, as many batches take turns
 _WIDER = 8  # factor by which the search for a nucleus is widened on the CPU
 
 
@@ -38,9 +43,10 @@ class TokenSampler:
 
     def __init__(self, race: TokenRace, device: Device) -> None:
         self._race = race
-        self._device = device
+        self._device, self._is_host = device, device.is_host
         self._slots = PenaltySlots()
         self._tables = PenaltyTables(device.torch_device)
+        self._batches: deque[BatchPlan] = deque(maxlen=_BATCHES)
 
     def sample(self, logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[SampledToken | NotSampled]:
         """Sample the next token of every row. Changes no sequence: `SequenceSampler.append` adds the token.
@@ -66,89 +72,101 @@ class TokenSampler:
         self, logits: Tensor, sequences: Sequence[SequenceSampler], nucleus_width: int
     ) -> tuple[list[SampledToken | NotSampled], list[int]]:
         plan = self.plan(sequences, logits.shape[1])
-        values = self.launch(logits, plan, nucleus_width)
-        # The one copy to the host, and the one wait for the device.
-        return read_results(plan, values.to(HOST).tolist(), flags_nuclei=not self._device.is_host)
+        parts = self.launch(logits, plan, nucleus_width)
+        if not self._is_host:
+            # The one copy to the host, and the one wait for the device.
+            parts = list(torch.split(packed(parts).to(HOST), [len(part) for part in parts]))
+        return read_results(plan, [part.tolist() for part in parts], flags_nuclei=not self._is_host)
 
     def plan(self, sequences: Sequence[SequenceSampler], vocab: int) -> SamplingPlan:
-        """Return the plan of the next token of each sequence; the logits need not be there yet."""
-        return plan_sampling(sequences, vocab, self._slots)
+        """Return the plan of the next token of each sequence, on the device; the logits need not be there yet."""
+        plan = plan_step(self._batch_of(sequences, vocab), sequences)
+        plan.columns.stage(self._device)
+        return plan if plan.masks is None else plan._replace(masks=self._device.place(plan.masks))
 
-    def launch(self, logits: Tensor, plan: SamplingPlan, nucleus_width: int = FIRST_NUCLEUS_WIDTH) -> Tensor:
-        """Start the sampling of float32 [rows, vocab]; return what `read_results` reads, float64 [n], on the device."""
-        columns = StagedColumns.staged(plan.columns, self._device.place)
-        masks = self._device.place(plan.masks) if plan.masks is not None else None
-        self._tables.update(plan.penalties, plan.vocab, columns)
-        plan.penalties.record()
+    def _batch_of(self, sequences: Sequence[SequenceSampler], vocab: int) -> BatchPlan:
+        for batch in self._batches:
+            if batch.holds_for(sequences, vocab):
+                return batch
+        batch = plan_batch(sequences, vocab, self._slots)
+        batch.columns.stage(self._device)
+        self._batches.append(batch)
+        return batch
+
+    def launch(
+        self, logits: Tensor, plan: SamplingPlan, nucleus_width: int = FIRST_NUCLEUS_WIDTH
+    ) -> list[Tensor]:
+        """Start the sampling of float32 [rows, vocab]; return what `read_results` reads as parts, [n] each, on the device."""
+        if plan.penalties is not None:
+            self._tables.update(plan.penalties, plan.batch.vocab)
+            plan.penalties.record()
         parts: list[Tensor] = []
-        for block in plan.blocks:
-            rows = logits[block.first : block.first + block.rows]
-            parts += self._block(rows, block, columns, masks, nucleus_width)
-        return torch.cat(parts)
+        for block, keys in zip(plan.batch.blocks, plan.keys, strict=True):
+            rows = logits[block.first : block.first + block.rows] if block.rows < len(logits) else logits
+            parts += self._block(rows, block, keys, plan.masks, nucleus_width)
+        return parts
 
     def _block(
         self,
         logits: Tensor,
         block: BlockPlan,
-        columns: StagedColumns,
+        keys: Column | None,
         masks: Tensor | None,
         nucleus_width: int,
     ) -> list[Tensor]:
-        adjusted = adjust_logits(logits, block, columns, masks, self._tables)
+        adjusted = adjust_logits(logits, block, masks, self._tables) if block.adjusts else logits
         best, tokens = adjusted.max(dim=-1)  # NaN wins a max, so that `best` shows it
         flags: list[Tensor] = []
         if block.racing is not None:
-            tokens, flags = self._winners(adjusted, tokens, block.racing, columns, nucleus_width)
-        logprobs = _logprobs(logits, tokens, block.logprobs, columns) if block.logprobs is not None else []
-        return [part.double().flatten() for part in (tokens, best, *flags, *logprobs)]
+            assert keys is not None
+            tokens, flags = self._winners(adjusted, tokens, block.racing, keys, nucleus_width)
+        logprobs = _logprobs(logits, tokens, block.logprobs) if block.logprobs is not None else []
+        return [tokens, best, *flags, *logprobs]
 
     def _winners(
-        self, adjusted: Tensor, tokens: Tensor, racing: Racing, columns: StagedColumns, nucleus_width: int
+        self, adjusted: Tensor, tokens: Tensor, racing: Racing, keys: Column, nucleus_width: int
     ) -> tuple[Tensor, list[Tensor]]:
         """Return all tokens with those of the racing rows replaced, and bool [nuclei] of those that are too wide."""
-        rows = columns.integers[racing.rows]
         filtered, wide = filter_logits(
-            _rows(adjusted, rows), racing.filters, columns, nucleus_width, widens=self._device.is_host
+            _rows(adjusted, racing.rows), racing.filters, nucleus_width, widens=self._is_host
         )
-        winners = self._race.winners(filtered, columns.integers[racing.keys])
-        return _replaced(tokens, rows, winners), [] if wide is None else [wide]
+        winners = self._race.winners(filtered, keys.tensor)
+        return _replaced(tokens, racing.rows, winners), [] if wide is None else [wide]
 
 
-def adjust_logits(
-    logits: Tensor, block: BlockPlan, columns: StagedColumns, masks: Tensor | None, tables: PenaltyTables
-) -> Tensor:
-    """Apply steps 2 to 4 of the order to float32 [rows, vocab]; return a new tensor if they change anything."""
-    if not block.adjusts:
-        return logits
-    adjusted = logits.clone(memory_format=torch.contiguous_format)
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of tensors, [n] each, as one, float64 [n]."""
+    return torch.cat([part.double() for part in parts])
+
+
+def adjust_logits(logits: Tensor, block: BlockPlan, masks: Tensor | None, tables: PenaltyTables) -> Tensor:
+    """Apply steps 2 to 4 of the order to float32 [rows, vocab]; return a new tensor if a row needs them."""
+    adjusted = logits.clone(memory_format=torch.contiguous_format) if block.adjusts_in_place else logits
     if block.bias is not None:
-        values = columns.reals[block.bias.values].float()
-        adjusted.view(-1).index_add_(0, columns.integers[block.bias.places], values)
+        adjusted.view(-1).index_add_(0, block.bias.places.tensor, block.bias.values.tensor)
     if (repetition := block.repetition) is not None:
-        at = columns.integers[repetition.rows]
-        penalties = columns.reals[repetition.penalties].float()[:, None]
-        rows = _rows(adjusted, at)
+        rows, penalties = _rows(adjusted, repetition.rows), repetition.penalties.tensor
         penalised = torch.where(rows > 0, rows / penalties, rows * penalties)
-        seen = tables.seen(columns.integers[repetition.slots])
-        adjusted = _replaced(adjusted, at, torch.where(seen, penalised, rows))
+        seen = tables.seen(repetition.slots)
+        adjusted = _replaced(adjusted, repetition.rows, torch.where(seen, penalised, rows))
     if (counted := block.counted) is not None:
-        at = columns.integers[counted.rows]
-        counts = tables.counts(columns.integers[counted.slots])
-        rows = _rows(adjusted, at) - columns.reals[counted.frequency].float()[:, None] * counts
-        rows -= columns.reals[counted.presence].float()[:, None] * (counts > 0)
-        adjusted = _replaced(adjusted, at, rows)
+        rows, counts = _rows(adjusted, counted.rows), tables.counts(counted.slots)
+        if counted.frequency is not None:
+            rows = rows - counted.frequency.tensor * counts
+        if counted.presence is not None:
+            rows = rows - counted.presence.tensor * (counts > 0)
+        adjusted = _replaced(adjusted, counted.rows, rows)
     if block.stops is not None:
-        adjusted.view(-1).index_fill_(0, columns.integers[block.stops], _NEGATIVE_INFINITY)
-    if block.masked is not None:
-        assert masks is not None
-        at = columns.integers[block.masked.rows]
-        rows = _rows(adjusted, at).masked_fill(~masks[block.masked.masks], _NEGATIVE_INFINITY)
-        adjusted = _replaced(adjusted, at, rows)
+        adjusted.view(-1).index_fill_(0, block.stops.tensor, _NEGATIVE_INFINITY)
+    if block.masked is not None and masks is not None:
+        rows = _rows(adjusted, block.masked.rows)
+        rows = rows.masked_fill(~masks[block.masked.masks], _NEGATIVE_INFINITY)
+        adjusted = _replaced(adjusted, block.masked.rows, rows)
     return adjusted
 
 
 def filter_logits(
-    logits: Tensor, filters: Filters, columns: StagedColumns, nucleus_width: int, *, widens: bool
+    logits: Tensor, filters: Filters, nucleus_width: int, *, widens: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Apply step 5: temperature, top-k, top-p and min-p of each row; float64 [rows, vocab], -inf if filtered.
 
@@ -158,25 +176,21 @@ def filter_logits(
     """
     scaled = logits.double()
     scaled -= scaled.amax(dim=-1, keepdim=True)
-    scaled /= columns.reals[filters.temperatures][:, None]
+    scaled /= filters.temperatures.tensor
     # An infinite temperature makes 0 / inf = 0 and -inf / inf = NaN: masked logits must stay masked.
     scaled.masked_fill_(logits == _NEGATIVE_INFINITY, _NEGATIVE_INFINITY)
     if (top_k := filters.top_k) is not None:
-        at = columns.integers[top_k.rows]
-        rows = _rows(scaled, at)
-        last = rows.topk(top_k.most, dim=-1).values.gather(1, columns.integers[top_k.last][:, None])
-        scaled = _replaced(scaled, at, rows.masked_fill(rows < last, _NEGATIVE_INFINITY))
+        rows = _rows(scaled, top_k.rows)
+        last = rows.topk(top_k.most, dim=-1).values.gather(1, top_k.last.tensor)
+        scaled = _replaced(scaled, top_k.rows, rows.masked_fill_(rows < last, _NEGATIVE_INFINITY))
     wide = None
     if (top_p := filters.top_p) is not None:
-        at = columns.integers[top_p.rows]
-        rows = _rows(scaled, at)
-        threshold, wide = _nucleus_thresholds(
-            rows, columns.reals[top_p.probabilities][:, None], nucleus_width, widens=widens
-        )
-        scaled = _replaced(scaled, at, rows.masked_fill_(rows < threshold, _NEGATIVE_INFINITY))
+        rows = _rows(scaled, top_p.rows)
+        threshold, wide = _nucleus_thresholds(rows, top_p.probabilities.tensor, nucleus_width, widens=widens)
+        scaled = _replaced(scaled, top_p.rows, rows.masked_fill_(rows < threshold, _NEGATIVE_INFINITY))
     if filters.log_min_p is not None:
         # The largest is 0 after the shift.
-        scaled.masked_fill_(scaled < columns.reals[filters.log_min_p][:, None], _NEGATIVE_INFINITY)
+        scaled.masked_fill_(scaled < filters.log_min_p.tensor, _NEGATIVE_INFINITY)
     return scaled, wide
 
 
@@ -197,40 +211,46 @@ def _nucleus_thresholds(
     width = min(width, vocab)
     threshold, wide = _thresholds_among(rows, total, top_p, width)
     if not widens:
-        return threshold, wide
-    while width < vocab and bool(wide.any()):
+        return threshold, torch.zeros_like(top_p[:, 0], dtype=torch.bool) if wide is None else wide
+    while wide is not None and bool(wide.any()):
         width = min(width * _WIDER, vocab)
         at = wide.nonzero().squeeze(1)
-        threshold[at], wide[at] = _thresholds_among(rows[at], total[at], top_p[at], width)
+        threshold[at], still_wide = _thresholds_among(rows[at], total[at], top_p[at], width)
+        if still_wide is None:
+            break
+        wide[at] = still_wide
     return threshold, None
 
 
-def _thresholds_among(rows: Tensor, total: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _thresholds_among(rows: Tensor, total: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+    """Return the thresholds as the `width` largest logits give them, and bool [rows] of those that need more of them.
+
+    If these are all logits, the second result is None.
+    """
     largest = rows.topk(width, dim=-1).values
     before = largest.exp().cumsum(dim=-1) / total - largest.exp() / total
     # The most probable token stays, however small top_p is.
     inside = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
-    # A row whose last candidate is masked has no more tokens, though rounding may leave its sum below top_p.
-    wide = (before[:, -1] < top_p[:, 0]) & (largest[:, -1] > _NEGATIVE_INFINITY)
+    threshold = largest.gather(1, inside - 1)
     if width == rows.shape[1]:
-        wide = torch.zeros_like(wide)
-    return largest.gather(1, inside - 1), wide
+        return threshold, None
+    # A row whose last candidate is masked has no more tokens, though rounding may leave its sum below top_p.
+    return threshold, (before[:, -1] < top_p[:, 0]) & (largest[:, -1] > _NEGATIVE_INFINITY)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, asked: Logprobs, columns: StagedColumns) -> list[Tensor]:
+def _logprobs(logits: Tensor, tokens: Tensor, asked: Logprobs) -> list[Tensor]:
     """Do step 1 for the rows that ask for it: log-probabilities of their tokens, and the most probable ones with ids."""
-    at = columns.integers[asked.rows]
-    natural = torch.log_softmax(_rows(logits, at), dim=-1)
-    sampled = natural.gather(1, _rows(tokens, at)[:, None])
+    natural = torch.log_softmax(_rows(logits, asked.rows), dim=-1)
+    sampled = natural.gather(1, _rows(tokens, asked.rows)[:, None])
     values, ids = natural.topk(asked.most, dim=-1)
-    return [sampled, values, ids]
+    return [sampled.flatten(), values.flatten(), ids.flatten()]
 
 
-def _rows(tensor: Tensor, at: Tensor) -> Tensor:
-    """Return the rows at ascending indices: the tensor itself if these are all."""
-    return tensor if len(at) == len(tensor) else tensor.index_select(0, at)
+def _rows(tensor: Tensor, index: RowIndex) -> Tensor:
+    """Return some rows, or the tensor itself if these are all."""
+    return tensor if index is None else tensor.index_select(0, index.tensor)
 
 
-def _replaced(tensor: Tensor, at: Tensor, rows: Tensor) -> Tensor:
-    """Replace the rows at ascending indices, in place, or return `rows` if these are all."""
-    return rows if len(at) == len(tensor) else tensor.index_copy_(0, at, rows)
+def _replaced(tensor: Tensor, index: RowIndex, rows: Tensor) -> Tensor:
+    """Replace some rows, in place, or return `rows` if these are all."""
+    return rows if index is None else tensor.index_copy_(0, index.tensor, rows)
