@@ -20,6 +20,7 @@ from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Rendezvous, Sampling, Step, StepEntry, Tokens
 from medha_process.part_settings import RankSettings
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.sampling_plan import SamplingPlan
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank import engine as engine_module
 from medha_worker.rank.engine import Engine, Loaded
@@ -113,7 +114,7 @@ def run(ranks: Ranks, *, large: bool, tight_rank: int | None, goes_ahead: bool =
             tight: Any = Tight(model.kernels.attention, LARGE)
             model.kernels = replace(model.kernels, attention=tight)
         runner = Executor(
-            model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=100, eos_token_ids=(),
+            model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=model.config.vocab_size, eos_token_ids=(),
             clock=lambda: 0.0, pipeline=grid,
         )  # fmt: skip
         reported = []
@@ -150,16 +151,22 @@ def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_are_sampled
     """Only the rank that samples notices it, and others wait for a token of every row."""
     expected = run(ranks, large=False, tight_rank=None, goes_ahead=True)
 
-    sample = TokenSampler.sample
+    sample, plan_alone = TokenSampler.sample, TokenSampler.plan
 
     def tight(
-        sampler: TokenSampler, logits: torch.Tensor, samplers: Sequence[SequenceSampler]
+        sampler: TokenSampler, logits: torch.Tensor, samplers: Sequence[SequenceSampler], plan: Any
     ) -> list[SampledToken | NotSampled]:
         if len(samplers) > 1 or any(one.position == LARGE + 20 for one in samplers):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
-        return sample(sampler, logits, samplers)
+        return sample(sampler, logits, samplers, plan)
+
+    def tight_plan(sampler: TokenSampler, samplers: Sequence[SequenceSampler], vocab: int) -> SamplingPlan:
+        if len(samplers) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+        return plan_alone(sampler, samplers, vocab)
 
     monkeypatch.setattr(TokenSampler, "sample", tight)
+    monkeypatch.setattr(TokenSampler, "plan", tight_plan)
     found = run(ranks, large=True, tight_rank=None, goes_ahead=True)
     failed = [[(one.id, one.reason) for one in done.failures] for done in found]
     assert failed[:2] == [[], [("large", "out_of_memory")]]
@@ -314,7 +321,7 @@ def run_shared(
         tight: Any = Tight(model.kernels.attention, 10 if rank == tight_rank else math.inf)
         model.kernels = replace(model.kernels, attention=tight)
         runner = Executor(
-            model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=100, eos_token_ids=(),
+            model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=model.config.vocab_size, eos_token_ids=(),
             clock=lambda: 0.0, lane=grid.lane, pipeline=grid,
         )  # fmt: skip
         reported = []

@@ -24,7 +24,7 @@ from .models import load_model
 class FirstStage:
     """The other stages, as the first one sees them."""
 
-    is_first_stage, is_last_stage, stages = True, False, 2
+    is_first_stage, is_last_stage, samples, stages = True, False, False, 2
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
@@ -55,7 +55,7 @@ class FirstStage:
 class LastStage:
     """The first stage, as the last one of two sees it."""
 
-    is_first_stage, is_last_stage, stages = False, True, 2
+    is_first_stage, is_last_stage, samples, stages = False, True, True, 2
 
     def __init__(self, hidden_size: int) -> None:
         self._hidden_size = hidden_size

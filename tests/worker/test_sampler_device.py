@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from medha_worker.kernels.torch_race import DenseRace, SparseRace
 from medha_worker.model import token_sampler
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
+from medha_worker.rank.sampled_tokens import SampledTokens
 
 from .device_watch import fake_gpu, watched
 from .sampling_cases import CASES, case, results
@@ -132,3 +134,33 @@ def test_the_watch_finds(defect: Any, error: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Exception, match=error) as caught:
         launched()
     assert caught.type is not AttributeError
+
+
+def test_only_kernels_follow_the_logits() -> None:
+    """All numbers of a plan are on the device before the logits are computed, also those of penalties and masks."""
+    events: list[str] = []
+
+    class Noting(InOrder):
+        def place(self, tensor: torch.Tensor) -> torch.Tensor:
+            events.append("copy")
+            return super().place(tensor)
+
+    vocab, device = 300, Beside(HOST, torch.float32, HostMemory(), Noting(HOST))
+    computed: list[Any] = [
+        SimpleNamespace(planned=SimpleNamespace(sequence=SimpleNamespace(sampler=one)), hidden=None, row=row)
+        for row, one in enumerate(every_option(vocab))
+    ]
+    hidden = torch.randn(len(computed), vocab, generator=torch.Generator().manual_seed(2))
+    for one in computed:
+        one.hidden = hidden
+
+    def logits(last: torch.Tensor) -> torch.Tensor:
+        events.append("logits")
+        return last
+
+    tokens = SampledTokens(logits, None, device, TokenSampler(DenseRace(), device), vocab)
+    sampled = [result for _, result in tokens.sample(computed)]
+    assert events == ["copy", "copy", "copy", "logits"]
+    here = TokenSampler(SparseRace(), host_device(torch.float32))
+    expected = here.sample(hidden, every_option(vocab))
+    assert list(map(comparable, sampled)) == list(map(comparable, expected))

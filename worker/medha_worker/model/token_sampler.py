@@ -48,30 +48,34 @@ class TokenSampler:
         self._tables = PenaltyTables(device.torch_device)
         self._batches: deque[BatchPlan] = deque(maxlen=_BATCHES)
 
-    def sample(self, logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[SampledToken | NotSampled]:
+    def sample(
+        self, logits: Tensor, sequences: Sequence[SequenceSampler], plan: SamplingPlan | None = None
+    ) -> list[SampledToken | NotSampled]:
         """Sample the next token of every row. Changes no sequence: `SequenceSampler.append` adds the token.
 
         Args:
             logits: float32 [rows, vocab], on this device; not changed.
             sequences: The sequence of each row.
+            plan: Their plan if it was made before the logits.
         """
         assert logits.shape[0] == len(sequences), f"{logits.shape[0]} rows for {len(sequences)} sequences"
         if not sequences:
             return []
-        results, wide = self._sampled(logits, sequences, FIRST_NUCLEUS_WIDTH)
+        vocab = logits.shape[1]
+        plan = plan or self.plan(sequences, vocab)
+        assert vocab == plan.batch.vocab, f"{vocab} tokens, and {plan.batch.vocab} were planned"
+        results, wide = self._results(logits, plan, FIRST_NUCLEUS_WIDTH)
         if wide:
             rows = self._device.place(torch.tensor(wide))
-            again, _ = self._sampled(
-                logits.index_select(0, rows), [sequences[row] for row in wide], logits.shape[1]
-            )
+            wider = self.plan([sequences[row] for row in wide], vocab)
+            again, _ = self._results(logits.index_select(0, rows), wider, vocab)
             for row, result in zip(wide, again, strict=True):
                 results[row] = result
         return results
 
-    def _sampled(
-        self, logits: Tensor, sequences: Sequence[SequenceSampler], nucleus_width: int
+    def _results(
+        self, logits: Tensor, plan: SamplingPlan, nucleus_width: int
     ) -> tuple[list[SampledToken | NotSampled], list[int]]:
-        plan = self.plan(sequences, logits.shape[1])
         parts = self.launch(logits, plan, nucleus_width)
         if not self._is_host:
             # The one copy to the host, and the one wait for the device.

@@ -113,7 +113,7 @@ class Executor:
         new_sampler = new_samplers(vocab_size, tuple(eos_token_ids), mask_for)
         self._state = LaneState(self.ledger, lane, epoch, new_sampler)
         self._tokens = SampledTokens(
-            model.logits, pipeline, model.device, TokenSampler(model.kernels.race, model.device)
+            model.logits, pipeline, model.device, TokenSampler(model.kernels.race, model.device), vocab_size
         )
         self._model = model
         self._kv_cache = kv_cache

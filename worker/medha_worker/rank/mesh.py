@@ -92,6 +92,7 @@ class Mesh:
         self.stages = topology.stream
         self.is_last_stage = here.stream == topology.stream - 1
         self.sampling_rank = pod_ranks(topology, replace(here, stream=topology.stream - 1))[0]  # of this lane
+        self.samples = rank == self.sampling_rank
         self._sent_tokens = Sent((2 * topology.stream + 2) * topology.tensor)
         self._store = _store(endpoint, rank, topology.ranks, rendezvous_seconds)  # rank 0's serves the others
         of_epoch = PrefixStore(f"{epoch}", self._store)

@@ -24,6 +24,7 @@ from medha.wire.messages import Admit, StepEntry
 from medha_worker.device import Device
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.sampling_plan import SamplingPlan
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.lane_plan import PlannedEntry
 from medha_worker.rank.lane_state import NewSampler
@@ -36,6 +37,7 @@ class TokenLink(Protocol):
 
     is_first_stage: bool
     is_last_stage: bool
+    samples: bool  # whether this rank samples the tokens of its lane
     stages: int
 
     def send_tokens(self, ids: Sequence[int]) -> None: ...
@@ -68,11 +70,13 @@ class SampledTokens:
         link: TokenLink | None,
         device: Device,
         sampler: TokenSampler,
+        vocab_size: int,
     ) -> None:
         """`logits` takes hidden states [rows, hidden]; it returns None on a rank that only contributes to another's."""
         self._logits = logits
         self._device = device
         self._sampler = sampler
+        self._vocab_size = vocab_size
         self._link = link
         self._expected: deque[list[PlannedEntry]] = deque()  # by step; their tokens have not arrived yet
         self._digest = 0  # of all tokens of this lane that are known here
@@ -81,6 +85,8 @@ class SampledTokens:
         """Sample the next token of each entry. If another rank samples, expect its tokens and return []."""
         link, entries = self._link, [one.planned for one in computed]
         samplers = [one.sequence.sampler for one in entries if one.sequence.sampler is not None]
+        # While a device runs the layers: after the logits it is then given nothing but kernels.
+        plan = self._planned(samplers) if link is None or link.samples else None
         logits = None
         if link is None or link.is_last_stage:
             logits = self._logits(last_hidden(computed, self._device))
@@ -91,22 +97,32 @@ class SampledTokens:
             if link.is_first_stage:
                 self._expected.append(entries)
             return []
-        sampled = self._sampled(logits, samplers)
+        sampled = self._sampled(logits, samplers, plan)
         if link is not None:
             tokens = [-1 if isinstance(result, NotSampled) else result.token for result in sampled]
             self._digest = _digest(self._digest, entries, tokens)
             link.send_tokens([*tokens, self._digest])
         return list(zip(entries, sampled, strict=True))
 
+    def _planned(self, samplers: Sequence[SequenceSampler]) -> SamplingPlan | None:
+        """Plan a step's sampling; None if memory runs out, and then it runs out again where that can be contained."""
+        try:
+            return self._sampler.plan(samplers, self._vocab_size)
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out(error):
+                raise
+            _log.warning("memory ran out while sampling was planned: %s", error)
+            return None
+
     def _sampled(
-        self, logits: Tensor, samplers: Sequence[SequenceSampler]
+        self, logits: Tensor, samplers: Sequence[SequenceSampler], plan: SamplingPlan | None = None
     ) -> list[SampledToken | NotSampled]:
         """Sample a token of each row, row by row if memory runs out.
 
         Other ranks wait for a token of each row, so no row may raise.
         """
         try:
-            return self._sampler.sample(logits, samplers)
+            return self._sampler.sample(logits, samplers, plan)
         except (MemoryError, RuntimeError) as error:
             if not ran_out(error):
                 raise
