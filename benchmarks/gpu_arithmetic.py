@@ -5,7 +5,8 @@
 
 The engine's own code runs on fake `cuda` tensors, and every operator is counted: launches, bytes and FLOPs. Llama-3-8B is
 on one rank; of Llama-3-70B, one of eight tensor ranks is counted. FlashInfer's kernels are counted as its sources have them:
-two launches for attention whose keys are split (and one that turns the base of the log-sum-exp), one for each row operator.
+two launches for attention whose keys are split (and one that turns the base of log-sum-exps that are needed), one for each row
+operator.
 
 Predicted seconds are those of the core's predictor for these models and an H100 (docs/predictor.md): the scheduler plans with them.
 MFU and MBU divide the counted FLOPs and bytes by them and by the data sheet's rates. So the first run on a GPU confirms or
@@ -83,13 +84,13 @@ class Counted:
         return None
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, _: torch.Tensor
+        self, q: torch.Tensor, keys: torch.Tensor, _: torch.Tensor, *, needs_sums: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = sum(Work(span.context_length, span.row_count).pairs for span in self._spans)
         read = sum(span.total_length for span in self._spans)
         kv_heads, _slots, head_dim = keys.shape
         moved = 2.0 * keys.element_size() * (read * kv_heads * head_dim + q.numel())
-        self.counts.add("attention", 3, moved, 4.0 * pairs * q.shape[1] * head_dim)
+        self.counts.add("attention", 2 + needs_sums, moved, 4.0 * pairs * q.shape[1] * head_dim)
         return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, _: float) -> torch.Tensor:

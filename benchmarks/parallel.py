@@ -108,9 +108,9 @@ class Clocked:
         step, clock = self._backend.plan(*arguments), self
 
         class Step:
-            def attend(self, *arguments: Any) -> Any:
+            def attend(self, *arguments: Any, **options: Any) -> Any:
                 start = time.perf_counter()
-                result = step.attend(*arguments)
+                result = step.attend(*arguments, **options)
                 clock.seconds += time.perf_counter() - start
                 return result
 
@@ -127,7 +127,7 @@ class Merging:
         step, grid, other = self._backend.plan(*arguments), self._grid, 1 - self._grid.lane
 
         class Step:
-            def attend(self, *arguments: Any) -> Any:
+            def attend(self, *arguments: Any, **_: Any) -> Any:
                 output, sums = step.attend(*arguments)
                 own = torch.cat([output.float().flatten(), sums.float().flatten()])
                 theirs = torch.empty_like(own)

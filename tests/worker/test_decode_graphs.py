@@ -104,10 +104,10 @@ class Replanned:
         self._planned = self._backend.plan(spans, block_tokens)
 
     def attend(
-        self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor
+        self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor, *, needs_sums: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._planned is not None
-        return self._planned.attend(q, pool_keys, pool_values)
+        return self._planned.attend(q, pool_keys, pool_values, needs_sums=needs_sums)
 
 
 class Replanning:

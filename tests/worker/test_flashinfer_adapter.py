@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 from importlib import util
 from typing import Any
@@ -45,6 +46,23 @@ def test_rows_of_each_kind_may_lie_apart() -> None:
     ]
     case = Case(kinds, block_tokens=4)
     assert_equals_torch(case, attended(case, adapter(case, FlashInferDouble())))
+
+
+@pytest.mark.parametrize("case", [*STEPS, Case([Chunk(1, 9), Chunk(1, 30)])])
+def test_log_sum_exps_are_converted_only_where_something_needs_them(case: Case) -> None:
+    """Results are the same without, also those that are merged within the step, and those that sinks are added to."""
+    q, keys, values, sinks = (None if one is None else on_device(one) for one in case.tensors())
+    attention = adapter(case, FlashInferDouble())
+    steps = [attention.plan(case.spans(), case.block_tokens, case.window_tokens)]
+    if all(chunk.rows == 1 for chunk in case.chunks):
+        graph = attention.for_graph(len(case.chunks), case.blocks())
+        graph.replan(case.spans(), case.block_tokens)
+        steps.append(graph)
+    for step in steps:
+        output, sums = map(on_host, step.attend(q, keys, values, sinks))
+        found, without = map(on_host, step.attend(q, keys, values, sinks, needs_sums=False))
+        assert torch.equal(found, output)
+        torch.testing.assert_close(without * (1 if case.has_sinks else math.log(2)), sums)
 
 
 @pytest.mark.parametrize("version", recorded())

@@ -42,6 +42,8 @@ class StepAttention(Protocol):
         pool_keys: torch.Tensor,
         pool_values: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        needs_sums: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention of every row to its own sequence, with scores scaled by 1 / sqrt(head_dim).
 
@@ -52,10 +54,11 @@ class StepAttention(Protocol):
             sinks: One layer's attention sinks, [query_heads]: each row also sees a key whose score is its head's
                 sink and whose value is zero. If parts of a row's keys are attended to elsewhere, the sinks are
                 left out here and added once to what was merged (`partial_results.add_sinks`).
+            needs_sums: False if nothing is merged, so that log-sum-exps need not be computed.
 
         Returns:
             [rows, query_heads, head_dim], and the log-sum-exp (natural) of each row's scores, float32 [rows,
-            query_heads], by which partial results over disjoint keys are merged.
+            query_heads], by which partial results over disjoint keys are merged. It is undefined without `needs_sums`.
         """
         ...
 

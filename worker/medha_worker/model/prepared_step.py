@@ -71,7 +71,7 @@ class OwnStep:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._write.write(*pools, k, v)
-        return self._attention.attend(q, *pools)[0]
+        return self._attention.attend(q, *pools, needs_sums=False)[0]
 
 
 def new_slots(spans: Sequence[SequenceSpan], block_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

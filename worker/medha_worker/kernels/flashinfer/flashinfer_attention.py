@@ -3,7 +3,8 @@
 The pool's [kv_heads, slots, head_dim] is a view of FlashInfer's HND layout, [pages, kv_heads, page, head_dim]: it reads
 strides. A step is planned once, as up to four kinds of batches (`page_tables`), and each layer runs them into one result.
 
-Its log-sum-exps have base 2, here and in its merge; they become natural in one place, at the end of `attend`. Its own
+Its log-sum-exps have base 2, here and in its merge; they become natural in one place, at the end of `attend`,
+and only if something needs them. Its own
 argument for sinks is ignored by the implementations used here, so sinks are added to the result.
 
 Unproven until a GPU has run it: all numerics; that plans and runs of different threads do not disturb each other; graphs; whether
@@ -236,13 +237,15 @@ class FlashInferStep:
         pool_keys: torch.Tensor,
         pool_values: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        needs_sums: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pages = self._attention.paged(q, pool_keys, pool_values, self._block_tokens, self._last_page)
         output = q.new_empty(q.shape)
         sums = q.new_empty(q.shape[:2], dtype=torch.float32)
         for run in self._runs:
             run(self._attention.library, q, pages, output, sums)
-        return _natural(output, sums, sinks)
+        return _finished(output, sums, sinks, needs_sums)
 
 
 class FlashInferGraph:
@@ -287,15 +290,18 @@ class FlashInferGraph:
         pool_keys: torch.Tensor,
         pool_values: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        needs_sums: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pages = self._attention.paged(q, pool_keys, pool_values, self._block_tokens, self._last_page)
         output, sums = self._wrapper.run(q, pages, return_lse=True)
-        return _natural(output, sums, sinks)
+        return _finished(output, sums, sinks, needs_sums)
 
 
-def _natural(
-    output: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None
+def _finished(
+    output: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None, needs_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a result whose log-sum-exps have base 2 as the protocol has it."""
-    sums.mul_(math.log(2))
+    if needs_sums or sinks is not None:
+        sums.mul_(math.log(2))
     return (output, sums) if sinks is None else add_sinks(output, sums, sinks)
