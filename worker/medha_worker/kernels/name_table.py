@@ -50,12 +50,11 @@ def _race(device: Device) -> TokenRace:
 
 
 def _triton_race(device: Device) -> TokenRace:
-    """Return the race in Triton, which has run once: at its first run Triton needs a C compiler, and compiles."""
+    """Return the race in Triton, which has run once: at its first run Triton compiles, and may find no C compiler."""
     from medha_worker.kernels.triton.driver_module import use_compiled_driver
     from medha_worker.kernels.triton.triton_race import TritonRace
 
     use_compiled_driver()
-
     race = TritonRace()
     race.winners(
         device.place(torch.zeros(1, 1, dtype=torch.float64)), device.place(torch.zeros(1, dtype=torch.int64))

@@ -188,6 +188,8 @@ class _TritonStep:
         pool_keys: torch.Tensor,
         pool_values: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        *,
+        needs_sums: bool = True,  # noqa: ARG002 - they cost nothing here
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, query_heads, head_dim = q.shape
         kv_heads = pool_keys.shape[0]
