@@ -110,6 +110,8 @@ DEFECTS = tuple(
         ("The last head is not turned", ROWS, "heads[:, -1:].view(rows, head_dim)", "heads[:, -1:].clone().view(rows, head_dim)", "result", "unasked"),
         ("Angles are in the model's type", ROWS, "torch.cat([cos, sin], dim=1).float()", "torch.cat([cos, sin], dim=1)", "double", "unasked"),
         ("Sines come before cosines", ROWS, "torch.cat([cos, sin], dim=1)", "torch.cat([sin, cos], dim=1)", "result", "unasked"),
+        ("The sum is kept in place of what was added", ROWS, "fused_add_rmsnorm(part, hidden", "fused_add_rmsnorm(hidden, part", "result", "unasked"),
+        ("The sum is returned in place of its norm", ROWS, "        return part\n", "        return hidden\n", "result", "unasked"),
         ("The gate is read with gaps between rows", ROWS, "gate_up.contiguous()", "gate_up", "double", "unasked"),
     )
 )  # fmt: skip

@@ -166,6 +166,22 @@ class FlashInferDouble:
         on_host(out).copy_(on_host(result))
         return out
 
+    def fused_add_rmsnorm(
+        self,
+        input: torch.Tensor,  # noqa: A002 - likewise
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+    ) -> None:
+        self.bind("fused_add_rmsnorm", input, residual, weight, eps)
+        demand(input.dim() == 2 and input.shape == residual.shape, "rows are added to as many rows")
+        demand(input.dtype in (torch.float16, torch.bfloat16), "dtype")
+        demand(input.dtype == residual.dtype == weight.dtype, "dtypes differ")
+        demand(input.stride(-1) == 1 == residual.stride(-1), "the last dimension has to be contiguous")
+        x = on_host(input).double() + on_host(residual).double()
+        on_host(residual).copy_(x)
+        on_host(input).copy_(x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * on_host(weight).double())
+
     def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - likewise
         self.bind("silu_and_mul", input)
         demand(input.dtype in (torch.float16, torch.bfloat16), "dtype")

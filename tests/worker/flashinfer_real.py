@@ -82,7 +82,7 @@ def installed() -> Any:
             "device_support_pdl": lambda device: False,
             "get_batch_prefill_module": lambda backend, *_: Kernel(backend),
             "get_cascade_module": lambda: SimpleNamespace(merge_state_in_place=merged),
-            "get_norm_module": lambda: SimpleNamespace(rmsnorm=normed),
+            "get_norm_module": lambda: SimpleNamespace(rmsnorm=normed, fused_add_rmsnorm=added),
             "get_act_and_mul_module": lambda _: SimpleNamespace(silu_and_mul=multiplied),
             "get_rope_module": lambda: SimpleNamespace(apply_rope_pos_ids_cos_sin_cache=turned),
             "_USE_CUDA_NORM": True,
@@ -97,6 +97,9 @@ def installed() -> Any:
 
     def normed(out: Any, x: Any, weight: Any, eps: float, pdl: bool) -> None:
         double.rmsnorm(on_device(x), on_device(weight), eps, out=on_device(out))
+
+    def added(x: Any, residual: Any, weight: Any, eps: float, pdl: bool) -> None:
+        double.fused_add_rmsnorm(on_device(x), on_device(residual), on_device(weight), eps)
 
     def multiplied(out: Any, x: Any, pdl: bool) -> None:
         out.copy_(on_host(double.silu_and_mul(on_device(x))))
@@ -145,6 +148,10 @@ def main() -> None:
     close = {"rtol": 1e-2, "atol": 1e-2}
     for x in (heads, heads[:, 1]):
         torch.testing.assert_close(rows.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5), **close)
+    hidden, part = heads[:, 1].clone(), heads[:, 2].clone()
+    normed = rows.add_rms_norm(hidden, part, weight, 1e-5)
+    torch.testing.assert_close(hidden, heads[:, 1] + heads[:, 2], **close)
+    torch.testing.assert_close(normed, plain.rms_norm(hidden, weight, 1e-5), **close)
     multiplied = rows.silu_multiply(wide[:, :192])
     torch.testing.assert_close(multiplied, plain.silu_multiply(wide.clone()[:, :192]), **close)
     wanted = heads.clone()

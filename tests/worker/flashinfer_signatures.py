@@ -22,6 +22,7 @@ CALLED = (
     "BatchDecodeWithPagedKVCacheWrapper.plan",
     "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer",
     "BatchDecodeWithPagedKVCacheWrapper.run",
+    "fused_add_rmsnorm",
     "apply_rope_with_cos_sin_cache_inplace",
     "merge_state_in_place",
     "rmsnorm",

@@ -76,6 +76,7 @@ def test_every_call_of_the_adapter_fits_the_recorded_signature(version: str) -> 
     x = on_device(torch.ones(2, 3, HEAD_DIM).half())
     rows.rms_norm(x, on_device(torch.ones(HEAD_DIM).half()), 1e-5)
     rows.rotate(x, on_device(torch.ones(2, HEAD_DIM // 2)), on_device(torch.ones(2, HEAD_DIM // 2)))
+    rows.add_rms_norm(x[0], x[1], on_device(torch.ones(HEAD_DIM).half()), 1e-5)
     rows.silu_multiply(x.flatten(1)[:, :64])
     assert double.called == set(CALLED)
 
@@ -243,6 +244,13 @@ def test_rows_equal_plain_torch(rows: FlashInferRows, dtype: torch.dtype) -> Non
         weight = normal(96)
         found = rows.rms_norm(on_device(x), on_device(weight), 1e-5)
         torch.testing.assert_close(on_host(found), plain.rms_norm(x, weight, 1e-5), **close)
+    hidden, part, weight = normal(9, 96), normal(5, 96), normal(96)
+    changed, memory = on_device(hidden.clone()), on_device(part.clone())
+    found = rows.add_rms_norm(changed[2:7], memory, on_device(weight), 1e-5)
+    hidden[2:7] += part
+    torch.testing.assert_close(on_host(changed), hidden, **close)
+    torch.testing.assert_close(on_host(found), plain.rms_norm(hidden[2:7], weight, 1e-5), **close)
+    assert found.data_ptr() == memory.data_ptr()
     gate_up = normal(5, 200)[:, :192]
     found = rows.silu_multiply(on_device(gate_up))
     torch.testing.assert_close(on_host(found), plain.silu_multiply(gate_up.clone()), **close)
@@ -339,7 +347,13 @@ def test_every_kernel_is_tried_out_before_the_first_step(monkeypatch: pytest.Mon
     def missing(*args: object, **kwargs: object) -> None:
         raise RuntimeError("nvcc was not found")
 
-    for name in ("merge_state_in_place", "rmsnorm", "silu_and_mul", "BatchDecodeWithPagedKVCacheWrapper"):
+    for name in (
+        "merge_state_in_place",
+        "rmsnorm",
+        "fused_add_rmsnorm",
+        "silu_and_mul",
+        "BatchDecodeWithPagedKVCacheWrapper",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(double, name, missing)
             with pytest.raises(KernelsUnavailable, match=r"tried out \(RuntimeError: nvcc was not found"):

@@ -60,7 +60,15 @@ def _rows(package: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     rows.rotate(turned, on_device(angles.cos()), on_device(angles.sin()))
     TorchRows().rotate(heads, angles.cos(), angles.sin())
     multiplied = rows.silu_multiply(on_device(wide)[:, :192])
-    return [(on_host(turned), heads), (on_host(multiplied), TorchRows().silu_multiply(wide.clone()[:, :192]))]
+    weight, hidden, part = (torch.randn(shape).bfloat16() for shape in ((64,), (5, 64), (5, 64)))
+    sums = on_device(hidden.clone())
+    normed = rows.add_rms_norm(sums, on_device(part.clone()), on_device(weight), 1e-5)
+    return [
+        (on_host(turned), heads),
+        (on_host(multiplied), TorchRows().silu_multiply(wide.clone()[:, :192])),
+        (on_host(sums), hidden + part),
+        (on_host(normed), TorchRows().rms_norm(hidden + part, weight, 1e-5)),
+    ]
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)

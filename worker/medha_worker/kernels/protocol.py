@@ -154,6 +154,15 @@ class RowOperators(Protocol):
         """Return the RMSNorm of [..., size] over the last dimension, times `weight`, [size]."""
         ...
 
+    def add_rms_norm(
+        self, hidden: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """Add `part` to `hidden`, both [rows, size], and return the RMSNorm of the sum, in the memory of `part`.
+
+        None, and nothing is changed, if this implementation has no kernel that does both.
+        """
+        ...
+
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Apply RoPE to [rows, heads, head_dim] in place, by cos and sin, each [rows, head_dim / 2].
 

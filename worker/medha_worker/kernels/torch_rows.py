@@ -13,6 +13,10 @@ class TorchRows:
             return F.rms_norm(x, (x.shape[-1],), weight, eps)
         return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
 
+    def add_rms_norm(
+        self, hidden: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None: ...
+
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         cos, sin = cos[:, None], sin[:, None]  # the same for all heads
         first, second = heads.chunk(2, dim=-1)

@@ -240,8 +240,11 @@ class Transformer:
             hidden = self._embed(entering, self._weights.embedding)
         else:
             hidden = entering.clone()
-        for index, layer in enumerate(self._weights.layers):
-            hidden = self._layer(index, layer, hidden, rotation, step)
+        normed = None
+        layers = self._weights.layers
+        for index, layer in enumerate(layers):
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else None
+            normed = self._layer(index, layer, hidden, normed, following, rotation, step)
         return hidden
 
     @torch.inference_mode()
@@ -277,22 +280,32 @@ class Transformer:
         index: int,
         layer: LayerWeights,
         hidden: torch.Tensor,
+        normed: torch.Tensor | None,
+        following: torch.Tensor | None,
         rotation: Rotation,
         step: LayerStep,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
+        """Run a layer on hidden states, in place.
+
+        `normed` are the normed hidden states if the layer before has them already; the result are those for the next
+        layer, whose norm is `following`, if they came about beside the last sum.
+        """
         everything = slice(0, hidden.shape[0])
         if isinstance(step, SpreadStep):  # all rows at once: other lanes wait for what they need of it
-            attended = step.attend(index, *self._heads_of_each(layer, hidden, rotation, step.sequences))
+            heads = self._heads_of_each(layer, hidden, normed, rotation, step.sequences)
+            attended = step.attend(index, *heads)
 
             def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:  # noqa: ARG001
                 return attended[rows].flatten(1)
         else:
 
             def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:
-                heads = self._heads(layer, hidden[rows], (rotation[0][rows], rotation[1][rows]))
+                heads = self._heads(layer, hidden, normed, rotation, rows)
                 return (alone or step).attend(index, *heads).flatten(1)
 
-        self._add(hidden, everything, step, attend, layer.output, layer.output_bias)
+        post_normed = self._add(
+            hidden, everything, step, attend, layer.output, layer.output_bias, layer.post_norm
+        )
 
         # On a CPU, a few rows at a time, so that the widest activations stay in cache and in the same memory.
         rows = hidden.shape[0]
@@ -303,17 +316,27 @@ class Transformer:
             nonlocal wide
             if wide is None:
                 wide = hidden.new_empty(rows.stop - rows.start, layer.gate_up.shape[1])
-            return self._widened(layer, hidden[rows], wide)
+            return self._widened(layer, self._normed(hidden, post_normed, layer.post_norm, rows), wide)
 
+        following_normed = None
         for first in range(0, rows, together):
             tile = slice(first, min(first + together, rows))
-            self._add(hidden, tile, step, mlp, layer.down, layer.down_bias)
-        return hidden
+            norm = following if tile == everything else None  # the next layer wants all rows normed, or none
+            following_normed = self._add(hidden, tile, step, mlp, layer.down, layer.down_bias, norm)
+        return following_normed
 
-    def _heads(self, layer: LayerWeights, hidden: torch.Tensor, rotation: Rotation) -> _Heads:
-        """Compute queries, keys and values of hidden states, in the form that attention takes."""
-        config, rows = self.config, hidden.shape[0]
-        normed = self._norm(hidden, layer.input_norm)
+    def _heads(
+        self,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        normed: torch.Tensor | None,
+        rotation: Rotation,
+        some: slice,
+    ) -> _Heads:
+        """Compute queries, keys and values of some rows of hidden states, in the form that attention takes."""
+        config = self.config
+        normed = self._normed(hidden, normed, layer.input_norm, some)
+        rotation, rows = (rotation[0][some], rotation[1][some]), normed.shape[0]
         query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
         heads = self.kernels.products.product(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(rows, query_heads + 2 * kv_heads, config.head_dim)
@@ -330,12 +353,13 @@ class Transformer:
         self,
         layer: LayerWeights,
         hidden: torch.Tensor,
+        normed: torch.Tensor | None,
         rotation: Rotation,
         sequences: Sequence[slice],
     ) -> _Heads:
         """Compute as `_heads` does, but sequence by sequence if memory runs out; NaN for those that do not fit alone."""
         try:
-            return self._heads(layer, hidden, rotation)
+            return self._heads(layer, hidden, normed, rotation, slice(0, hidden.shape[0]))
         except (MemoryError, RuntimeError) as error:
             if not ran_out(error):
                 raise
@@ -350,7 +374,7 @@ class Transformer:
         )
         for rows in sequences:
             try:
-                own = self._heads(layer, hidden[rows], (rotation[0][rows], rotation[1][rows]))
+                own = self._heads(layer, hidden, normed, rotation, rows)
             except (MemoryError, RuntimeError) as error:
                 if not ran_out(error):
                     raise
@@ -368,11 +392,10 @@ class Transformer:
             self._has_reported = True
             self._ran_out()
 
-    def _widened(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate(x)) * up(x) of the normed rows; `wide` is scratch memory."""
-        normed = self._norm(hidden, layer.post_norm)
+    def _widened(self, layer: LayerWeights, normed: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate(x)) * up(x) of normed rows; `wide` is scratch memory."""
         gate_up = self.kernels.products.product(
-            normed, layer.gate_up, layer.gate_up_bias, out=wide[: hidden.shape[0]]
+            normed, layer.gate_up, layer.gate_up_bias, out=wide[: normed.shape[0]]
         )
         return self.kernels.rows.silu_multiply(gate_up)
 
@@ -384,11 +407,15 @@ class Transformer:
         compute: Callable[[slice, OwnStep | None], torch.Tensor],
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-    ) -> None:
+        norm: torch.Tensor | None,
+    ) -> torch.Tensor | None:
         """Compute hidden[rows] += compute(rows) @ weight + bias, summed over the ranks.
 
         A rank alone does this in one pass over memory. If rows are those of a single sequence, `compute` is
         given a step of their own.
+
+        Returns:
+            The rows normed by the weight `norm` if one kernel adds a sum over ranks and norms, else None.
         """
 
         def run(rows: slice, alone: OwnStep | None, out: torch.Tensor | None) -> torch.Tensor | None:
@@ -409,8 +436,7 @@ class Transformer:
                 "memory ran out for %d rows, so each sequence runs alone: %s", hidden.shape[0], error
             )
         else:
-            self._sum(hidden, rows, part)
-            return
+            return self._sum(hidden, rows, part, norm)
         # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
         part = torch.empty_like(hidden[rows]) if self.shard.tensor_size > 1 else None
         for index, sequence in enumerate(step.sequences):
@@ -425,12 +451,27 @@ class Transformer:
                     raise
                 self._take_part_as_nan(sequence, error)
                 (hidden[own] if out is None else out).fill_(torch.nan)
-        self._sum(hidden, rows, part)
+        return self._sum(hidden, rows, part, norm)
 
-    def _sum(self, hidden: torch.Tensor, rows: slice, part: torch.Tensor | None) -> None:
-        if part is not None:
-            self._group.all_reduce(part)
-            hidden[rows].add_(part)
+    def _sum(
+        self, hidden: torch.Tensor, rows: slice, part: torch.Tensor | None, norm: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if part is None:
+            return None
+        self._group.all_reduce(part)
+        if norm is not None:
+            eps = self.config.rms_norm_eps
+            normed = self.kernels.rows.add_rms_norm(hidden[rows], part, norm, eps)
+            if normed is not None:
+                return normed
+        hidden[rows].add_(part)
+        return None
+
+    def _normed(
+        self, hidden: torch.Tensor, normed: torch.Tensor | None, weight: torch.Tensor, rows: slice
+    ) -> torch.Tensor:
+        """Return some rows normed: of `normed` if all rows are there already."""
+        return self._norm(hidden[rows], weight) if normed is None else normed[rows]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rows.rms_norm(x, weight, self.config.rms_norm_eps)

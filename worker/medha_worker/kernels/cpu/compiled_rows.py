@@ -43,6 +43,10 @@ class CompiledRows:
         )
         return output.view(x.shape)
 
+    def add_rms_norm(
+        self, hidden: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None: ...
+
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         rows, count, head_dim = heads.shape
         assert heads.stride()[1:] == (head_dim, 1)

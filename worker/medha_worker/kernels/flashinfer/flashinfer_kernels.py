@@ -80,6 +80,8 @@ def try_out(kernels: Kernels, sizes: KernelSizes, device: Device) -> None:
     kernels.rows.rotate(heads, angles, angles)
     for x in (one.new_zeros(rows, sizes.hidden_size), heads):
         kernels.rows.rms_norm(x, one.new_zeros(x.shape[-1]), 1e-5)
+    wide = one.new_zeros(rows, sizes.hidden_size)
+    kernels.rows.add_rms_norm(wide, wide.clone(), one.new_zeros(sizes.hidden_size), 1e-5)
     kernels.rows.silu_multiply(one.new_zeros(rows, 2 * sizes.intermediate_size))
     step = kernels.attention.plan(spans, block_tokens)
     step.attend(heads, pool, pool)

@@ -25,6 +25,12 @@ class FlashInferRows:
         assert x.dim() in (2, 3), f"rows or heads of rows are normed, not {tuple(x.shape)}"
         return self._library.rmsnorm(x, weight, eps, out=x.new_empty(x.shape))  # type: ignore[no-any-return]
 
+    def add_rms_norm(
+        self, hidden: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        self._library.fused_add_rmsnorm(part, hidden, weight, eps)
+        return part
+
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         rows, count, head_dim = heads.shape
         if count == 1:

@@ -31,7 +31,7 @@ def norm_kernel(x, weight, out, row_stride, member_stride, size, eps, tile: tl.c
 
 
 class TritonRows:
-    """`RowOperators` on a GPU; `others` are operators on single values."""
+    """`RowOperators` on a GPU; `others` are operators on single values, so that no norm is theirs."""
 
     def __init__(self, others: RowOperators) -> None:
         self.rotate, self.silu_multiply = others.rotate, others.silu_multiply
@@ -45,3 +45,7 @@ class TritonRows:
             strides = rows.stride(0), rows.stride(1)
             norm_kernel[count, members](x, weight, out, *strides, size, eps, triton.next_power_of_2(size))
         return out
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None: ...
