@@ -18,6 +18,7 @@ import torch
 from .computing_device import OnDevice, Work, on_device, on_host
 
 LN_2 = math.log(2)
+KV_TYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Refused(Exception):
@@ -248,11 +249,12 @@ class _Wrapper(ABC):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        **scales: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._library.bind(
-            f"{self._name}.run", None, q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse
+            f"{self._name}.run", None, q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, **scales
         )
-        return self._attended(q, paged_kv_cache, out, lse, return_lse)
+        return self._attended(q, paged_kv_cache, out, lse, return_lse, **scales)
 
     def _begin(self, float_workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
         demand(
@@ -313,6 +315,8 @@ class _Wrapper(ABC):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
         return_lse: bool,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         plan = self._plan
         demand(plan is not None, "run before plan")
@@ -324,7 +328,9 @@ class _Wrapper(ABC):
         k, v = (
             on_host(one) if self._layout == "HND" else on_host(one).transpose(1, 2) for one in (keys, values)
         )
-        result, sums = attend_pages(on_host(q), k, v, plan)
+        scaled = {**plan, "sm_scale": plan["sm_scale"] * k_scale}
+        result, sums = attend_pages(on_host(q), k, v, scaled)
+        result *= v_scale
         if out is None:
             out = on_device(torch.empty(q.shape, dtype=q.dtype))
         if lse is None:
@@ -346,7 +352,8 @@ class _Wrapper(ABC):
         ):  # fmt: skip
             demand(_is_on_device(tensor), f"{name} is in host memory")
             demand(tensor.dtype == dtype, f"{name} is {tensor.dtype}, and {dtype} was planned")
-            demand(dtype in (torch.float16, torch.bfloat16), f"there is no kernel for {name} in {dtype}")
+            known = (torch.float16, torch.bfloat16) if name == "q" else KV_TYPES
+            demand(dtype in known, f"there is no kernel for {name} in {dtype}")
             demand(tensor.stride(-1) == 1, f"{name} has gaps within a head")
         (query_heads, kv_heads), head_dim, page_size = plan["heads"], plan["head_dim"], plan["page_size"]
         demand(q.shape == (plan["row_starts"][-1], query_heads, head_dim), f"q is {tuple(q.shape)}")

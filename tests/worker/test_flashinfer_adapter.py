@@ -16,13 +16,15 @@ from hypothesis import given
 from medha_worker.device import HOST, Device, InOrder, host_device
 from medha_worker.host_memory import HostMemory
 from medha_worker.kernels.flashinfer import flashinfer_attention, flashinfer_kernels
+from medha_worker.kernels.flashinfer.flashinfer_attention import FlashInferAttention, ScaledPool
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
 from medha_worker.kernels.name_table import KERNELS, choose_kernels
 from medha_worker.kernels.protocol import KernelSizes, KernelsUnavailable
 from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.kernels.torch_rows import TorchRows
 
-from .computing_device import Computing, on_device, on_host
+from .computing_device import Computing, computing_device, on_device, on_host
 from .flashinfer_cases import HEAD_DIM, Case, Chunk, adapter, assert_equals_torch, attended, cases
 from .flashinfer_defects import STEPS
 from .flashinfer_double import FlashInferDouble
@@ -63,6 +65,50 @@ def test_log_sum_exps_are_converted_only_where_something_needs_them(case: Case) 
         found, without = map(on_host, step.attend(q, keys, values, sinks, needs_sums=False))
         assert torch.equal(found, output)
         torch.testing.assert_close(without * (1 if case.has_sinks else math.log(2)), sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("version", recorded())
+def test_a_pool_of_fp8_is_read_with_its_scales(dtype: torch.dtype, version: str) -> None:
+    double = FlashInferDouble(signatures=recorded()[version])
+    pool = ScaledPool(dtype, key_scale=0.5, value_scale=3.0)
+    for case in [*STEPS, Case([Chunk(1, 9), Chunk(1, 30)])]:
+        q, keys, values, sinks = case.tensors()
+        keys, values = keys.to(dtype), values.to(dtype)
+        device = computing_device(case.dtype, double.work)
+        attention = FlashInferAttention(
+            double, device, case.sizes, split_pages=case.split_pages, scaled_pool=pool
+        )
+        plain = TorchAttention(host_device(torch.float32))
+        wanted = plain.plan(case.spans(), case.block_tokens, case.window_tokens).attend(
+            q.float(), keys.float() * pool.key_scale, values.float() * pool.value_scale, sinks
+        )
+        steps: list[Any] = [attention.plan(case.spans(), case.block_tokens, case.window_tokens)]
+        if all(chunk.rows == 1 for chunk in case.chunks):
+            steps.append(attention.for_graph(len(case.chunks), case.blocks()))
+            steps[1].replan(case.spans(), case.block_tokens)
+        for step in steps:
+            on = None if sinks is None else on_device(sinks)
+            output, sums = map(on_host, step.attend(on_device(q), on_device(keys), on_device(values), on))
+            torch.testing.assert_close(output.float(), wanted[0], rtol=2e-2, atol=4e-2)
+            torch.testing.assert_close(sums, wanted[1], rtol=1e-5, atol=1e-4)
+        with pytest.raises(AssertionError, match=r"K is torch\.bfloat16, and torch\.float8"):
+            steps[0].attend(on_device(q), on_device(keys.to(q.dtype)), on_device(values), None)
+
+
+def test_a_pool_of_fp8_needs_an_implementation_and_a_type_that_can_be_read() -> None:
+    double = FlashInferDouble()
+    device = computing_device(torch.bfloat16, double.work)
+    with pytest.raises(ValueError, match="scaled_pool needs prefill_backend='fa2': 'fa3'"):
+        FlashInferAttention(
+            double,
+            device,
+            STEPS[0].sizes,
+            prefill_backend="fa3",
+            scaled_pool=ScaledPool(torch.float8_e4m3fn, 1.0, 1.0),
+        )
+    with pytest.raises(ValueError, match=r"scaled_pool has torch\.int8"):
+        FlashInferAttention(double, device, STEPS[0].sizes, scaled_pool=ScaledPool(torch.int8, 1.0, 1.0))
 
 
 @pytest.mark.parametrize("version", recorded())

@@ -52,6 +52,7 @@ def check_tensors(
     *,
     query_heads: int,
     dtype: torch.dtype,
+    pool_dtype: torch.dtype,
     block_tokens: int,
     last_page: int,
 ) -> None:
@@ -63,12 +64,17 @@ def check_tensors(
         pool_values: Likewise.
         query_heads: Heads that were planned.
         dtype: Their element type.
+        pool_dtype: The element type of the pool.
         block_tokens: Tokens of a page.
         last_page: Highest page that was planned.
     """
     kv_heads, slots, head_dim = pool_keys.shape
-    for name, tensor in (("q", q), ("K", pool_keys), ("V", pool_values)):
-        assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, and {dtype} was planned"
+    for name, tensor, planned in (
+        ("q", q, dtype),
+        ("K", pool_keys, pool_dtype),
+        ("V", pool_values, pool_dtype),
+    ):
+        assert tensor.dtype == planned, f"{name} is {tensor.dtype}, and {planned} was planned"
         assert tensor.stride(-1) == 1, f"{name} has gaps within a head"
         assert tensor.device == q.device, f"{name} is on {tensor.device}, and q on {q.device}"
     assert q.shape[1:] == (query_heads, head_dim), f"q is {tuple(q.shape)}: {query_heads} heads were planned"

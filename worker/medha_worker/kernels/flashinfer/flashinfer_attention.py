@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,16 @@ from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.kernels.sequence_span import SequenceSpan
 
 _NO_WINDOW = -1
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledPool:
+    """A pool whose K and V are FP8 numbers times one factor each."""
+
+    dtype: torch.dtype  # torch.float8_e4m3fn or torch.float8_e5m2
+    key_scale: float
+    value_scale: float
 
 
 class FlashInferAttention:
@@ -44,26 +55,41 @@ class FlashInferAttention:
         *,
         prefill_backend: str = "fa2",
         split_pages: int | None = None,
+        scaled_pool: ScaledPool | None = None,
     ) -> None:
         """Set up attention.
 
         Args:
             library: The package `flashinfer`.
-            device: The pool's; its dtype is that of queries and pool.
+            device: The pool's; its dtype is that of queries and, without `scaled_pool`, of the pool.
             sizes: Heads and their size.
             prefill_backend: FlashInfer's implementation for chunks.
             split_pages: Pages after which the keys of a decode are split between processors: always so many; 0: never.
                 A result still depends on the step, whose mean number of rows chooses the tile of rows. The keys of
                 chunks then are never split: each part of each row would take memory. None: FlashInfer splits as the whole step needs it.
                 Only "fa2" follows it, and decodes with a fixed split cannot be captured.
+            scaled_pool: The pool's numbers if they are FP8. Only "fa2" reads them with queries of 16 bits.
 
         Raises:
-            ValueError: `split_pages` is given with an implementation that would ignore it.
+            ValueError: `split_pages` is given with an implementation that would ignore it, or `scaled_pool` with one
+                that cannot read it or with another type than FP8.
         """
         if split_pages is not None and prefill_backend != "fa2":
             raise ValueError(
                 f"split_pages={split_pages} needs prefill_backend='fa2': {prefill_backend!r} ignores it"
             )
+        if scaled_pool is not None and prefill_backend != "fa2":
+            raise ValueError(
+                f"scaled_pool needs prefill_backend='fa2': {prefill_backend!r} reads no FP8 pool with queries of 16 bits"
+            )
+        if scaled_pool is not None and scaled_pool.dtype not in _FP8:
+            raise ValueError(f"scaled_pool has {scaled_pool.dtype}, and has to be one of {_FP8}")
+        self._pool_dtype = device.dtype if scaled_pool is None else scaled_pool.dtype
+        self.scales = (
+            {}
+            if scaled_pool is None
+            else {"k_scale": scaled_pool.key_scale, "v_scale": scaled_pool.value_scale}
+        )
         self.library, self.device = library, device
         self._sizes = sizes.query_heads, sizes.kv_heads, sizes.head_dim
         self.pool = WrapperPool(library, device, sizes, prefill_backend)
@@ -144,7 +170,7 @@ class FlashInferAttention:
             "window_left": window,
             "sm_scale": 1.0 / math.sqrt(self._sizes[2]),
             "q_data_type": self.device.dtype,
-            "kv_data_type": self.device.dtype,
+            "kv_data_type": self._pool_dtype,
         }
 
     def _run(
@@ -184,6 +210,7 @@ class FlashInferAttention:
             pool_values,
             query_heads=query_heads,
             dtype=self.device.dtype,
+            pool_dtype=self._pool_dtype,
             block_tokens=block_tokens,
             last_page=last_page,
         )
@@ -205,23 +232,23 @@ class _Run:
 
     def __call__(
         self,
-        library: Any,
+        attention: FlashInferAttention,
         q: torch.Tensor,
         pages: tuple[torch.Tensor, torch.Tensor],
         output: torch.Tensor,
         sums: torch.Tensor,
     ) -> None:
         """Write output and log-sum-exps, of base 2, of these rows."""
-        rows = self._rows
+        rows, scales = self._rows, attention.scales
         if not isinstance(rows, slice):
-            part, part_sums = self.wrapper.run(q.index_select(0, rows), pages, return_lse=True)
+            part, part_sums = self.wrapper.run(q.index_select(0, rows), pages, return_lse=True, **scales)
             output.index_copy_(0, rows, part)
             sums.index_copy_(0, rows, part_sums)
         elif self._merged:
-            part, part_sums = self.wrapper.run(q[rows], pages, return_lse=True)
-            library.merge_state_in_place(output[rows], sums[rows], part, part_sums)
+            part, part_sums = self.wrapper.run(q[rows], pages, return_lse=True, **scales)
+            attention.library.merge_state_in_place(output[rows], sums[rows], part, part_sums)
         else:
-            self.wrapper.run(q[rows], pages, out=output[rows], lse=sums[rows], return_lse=True)
+            self.wrapper.run(q[rows], pages, out=output[rows], lse=sums[rows], return_lse=True, **scales)
 
 
 class FlashInferStep:
@@ -244,7 +271,7 @@ class FlashInferStep:
         output = q.new_empty(q.shape)
         sums = q.new_empty(q.shape[:2], dtype=torch.float32)
         for run in self._runs:
-            run(self._attention.library, q, pages, output, sums)
+            run(self._attention, q, pages, output, sums)
         return _finished(output, sums, sinks, needs_sums)
 
 
@@ -294,7 +321,7 @@ class FlashInferGraph:
         needs_sums: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pages = self._attention.paged(q, pool_keys, pool_values, self._block_tokens, self._last_page)
-        output, sums = self._wrapper.run(q, pages, return_lse=True)
+        output, sums = self._wrapper.run(q, pages, return_lse=True, **self._attention.scales)
         return _finished(output, sums, sinks, needs_sums)
 
 
