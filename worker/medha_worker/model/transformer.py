@@ -287,8 +287,17 @@ class Transformer:
     ) -> torch.Tensor | None:
         """Run a layer on hidden states, in place.
 
-        `normed` are the normed hidden states if the layer before has them already; the result are those for the next
-        layer, whose norm is `following`, if they came about beside the last sum.
+        Args:
+            index: The layer's index on this rank.
+            layer: Its weights.
+            hidden: [rows, hidden_size], to which the layer adds.
+            normed: The normed hidden states if the layer before returned them; None if they are still to be computed.
+            following: The weight of the next layer's norm; None for the last layer.
+            rotation: The cosines and sines of the rows' positions.
+            step: The attention of the rows, and their writes to the pool.
+
+        Returns:
+            The hidden states normed for the next layer if one kernel adds and norms, else None.
         """
         everything = slice(0, hidden.shape[0])
         if isinstance(step, SpreadStep):  # all rows at once: other lanes wait for what they need of it
