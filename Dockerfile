@@ -112,7 +112,8 @@ CMD ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys"]
 FROM runtime AS worker-gpu
 LABEL org.opencontainers.image.title="medha-worker-gpu" \
       org.opencontainers.image.description="Controller and 3D-parallel engine of Medha on NVIDIA GPUs"
-# Pods compile nothing: neither by nvcc, nor FlashInfer's norms, whose other implementation is compiled when it is used.
+# Pods have neither nvcc nor a C compiler: FlashInfer and Triton take what was compiled above. FlashInfer's other norms could
+# not be compiled there.
 ENV FLASHINFER_DISABLE_JIT=1 \
     FLASHINFER_USE_CUDA_NORM=1 \
     MEDHA_TRITON_DRIVER=/opt/medha/triton/cuda_utils.so

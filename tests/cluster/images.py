@@ -222,9 +222,9 @@ def _settings_of_apt() -> list[str]:
 
 
 def _content_key() -> str:
-    """Return the digest of all that the images are built from: the Dockerfile, its context and the base."""
+    """Return the digest of all that the images are built from: the Dockerfile, its context and the bases."""
     ignore = ROOT / ".dockerignore"
-    digest = hashlib.sha256("\0".join((DEBIAN, *_BASE, *_BASE_PACKAGES)).encode())
+    digest = hashlib.sha256("\0".join((DEBIAN, *_BASE, *_COMPILER_PACKAGES)).encode())
     files = [ROOT / "Dockerfile", ignore]
     for line in ignore.read_text(encoding="utf-8").splitlines():
         if line.startswith("!"):

@@ -19,6 +19,7 @@ PARTS = (
     "bin/nvcc",
     "nvvm/bin/cicc",
     "include/crt/host_defines.h",
+    "include/cccl/cuda/version",
     "include/cuda_runtime.h",
     "lib/libcudart.so.13",
 )
@@ -32,11 +33,11 @@ def packages(folder: Path, *paths: str) -> Path:
 
 
 def test_the_parts_of_several_environments_become_one_folder(tmp_path: Path) -> None:
-    compiler = packages(tmp_path / "compiler", *PARTS[:3])
-    runtime = packages(tmp_path / "runtime", *PARTS[3:], "include/crt/host_defines.h", "include/crt/other.h")
+    compiler = packages(tmp_path / "compiler", *PARTS[:4])
+    runtime = packages(tmp_path / "runtime", *PARTS[4:], "include/crt/host_defines.h", "include/crt/other.h")
     home = tmp_path / "home"
     make_cuda_home(home, [compiler, runtime])
-    assert all((home / path).read_text() == path for path in PARTS[:4])
+    assert all((home / path).read_text() == path for path in PARTS[:5])
     assert (home / "include/crt/host_defines.h").readlink() == compiler / "include/crt/host_defines.h"
     assert (home / "include/crt/other.h").readlink() == runtime / "include/crt/other.h"
     assert (home / "lib64/libcudart.so").readlink() == runtime / "lib/libcudart.so.13"
@@ -55,6 +56,7 @@ def test_the_compiler_may_lie_in_an_environment_of_its_own(tmp_path: Path) -> No
         ("bin/nvcc", "nvidia-cuda-nvcc"),
         ("nvvm/bin/cicc", "nvidia-nvvm"),
         ("include/crt/host_defines.h", "nvidia-cuda-crt"),
+        ("include/cccl/cuda/version", "nvidia-cuda-cccl"),
         ("lib/libcudart.so.13", "nvidia-cuda-runtime"),
     ],
 )

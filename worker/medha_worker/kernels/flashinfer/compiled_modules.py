@@ -31,6 +31,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -44,24 +45,50 @@ ARCHITECTURES = "8.0 9.0a 10.0f"
 
 def declared_modules() -> dict[str, Callable[[], Any]]:
     """Return a function for each module, by our name of it, that returns FlashInfer's description of how to build it."""
-
-    def attention(dtype: torch.dtype, head_dim: int, has_window: bool) -> Any:
-        made = import_module("flashinfer.aot").gen_fa2(dtype, dtype, head_dim, head_dim, has_window, False)
-        return next(made)  # the next one would be for decodes without tensor cores
-
-    def generated(module: str, function: str, *args: str) -> Any:
-        return getattr(import_module(f"flashinfer.jit.{module}"), function)(*args)
-
     modules: dict[str, Callable[[], Any]] = {
-        "merge": partial(generated, "cascade", "gen_cascade_module"),
-        "silu": partial(generated, "activation", "gen_act_and_mul_module", "silu"),
-        "rope": partial(generated, "rope", "gen_rope_module"),
-        "norm": partial(generated, "norm", "gen_norm_module"),
+        "merge": partial(described, "cascade", "get_cascade_module"),
+        "silu": partial(described, "activation", "get_act_and_mul_module", "silu"),
+        "rope": partial(described, "rope", "get_rope_module"),
+        "norm": partial(described, "norm", "get_norm_module"),
     }
     for dtype, head_dim, has_window in product(DTYPES, HEAD_DIMS, (False, True)):
+        given = attention_arguments(DTYPES[dtype], head_dim, has_window)
         name = attention_name(dtype, head_dim, has_window)
-        modules[name] = partial(attention, DTYPES[dtype], head_dim, has_window)
+        modules[name] = partial(described, "prefill", "get_batch_prefill_module", *given)
     return modules
+
+
+def described(part: str, loader: str, *given: Any) -> Any:
+    """Return FlashInfer's description of the module that its own function `loader`, of its part `part`, loads.
+
+    FlashInfer has several modules for the same attention, whose names and sources change from one version to another.
+    What is compiled so is what is loaded later. Nothing is compiled or loaded here.
+    """
+    found: list[Any] = []
+
+    def load(description: Any) -> _Unloaded:
+        found.append(description)
+        return _Unloaded()
+
+    function = getattr(import_module(f"flashinfer.{part}"), loader)
+    with patch.object(import_module("flashinfer.jit.core").JitSpec, "build_and_load", load):
+        function.__wrapped__(*given)  # behind its cache, which must not keep what computes nothing
+    (description,) = found
+    return description
+
+
+class _Unloaded:
+    """Stands for a module that is not loaded: it has functions of any name, which are never called."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def attention_arguments(dtype: torch.dtype, head_dim: int, has_window: bool) -> tuple[Any, ...]:
+    """Return what FlashInfer's wrappers load their module with: types, sizes, positions, window, cap, sums in 16 bits."""
+    no_positions = 0  # FlashInfer rotates nothing in its attention
+    types = (dtype, dtype, dtype, torch.int32)
+    return ("fa2", *types, head_dim, head_dim, no_positions, has_window, False, False)
 
 
 def attention_name(dtype: str, head_dim: int, has_window: bool) -> str:
@@ -92,6 +119,7 @@ def make_cuda_home(home: Path, packages: Sequence[Path]) -> None:
         "nvidia-cuda-nvcc": home / "bin" / "nvcc",
         "nvidia-nvvm": home / "nvvm" / "bin" / "cicc",
         "nvidia-cuda-crt": home / "include" / "crt",
+        "nvidia-cuda-cccl": home / "include" / "cccl",
         "nvidia-cuda-runtime": runtimes[0] if runtimes else home / "lib64" / "libcudart.so",
     }.items():
         if not found.exists():
