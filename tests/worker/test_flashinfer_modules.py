@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -11,6 +14,7 @@ from medha_worker.kernels.flashinfer import compiled_modules
 from medha_worker.kernels.flashinfer.compiled_modules import (
     cuda_packages,
     declared_modules,
+    described,
     main,
     make_cuda_home,
 )
@@ -93,3 +97,31 @@ def test_each_type_and_size_of_heads_has_a_module_with_and_without_a_window() ->
     assert len(names[4:]) == len(set(names[4:])) == 2 * 3 * 2
     assert "attention-float16-256-window" in names
     assert "attention-bfloat16-64" in names
+
+
+def test_a_description_is_what_flashinfers_own_function_would_load_and_that_function_loads_it_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class JitSpec:
+        def __init__(self, *given: object) -> None:
+            self.given = given
+
+        def build_and_load(self) -> str:
+            return "loaded"
+
+    @cache
+    def get_module(*given: object) -> object:
+        module = JitSpec(*given).build_and_load()
+        return (
+            module if isinstance(module, str) else module.function
+        )  # as those that take functions of their module
+
+    for name, content in {
+        "flashinfer.jit.core": {"JitSpec": JitSpec},
+        "flashinfer.part": {"get_module": get_module},
+    }.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert described("part", "get_module", "silu").given == ("silu",)
+    assert get_module("silu") == "loaded"
