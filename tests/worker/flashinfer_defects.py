@@ -99,7 +99,7 @@ DEFECTS = tuple(
         ("A strided chunk counts as causal", TABLES, "elif span.stride == 1:", "elif span.stride:", "result", "launches"),
         ("A context alone counts as causal", TABLES, "elif not span.is_causal:", "elif span.row_count == 0:", "result", "launches"),
         ("The implementation for masks ignores masks", POOL, '"fa2" if kind == "masked"', '"fa3" if kind == "masked"', "double", "refused"),
-        ("The second part of a chunk replaces the first", ATTENTION, "library.merge_state_in_place(output[rows], sums[rows], part, part_sums)", "output[rows] = part", "result", "launches"),
+        ("The second part of a chunk replaces the first", ATTENTION, "attention.library.merge_state_in_place(output[rows], sums[rows], part, part_sums)", "output[rows] = part", "result", "launches"),
         ("Scattered rows are written side by side", ATTENTION, "output.index_copy_(0, rows, part)", "output[: len(part)] = part", "result", "nothing"),
         ("Rows that lie apart count as a slice", TABLES, "if last - first + 1 == len(self.rows) else None", "", "double", "refused"),
         ("Sinks are left to FlashInfer, which ignores them", ATTENTION, "if sinks is None else add_sinks(output, sums, sinks)", "", "result", "nothing"),
