@@ -361,7 +361,8 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
     assert condition(replica(cluster, "no-gpu")) == ("False", "NoAccelerator")
     assert condition(replica(cluster, "no-gpu"), "Stalled") == ("True", "NoAccelerator")
     assert "NoAccelerator" in cluster.kubectl("get", "mr", "no-gpu", "--no-headers").split()
-    assert text in cluster.kubectl("logs", "no-gpu-l0-0")
+    # A container that was just restarted has not come to it yet.
+    eventually(lambda: cluster.kubectl("logs", "no-gpu-l0-0"), lambda log: text in log, READY_SECONDS)
     cluster.kubectl("delete", "medhareplicas", "--all", "--timeout=10s")
     eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
 
