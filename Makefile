@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	fi
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt hatchling editables
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
-		--editable '.[operator,router,worker,sim,dev]'
+		--editable '.[operator,router,worker,traces,sim,dev,docs,release]'
 	@touch $@
 
 .PHONY: run
@@ -133,17 +133,38 @@ faults: $(STAMP) ## kill the operator at every write, show it the past, change e
 	@PYTHONPATH=tests $(BIN)/python -m campaign --json benchmarks/results/faults.json $(ARGS)
 	@PYTHONPATH=tests $(BIN)/python -m campaign.fields --json benchmarks/results/fault-fields.json
 
+.PHONY: clients
+clients: $(STAMP) ## run clients of other projects against `medha up`, and write docs/clients.md; installs 5 GB once, and vLLM
+	@$(BIN)/python benchmarks/clients.py --json benchmarks/results/clients.json
+	@$(BIN)/python benchmarks/clients.py --page docs/clients.md
+
 .PHONY: format
 format: $(STAMP) ## let ruff write the code's form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
+.PHONY: site
+site: $(STAMP) ## build docs/ into a site in dist/site, which needs no other host
+	@$(BIN)/python docs/site/build.py dist/site
+
+RELEASE = PYTHONPATH=release $(BIN)/python -m medha_release
+.PHONY: version release release-check
+version: $(STAMP) ## begin a version: VERSION=0.2.0 writes it where it stands, and moves what CHANGELOG.md has as unreleased to it
+	@PYTHONPATH=release $(BIN)/python -m medha_release.versions $(VERSION)
+	@$(MAKE) gen
+release: $(STAMP) ## make the release of this commit in dist/, and go on where a run was stopped; VERSION=0.2.0 IMAGES="router ..."|none TORCH=cpu|pypi|none
+	@$(RELEASE) make --torch $(TORCH) $(if $(VERSION),--version $(VERSION)) $(if $(IMAGES),--images "$(IMAGES)")
+release-check: $(STAMP) ## compare a release's files with its manifest; FOLDER=dist/medha-0.2.0
+	@$(RELEASE) check $(FOLDER)
+
 .PHONY: gen
-gen: $(STAMP) ## write the generated files: crds/, charts/, dashboards/, docs/cli.md, docs/metrics.md, docs/modules.md, a table of docs/gpu.md
+gen: $(STAMP) ## write the generated files: the version where it stands, crds/, charts/, dashboards/, docs/cli.md, docs/http-fields.md, docs/metrics.md, docs/modules.md, a table of docs/gpu.md
+	PYTHONPATH=release $(BIN)/python -m medha_release.versions
 	$(BIN)/python -m medha_cli.reference docs
 	$(BIN)/python -m medha_operator.crds crds
 	$(BIN)/python dashboards/generate.py dashboards charts/medha/files/dashboards
 	$(BIN)/python charts/generate.py
 	$(BIN)/python -m tests.worker.flashinfer_defects
+	$(BIN)/python benchmarks/clients.py --page docs/clients.md
 
 .PHONY: clean
 clean: ## remove .venv, caches and the checkpoint of `make run`
