@@ -19,15 +19,9 @@ from harness import LOOPS, Loop, Row, claim, exit_with, parser, progress, report
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import PrefixHasher
 from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, marks
-from medha.routing.router_core import (
-    Arrive,
-    BundleKnown,
-    NewSequence,
-    Received,
-    RouterCore,
-    RoutingLimits,
-    Send,
-)
+from medha.routing.router_core import RouterCore
+from medha.routing.router_events import Arrive, BundleKnown, NewSequence, Received, Send
+from medha.routing.routing_limits import RoutingLimits
 from medha.wire.messages import Announce, Sampling, ServiceClassTerms
 
 BLOCK_TOKENS = 16

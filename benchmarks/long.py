@@ -27,7 +27,7 @@ PROPERTIES = ("-m", "hypothesis and not long", "--hypothesis-profile=campaign", 
 UNCOMMITTED = "uncommitted"
 SHARED = (
     "constraints.txt", "pyproject.toml", "tests/benchmark.py", "tests/conftest.py", "tests/core/recorded",
-    "tests/frames.py",
+    "tests/frames.py", "tests/otlp_collector.py",
 )  # fmt: skip
 """The files that any row may read, beside its own folder of tests."""
 HELPERS = ("benchmarks/harness.py", "benchmarks/served.py")
@@ -38,18 +38,23 @@ COMMANDS = (
 )  # fmt: skip
 """Modules of `cli/medha_cli` that `medha up` does not load."""
 READ = {
+    "tests/clients": (
+        "benchmarks/harness.py", "benchmarks/served.py", "cli", "core", "router", "worker",
+        *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
+    ),
     "tests/core": ("core", "papers/medha_papers/__init__.py", "papers/medha_papers/single_server.py"),
+    "tests/gateways": ("charts", "core", "docs/gateways.md", "router", "tests/chart", "tests/cluster", "tests/router"),
     "tests/reconcile": ("core", "operator"),
     "tests/router": ("core", "router", "worker"),
     "tests/serving": (
-        "cli", "core", "examples", "router", "worker", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
+        "cli", "core", "examples", "router", "sim", "worker", "tests/cluster/binaries.py", "tests/cluster/go/collector", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
     ),
     "tests/worker": ("core", "worker"),
 }  # fmt: skip
 """The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
 ANYTHING = (
-    "benchmarks/*.py", "charts", "cli", "core", "crds", "docs/chart-findings.md", "examples", "operator", "papers",
-    "router", "sim", "tests/cluster", "worker",
+    "benchmarks/*.py", "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md", "examples", "operator", "papers",
+    "release", "router", "sim", "tests/cluster", "worker",
 )  # fmt: skip
 
 

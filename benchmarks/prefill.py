@@ -3,30 +3,33 @@
     python benchmarks/prefill.py --quick
     python benchmarks/prefill.py --threads 1 --json benchmarks/results/prefill.json
 
-The `small` preset (8 layers, hidden 512, 8/2 heads) prefills in chunks. A square float32 product runs between the chunks;
-its rate is the limit for prefill. It is taken in the same seconds, because a shared machine changes its speed by the
-minute. Run nothing else meanwhile.
+The `small` preset (8 layers, hidden 512, 8/2 heads) prefills in chunks. Square float32 products run between the chunks,
+by torch and by the rank's own kernel; the rate of the faster is the limit for prefill. It is taken in the same seconds,
+because a shared machine changes its speed by the minute. Decode steps take turns with the same steps whose products are
+torch's. Times of one thread are its CPU time, those of several are wall-clock time. Run nothing else meanwhile.
 """
 
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ranks; read when torch is loaded
 
+import numpy as np
 import torch
-from harness import Row, claim, exit_with, parser, progress, report, table
-from torch.profiler import ProfilerActivity, profile, record_function
+from harness import Row, claim, exit_with, parser, progress, ratio, report, table
 
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import host_device
 from medha_worker.host_memory import keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_products import TorchProducts
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
@@ -36,14 +39,19 @@ BLOCK_TOKENS = 16
 SGEMM_SIZE = 2048
 GOAL = 0.85
 
-# torch's matrix products; the compiled operators are recorded under the names of their kernels' methods.
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_"}
+PARTS = {"attention": "attention", "products": "linear layers", "rows": "norm, RoPE, SiLU"}
+"""Fields of `Kernels`, and what the tables call the time in them."""
 
 
-def sgemm_seconds(square: torch.Tensor, out: torch.Tensor) -> float:
-    start = time.perf_counter()
-    torch.mm(square, square, out=out)
-    return time.perf_counter() - start
+def clock() -> float:
+    """Return the seconds of CPU that this thread has taken, if it computes alone, else those of the wall clock."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def sgemm_seconds(product: Callable[..., torch.Tensor], square: torch.Tensor, out: torch.Tensor) -> float:
+    start = clock()
+    product(square, square, out=out)
+    return clock() - start
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
@@ -53,6 +61,17 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     linear = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
     attention = 4 * heads * tokens * (tokens + 1) / 2
     return config.num_layers * (2 * linear * tokens + attention)
+
+
+def linear_flops(config: ModelConfig, tokens: int) -> float:
+    """Return the floating-point operations of the linear layers, without the output head."""
+    return prefill_flops(config, tokens) - attention_flops(config, 0, tokens)
+
+
+def attention_flops(config: ModelConfig, context: int, tokens: int) -> float:
+    """Return the floating-point operations of the attention of a chunk behind `context` tokens."""
+    heads = config.num_query_heads * config.head_dim
+    return config.num_layers * 4 * heads * tokens * (context + (tokens + 1) / 2)
 
 
 def run(
@@ -66,17 +85,18 @@ def run(
     return model.forward(tokens, model.prepare(positions, spans, cache))
 
 
-class _Recorded:
-    """Kernels whose calls the profiler records under one name."""
+class _Timed:
+    """Kernels whose calls add to the seconds of a part."""
 
-    def __init__(self, kernels: Any, name: str) -> None:
-        self._kernels, self._name = kernels, name
+    def __init__(self, kernels: Any, part: str, seconds: dict[str, float]) -> None:
+        self._kernels, self._part, self._seconds = kernels, part, seconds
 
     def __getattr__(self, method: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            with record_function(self._name):
-                result = getattr(self._kernels, method)(*arguments)
-            return _Recorded(result, self._name) if method == "plan" else result
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = clock()
+            result = getattr(self._kernels, method)(*arguments, **options)
+            self._seconds[self._part] += clock() - start
+            return _Timed(result, self._part, self._seconds) if method == "plan" else result
 
         return call
 
@@ -92,43 +112,45 @@ class Bench:
         self.cache: KVCache = model.new_kv_cache(len(self.blocks), BLOCK_TOKENS)
 
     def chunk(self, first: int, count: int, model: Transformer | None = None) -> float:
-        start = time.perf_counter()
+        start = clock()
         span = SequenceSpan(0, count, first, self.blocks)
         positions = torch.arange(first, first + count)
         run(model or self.model, self.tokens[first : first + count], positions, [span], self.cache)
-        return time.perf_counter() - start
+        return clock() - start
 
     def prefill(self, length: int, chunk: int) -> tuple[float, float]:
         """Return the rates of a prefill and of the products between its chunks, both in FLOP/s."""
         square = torch.randn(SGEMM_SIZE, SGEMM_SIZE)
         out = torch.empty_like(square)
-        chunks, products = [], []
+        ways: tuple[Callable[..., torch.Tensor], ...] = (torch.mm, self.model.kernels.products.product)
+        chunks, products = list[float](), np.zeros(len(ways))
         for first in range(0, length, chunk):
-            products.append(sgemm_seconds(square, out))
+            products += [sgemm_seconds(way, square, out) for way in ways]
             chunks.append(self.chunk(first, min(chunk, length - first)))
         rate = prefill_flops(self.model.config, length) / sum(chunks)
-        return rate, 2 * SGEMM_SIZE**3 * len(products) / sum(products)
+        return rate, 2 * SGEMM_SIZE**3 * len(chunks) / float(products.min())
+
+    def split(self, first: int, count: int) -> dict[str, float]:
+        """Run a chunk; return the seconds in each part of the model."""
+        seconds = dict.fromkeys((*PARTS.values(), "other"), 0.0)
+        kernels = self.model.kernels
+        timed = {name: _Timed(getattr(kernels, name), part, seconds) for name, part in PARTS.items()}
+        model = self.model.with_kernels(replace(kernels, **timed))
+        seconds["other"] = self.chunk(first, count, model) - sum(seconds.values())
+        return seconds
 
     def breakdown(self, length: int, chunk: int) -> dict[str, float]:
-        """Return each part of the model's share of the operators' own time."""
-        kernels = self.model.kernels
-        attention: Any = _Recorded(kernels.attention, "attention")
-        rows: Any = _Recorded(kernels.rows, "rows")
-        model = self.model.with_kernels(replace(kernels, attention=attention, rows=rows))
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            for first in range(0, length, chunk):
-                self.chunk(first, chunk, model)
-        shares = dict.fromkeys(("linear layers", "attention", "norm, RoPE, SiLU", "other"), 0.0)
-        names = {"attention": "attention", "rows": "norm, RoPE, SiLU"} | dict.fromkeys(
-            PRODUCTS, "linear layers"
-        )
-        for event in recorded.key_averages():
-            shares[names.get(event.key, "other")] += event.self_cpu_time_total
-        total = sum(shares.values())
-        return {name: share / total for name, share in shares.items()}
+        """Return each part's share of a prefill's time."""
+        splits = [self.split(first, chunk) for first in range(0, length, chunk)]
+        total = sum(sum(one.values()) for one in splits)
+        return {part: sum(one[part] for one in splits) / total for part in splits[0]}
 
-    def decode_seconds(self, sequences: int, context: int, steps: int) -> float:
-        """Return the median time of a step in which each of `sequences` decodes one token, logits included."""
+    def best_split(self, first: int, count: int, rounds: int) -> dict[str, float]:
+        """Return the split of the fastest of several runs of a chunk."""
+        return min((self.split(first, count) for _ in range(rounds)), key=lambda one: sum(one.values()))
+
+    def decode_seconds(self, sequences: int, context: int, steps: int) -> tuple[list[float], list[float]]:
+        """Return times of steps in which each of `sequences` decodes one token, logits included: ours, and by torch's products."""
         per_sequence = -(-(context + 1) // BLOCK_TOKENS)
         cache = self.model.new_kv_cache(per_sequence * sequences, BLOCK_TOKENS)
         spans = [
@@ -136,13 +158,14 @@ class Bench:
             for row in range(sequences)
         ]
         positions = torch.full((sequences,), context)
-        seconds = []
+        other = self.model.with_kernels(replace(self.model.kernels, products=TorchProducts()))
+        found: tuple[list[float], list[float]] = [], []
         for _ in range(steps):
-            start = time.perf_counter()
-            hidden = run(self.model, self.tokens[:sequences], positions, spans, cache)
-            self.model.logits(hidden)
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds)
+            for model, seconds in zip((self.model, other), found, strict=True):
+                start = clock()
+                model.logits(run(model, self.tokens[:sequences], positions, spans, cache))
+                seconds.append(clock() - start)
+        return found
 
 
 def main() -> int:
@@ -176,7 +199,7 @@ def main() -> int:
             speed = length * rate / prefill_flops(model.config, length)
             prefills.append((length, chunk, rate / 1e9, ceiling / 1e9, rate / ceiling, speed))
         name = f"prefill of {length // 1024}K tokens, share of the sgemm rate, best chunk size"
-        peer = f"torch.mm {SGEMM_SIZE}^3 float32 between the chunks"
+        peer = f"the faster product {SGEMM_SIZE}^3 float32 between the chunks"
         claims.append(claim(name, max(ratios.values()), "ratio", GOAL, "more", peer))
     print(f"{arguments.threads} threads, torch {torch.__version__}")
     table(("prefill", "chunk", "GFLOP/s", "sgemm", "ratio", "tokens/s"), prefills)
@@ -185,14 +208,37 @@ def main() -> int:
     shares = bench.breakdown(lengths[0], 512)
     table(("part", "share"), [(part, f"{share:.0%}") for part, share in shares.items()])
 
+    print("\nwhere a chunk behind a context spends its time: the fastest of three")
+    splits = []
+    for context in (0, 4096 - 512) if arguments.quick else (0, 8192, 16_384, 30_720):
+        for chunk in (32, 512) if arguments.quick else (32, 64, 128, 512, 2048):
+            split = bench.best_split(context, chunk, rounds=3)
+            splits.append(
+                {"context": context, "chunk": chunk} | {part: round(s, 6) for part, s in split.items()}
+            )
+    rows = []
+    for one in splits:
+        context, chunk = one["context"], one["chunk"]
+        seconds = sum(one[part] for part in (*PARTS.values(), "other"))
+        attention = attention_flops(model.config, context, chunk) / one["attention"]
+        linear = linear_flops(model.config, chunk) / one["linear layers"]
+        shares = [f"{one[part] / seconds:.0%}" for part in (*PARTS.values(), "other")]
+        rows.append((str(context), chunk, 1e6 * seconds / chunk, attention / 1e9, linear / 1e9, *shares))
+    head = ("context", "chunk", "us/token", "attention GFLOP/s", "linear GFLOP/s", *PARTS.values(), "other")
+    table(head, rows)
+
     print()
     decodes = []
     for context in (128, 1024) if arguments.quick else (128, 1024, 8192):
         for sequences in (1, 8, 32):
-            seconds = bench.decode_seconds(sequences, context, steps=10 if arguments.quick else 20)
-            decodes.append((context, sequences, 1e3 * seconds, sequences / seconds))
-    table(("decode behind", "sequences", "ms", "tokens/s"), decodes)
-    return report(claims, arguments.json, {"threads": arguments.threads, "torch": torch.__version__})
+            ours, torchs = bench.decode_seconds(sequences, context, steps=10 if arguments.quick else 30)
+            seconds, share = statistics.median(ours), ratio(ours, torchs)
+            decodes.append((context, sequences, 1e3 * seconds, sequences / seconds, share))
+            name = f"decode of {sequences} sequences behind {context} tokens"
+            claims.append(claim(name, share, "ratio", 1.0, peer="the same step with torch's products"))
+    table(("decode behind", "sequences", "ms", "tokens/s", "ratio"), decodes)
+    figures = {"threads": arguments.threads, "torch": torch.__version__, "splits": splits}
+    return report(claims, arguments.json, figures)
 
 
 if __name__ == "__main__":

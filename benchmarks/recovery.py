@@ -41,6 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import httpx
 import numpy as np
@@ -295,14 +296,21 @@ def serve(folder: Path) -> int:
     ports = {"router-control": 7001, "router-tokens": 7002, "rank-control": 7003, "rank-tokens": 7004}
     for settings in files.directory.glob("*.json"):
         part = settings.stem.replace("rank-", "rank ")
-        own = json.loads(settings.read_text())
-        for key, value in own.items():
+
+        def reached(value: Any, part: str = part) -> Any:
+            """Return settings with the addresses of `part`'s links in place of their local endpoints."""
+            if isinstance(value, dict):
+                return {key: reached(one) for key, one in value.items()}
+            if isinstance(value, list):
+                return [reached(one) for one in value]
             name = str(value).rpartition("/")[2]
             if name not in ports:
-                continue
+                return value
             server = "router" if name.startswith("router") else "controller"
             source = "" if server == part else f"{address_of(part)}:0;"
-            own[key] = f"tcp://{source}{address_of(server)}:{ports[name]}"
+            return f"tcp://{source}{address_of(server)}:{ports[name]}"
+
+        own = reached(json.loads(settings.read_text()))
         if part.startswith("rank "):
             own["address"] = address_of(part)
         if part == "controller":

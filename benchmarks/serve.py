@@ -21,7 +21,6 @@ import asyncio
 import itertools
 import json
 import os
-import shlex
 import statistics
 import tempfile
 import time
@@ -36,11 +35,10 @@ import httpx
 import numpy as np
 import torch
 from harness import Row, claim, exit_with, in_turn, parser, progress, report, table
-from served import medha_up, served, write_manifest
+from served import medha_up, served, vllm_serve, write_manifest
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from medha_process.host_resources import free_port
 from medha_worker.checkpoints.presets import init_checkpoint
 
 VOCAB = range(300, 4000)  # ordinary tokens of the `small` preset: no specials, no single bytes
@@ -209,19 +207,11 @@ def vllm_server(stack: ExitStack, command: str, checkpoint: Path, threads: int) 
     `--long-prefill-token-threshold` keeps vLLM's default, off: prompts that run together are equally long here, so that
     none has to leave a part of the step to shorter ones.
     """
-    port = free_port("127.0.0.1")
-    arguments = [
-        *shlex.split(command), "serve", str(checkpoint), "--served-model-name", MODEL, "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "65536",
-        "--no-enable-prefix-caching", "--max-num-batched-tokens", "2048",
-    ]  # fmt: skip
-    bound = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-        "HF_HUB_OFFLINE": "1",
-    }
-    url = f"http://127.0.0.1:{port}"
-    stack.enter_context(served(arguments, url, "/health", {**os.environ, **bound}))
+    options = ("--enforce-eager", "--max-num-batched-tokens", "2048")
+    server, url, environment = vllm_serve(
+        command, checkpoint, name=MODEL, threads=threads, kv_gib=2, options=options
+    )
+    stack.enter_context(served(server, url, "/health", environment))
     return url
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,38 @@ def medha_up(manifest: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "medha_cli.main", "up", str(manifest), *options]
 
 
+def vllm_serve(
+    command: str, checkpoint: Path, *, name: str, threads: int, kv_gib: int, options: Sequence[str] = ()
+) -> tuple[list[str], str, dict[str, str]]:
+    """Return the command of a vLLM server for CPUs, the URL that it will have, and its environment."""
+    port = free_port("127.0.0.1")
+    arguments = [
+        *shlex.split(command), "serve", str(checkpoint), "--served-model-name", name, "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "float32", "--max-model-len", "65536", "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    bound = {
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | bound
+    return [*arguments, *options], f"http://127.0.0.1:{port}", environment
+
+
 @contextmanager
 def served(
-    command: list[str], url: str, ready_path: str = "/ready", env: dict[str, str] | None = None
+    command: list[str],
+    url: str,
+    ready_path: str = "/ready",
+    env: dict[str, str] | None = None,
+    *,
+    stop_seconds: float = 60.0,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a server, and end it as Ctrl-C does; if the block fails, print the end of its output."""
+    """Run a server, and end it as Ctrl-C does; if the block fails, print the end of its output.
+
+    After `stop_seconds`, all of its processes are killed.
+    """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=env, text=True, start_new_session=True
@@ -57,9 +86,9 @@ def served(
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(timeout=60)
+                process.wait(timeout=stop_seconds)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
