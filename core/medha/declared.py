@@ -6,11 +6,15 @@ The operator and `medha up` write the text, routers read it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from medha.errors import ConfigInvalid
+
+AUTO = "auto"
+"""The value of a setting that leaves the choice to the checkpoint."""
 
 
 class _DeclaredReplica(BaseModel):
@@ -34,6 +38,10 @@ class DeclaredModel(_DeclaredReplica):
     """Names of its service classes; the first is the default one."""
     replicas: int = Field(default=0, ge=0)
     """Replicas that should serve by now: neither suspended nor still within the time of their first start."""
+    aliases: tuple[Annotated[str, Field(min_length=1, max_length=253)], ...] = ()
+    """Further names that clients may ask for."""
+    tool_call_format: str = AUTO
+    """The form of its calls of functions; a router takes one that it does not know for `auto`."""
 
 
 class _Document(_DeclaredReplica):
@@ -41,14 +49,48 @@ class _Document(_DeclaredReplica):
 
 
 def merged(models: Iterable[DeclaredModel]) -> tuple[DeclaredModel, ...]:
-    """Return one entry per name, sorted: replicas add up, service classes keep the order of their first occurrence."""
+    """Return one entry per name, sorted: replicas add up, service classes keep the order of their first occurrence.
+
+    Of several forms of calls, the first that is not `auto` counts.
+    """
     found: dict[str, DeclaredModel] = {}
     for model in models:
         known = found.get(model.name, DeclaredModel(name=model.name))
         classes = tuple(dict.fromkeys((*known.service_classes, *model.service_classes)))
         replicas = known.replicas + model.replicas
-        found[model.name] = DeclaredModel(name=model.name, service_classes=classes, replicas=replicas)
+        aliases = tuple(sorted({*known.aliases, *model.aliases}))
+        formats = (known.tool_call_format, model.tool_call_format)
+        found[model.name] = DeclaredModel(
+            name=model.name,
+            service_classes=classes,
+            replicas=replicas,
+            aliases=aliases,
+            tool_call_format=next((one for one in formats if one != AUTO), AUTO),
+        )
     return tuple(found[name] for name in sorted(found))
+
+
+def usable_aliases(models: Iterable[DeclaredModel]) -> tuple[dict[str, str], list[str]]:
+    """Return the aliases as alias -> model, and one sentence for each alias that cannot be used.
+
+    `models` is merged. An alias cannot be used if it is a model's name, or if two models have it.
+    """
+    models = tuple(models)
+    names = {model.name for model in models}
+    claims: dict[str, list[str]] = {}
+    for model in models:
+        for alias in model.aliases:
+            claims.setdefault(alias, []).append(model.name)
+    problems = []
+    usable = {}
+    for alias, claimants in sorted(claims.items()):
+        if alias in names:
+            problems.append(f"model {claimants[0]!r} has the alias {alias!r}, which is the name of a model")
+        elif len(claimants) > 1:
+            problems.append(f"the models {' and '.join(map(repr, claimants))} have the same alias {alias!r}")
+        else:
+            usable[alias] = claimants[0]
+    return usable, problems
 
 
 def to_text(models: Iterable[DeclaredModel]) -> str:

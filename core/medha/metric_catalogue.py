@@ -23,6 +23,7 @@ Unit = Literal[
     "steps",
     "sequences",
     "messages",
+    "spans",
     "connections",
     "replicas",
     "FLOP",
@@ -55,6 +56,23 @@ PROMPT_LENGTH_BOUNDS = (128, 1024, 8192, 65_536, 524_288, 4_194_304)
 """Upper bounds of the label `prompt_tokens`, tokens: a few series that separate chats, pages, books and libraries."""
 
 
+SHORT_PROMPT_TOKENS = 1024
+"""Longest prompt that counts as short where short requests beside long ones are measured, tokens."""
+LONG_PROMPT_TOKENS = 8192
+"""Shortest prefill that counts as long there, tokens."""
+
+
+LOST_SPANS = {
+    "queue_full": "they made room for later ones",
+    "not_taken": "the collector did not take them",
+}
+"""Reasons why spans of traces are lost, and their meaning."""
+_LOST_SPANS = (
+    "Spans of traces that were lost, by reason: "
+    + ", ".join(f"`{one}` ({meaning})" for one, meaning in LOST_SPANS.items())
+    + "."
+)
+
 NOT_TOKENISED = "unknown"
 """Value of the label `prompt_tokens` for a request that was refused before its prompt was tokenised."""
 UNKNOWN_MODEL = "(unknown)"
@@ -86,6 +104,8 @@ _WORK_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0,
 )  # fmt: skip
 _SHARE_OF_TARGET = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+_RATIO_TO_PREDICTION = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+_PAUSE_SECONDS = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 40.0, 80.0, 160.0)
 _STEP_SECONDS = (
     0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0,
 )  # fmt: skip
@@ -97,7 +117,7 @@ _BY_CLASS = ("model", "service_class")
 _BY_CLASS_AND_LENGTH = ("model", "service_class", "prompt_tokens")
 
 ROUTER_METRICS = (
-    Metric("medha_requests", "counter", "requests", "HTTP generation requests that ended, by outcome: `stop`, `length`, `cancelled` (the client disconnected), or the code of the error. `model` is `(unknown)` if the request named a model that no manifest names and no replica has announced, or if it ended before its body was read.", ("model", "endpoint", "outcome")),
+    Metric("medha_requests", "counter", "requests", "HTTP generation requests that ended, by outcome: `stop`, `length`, `cancelled` (the client disconnected, or was cut off because it did not read), or the code of the error. `model` is `(unknown)` if the request named a model that no manifest names and no replica has announced, or if it ended before its body was read.", ("model", "endpoint", "outcome")),
     Metric("medha_request_ttft_seconds", "histogram", "seconds", "Time to first token: from the last byte of the request's headers to its first output token.", _BY_CLASS, _TTFT_SECONDS),
     Metric("medha_request_ttft_target_ratio", "histogram", "ratio", "TTFT divided by the request's target; 1 is just in time. The target is the client's `x-slo-ttft-ms`, or else that of its service class for the longest prompt of the request: the TTFT floor, or the factor times the announced prefill time, whichever is larger.", _BY_CLASS_AND_LENGTH, _SHARE_OF_TARGET),
     Metric("medha_request_tpot_seconds", "histogram", "seconds", "Mean time per output token of a sequence that ended in two or more tokens: (time of its last token - time of its first) / (its tokens - 1).", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
@@ -110,22 +130,49 @@ ROUTER_METRICS = (
     Metric("medha_output_tokens", "counter", "tokens", "Output tokens of sequences, without those after a stop string.", ("model",)),
     Metric("medha_router_requests_open", "gauge", "requests", "HTTP generation requests in progress."),
     Metric("medha_router_sequences_open", "gauge", "sequences", "Sequences that have not ended: those that wait in the router and those that were sent to replicas."),
-    Metric("medha_router_sequences_waiting", "gauge", "sequences", "Sequences that wait in the router for a replica with room."),
+    Metric("medha_router_sequences_waiting", "gauge", "sequences", "Sequences that wait in the router for a replica with room.", _BY_CLASS),
     Metric("medha_router_replicas", "gauge", "replicas", "Replicas that announce themselves now, by state: `ready`, `draining`, `starting`. The value is 0 for a model without such a replica that a manifest names or a replica announced before.", ("model", "state")),
     Metric("medha_router_replicas_desired", "gauge", "replicas", "Replicas that should serve a model by now according to manifests. Suspended replicas do not count, nor new ones within `lifecycle.readySeconds`. Only models that a manifest names have this series.", ("model",)),
-    Metric("medha_router_resubmissions", "counter", "sequences", "Sequences that were submitted again after a refusal, a lost rank or a lost replica."),
+    Metric("medha_deployment_pending_prefill_seconds", "gauge", "seconds", "Prefill work of this router's clients that is yet to give a first token: of sequences that wait in the router, and of those that it has sent to replicas. Add up the routers.", ("model",)),
+    Metric("medha_deployment_missed_deadline_seconds_predicted", "gauge", "seconds", "Seconds by which the sequences that wait in this router are predicted to miss their TTFT targets, summed over the sequences. Add up the routers.", ("model",)),
+    Metric("medha_deployment_desired_replicas", "gauge", "replicas", "Replicas that this router's clients need, as a fraction, by reason: `arrivals` (the prefill work that arrives), `waiting` (what waiting sequences need to be in time), `kv` (KV of open sequences beyond both), `open` (0.01 while a request is open or waits for the first replica). Add up reasons and routers, then round up ([autoscaling](autoscaling.md)).", ("model", "reason")),
+    Metric("medha_router_resubmissions", "counter", "sequences", "Sequences that were submitted again, by the reason why they left their replica: `refused` (its queue was full, it drained or was not ready), `rank_lost` (it lost a rank and began a new epoch), `replica_lost` (it or its connection was lost).", ("model", "reason")),
+    Metric("medha_stream_pause_seconds", "histogram", "seconds", "Time from the last token of a stream before it left its replica to its next token, by the reason as in `medha_router_resubmissions`, and by where the next token came from (`resumed`): `same` or `elsewhere`, another replica. `_count` counts the streams that continued.", ("model", "reason", "resumed"), _PAUSE_SECONDS),
+    Metric("medha_short_prompt_ttft_seconds", "histogram", "seconds", f"TTFT of requests whose prompts have at most {SHORT_PROMPT_TOKENS:,} tokens, by whether a long prefill ({LONG_PROMPT_TOKENS:,} tokens or more) was in flight on the same replica between their arrival and their first token (`beside_long`: `true` or `false`). If `true` is much slower, short requests wait behind long ones.", ("model", "beside_long"), _TTFT_SECONDS),
+    Metric("medha_forwarded_ttft_predicted_seconds", "histogram", "seconds", "Time to the first token from when a sequence was sent to its replica, as the replica's announced load promised: the prefills that go before it by the policy, per lane, and its own without the part that proved cached. Decodes, later arrivals and a wait for KV are not counted.", ("model",), _TTFT_SECONDS),
+    Metric("medha_forwarded_ttft_observed_seconds", "histogram", "seconds", "The same time, as it was. Further samples of a prompt (`n`) do not count.", ("model",), _TTFT_SECONDS),
+    Metric("medha_forwarded_ttft_prediction_error_ratio", "histogram", "ratio", "Observed divided by predicted time of the two metrics above.", ("model", "prompt_tokens"), _RATIO_TO_PREDICTION),
     Metric("medha_router_tokenize_seconds", "histogram", "seconds", "Time to parse a request, apply the chat template and tokenise it, by place: `thread` or `process` (large bodies).", ("place",), _WORK_SECONDS),
     Metric("medha_router_dropped_messages", "counter", "messages", f"Messages from replicas that were dropped, by link (`control`, `tokens`) and reason: {_REASONS}.", ("link", "reason")),
+    Metric("medha_router_lost_spans", "counter", "spans", _LOST_SPANS, ("reason",)),
+    Metric("medha_router_waiting_room_requests", "gauge", "requests", "Requests that wait, untokenised, for the first replica of a model that a manifest declares.", ("model",)),
+    Metric("medha_router_waiting_room_bytes", "gauge", "bytes", "Bodies of those requests; a part of `medha_router_body_bytes`."),
+    Metric("medha_router_waiting_room_refusals", "counter", "requests", "Requests for which there was no room to wait for the first replica of their model (`full`), or for which none came in time (`late`).", ("reason",)),
     Metric("medha_router_refused_connections", "counter", "connections", "Connections that failed the handshake: plaintext, a wrong key, or no enrolment token of this router.", ("link",)),
     Metric("medha_router_http_connections", "gauge", "connections", "HTTP connections that are open."),
-    Metric("medha_router_http_refusals", "counter", "connections", "HTTP connections that the router closed, by reason: `too_many` (the limit is reached), `slow` (the request's head did not arrive in time), `malformed` (not HTTP/1, or the head is too large), `pipelined` (a request arrived before the previous one was answered).", ("reason",)),
-    Metric("medha_router_body_bytes", "gauge", "bytes", "Total size of request bodies that are being received or tokenised."),
+    Metric("medha_router_http_refusals", "counter", "connections", "HTTP connections that the router closed, by reason: `too_many` (the limit is reached), `slow` (the request's head did not arrive in time), `malformed` (not HTTP/1, or the head is too large), `pipelined` (a request arrived before the previous one was answered), `unread` (the client did not take its answer).", ("reason",)),
+    Metric("medha_router_body_bytes", "gauge", "bytes", "Total size of request bodies that are being received or tokenised, and of answers of `/tokenize` and `/detokenize` that are being sent."),
+    Metric("medha_router_large_bodies_waiting", "gauge", "requests", "Bodies over 256 KiB that wait for a tokenising process."),
+    Metric("medha_router_unauthenticated_requests", "counter", "requests", "Requests that got status 401, by reason: `missing` (no API key), `unknown` (a key that the router does not accept).", ("reason",)),
+    Metric("medha_router_file_valid", "gauge", "", "1 while the present content of a file that the router reads again is in force; 0 while it cannot be used, so that the former content stays in force. Files: `API keys`, `TLS certificate`.", ("file",)),
     Metric("medha_replica_sequences_running", "gauge", "sequences", "Sequences that hold KV in a replica, as it announced.", ("model", "replica")),
     Metric("medha_replica_sequences_waiting", "gauge", "sequences", "Sequences that wait for KV in a replica, as it announced.", ("model", "replica")),
     Metric("medha_replica_kv_used_ratio", "gauge", "ratio", "Reserved share of a replica's KV pool, 0 to 1, as it announced.", ("model", "replica")),
     Metric("medha_replica_pending_prefill_seconds", "gauge", "seconds", "Prefill work ahead of a new request in a replica, as it announced.", ("model", "replica")),
 )  # fmt: skip
 """Metrics that a router exports."""
+
+KEY_METRICS = (
+    Metric("medha_key_requests", "counter", "requests", "Requests for tokens or tokenisation that an API key was allowed to send.", ("key",)),
+    Metric("medha_key_requests_open", "gauge", "requests", "Requests of an API key that are open now.", ("key",)),
+    Metric("medha_key_refusals", "counter", "requests", "Requests that an API key was not allowed, by the limit that they exceed: `requestsPerMinute`, `tokensPerMinute`, `concurrency` (429), `serviceClasses` (403).", ("key", "limit")),
+    Metric("medha_key_prompt_tokens", "counter", "tokens", "Prompt tokens that an API key was charged.", ("key",)),
+    Metric("medha_key_sequences_waiting", "gauge", "sequences", "Sequences of an API key that wait in the router for a replica with room, by service class.", ("key", "service_class")),
+    Metric("medha_key_ttft_attainment", "counter", "requests", "Requests of an API key by whether their first token met its target (`met`: `true` or `false`), as in `medha_request_ttft_attainment`, but without those that were refused before they were tokenised.", ("key", "met")),
+    Metric("medha_key_output_tokens", "counter", "tokens", "Output tokens that an API key was charged.", ("key",)),
+)  # fmt: skip
+"""Metrics that a router exports of each API key, by the key's name. Series of a key that was removed from the
+file disappear when its last request has ended."""
 
 _VLLM = ("model_name", "engine")
 
@@ -149,6 +196,14 @@ router carry `engine="router"`."""
 CONTROLLER_METRICS = (
     Metric("medha_kv_blocks", "gauge", "", "Blocks of a lane's KV pool by state: `free`, `cached` (kept for their content until they are needed), `reserved` (not yet written), `used`.", ("lane", "state")),
     Metric("medha_kv_used_ratio", "gauge", "ratio", "Reserved share of all KV pools, 0 to 1."),
+    Metric("medha_kv_growth_blocks", "gauge", "", "Free blocks of all lanes that are held for running sequences that outgrow the output expected of them. Waiting sequences get none of these."),
+    Metric("medha_sequences_stepped_aside", "counter", "sequences", "Times that a running sequence gave its KV back, because another one had outgrown its expected output and KV was short. It waits, computes its KV again and goes on with the same text.", ("service_class",)),
+    Metric("medha_output_expected_ratio", "histogram", "ratio", "Output tokens of a sequence that ended, divided by those that were expected when it arrived. KV is reserved for the expected ones, or for `max_tokens` if that is less.", ("service_class",), (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.5, 2.0, 4.0, 16.0)),
+    Metric("medha_sequence_queue_seconds", "histogram", "seconds", "Time from a request's arrival at its router until its sequence got KV, and its prefill began (vLLM: `request_queue_time_seconds`). Sequences that got a first token count, unless they were resumed here with output of another replica or epoch.", ("service_class",), _REQUEST_SECONDS),
+    Metric("medha_sequence_prefill_seconds", "histogram", "seconds", "Time from then until its first token, of the same sequences (vLLM: `request_prefill_time_seconds`).", ("service_class",), _REQUEST_SECONDS),
+    Metric("medha_sequence_decode_seconds", "histogram", "seconds", "Time from its first to its last token, of the same sequences when they end, however they do (vLLM: `request_decode_time_seconds`).", ("service_class",), _REQUEST_SECONDS),
+    Metric("medha_sequence_prompt_tokens", "histogram", "tokens", "Length of the prompt of the same sequences (vLLM: `request_prompt_tokens`).", ("service_class",), _POWERS_OF_TWO),
+    Metric("medha_sequence_output_tokens", "histogram", "tokens", "Output tokens of the same sequences (vLLM: `request_generation_tokens`). Tokens behind a stop string count if they were sampled before it was found.", ("service_class",), _POWERS_OF_TWO),
     Metric("medha_prefix_cache_queried_tokens", "counter", "tokens", "Prompt tokens of admitted sequences that were looked up in the prefix cache. Samples that share a running prompt do not count."),
     Metric("medha_prefix_cache_hit_tokens", "counter", "tokens", "Prompt tokens of admitted sequences whose KV was in the prefix cache, so that they were not computed."),
     Metric("medha_sequences_running", "gauge", "sequences", "Sequences that hold KV."),
@@ -168,6 +223,7 @@ CONTROLLER_METRICS = (
     Metric("medha_controller_handle_seconds", "histogram", "seconds", "Time that the controller took to decide on one event.", (), (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1)),
     Metric("medha_epoch", "gauge", "", "Epoch of the replica. It increases with each new rendezvous of the ranks."),
     Metric("medha_dropped_messages", "counter", "messages", "Messages that were dropped, by link and reason, as in `medha_router_dropped_messages`. Links at the controller's end: `router_control`, `router_tokens`, `rank_control`, `rank_tokens`. At the ranks' end, all ranks together: `at_rank_control`, `at_rank_tokens`; a rank reports every second, between its steps, the number that it has dropped since it began. So a restarted controller includes what its ranks dropped before, and messages that a rank drops right before it ends are only in its log.", ("link", "reason")),
+    Metric("medha_lost_spans", "counter", "spans", _LOST_SPANS, ("reason",)),
     Metric("medha_refused_connections", "counter", "connections", "Connections to the links for ranks that failed the handshake: plaintext, or a key that does not belong to a rank of this replica.", ("link",)),
 )  # fmt: skip
 """Metrics that a replica's controller exports of itself."""
@@ -234,7 +290,14 @@ OPERATOR_METRICS = (
 )  # fmt: skip
 """Metrics that the operator exports."""
 
-CATALOGUE = (*ROUTER_METRICS, *VLLM_ALIASES, *CONTROLLER_METRICS, *RANK_METRICS, *OPERATOR_METRICS)
+CATALOGUE = (
+    *ROUTER_METRICS,
+    *KEY_METRICS,
+    *VLLM_ALIASES,
+    *CONTROLLER_METRICS,
+    *RANK_METRICS,
+    *OPERATOR_METRICS,
+)
 
 
 def reference_page() -> str:
@@ -249,6 +312,7 @@ def reference_page() -> str:
     ]
     sections = (
         ("Router", ROUTER_METRICS),
+        ("Router: API keys", KEY_METRICS),
         ("Router: names of vLLM", VLLM_ALIASES),
         ("Replica controller", CONTROLLER_METRICS),
         ("Replica controller: ranks and their devices", RANK_METRICS),

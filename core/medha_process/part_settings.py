@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from medha.api.cluster import NO_ACCELERATOR
 from medha.api.replica import MedhaReplicaSpec
@@ -89,18 +89,59 @@ class RankSettings(ReplicaPartSettings):
         return self.rank % self.neighbours
 
 
+class RouterEndpoints(BaseModel):
+    """ZeroMQ endpoints that a router binds and controllers connect to.
+
+    A host name stands for all of its addresses: for one router at each of them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    control: str
+    tokens: str
+
+    @property
+    def host(self) -> str:
+        """The host of the control link, without brackets; empty if the endpoint is none of a network."""
+        return _host(self.control)
+
+    def at(self, address: str) -> RouterEndpoints:
+        """Return the endpoints with an IP address in place of their host."""
+        host = f"[{address}]" if ":" in address else address
+
+        def located(endpoint: str) -> str:
+            source, separator, target = endpoint.removeprefix("tcp://").rpartition(";")
+            return f"tcp://{source}{separator}{host}:{target.rpartition(':')[2]}"
+
+        control, tokens = located(self.control), located(self.tokens)
+        return RouterEndpoints(control=control, tokens=tokens)
+
+    @model_validator(mode="after")
+    def _one_host(self) -> RouterEndpoints:
+        if _host(self.control) != _host(self.tokens):
+            raise ValueError(
+                f"control is {self.control} and tokens is {self.tokens}; give both links the same host"
+            )
+        return self
+
+
+def _host(endpoint: str) -> str:
+    scheme, _, rest = endpoint.partition("://")
+    target = rest.rpartition(";")[2]  # behind the address that the connection comes from, if one is given
+    return target.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
+
+
 class ControllerSettings(ReplicaPartSettings):
     """Settings of a replica's controller: `python -m medha_worker.controller`, which polls the file for changes."""
 
     replica: str
     """Name under which routers know the replica."""
-    router_control: str
-    """ZeroMQ endpoint of the router's control link; the controller connects."""
-    router_tokens: str
-    router_key_file: Path
-    """The router's public key."""
-    enrolment_file: Path
-    """File with the token that admits replicas to the router."""
+    routers: tuple[RouterEndpoints, ...] = ()
+    """Routers that the replica joins, all with the same keys; changes take effect while it serves."""
+    router_key_file: Path | None = None
+    """The routers' public key; needed if there are routers."""
+    enrolment_file: Path | None = None
+    """File with the token that admits replicas to the routers; needed if there are routers."""
     rank_control: str
     """ZeroMQ endpoint that the ranks connect to; the controller binds."""
     rank_tokens: str
@@ -117,3 +158,12 @@ class ControllerSettings(ReplicaPartSettings):
     trace_file: Path | None = None
     """File for a trace of all ranks (Trace Event JSON) from the first epoch on; a restarted controller
     inserts `.epochN` into its name."""
+
+    @model_validator(mode="after")
+    def _keys_for_routers(self) -> ControllerSettings:
+        if self.routers and (self.router_key_file is None or self.enrolment_file is None):
+            raise ValueError(
+                f"routers are named, router_key_file is {self.router_key_file} and enrolment_file is "
+                f"{self.enrolment_file}; give both files"
+            )
+        return self

@@ -18,7 +18,7 @@ from threading import Thread
 
 from medha_process.part_state import PartState
 
-BEAT_SECONDS = 1.0
+BEAT_SECONDS = 0.5
 AWAY_SECONDS = 3.0  # a longer gap between two beats: the whole process stood still, not only its main loop
 
 _log = logging.getLogger("medha.watchdog")
@@ -47,7 +47,7 @@ class Deadline:
 
 
 class Watchdog:
-    """Sends a heartbeat to the supervisor (sd_notify(3)) every second while the main loop is not overdue."""
+    """Sends heartbeats to the supervisor (sd_notify(3)) while the main loop is not overdue."""
 
     def __init__(self) -> None:
         self._deadline = Deadline()

@@ -19,9 +19,9 @@ from medha.errors import PartFailed
 
 MODULES = (
     *(f"medha/{name}.py" for name in ("shards", "slo")),
-    *(f"medha/cost/{name}.py" for name in ("attention_seconds", "predictor", "prefill_seconds")),
+    *(f"medha/cost/{name}.py" for name in ("attention_seconds", "correction", "predictor", "prefill_seconds")),
     *(f"medha/kv/{name}.py" for name in ("blocks", "lane_replay", "pools", "prefix_cache")),
-    *(f"medha/scheduler/{name}.py" for name in ("admission", "controller", "guarded", "lanes", "packer", "policy", "prefill_order", "prefix_followers", "request", "request_table", "sharing", "step_builder", "validation")),
+    *(f"medha/scheduler/{name}.py" for name in ("admission", "controller", "guarded", "lanes", "owner_places", "packer", "policy", "prefill_order", "prefix_followers", "request", "request_table", "sharing", "step_builder", "validation")),
     *(f"medha_sim/{name}.py" for name in ("executor", "run_log", "simulation")),
     *(f"medha_sim/baselines/{name}.py" for name in ("baseline_costs", "distserve", "hrrn", "loongserve", "request_book", "sarathi", "single_prefill")),
 )  # fmt: skip

@@ -167,6 +167,7 @@ class Executor:
         self._message_seconds = message_seconds
         self._ends_at = ends_at
         self._free_at = [[0.0] * lanes for _ in range(stages)]  # [stage][lane]
+        self._done_at = [0.0] * lanes  # steps end in order, however long each is in transit
 
     def launch(self, step: Step, now: float) -> Launched:
         """Queue a step that the controller launches at `now` behind those already in the pipeline."""
@@ -185,6 +186,11 @@ class Executor:
             if stage == 0:
                 left_first = at
             at += timing.transit_seconds
+        for lane in lanes:
+            if self._done_at[lane] > at:
+                at = self._done_at[lane]
+        for lane in lanes:
+            self._done_at[lane] = at
         busiest = max(timing.stage_seconds)
         done = Done(step.step_id, self._samples(step), compute_seconds=busiest, lanes=lanes)
         free = StageFree(step.step_id, 0, lanes)

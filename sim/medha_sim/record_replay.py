@@ -40,12 +40,14 @@ from medha.wire.messages import (
     Drain,
     Emit,
     Failed,
+    GrammarReady,
     RankReady,
     Refused,
     StageFree,
     Step,
     StepProfile,
     Submit,
+    Tick,
 )
 from medha_sim.executor import PredictorCost, StepCost, StepTiming
 from medha_sim.run_log import RequestRecord, RunLog
@@ -56,6 +58,8 @@ from medha_sim.simulation import Arrival, Progress, Simulation, Workload
 _NEIGHBOURS = 32
 """Number of live steps with a similar predicted time, one of which is drawn."""
 _NO_TIME_SECONDS = 1e11  # about 3,000 years; no clock reads more
+_OWN_EVENTS: dict[Any, ControllerEvent] = {"Drain": Drain(), "Tick": Tick()}
+"""Events that no message brings, by their type in a log."""
 _FASTEST = 0.1  # shortest time of a step, as a share of its prediction
 
 
@@ -177,18 +181,20 @@ class LiveRanks:
 
     predicted: npt.NDArray[np.float64]
     observed: npt.NDArray[np.float64]
+    computed: npt.NDArray[np.float64]
+    """The part of `observed` that a rank measured: without messages, and without waiting for a CPU core."""
     message_seconds: float  # one way, between controller and ranks
 
     @classmethod
-    def of(cls, steps: list[tuple[float, float]], message_seconds: float) -> LiveRanks:
-        """Create an instance from the (predicted, observed) pairs of all steps, in any order."""
-        table = np.array(sorted(steps)).reshape(len(steps), 2)
-        return cls(table[:, 0], table[:, 1], message_seconds)
+    def of(cls, steps: list[tuple[float, float, float]], message_seconds: float) -> LiveRanks:
+        """Create an instance from (predicted, observed, computed) of all steps, in any order."""
+        table = np.array(sorted(steps)).reshape(len(steps), 3)
+        return cls(table[:, 0], table[:, 1], table[:, 2], message_seconds)
 
     @property
     def factor(self) -> float:
-        """Median of observed over predicted time; 1 if no step was seen."""
-        return float(np.median(self.observed / self.predicted)) if len(self.observed) else 1.0
+        """Median of computed over predicted time; 1 if no step was seen."""
+        return float(np.median(self.computed / self.predicted)) if len(self.computed) else 1.0
 
 
 class SlowMoments:
@@ -218,7 +224,8 @@ class SlowMoments:
 class Resampled:
     """A step cost drawn from the live steps with a similar predicted time.
 
-    The difference between the two predictions, times the live median of observed over predicted, is added.
+    The difference between the two predictions, times the live median of computed over predicted, is added.
+    Only the computed part keeps the stage busy: the controller corrects its predictions by it, as it does live.
     """
 
     def __init__(self, cost: StepCost, ranks: LiveRanks, seed: int) -> None:
@@ -239,10 +246,15 @@ class Resampled:
         nearest = int(np.searchsorted(live.predicted, predicted)) - seen // 2
         first = min(max(nearest, 0), len(live.predicted) - seen)
         near = slice(first, first + seen)
-        seconds_like = np.sort(live.observed[near] + self._factor * (predicted - live.predicted[near]))
-        seconds = float(seconds_like[int(seen * self._slow.sample(step.lanes[0], now))])
+        more = self._factor * (predicted - live.predicted[near])
+        slowest_last = np.argsort(live.observed[near] + more, kind="stable")
+        drawn = int(slowest_last[int(seen * self._slow.sample(step.lanes[0], now))])
+        apart = max(0.0, float(live.observed[near][drawn] - live.computed[near][drawn]))
+        seconds = float(live.computed[near][drawn] + more[drawn])
         scale = max(seconds, _FASTEST * predicted) / predicted
-        return StepTiming(tuple(stage * scale for stage in timing.stage_seconds), timing.transit_seconds)
+        return StepTiming(
+            tuple(stage * scale for stage in timing.stage_seconds), timing.transit_seconds + apart
+        )
 
 
 @dataclass(slots=True)
@@ -271,6 +283,7 @@ class Reading:
                     max_tokens=submit.sampling.max_tokens,
                     prompt=submit.prompt,
                     block_hashes=submit.block_hashes,
+                    owner=submit.owner,
                 )
                 for id_, submit in self.submits.items()
             ]
@@ -376,7 +389,7 @@ class _Reader:
         self._log = self._reading.log
         self._history = History()
         self._rows: dict[int, int] = {}  # step -> its row in the log
-        self._steps: list[tuple[float, float]] = []  # predicted and observed seconds of a stage
+        self._steps: list[tuple[float, float, float]] = []  # predicted, observed, computed seconds of a stage
         self._overheads: list[float] = []  # seconds from launch to `Done`, less compute time
 
     def read(self) -> Reading:
@@ -447,10 +460,10 @@ class _Reader:
         predicted, stages = max(timing.stage_seconds), len(timing.stage_seconds)
         observed = completed.observed_seconds
         if stages == 1:  # measured until the answer, so that time spent waiting for a CPU core is included
-            self._steps.append((predicted, observed))
+            self._steps.append((predicted, observed, done.compute_seconds))
             self._overheads.append(0.0)
         else:  # that time would include waiting behind other steps, which the simulated pipeline adds itself
-            self._steps.append((predicted, done.compute_seconds))
+            self._steps.append((predicted, done.compute_seconds, done.compute_seconds))
             self._overheads.append(observed - stages * done.compute_seconds)
 
     def _take(self, command: ControllerCommand, now: float) -> None:
@@ -495,10 +508,11 @@ def _recorded(path: Path, number: int, text: str) -> Recorded:
         raise ConfigInvalid(
             f"{path}:{number}: now is {now}, which is not a time; delete the line and those after it"
         )
-    if event.get("type") == "Drain":
-        return Recorded(number, float(now), Drain(), commands)
+    own = _OWN_EVENTS.get(event.get("type"))
+    if own is not None:
+        return Recorded(number, float(now), own, commands)
     message = _message(path, number, json.dumps(event))
-    if not isinstance(message, Submit | Cancel | StageFree | Done):
+    if not isinstance(message, Submit | Cancel | StageFree | Done | GrammarReady):
         raise ConfigInvalid(f"{path}:{number}: {type(message).__name__} is not an event of a controller")
     return Recorded(number, float(now), message, commands)
 

@@ -7,7 +7,7 @@ otherwise, a prompt is long where attention FLOPs exceed linear FLOPs, and KV ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,11 +19,13 @@ from medha.cost.cost_profile import Profile
 from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
+from medha.routing.replica_demand import DemandTerms
 from medha.routing.router_core import RouterCore
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import Announce, StepProfile
+from medha_sim.autoscaling import AutoscaledFleet, AutoscalerTerms, Signal
 from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
 from medha_sim.lengths import Counts
 from medha_sim.simulation import Latencies, SimulatedReplica, Simulation, Workload
@@ -151,25 +153,52 @@ class Deployment:
         self, workload: Workload, *, seed: int = 0, disturbance: Disturbance | None = None
     ) -> Simulation:
         """Return a simulation of Medha on this deployment; `seed` is for the noise."""
-        config, ends_at = self.config(), workload.ends_at()
-        children = np.random.SeedSequence((seed, 0x6E6F6973)).spawn(self.replicas)
-        replicas = [
-            medha_replica(
-                f"replica-{index}",
-                config,
-                self.profile(),
-                ends_at,
-                cost=disturbed(PredictorCost(self.predictor()), disturbance, np.random.default_rng(child)),
-                message_seconds=self.message_seconds,
-            )
-            for index, child in enumerate(children)
-        ]
+        make = self.maker(workload, seed=seed, disturbance=disturbance)
         return Simulation(
-            replicas,
+            [make(index) for index in range(self.replicas)],
             workload,
             router=RouterCore() if self.replicas > 1 else None,
             latencies=self.latencies,
         )
+
+    def maker(
+        self, workload: Workload, *, seed: int = 0, disturbance: Disturbance | None = None
+    ) -> Callable[[int], SimulatedReplica]:
+        """Return a function that makes the replica of a number."""
+        config, profile, ends_at = self.config(), self.profile(), workload.ends_at()
+
+        def make(index: int) -> SimulatedReplica:
+            child = np.random.SeedSequence((seed, 0x6E6F6973), spawn_key=(index,))
+            return medha_replica(
+                f"replica-{index}",
+                config,
+                profile,
+                ends_at,
+                cost=disturbed(PredictorCost(self.predictor()), disturbance, np.random.default_rng(child)),
+                message_seconds=self.message_seconds,
+            )
+
+        return make
+
+    def autoscaled(
+        self,
+        workload: Workload,
+        signal: Signal,
+        terms: AutoscalerTerms,
+        *,
+        start_seconds: float,
+        demand: DemandTerms | None = None,
+    ) -> tuple[Simulation, AutoscaledFleet]:
+        """Return a simulation whose number of replicas follows a signal, and the fleet that follows it."""
+        make = self.maker(workload)
+        demand = demand or DemandTerms(start_seconds=start_seconds)
+        simulation = Simulation(
+            [make(index) for index in range(max(1, terms.min_replicas))],
+            workload,
+            router=RouterCore(demand=demand),
+            latencies=self.latencies,
+        )
+        return simulation, AutoscaledFleet(simulation, make, signal, terms, start_seconds=start_seconds)
 
 
 def deployment_of(
@@ -279,7 +308,10 @@ def medha_replica(
     )
     points = [tokens for tokens in _POINTS if tokens <= config.max_model_len]
     times = [controller.predictor.prefill_seconds(0, tokens) for tokens in points]
-    announced = card(name, config, tuple(zip(points, times, strict=True)))
-    return SimulatedReplica(
-        controller, executor, announced, config.block_size_tokens if config.prefix_caching else 0
+    announced = replace(
+        card(name, config, tuple(zip(points, times, strict=True))),
+        tokens_per_lane=config.tokens_per_lane if config.topology.kv > 1 else 0,
+        order=controller.policy_terms,
     )
+    block_size_tokens = config.block_size_tokens if config.prefix_caching else 0
+    return SimulatedReplica(controller, executor, announced, block_size_tokens, controller.work_ahead)

@@ -17,15 +17,16 @@ from typing import Any, Protocol, TypeVar
 from medha.errors import ConfigInvalid
 from medha.kv.prefix_cache import HASH_CHARACTERS
 from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, Prefix, marks
-from medha.routing.router_core import (
+from medha.routing.router_core import RouterCore
+from medha.routing.router_events import (
     Arrive,
     BundleKnown,
     Deliver,
     Fail,
+    LinkLost,
     NewSequence,
     Received,
     RouterCommand,
-    RouterCore,
     RouterEvent,
     Send,
 )
@@ -33,13 +34,17 @@ from medha.scheduler.controller import Load
 from medha.wire.messages import (
     Announce,
     Cancel,
+    CompileGrammar,
     ControllerCommand,
     ControllerEvent,
+    DropGrammar,
     Emit,
     Failed,
+    FetchBundle,
     Refused,
     Sampling,
     Step,
+    SteppedAside,
     Submit,
     Tick,
 )
@@ -68,6 +73,7 @@ class Arrival:
     prompt: str = ""  # requests with the same prompt name share its KV; "" is a prompt of its own
     block_hashes: str = ""  # of the prompt, in the replica's block size, if a recorded log has them
     conversation: str = ""  # turns of one conversation continue each other's prompts
+    owner: str = ""  # as in `Submit`
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ class SimulatedReplica:
     executor: Executor
     card: Announce
     block_size_tokens: int = 0  # of its prefix cache; 0 if it has none
+    work_ahead: Callable[[float], tuple[tuple[float, float], ...]] = lambda _now: ()  # as it announces it
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +182,7 @@ class Simulation:
         if self._router is not None:
             self._router.start([replica.card for replica in self._replicas.values()])
         for replica in self._replicas.values():
-            replica.start(announces=self._router is not None)
+            replica.start(0.0, announces=self._router is not None)
         self._next_arrival()
         self.at(0.0, self._sample, None)
         heap = self._heap
@@ -190,6 +197,47 @@ class Simulation:
         self.log.interrupted = self._stopped
         return self.log
 
+    # --- for whoever changes the number of replicas while it runs -------------------------------------
+
+    def add_replica(self, replica: SimulatedReplica, now: float) -> None:
+        """Let another replica serve from now on. The simulation must have a router."""
+        assert self._router is not None
+        self._kv_tokens += replica.card.kv_tokens_total
+        added = self._replicas[replica.card.replica] = _Replica(replica, self)
+        added.start(now, announces=True)
+
+    def drain_replica(self, name: str, now: float) -> None:
+        """Let a replica finish what it has, and take nothing more."""
+        self._replicas[name].drain(now)
+
+    def remove_replica(self, name: str, now: float) -> None:
+        """End a replica. Its router submits what it still has to others."""
+        assert self._router is not None
+        self._kv_tokens -= self._replicas.pop(name).end().kv_tokens_total
+        self._router.take(LinkLost(name), now)
+
+    def load(self, name: str) -> Load:
+        return self._replicas[name].load()
+
+    def kv_share(self, name: str) -> float:
+        """Return the share of its KV that a replica has reserved, 0 to 1."""
+        replica = self._replicas[name]
+        return 1 - replica.load().kv_tokens_free / replica.card.kv_tokens_total
+
+    def busy_seconds(self, name: str) -> float:
+        """Return for how long a replica has computed so far: the slowest stage of each step that it has launched."""
+        return self._replicas[name].busy_seconds
+
+    @property
+    def router(self) -> RouterCore | None:
+        return None if self._router is None else self._router.core
+
+    @property
+    def guests(self) -> dict[str, int]:
+        """Requests that wait for a first replica, by model."""
+        found = self._router
+        return {} if found is None or not found.guests else {found.model: len(found.guests)}
+
     # --- for the replicas and the router of a simulation ----------------------------------------------
 
     def at(self, time: float, deliver: Callable[[What, float], None], what: What) -> None:
@@ -198,7 +246,9 @@ class Simulation:
         heappush(self._heap, (time, self._sequence, deliver, what))
 
     def to_replica(self, name: str, event: Submit | Cancel, now: float) -> None:
-        replica = self._replicas[name]
+        replica = self._replicas.get(name)
+        if replica is None:  # it has ended while this was on its way
+            return
         if isinstance(event, Submit) and replica.block_size_tokens:
             conversation = self._conversations.get(original_id(event.id))
             if conversation is not None:
@@ -280,6 +330,7 @@ class Simulation:
                 service_class=arrival.service_class,
                 deadline_after_seconds=arrival.ttft_target_seconds,
                 tpot_target_seconds=arrival.tpot_target_seconds,
+                owner=arrival.owner,
             )
             self.at(now + self._latencies.client_seconds, router.take, arrive)
             return
@@ -293,6 +344,7 @@ class Simulation:
             tpot_target_seconds=arrival.tpot_target_seconds,
             service_class=arrival.service_class,
             sampling=sampling,
+            owner=arrival.owner,
             block_hashes=arrival.block_hashes,
         )
         self.to_replica(next(iter(self._replicas)), submit, now + self._latencies.client_seconds)
@@ -328,29 +380,47 @@ class _Replica:
         self._controller = replica.controller
         self._executor = replica.executor
         self.card = replica.card
+        self._work_ahead = replica.work_ahead
         self._simulation = simulation
         self._announced: Load | None = None
         self._announced_at = 0.0
         self._announces = False
+        self._ended = False
         self.block_size_tokens = replica.block_size_tokens
         self.load = replica.controller.load
+        self.busy_seconds = 0.0
 
-    def start(self, *, announces: bool) -> None:
+    def start(self, now: float, *, announces: bool) -> None:
         self._announces = announces
         if announces:
-            self._heartbeat(None, 0.0)
+            self._announce(self.load(), now)
+            self._simulation.at(now + HEARTBEAT_SECONDS, self._heartbeat, None)
+
+    def drain(self, now: float) -> None:
+        self.card = replace(self.card, draining=True)
+        self._announce(self.load(), now)
+
+    def end(self) -> Announce:
+        """Compute and announce nothing any more; return the last announcement."""
+        self._ended = True
+        return self.card
 
     def take(self, event: ControllerEvent, now: float) -> None:
+        if self._ended:
+            return
         simulation = self._simulation
         answers: list[Answer] = []
         for command in self._controller.handle(event, now):
             if isinstance(command, Step):
                 launched = self._executor.launch(command, now)
+                self.busy_seconds += max(launched.timing.stage_seconds)
                 if command.entries:
                     simulation.log.stepped(command, max(launched.timing.stage_seconds), now)
                 for at, follows in launched.events:
                     simulation.at(at, self.take, follows)
-            else:
+            elif not isinstance(
+                command, SteppedAside | CompileGrammar | DropGrammar
+            ):  # its router does not notice
                 answers.append(command)
         if answers:
             simulation.from_replica(self.card.replica, answers, now)
@@ -360,9 +430,11 @@ class _Replica:
                 self._announce(load, now)
 
     def _heartbeat(self, _: None, now: float) -> None:
-        if now == 0.0 or now >= self._announced_at + HEARTBEAT_SECONDS:
+        if self._ended:
+            return
+        if now >= self._announced_at + HEARTBEAT_SECONDS:
             self._announce(self.load(), now)
-        if now == 0.0 or not self._simulation.idle:
+        if not self._simulation.idle:
             self._simulation.at(self._announced_at + HEARTBEAT_SECONDS, self._heartbeat, None)
 
     def _announce(self, load: Load, now: float) -> None:
@@ -373,6 +445,8 @@ class _Replica:
             running=load.running,
             waiting=load.waiting,
             pending_prefill_seconds=load.pending_prefill_seconds,
+            lanes=load.lanes,
+            work_ahead=self._work_ahead(now),
         )
         self._simulation.from_replica(self.card.replica, [card], now)
 
@@ -384,6 +458,8 @@ class _Router:
         self.core = core
         self.model = ""
         self.digest = ""
+        self.guests: list[Arrive] = []
+        """Requests that wait for a first replica, in the order of arrival."""
         self._simulation = simulation
 
     def start(self, cards: Sequence[Announce]) -> None:
@@ -395,7 +471,14 @@ class _Router:
         self._tick(None, 0.0)
 
     def take(self, event: RouterEvent, now: float) -> None:
+        if isinstance(event, Arrive) and not self.core.is_served(self.model):
+            self.guests.append(event)
+            return
         self._carry_out(self.core.handle(event, now), now)
+        if self.guests and self.core.is_served(self.model):
+            arrived, self.guests = self.guests, []
+            for guest in arrived:
+                self.take(guest, now)
 
     def take_all(self, events: Iterable[RouterEvent], now: float) -> None:
         for event in events:
@@ -415,9 +498,11 @@ class _Router:
                     simulation.delivered(command.id, len(command.tokens), ended, now)
                 case Send(message=Submit() | Cancel() as message):
                     simulation.to_replica(command.replica, message, now)
+                case Send(message=FetchBundle(digest=digest)):  # bundles take no time here
+                    self.take(BundleKnown(digest), now)
                 case Fail():
                     simulation.failed(command, now)
-                case _:  # prompts and bundles take no time here; rejections are only logged
+                case _:  # prompts take no time here; rejections are only logged
                     pass
 
 

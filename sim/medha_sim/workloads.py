@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 
@@ -144,6 +144,27 @@ def generate(
     kinds, prompts, outputs = mix.sample(len(times), samplers)
     names = [mix.parts[kind].kind for kind in kinds]
     return Workload(_arrivals(times, names, prompts, outputs, targets, names_max_tokens=names_max_tokens))
+
+
+def varied(workload: Workload, knots: Sequence[tuple[float, float]]) -> Workload:
+    """Return the same requests at other times, so that their rate follows `knots`: (seconds, relative rate), ascending.
+
+    The rate is linear between knots. All requests arrive between the first and the last knot.
+    """
+    at, rate = (np.array(column, dtype=np.float64) for column in zip(*knots, strict=True))
+    arrived = np.concatenate([[0.0], np.cumsum(np.diff(at) * (rate[1:] + rate[:-1]) / 2)])
+    # Fine steps, because the sum of a linear rate is quadratic.
+    fine = np.linspace(at[0], at[-1], 10_001)
+    before = np.searchsorted(at, fine, side="right").clip(1, len(at) - 1) - 1
+    since = fine - at[before]
+    slope = np.diff(rate) / np.diff(at)
+    share = (arrived[before] + since * (rate[before] + slope[before] * since / 2)) / arrived[-1]
+    last = max((arrival.at_seconds for arrival in workload.arrivals), default=0.0)
+    moved = np.interp([arrival.at_seconds / max(last, 1e-9) for arrival in workload.arrivals], share, fine)
+    arrivals = [
+        replace(one, at_seconds=float(when)) for one, when in zip(workload.arrivals, moved, strict=True)
+    ]
+    return replace(workload, arrivals=arrivals)
 
 
 def conversations(

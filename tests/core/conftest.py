@@ -5,7 +5,7 @@ Test modules cannot import each other under pytest's importlib mode, so these he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -23,17 +23,23 @@ from medha.topology import Topology
 from medha.wire.messages import (
     Admit,
     Cancel,
+    CompileGrammar,
     ControllerCommand,
     ControllerEvent,
     Done,
+    DropGrammar,
     Emit,
     EntryFailed,
+    Extent,
     Failed,
+    GrammarReady,
+    PromptLogprobs,
     Refused,
     Sample,
     Sampling,
     StageFree,
     Step,
+    SteppedAside,
     StepProfile,
     Submit,
 )
@@ -56,7 +62,7 @@ def make_config(
     block_size_tokens: int = 4,
     max_model_len: int = 1_000_000,
     long_threshold_tokens: int = 1_000_000,
-    default_output_tokens: int = 16,
+    default_output_tokens: int = 4096,
     ttft_floor_seconds: float = 2.0,
     **scheduling: object,
 ) -> ReplicaConfig:
@@ -119,6 +125,9 @@ class FakeReplica:
         self.log: list[tuple[float, ControllerEvent]] = []
         self.commands: list[list[ControllerCommand]] = []
         self.steps: list[Step] = []
+        self.asides: list[str] = []  # requests that stepped aside, in order
+        self.compiling: list[str] = []  # names of grammars that ranks compile, in order
+        self.compiled: set[str] = set()
         self.emitted: dict[str, list[int]] = {}
         self.endings: dict[str, list[str]] = {}  # every one should have one
         self.ledger = BlockLedger(self.config.kv_blocks, self.config.block_size_tokens)
@@ -162,7 +171,23 @@ class FakeReplica:
                         self._prompts.discard(self._submits[command.id].prompt)
                 case Failed():
                     self._end(command.id, "failed " + command.reason)
+                case SteppedAside():
+                    self._step_aside(command)
+                case CompileGrammar():
+                    assert command.name not in {*self.compiling, *self.compiled}
+                    self.compiling.append(command.name)
+                case DropGrammar():
+                    self.compiled.discard(command.name)
+                    if command.name in self.compiling:
+                        self.compiling.remove(command.name)
         return commands
+
+    def compile_next(self, fault: str = "") -> None:
+        """Report the grammar that was asked for first as compiled, or why it cannot be."""
+        name = self.compiling.pop(0)
+        if not fault:
+            self.compiled.add(name)
+        self.handle(GrammarReady(name, fault=fault))
 
     # --- the pipeline -------------------------------------------------------------------------------
 
@@ -256,8 +281,9 @@ class FakeReplica:
         for entry in step.entries:
             assert self._sequences[entry.id].next_position >= self._sequences[entry.id].admit.tokens
         for request in self.controller.requests():
-            is_full = self.controller._table.running >= self.config.scheduling.max_running
-            may_prefill = request.dispatched < request.submit.tokens and not (request.waits and is_full)
+            has_place = not request.waits or self.controller._admission.has_place(request)
+            has_place = has_place and not request.stalls
+            may_prefill = request.dispatched < request.submit.tokens and has_place
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
             assert not request.waits or len(step.entries) == len(self._pipeline[0].step.entries), (
                 "a place is free then"
@@ -284,6 +310,8 @@ class FakeReplica:
         assert end <= sequence.length, f"{id_}: position {end} is not known yet"
         assert end <= self._lane.shards(id_).tokens, f"{id_}: position {end} is not reserved"
         assert samples == (end == sequence.length)
+        if samples and sequence.length == sequence.admit.tokens and sequence.admit.sampling.grammar:
+            assert sequence.admit.sampling.grammar in self.compiled, f"the grammar of {id_} is not compiled"
         if start >= sequence.admit.tokens and self.config.topology.stream > 1:
             assert id_ not in busy, f"{id_}: two decode tokens in flight"
         table, size = self.ledger.table(id_).tolist(), self.config.block_size_tokens
@@ -325,7 +353,28 @@ class FakeReplica:
             tuple(failures),
             compute_seconds=step.predicted_seconds,
             block_hashes=tuple(hashes),
+            prompt_logprobs=tuple(self._scored(step)),
         )
+
+    def _scored(self, step: Step) -> Iterator[tuple[str, PromptLogprobs]]:
+        """Log-probabilities of prompt tokens, for requests that ask for them: minus the position of each."""
+        for entry in step.entries:
+            admit = self._sequences[entry.id].admit
+            start = entry.extents[0].start + 1
+            stop = min(start + entry.token_count, admit.tokens)
+            if admit.sampling.prompt_logprobs is not None and start < stop:
+                places = range(start, stop)
+                numbers = tuple(-float(place) for place in places)
+                yield entry.id, PromptLogprobs((Extent(start, len(places)),), numbers, tuple(places))
+
+    def _step_aside(self, aside: SteppedAside) -> None:
+        """Know its new prompt, as a controller's process does: the one before, and what it was told of the output."""
+        assert aside.tokens == self._submits[aside.id].tokens + len(self.emitted.get(aside.id, ()))
+        self.asides.append(aside.id)
+        self._prompts.add(aside.prompt)
+        if aside.source in self.prompt_ids:
+            ids = (*self.prompt_ids[aside.source], *self._sequences[aside.id].outputs)
+            self.prompt_ids[aside.prompt] = ids[: aside.tokens]
 
     # --- what a router sees -------------------------------------------------------------------------
 
@@ -333,7 +382,10 @@ class FakeReplica:
         assert emit.id not in self._cancelled, f"{emit.id} was cancelled"
         assert emit.id not in self.endings, f"{emit.id} had ended"
         assert emit.tokens or emit.finish_reason
-        self.emitted.setdefault(emit.id, []).extend(emit.tokens)
+        output = self.emitted.setdefault(emit.id, [])
+        for token in emit.tokens:
+            assert not output or token == output[-1] + 1, f"{emit.id}: {token} follows {output[-1]}"
+            output.append(token)
         if emit.finish_reason is not None:
             self._end(emit.id, emit.finish_reason)
             submit = self._submits[emit.id]
@@ -368,6 +420,27 @@ def replica_of() -> Callable[..., FakeReplica]:
         return FakeReplica(make_config(**keywords), **own)  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def random_run(replica_of: Callable[..., FakeReplica]) -> Callable[[int], FakeReplica]:
+    """Runs random requests on a small replica, of which some are cancelled and some steps fail; the seed decides all."""
+
+    def run(seed: int) -> FakeReplica:
+        random = Random(seed)
+        replica = replica_of(
+            random=random, stop_chance=0.05, failure_chance=0.01, stages=1 + seed % 2, kv_blocks=40,
+            max_chunk_tokens=16, min_chunk_tokens=4,
+        )  # fmt: skip
+        for number in range(60):
+            replica.submit(
+                make_submit(f"r{number}", random.choice([1, 2, 16, 17, 50]), random.choice([1, 2, 9]))
+            )
+            for _ in range(random.randrange(6)):
+                replica.advance()
+        return replica.run()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -125,6 +125,14 @@ BAD = [
         {"serviceClasses": [{"name": "a", "tpotTargetSeconds": 0.005}]},
         ["spec.serviceClasses.0", "tpotTargetSeconds 0.005", "tpotFloorSeconds 0.01", "lower the other"],
     ),
+    (
+        {"model": {"name": "m", "source": {"path": "x"}, "aliases": ["a", "m"]}},
+        ["spec.model", "aliases has 'm'", "own name"],
+    ),
+    (
+        {"model": {"name": "m", "source": {"path": "x"}, "aliases": ["a", "a"]}},
+        ["spec.model", "aliases names ['a'] twice", "keep one"],
+    ),
     ({"router": {"port": 70000}}, ["spec.router.port", "65535", "found 70000"]),
     ({"lifecycle": {"drainSeconds": -1}}, ["spec.lifecycle.drainSeconds", "found -1"]),
     ({"model": None}, ["spec.model", "valid dictionary", "found None"]),

@@ -26,7 +26,17 @@ from medha.wire.frames import (
     tokens_from_frame,
     tokens_to_frame,
 )
-from medha.wire.messages import Emit, Message, Sampling, Step, StepEntry, Submit, TokenLogprob, Tokens
+from medha.wire.messages import (
+    Emit,
+    Message,
+    Sampling,
+    Step,
+    StepEntry,
+    SteppedAside,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
 
 RECORDED = Path(__file__).parent / "recorded" / "wire_v1.jsonl"
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
@@ -298,3 +308,13 @@ def test_lists_of_messages_have_one_digest_exactly_if_they_are_equal() -> None:
     assert (
         len({digest(messages) for messages in ([], [first], [second], [first, second], [second, first])}) == 5
     )
+
+
+def test_a_request_that_steps_aside_counts_in_a_digest() -> None:
+    """It has no frame, because it stays inside a controller."""
+    aside = SteppedAside("a", "a/aside-1", "p", 9)
+    others = [
+        dataclasses.replace(aside, **change) for change in ({"tokens": 8}, {"prompt": "p"}, {"id": "b"})
+    ]
+    assert digest([aside]) == digest([dataclasses.replace(aside)])
+    assert len({digest([one]) for one in (aside, *others)}) == 4

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -37,24 +37,9 @@ def driven(config_of: Callable[..., ReplicaConfig], profile: StepProfile) -> Dri
     return Driven(config_of(), profile)
 
 
-def random_run(replica_of: Any, submit_of: Any, seed: int) -> Any:
-    random = Random(seed)
-    replica = replica_of(
-        random=random, stop_chance=0.05, failure_chance=0.01, stages=1 + seed % 2, kv_blocks=40,
-        max_chunk_tokens=16, min_chunk_tokens=4,
-    )  # fmt: skip
-    for number in range(60):
-        replica.submit(submit_of(f"r{number}", random.choice([1, 2, 16, 17, 50]), random.choice([1, 2, 9])))
-        for _ in range(random.randrange(6)):
-            replica.advance()
-    return replica.run()
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_an_entry_is_a_decode_exactly_if_its_request_has_a_first_token(
-    replica_of: Any, submit_of: Any, seed: int
-) -> None:
-    replica = random_run(replica_of, submit_of, seed)
+def test_an_entry_is_a_decode_exactly_if_its_request_has_a_first_token(random_run: Any, seed: int) -> None:
+    replica = random_run(seed)
     again = Driven(replica.config, replica.profile)
     decodes = chunks = 0
     for now, event in replica.log:
@@ -166,3 +151,30 @@ def test_tokens_are_counted_once_and_the_first_apart(
     assert ended.request is not None
     assert (ended.reason, ended.request.tpot_seconds) == ("length", 0.5)
     assert ended.tpot_met is False
+
+
+def test_what_a_request_computes_again_after_it_stepped_aside_is_prefill(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=40, block_size_tokens=4, default_output_tokens=4, max_model_len=120)
+    for index in range(4):
+        replica.submit(submit_of(f"r{index}", 10))
+    replica.run().check_empty()
+    again = Driven(replica.config, replica.profile)
+    aside: list[str] = []
+    phases: dict[str, list[str | None]] = {}
+    computed = Counter[str]()
+    for now, event in replica.log:
+        facts = again.take(event, now)
+        aside += facts.stepped_aside
+        for name, phase, _ in facts.moves:
+            if phases.setdefault(name, [])[-1:] != [phase]:
+                phases[name].append(phase)
+        for launched in facts.launched:
+            computed.update(launched.tokens_by_request)
+    assert len(aside) == len(replica.asides) > 0
+    once = ["waiting", "prefill", "decode"]
+    for name, count in Counter(replica.asides).items():
+        assert phases[name] == once * (count + 1) + [None]
+        assert computed[name] > 10 * (count + 1), "its output, too"
+    assert all(request.emitted == 0 for request in again.history.open.values())

@@ -103,6 +103,28 @@ def test_a_short_request_that_was_demoted_waits_for_nobody(crowded: Any, submit_
     assert "late" in admitted(replica)
 
 
+@pytest.mark.parametrize("policy", ["guarded", "lars", "fcfs"])
+def test_a_large_request_with_a_distant_target_of_its_own_is_overtaken_until_then_and_no_longer(
+    replica_of: Any, submit_of: Any, policy: str
+) -> None:
+    replica = replica_of(
+        policy=policy, kv_blocks=100, block_size_tokens=SIZE, short_headroom=0.0, step_seconds=0.02
+    )
+    target_seconds = 3.0
+    for index in range(400):
+        if index % 9 == 0:  # 15 blocks for 48 steps: five or six of them at a time
+            replica.submit(submit_of(f"short {index}", 12, 48, deadline_after_seconds=0.2))
+        assert replica.advance()
+        if index == 60:
+            replica.submit(submit_of("waits", 236, 4, deadline_after_seconds=target_seconds))
+            asked = replica.now
+        if "waits" in replica.emitted:
+            break
+    waited = replica.now - asked
+    assert waited > target_seconds - 0.5, "it claims KV before it is late"
+    assert waited < target_seconds + 1.2, "those that hold KV then have ended"
+
+
 # --- what a waiting request counts on may go -----------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha.cost.correction import Correction
 from medha.cost.cost_profile import Attention, Link, Operation, Profile
 from medha.cost.predictor import Chunking, Predictor, Work
 from medha.errors import ConfigInvalid
@@ -90,19 +91,69 @@ def test_each_term_has_its_closed_form() -> None:
 
 
 @EACH
-@given(batch=BATCHES, correction=st.floats(0.25, 4))
+@given(batch=BATCHES, decode=st.floats(0.25, 4), prefill=st.floats(0.25, 4))
 def test_tally_and_explanation_agree_with_the_prediction(
-    name: str, batch: list[Work], correction: float
+    name: str, batch: list[Work], decode: float, prefill: float
 ) -> None:
     predictor = predictors()[name]
-    predictor.correction = correction
+    predictor.correction = Correction(decode, prefill)
     tally = predictor.tally()
     for work in batch:
-        tally.add(work)
+        (tally.add_decode if work.count == 1 else tally.add)(work)
     expected = predictor.stage_seconds(batch)
     assert tally.seconds() == pytest.approx(expected)
     assert predictor.explain(batch).total == pytest.approx(expected)
     assert predictor.latency_seconds(batch) >= expected * (1 - 1e-9)
+
+
+@EACH
+@given(
+    contexts=st.lists(st.integers(0, 10**6), min_size=1, max_size=20),
+    context=st.integers(0, 10**6),
+    count=st.integers(1, 5000),
+    decode=st.floats(0.25, 4),
+    prefill=st.floats(0.25, 4),
+)
+def test_decodes_and_what_a_chunk_adds_to_them_have_factors_of_their_own(
+    name: str, contexts: list[int], context: int, count: int, decode: float, prefill: float
+) -> None:
+    plain, corrected = UNCORRECTED[name], predictors()[name]
+    corrected.correction = Correction(decode, prefill)
+    seconds = []
+    for predictor in (plain, corrected):
+        tally = predictor.tally()
+        tally.add_decodes(sum(contexts), len(contexts))
+        alone = tally.seconds()
+        supposed = tally.seconds_with(context, count)
+        tally.add_chunk(context, count)
+        assert tally.seconds() == pytest.approx(supposed)
+        tally.remove(Work(context, count))
+        assert tally.seconds() == pytest.approx(alone, rel=1e-6)
+        seconds.append((alone, supposed))
+        single = predictor.tally()
+        single.add_chunk(context, count)
+        seconds.append((single.seconds(), 0.0))
+    (alone, whole), (chunk, _), (alone_now, whole_now), (chunk_now, _) = seconds
+    assert alone_now == pytest.approx(decode * alone)
+    assert chunk_now == pytest.approx(prefill * chunk)
+    assert whole_now == pytest.approx(decode * alone + prefill * (whole - alone))
+
+
+def test_coupled_decodes_have_their_factor_too() -> None:
+    predictor = predictors()["70B on H100, pipelined"]
+    predictor.correction = Correction(decode=2.0, prefill=3.0)
+    plain = Predictor(predictor.profile, predictor.topology)
+    seconds = []
+    for one in (plain, predictor):
+        lanes = [one.tally(), one.tally()]
+        lanes[0].add_decode(Work(1000, 1))
+        lanes[1].add_decode(Work(5000, 1, attention_only=True))
+        decodes = one.correction.seconds(one.coupled_parted_seconds(lanes, 1, 1))
+        lanes[0].add(Work(100, 300))
+        seconds.append((decodes, one.correction.seconds(one.coupled_parted_seconds(lanes, 301, 1))))
+    (decodes, whole), (decodes_now, whole_now) = seconds
+    assert decodes_now == pytest.approx(2 * decodes)
+    assert whole_now == pytest.approx(2 * decodes + 3 * (whole - decodes))
 
 
 @EACH
@@ -254,7 +305,7 @@ def walk(predictor: Predictor, chunking: Chunking, tokens: int) -> list[tuple[in
 @given(chunks=st.integers(0, 5), rest=st.integers(1, 50), correction=st.floats(0.25, 4))
 def test_a_prefill_takes_as_long_as_its_chunks_one_by_one(chunks: int, rest: int, correction: float) -> None:
     predictor = Predictor(WARM_UP, chunking=Chunking(max_tokens=50))
-    predictor.correction = correction
+    predictor.correction = Correction(correction, correction)  # a last chunk of one token is like a decode
     total, position = 0.0, 0
     for size in [50] * chunks + [rest]:
         total += predictor.stage_seconds([Work(position, size)])
@@ -293,7 +344,7 @@ def test_longer_prompts_take_longer(context: int, tokens: int, more: int) -> Non
 def test_columns_give_the_numbers_of_single_questions(rows: list[tuple[int, int]]) -> None:
     chunking = Chunking(512, 64, 0.04)
     together = Predictor(MEASURED, chunking=chunking)
-    together.correction = 1.5
+    together.correction = Correction(decode=4.0, prefill=1.5)
     contexts, tokens = (np.array([row[i] for row in rows], dtype=np.int64) for i in (0, 1))
     columns = together.prefill_seconds_many(contexts, tokens)
     for (context, end), seconds in zip(rows, columns, strict=True):
@@ -360,35 +411,18 @@ def test_lanes_join_a_long_prefill_as_its_kv_grows() -> None:
 # --- correction -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0, 1.7])
-def test_the_correction_follows_what_steps_really_take(factor: float) -> None:
-    predictor = Predictor(WARM_UP)
-    works = [Work(0, 10)]
-    true_seconds = predictor.stage_seconds(works) * factor
-    for _ in range(200):
-        predictor.observe(predictor.stage_seconds(works), true_seconds)
-    assert predictor.stage_seconds(works) == pytest.approx(true_seconds, rel=0.01)
-
-
-@pytest.mark.parametrize(("observed", "bound"), [(1e6, 4.0), (1e-6, 0.25)])
-def test_the_correction_stays_within_its_bounds(observed: float, bound: float) -> None:
-    predictor = Predictor(WARM_UP)
-    for _ in range(500):
-        predictor.observe(1.0, observed)
-    assert predictor.correction == pytest.approx(bound)
-
-
-def test_one_step_that_took_very_long_hardly_moves_the_correction() -> None:
-    predictor = Predictor(WARM_UP)
-    predictor.observe(0.01, 100.0)  # a machine that slept, not a model that got slower
-    assert 1.0 < predictor.correction < 1.2
-
-
-@pytest.mark.parametrize(("predicted", "observed"), [(0.0, 1.0), (1.0, 0.0), (1.0, -1.0)])
-def test_a_step_without_a_time_is_no_observation(predicted: float, observed: float) -> None:
-    predictor = Predictor(WARM_UP)
-    predictor.observe(predicted, observed)
-    assert predictor.correction == 1.0
+def test_a_predictor_follows_what_steps_of_each_kind_really_take() -> None:
+    predictor, plain = Predictor(WARM_UP), Predictor(WARM_UP)
+    decodes, chunk = [Work(500, 1)] * 8, [Work(0, 100)]
+    for _ in range(60):
+        for works, factor in ((decodes, 1.14), (chunk, 0.64)):
+            tally = predictor.tally()
+            for work in works:
+                (tally.add_decode if work.count == 1 else tally.add)(work)
+            predictor.observe(tally.parted_seconds(), factor * plain.stage_seconds(works))
+    assert predictor.stage_seconds(decodes) == pytest.approx(1.14 * plain.stage_seconds(decodes), rel=0.01)
+    assert predictor.stage_seconds(chunk) == pytest.approx(0.64 * plain.stage_seconds(chunk), rel=0.01)
+    assert predictor.prefill_seconds(0, 50) == pytest.approx(0.64 * plain.prefill_seconds(0, 50), rel=0.01)
 
 
 @pytest.mark.parametrize("topology", [Topology(), Topology(stream=3), Topology(tensor=8, stream=2, kv=4)])

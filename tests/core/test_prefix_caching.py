@@ -54,6 +54,7 @@ def test_whatever_happens_every_block_holds_what_its_reader_expects(
             random=Random(seed),
             stages=random.randint(1, 3),
             kv_blocks=random.choice([12, 25, 60]),
+            default_output_tokens=16,
             max_chunk_tokens=random.choice([6, 32]),
             min_chunk_tokens=4,
             stop_chance=0.05,

@@ -25,6 +25,7 @@ def busy_replica(replica_of: Any, submit_of: Any, seed: int) -> Any:
         kv_blocks=40,
         long_threshold_tokens=50,
         max_chunk_tokens=32,
+        default_output_tokens=random.choice([2, 16]),
         stop_chance=0.05,
         failure_chance=0.02,
     )

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.growth import GROWTH_SHARE
 from medha.topology import Topology
 from medha.wire.messages import (
     Cancel,
@@ -105,7 +106,7 @@ def test_64_chats_that_name_no_max_tokens_run_at_once_on_a_model_of_a_million_to
 ) -> None:
     prompt = 100
     replica = replica_of(
-        kv_blocks=64 * -(-(prompt + 4096) // 16),
+        kv_blocks=int(64 * -(-(prompt + 4096) // 16) / (1 - GROWTH_SHARE)) + 1,
         block_size_tokens=16,
         max_model_len=1_000_000,
         default_output_tokens=4096,
@@ -147,17 +148,18 @@ def test_a_request_without_max_tokens_grows_until_no_kv_is_left(replica_of: Any,
     assert len(replica.emitted["a"]) == 31, "40 positions are computed, and one more token is drawn"
 
 
-def test_when_kv_ends_one_request_ends_and_the_others_grow_into_its_blocks(
+def test_when_kv_ends_one_request_steps_aside_and_the_others_grow_into_its_blocks(
     replica_of: Any, submit_of: Any
 ) -> None:
     replica = replica_of(kv_blocks=16, block_size_tokens=4, default_output_tokens=6)
     for name in "abcd":
         replica.submit(submit_of(name, 10))
     replica.run().check_empty()
-    drawn = sorted(len(tokens) for tokens in replica.emitted.values())
-    assert len(set(drawn)) == 4, "one after the other, never two at once"
-    assert drawn[3] == 16 * 4 - 10 + 1, "the last one has the whole pool"
+    assert [len(replica.emitted[name]) for name in "abcd"] == [16 * 4 - 10 + 1] * 4, (
+        "each has had the whole pool"
+    )
     assert all(ending == ["length"] for ending in replica.endings.values())
+    assert "a" not in replica.asides[:-1], "the oldest is spared as long as there is another"
 
 
 def test_requests_wait_for_kv_and_get_it_when_others_end(replica_of: Any, submit_of: Any) -> None:
@@ -254,6 +256,7 @@ def test_longs_are_capped_in_number_and_in_their_share_of_the_pool(
         ({"age_seconds": float("nan")}, "invalid", "finite"),
         ({"deadline_after_seconds": float("inf")}, "invalid", "finite"),
         ({"tpot_target_seconds": float("nan")}, "invalid", "finite"),
+        ({"contested_seconds": float("nan")}, "invalid", "finite"),
         ({"service_class": "gold"}, "unknown_class", "'gold'"),
         ({"tokens": 100}, "too_long", "maxModelLen is 100"),
         ({"tokens": 90}, "too_long", "the KV pool holds 80"),

@@ -23,24 +23,30 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.lane_replay import LaneReplay
 from medha.scheduler.controller import SHORT_STEP, ReplicaController
+from medha.scheduler.growth import MOST_ASIDES
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import (
     Admit,
     Cancel,
+    CompileGrammar,
     ControllerEvent,
     Done,
+    DropGrammar,
     Emit,
     EntryFailed,
     Failed,
+    GrammarReady,
     Refused,
     Sample,
     Sampling,
     StageFree,
     Step,
     StepEntry,
+    SteppedAside,
     StepProfile,
     Submit,
+    Tick,
 )
 
 from .replayed import assert_replayed
@@ -80,6 +86,10 @@ class Lanes:
     moving: list[Moving] = field(default_factory=list)
     sequences: dict[str, Sequence] = field(default_factory=dict)
     content: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # of prompts that end in output: what they began as
+    grammars: dict[str, set[int]] = field(
+        default_factory=dict
+    )  # those that ranks compile or keep: by which lanes they are not compiled yet
 
     def __post_init__(self) -> None:
         size = self.config.block_size_tokens
@@ -133,6 +143,7 @@ class Lanes:
 
     def _admit(self, admit: Admit) -> None:
         assert admit.id not in self.sequences
+        assert not admit.sampling.grammar or admit.sampling.grammar in self.grammars
         for replica in self.replicas:
             copies = replica.admit(admit)
             assert copies is not None, f"no KV is left for {admit.id}"
@@ -155,9 +166,10 @@ class Lanes:
         for entry in step.entries:
             sequence = self.sequences[entry.id]
             assert sequence.next_position >= sequence.admit.tokens
-        is_full = self.controller._table.running >= self.config.scheduling.max_running
         for request in self.controller.requests():
-            may_prefill = request.dispatched < request.submit.tokens and not (request.waits and is_full)
+            has_place = not request.waits or self.controller._admission.has_place(request)
+            has_place = has_place and not request.stalls
+            may_prefill = request.dispatched < request.submit.tokens and has_place
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
             assert not request.waits or len(step.entries) == len(moving.step.entries), "a place is free then"
 
@@ -167,6 +179,9 @@ class Lanes:
             shards = self.replicas[0].shards(id_)
             decodes = sequence.next_position >= sequence.admit.tokens
             if not decodes or id_ in busy or id_ in ended or shards.owner not in step.lanes:
+                continue
+            request = self.controller.find(id_)
+            if request is not None and (request.steps_aside or request.waits):
                 continue
             needed = shards.participants(sequence.next_position + 1)
             if self.config.context_parallel is not None:
@@ -213,6 +228,8 @@ class Lanes:
         assert start == sequence.next_position, f"{entry.id}: position {start} is not the next"
         assert start < end <= sequence.length
         assert entry.samples == (end == sequence.length)
+        if entry.samples and sequence.length == sequence.admit.tokens and sequence.admit.sampling.grammar:
+            assert not self.grammars[sequence.admit.sampling.grammar], "its grammar is not compiled"
         assert entry.lane == shards.owner, "the owner has the last position, and draws"
         assert not any(one.samples for one in entries[1:])
         assert len({(one.strategy, one.shard_map_version) for one in entries}) == 1
@@ -240,10 +257,10 @@ class Lanes:
         located: tuple[int, int] = shards.locate(position)
         return located
 
-    @staticmethod
-    def _key(sequence: Sequence, position: int) -> tuple[str, int]:
+    def _key(self, sequence: Sequence, position: int) -> tuple[str, int]:
         admit = sequence.admit
-        return (admit.prompt.split("#")[0] if position < admit.tokens else admit.id, position)
+        prompt = self.sources.get(admit.prompt, admit.prompt)
+        return (prompt.split("#")[0] if position < admit.prompt_length else admit.id, position)
 
     def movable(self) -> list[Moving]:
         """Steps that may leave their stage: the next one is free on all of their lanes."""
@@ -279,7 +296,7 @@ class ControllerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 4]),
         tokens_per_lane=st.sampled_from([8, 32, 1000]),
         max_chunk=st.sampled_from([4, 16, 64]),
-        max_running=st.sampled_from([3, 100]),
+        max_running=st.sampled_from([3, 10, 100]),
         failure_chance=st.sampled_from([0.0, 0.02]),
         headroom=st.sampled_from([0.0, 0.2]),
         long_threshold=st.sampled_from([8, 30]),
@@ -336,6 +353,7 @@ class ControllerMachine(RuleBasedStateMachine):
         self.open: dict[str, Submit] = {}
         self.emitted: dict[str, int] = {}
         self.endings: dict[str, int] = {}
+        self.asides: dict[str, int] = {}  # in this epoch
         self.submitted = 0
         self.stream_goes_on = stream_goes_on and policy != "srpt"  # which lets large ones starve by its order
 
@@ -345,15 +363,24 @@ class ControllerMachine(RuleBasedStateMachine):
         tokens=st.integers(1, 100),
         max_tokens=st.one_of(st.none(), st.integers(1, 12)),
         family=st.integers(0, 3),
-        samples=st.sampled_from([1, 1, 1, 2, 4]),
+        samples=st.sampled_from([1, 1, 1, 2, 4, 9]),
         age=st.sampled_from([0.0, 5.0]),
+        grammar=st.sampled_from(["", "", "one", "two"]),
     )
-    def arrive(self, tokens: int, max_tokens: int | None, family: int, samples: int, age: float) -> None:
+    def arrive(
+        self, tokens: int, max_tokens: int | None, family: int, samples: int, age: float, grammar: str
+    ) -> None:
         """Prompts of one family begin alike."""
-        self.submit(tokens, max_tokens, family, samples, age)
+        self.submit(tokens, max_tokens, family, samples, age, grammar)
 
     def submit(
-        self, tokens: int, max_tokens: int | None, family: int, samples: int = 1, age: float = 0.0
+        self,
+        tokens: int,
+        max_tokens: int | None,
+        family: int,
+        samples: int = 1,
+        age: float = 0.0,
+        grammar: str = "",
     ) -> None:
         self.submitted += 1
         for index in range(samples):
@@ -369,8 +396,9 @@ class ControllerMachine(RuleBasedStateMachine):
                 seed=1,
                 sample_index=index,
                 age_seconds=age,
-                sampling=Sampling(max_tokens=max_tokens),
+                sampling=Sampling(max_tokens=max_tokens, grammar=grammar),
                 block_hashes=hashes,
+                owner="ab"[family == 0],
             )
             self.open[id_] = submit
             self.emitted[id_] = 0
@@ -392,12 +420,26 @@ class ControllerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 3.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
+        due = self.lanes.controller.next_due
+        if due is not None and due <= self.now:
+            self.handle(Tick())
+
+    @precondition(lambda self: any(self.lanes.grammars.values()))
+    @rule(which=st.integers(0, 1000), fault=st.sampled_from(["", "", "no token ends a text"]))
+    def compiles(self, which: int, fault: str) -> None:
+        """A lane's rank has compiled a grammar, or cannot."""
+        left = [(name, lane) for name, lanes in self.lanes.grammars.items() for lane in sorted(lanes)]
+        name, lane = left[which % len(left)]
+        if not fault:
+            self.lanes.grammars[name].remove(lane)
+        self.handle(GrammarReady(name, lane, fault, self.lanes.epoch))
 
     @rule()
     def a_rank_is_lost(self) -> None:
         """All ranks meet again under a new epoch, and the router submits again what is open."""
         self.check_replay()
         self.lanes = Lanes(self.config, self.lanes.epoch + 1, self.random, self.lanes.failure_chance)
+        self.asides = {}
         for id_, submit in list(self.open.items()):
             drawn = self.emitted[id_]
             again = replace(submit, tokens=submit.prompt_length + drawn, age_seconds=1.0)
@@ -450,8 +492,21 @@ class ControllerMachine(RuleBasedStateMachine):
                     self.end(command.id)
                 case Failed():
                     self.end(command.id)
+                case SteppedAside():
+                    self.step_aside(command)
+                case CompileGrammar():
+                    assert command.name not in lanes.grammars
+                    lanes.grammars[command.name] = set(range(self.config.topology.kv))
+                case DropGrammar():
+                    del lanes.grammars[command.name]
         if not lanes.controller.pools.has_changes:
             assert_replayed(lanes.controller.pools, lanes.replicas)
+
+    def step_aside(self, aside: SteppedAside) -> None:
+        assert aside.tokens == self.open[aside.id].prompt_length + self.emitted[aside.id]
+        self.lanes.sources[aside.prompt] = self.lanes.sources.get(aside.source, aside.source)
+        self.asides[aside.id] = self.asides.get(aside.id, 0) + 1
+        assert self.asides[aside.id] <= MOST_ASIDES
 
     def end(self, id_: str) -> None:
         del self.open[id_]
@@ -503,6 +558,8 @@ class ControllerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "lanes"):
             return
+        while any(self.lanes.grammars.values()):
+            self.compiles(0, "")
         if self.stream_goes_on:
             self.stream()
         for _ in range(50_000):
@@ -518,6 +575,7 @@ class ControllerMachine(RuleBasedStateMachine):
         assert controller.load().pending_prefill_seconds == 0
         assert all(lane.decodes.targets is None and lane.quarantined == 0 for lane in controller._lanes)
         assert not controller._sharing.prompts
+        assert controller.next_due is None
         self.check_replay()
 
 

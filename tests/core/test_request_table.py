@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,6 +70,25 @@ def test_whoever_finds_no_room_is_found_though_others_that_wanted_more_have_gone
         claims = [request for request, _ in stay if request.id in short_of_kv - shut_out]
         first = min(claims, key=lambda request: request.deadline, default=None)
         assert table.late_without_capacity(room, NOW, 1.0) is first
+
+
+def test_no_request_of_an_owner_over_its_places_is_chosen() -> None:
+    table = RequestTable()
+    for number, owner in enumerate("aab"):
+        request = late_request(number, is_long=False)
+        request.submit = replace(request.submit, owner=owner)
+        table.add(request, 1.0, Alone(1.0, 0.0), request.deadline, 5)
+    first, _, other = table.rows
+    for room, chosen, admissible in (
+        (Capacity(4, 4), first, []),
+        (Capacity(4, 4, over=(1,)), other, []),
+        (Capacity(9, 9, over=(1,)), None, [2]),
+        (Capacity(9, 9, over=(1, 2)), None, []),
+    ):
+        assert table.late_without_capacity(room, NOW, 1.0) is chosen
+        assert np.flatnonzero(table.admissible(room)).tolist() == admissible
+    assert table.late(Capacity(9, 9), NOW, 1.0) is first
+    assert table.late(Capacity(9, 9, over=(1,)), NOW, 1.0) is other
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 5.0, 200.0])

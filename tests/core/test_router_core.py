@@ -11,32 +11,38 @@ from hypothesis import strategies as st
 
 from medha.declared import DeclaredModel
 from medha.kv.prefix_cache import PrefixHasher
+from medha.routing.known_models import KnownModel
 from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, Prefix, marks
-from medha.routing.router_core import (
+from medha.routing.replica_choice import reservation_tokens
+from medha.routing.router_core import RouterCore
+from medha.routing.router_events import (
     Abandon,
     Arrive,
     BundleKnown,
     Declared,
     Deliver,
+    DropBundle,
     Fail,
-    KnownModel,
     LinkLost,
     NewSequence,
     Received,
     Reject,
     RouterCommand,
-    RouterCore,
     RouterEvent,
-    RoutingLimits,
     Send,
     SendPrompt,
 )
+from medha.routing.routing_limits import RoutingLimits
+from medha.scheduler.policy import POLICIES
 from medha.wire.messages import (
     Announce,
     Cancel,
     Emit,
     Failed,
     FetchBundle,
+    Heartbeat,
+    LaneLoad,
+    PolicyTerms,
     Refused,
     Sampling,
     ServiceClassTerms,
@@ -82,6 +88,7 @@ def announce(core: RouterCore, now: float = 0.0, **fields: object) -> list[Route
 
 def serving(limits: RoutingLimits | None = None, *replicas: str) -> RouterCore:
     core = RouterCore(limits)
+    core.handle(Tick(), 0.0)
     core.handle(BundleKnown("d"), 0.0)
     for replica in replicas or ("r0",):
         announce(core, replica=replica)
@@ -151,8 +158,9 @@ def test_of_two_with_one_deadline_the_longer_prompt_leaves_the_queue_first() -> 
     assert waiting_ids(core) == ["long", "short"]
 
 
-def waiting_ids(core: RouterCore) -> list[str]:
-    return [sequence.new.id for sequence in core._waiting.of(("m", "d"))]
+def waiting_ids(core: RouterCore, now: float = 0.0) -> list[str]:
+    """The waiting sequences of the model `m`, most urgent first."""
+    return [sequence.new.id for sequence, _ in core._waiting.of(("m", "d")).urgent_first(now)]
 
 
 def test_a_long_prompt_whose_class_gives_it_longer_does_not_hold_up_a_short_one_behind_it() -> None:
@@ -218,21 +226,22 @@ def test_a_class_that_goes_by_default_is_the_first_that_is_announced() -> None:
 
 
 @pytest.mark.parametrize("ending", ["refused", "lost"])
-def test_a_sequence_that_comes_back_stands_where_it_stood_whatever_is_announced_since(ending: str) -> None:
+def test_a_sequence_that_comes_back_is_due_when_it_was_due_whatever_is_announced_since(ending: str) -> None:
     core = serving(None, "r0", "r1")
+    card: dict[str, object] = {"waiting": 2, "prefill_points": POINTS, "order": PolicyTerms("edf")}
     for replica in ("r0", "r1"):
-        announce(core, replica=replica, waiting=2, prefill_points=POINTS)
+        announce(core, replica=replica, **card)
     core.handle(arrive("long", prompt="p", length=800), 0.0)
-    sent = submits(announce(core, 1.0, replica="r0", waiting=1, prefill_points=POINTS))
+    sent = submits(announce(core, 1.0, **{**card, "replica": "r0", "waiting": 1}))
     assert [submit.id for _, submit in sent] == ["long"]
-    core.handle(arrive("before", prompt="q"), 13.9)
-    core.handle(arrive("after", prompt="r"), 14.2)
-    announce(core, 14.3, replica="r1", waiting=2, prefill_points=SLOW)
+    core.handle(arrive("before", prompt="q"), 21.9)
+    core.handle(arrive("after", prompt="r"), 22.2)
+    announce(core, 22.3, **{**card, "replica": "r1", "prefill_points": SLOW})
     if ending == "refused":
-        core.handle(Received("r0", Refused("long", "capacity")), 14.4)
+        core.handle(Received("r0", Refused("long", "capacity")), 22.4)
     else:
-        core.handle(LinkLost("r0"), 14.4)
-    assert waiting_ids(core) == ["before", "long", "after"]
+        core.handle(LinkLost("r0"), 22.4)
+    assert waiting_ids(core, 22.4) == ["before", "long", "after"]
 
 
 @pytest.mark.parametrize("reason", ["capacity", "draining", "not_ready"])
@@ -273,6 +282,16 @@ def test_a_prompts_salt_goes_with_it_to_every_replica_that_gets_it() -> None:
     assert [command.cache_salt for command in (prompt, again)] == ["mine", "mine"]  # type: ignore[union-attr]
 
 
+def test_samples_name_the_owner_of_their_request_to_every_replica_that_gets_them() -> None:
+    core = serving()
+    announce(core, waiting_limit=8)
+    first = submits(core.handle(arrive("a", "b", owner="one"), 0.0))
+    other = submits(core.handle(arrive("c", prompt="q", owner="two"), 0.5))
+    again = submits(announce(core, 2.0, epoch=2, waiting_limit=8))
+    assert [submit.owner for _, submit in first + other] == ["one", "one", "two"]
+    assert [submit.owner for _, submit in again] == ["one", "one", "two"]
+
+
 def test_a_late_token_of_an_abandoned_attempt_is_dropped_and_that_attempt_cancelled() -> None:
     core = serving()
     core.handle(arrive("a"), 0.0)
@@ -281,13 +300,69 @@ def test_a_late_token_of_an_abandoned_attempt_is_dropped_and_that_attempt_cancel
 
 
 def test_a_silent_replica_counts_as_lost_and_its_sequences_go_to_another() -> None:
-    core = serving(RoutingLimits(silence_seconds=5.0), "r0", "r1")
+    """It learns, in case it comes back, that it need not compute them; what it still sends reaches nobody."""
+    core = serving(None, "r0", "r1")
     ((first, _),) = submits(core.handle(arrive("a"), 0.0))
     other = "r1" if first == "r0" else "r0"
-    announce(core, 4.0, replica=other)
-    commands = core.handle(Tick(), 6.0)
+    assert core.handle(Received(first, Emit("a", (4,))), 0.0) == [Deliver("a", (4,))]
+    (at, commands) = ticks(core, 0.0, beating=other)
+    assert 2.0 < at <= 2.25
     assert isinstance(commands[0], Reject)
-    assert [replica for replica, _ in submits(commands)] == [other]
+    assert commands[1] == Send(first, Cancel("a"))
+    assert [(replica, submit.tokens) for replica, submit in submits(commands)] == [(other, 11)]
+    announce(core, at, replica=first)
+    assert core.handle(Received(first, Emit("a", (5,))), at) == [Send(first, Cancel("a"))]
+    assert core.handle(Received(first, Emit("a", (6,), "stop")), at) == []
+    assert core.handle(Received(other, Emit("a~1", (5,))), at) == [Deliver("a", (5,))]
+
+
+def test_heartbeats_and_answers_keep_a_replica_that_announces_nothing() -> None:
+    core = serving(None, "r0", "r1")
+    core.handle(arrive("a"), 0.0)
+    core.handle(arrive("b", prompt="q"), 0.0)
+    assert ticks(core, 0.0, beating="r0 r1") == (20.0, [])
+    now = 20.0
+    while now < 40.0:
+        now += 0.25
+        core.handle(Received("r0", Emit("a" if now == 20.25 else "b", (1,))), now)
+        core.handle(Received("r1", Heartbeat()), now)
+        assert core.handle(Tick(), now) == []
+
+
+@pytest.mark.parametrize("late_seconds", [1.0, 2.5, 60.0])
+def test_a_router_that_was_late_itself_takes_no_replica_for_lost(late_seconds: float) -> None:
+    """However long it has read nothing, the replicas have the rest of their two seconds from its next turn on."""
+    core = serving(None, "r0")
+    core.handle(arrive("a"), 0.0)
+    assert ticks(core, 0.0, until=1.0) == (1.0, [])
+    assert core.handle(Tick(), 1.0 + late_seconds) == []
+    at, commands = ticks(core, 1.0 + late_seconds, until=100.0)
+    assert isinstance(commands[0], Reject)
+    assert 0.5 <= at - 1.0 - late_seconds <= 0.75
+
+
+def test_each_turn_of_a_router_that_is_always_late_counts_half_a_second() -> None:
+    core = serving(None, "r0")
+    turns = 0
+    while not (commands := core.handle(Tick(), 30.0 * turns)):
+        turns += 1
+    assert isinstance(commands[0], Reject)
+    assert turns == 5
+
+
+def ticks(
+    core: RouterCore, now: float, *, until: float = 20.0, beating: str = ""
+) -> tuple[float, list[RouterCommand]]:
+    """Tick four times a second until something happens, while some replicas send heartbeats; return when, and what."""
+    while now < until:
+        now += 0.25
+        for replica in beating.split():
+            if now % 0.5 == 0:
+                assert core.handle(Received(replica, Heartbeat()), now) == []
+        commands = core.handle(Tick(), now)
+        if commands:
+            return now, commands
+    return now, []
 
 
 def test_a_lost_link_frees_its_sequences_for_another_replica() -> None:
@@ -297,17 +372,133 @@ def test_a_lost_link_frees_its_sequences_for_another_replica() -> None:
     assert first != second
 
 
-def test_a_sequence_whose_replicas_all_go_ends_unavailable_in_the_end_whatever_they_died_of() -> None:
+@pytest.mark.parametrize(("tokens", "lives_seconds"), [((), 40.0), ((4,), 1.0)], ids=["long", "with a token"])
+def test_a_sequence_whose_replicas_all_go_ends_unavailable_in_the_end_whatever_they_died_of(
+    tokens: tuple[int, ...], lives_seconds: float
+) -> None:
     core = serving()
     core.handle(arrive("a"), 0.0)
-    for epoch in range(1, 16):
-        core.handle(LinkLost("r0"), float(epoch))
-        assert len(submits(announce(core, epoch + 0.5, epoch=epoch))) == 1, (
-            "who may only have waited is sent again"
-        )
-    (command,) = core.handle(LinkLost("r0"), 16.0)
+    for attempt in range(1, 9):
+        ticks(core, lives_seconds * (attempt - 1), until=lives_seconds * attempt, beating="r0")
+        if tokens:
+            wire_id = "a" if attempt == 1 else f"a~{attempt - 1}"
+            core.handle(Received("r0", Emit(wire_id, tokens)), lives_seconds * attempt)
+        commands = core.handle(LinkLost("r0"), lives_seconds * attempt)
+        if attempt < 8:
+            assert len(submits(announce(core, lives_seconds * attempt, epoch=attempt))) == 1
+    (command,) = commands
     assert isinstance(command, Fail)
     assert command.kind == "unavailable"
+    assert command.detail.startswith("8 attempts in a row")
+
+
+def test_a_stream_that_lasts_outlives_any_number_of_replicas() -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    for attempt in range(1, 100):
+        wire_id = "a" if attempt == 1 else f"a~{attempt - 1}"
+        core.handle(Received("r0", Emit(wire_id, (4,))), 30.0 * attempt)
+        core.handle(LinkLost("r0"), 30.0 * attempt)
+        assert len(submits(announce(core, 30.0 * attempt, epoch=attempt))) == 1
+
+
+FLEET = [f"r{number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("loss", ["link", "silence"])
+def test_a_request_that_whole_replicas_are_lost_of_is_refused_by_name_at_the_third(loss: str) -> None:
+    core = serving(None, *FLEET)
+    now, commands = 0.0, core.handle(arrive("poison"), 0.0)
+    lost: list[str] = []
+    while sent := submits(commands):
+        ((replica, _),) = sent
+        lost.append(replica)
+        if loss == "silence":
+            beating = " ".join(other for other in FLEET if other not in lost)
+            now, commands = ticks(core, now, until=now + 5.0, beating=beating)
+        else:
+            now, _ = ticks(core, now, until=now + 2.5, beating=" ".join(FLEET))
+            commands = core.handle(LinkLost(replica), now)
+    (failure,) = (one for one in commands if isinstance(one, Fail))
+    assert (failure.id, failure.kind, len(set(lost))) == ("poison", "internal", 3)
+    assert "3 times in a row, a replica was lost that had request poison" in failure.detail
+    assert core.open == 0
+
+
+@pytest.mark.parametrize("ticks_first", [False, True])
+def test_replicas_that_a_stopped_router_loses_count_against_no_request(ticks_first: bool) -> None:
+    """It finds all of its connections ended; some of them end again before replicas have joined it again."""
+    core = serving(None, *FLEET)
+    commands = core.handle(arrive("a"), 0.0)
+    now = 1.0 + RoutingLimits().stopped_seconds
+    ticks(core, 0.0, until=1.0, beating=" ".join(FLEET))
+    if ticks_first:
+        assert core.handle(Tick(), now) == []
+    lost = 0
+    for _ in range(3):
+        while sent := submits(commands):
+            lost += 1
+            commands = core.handle(LinkLost(sent[0][0]), now)
+            assert not [one for one in commands if isinstance(one, Fail)]
+        now += 0.5
+        assert core.handle(Tick(), now) == []
+        commands = [one for replica in FLEET for one in announce(core, now, replica=replica)]
+    assert lost == 3 * len(FLEET) > RoutingLimits().max_attempts
+    now, _ = ticks(core, now, until=now + 2.0, beating=" ".join(FLEET))
+    lost = 0
+    while sent := submits(commands):
+        lost += 1
+        commands = core.handle(LinkLost(sent[0][0]), now)
+    assert lost == 3, "from then on, they count again"
+    assert isinstance(commands[-1], Fail)
+
+
+@pytest.mark.parametrize(
+    ("samples", "kind", "most_lost"), [(0, "internal", 3), (1, "unavailable", 8)], ids=["at once", "late"]
+)
+def test_what_runs_beside_a_request_that_whole_replicas_are_lost_of_goes_on(
+    samples: int, kind: str, most_lost: int
+) -> None:
+    """Replicas come back, and every sequence that is not on a lost one gets a token each second."""
+    fleet = FLEET[:2]
+    core = serving(None, *fleet)
+    for replica in fleet:
+        announce(core, replica=replica, waiting_limit=20)
+    running: dict[str, tuple[str, str]] = {}  # sequence -> where, under which name
+    ended: dict[str, str] = {}
+    lost = 0
+
+    def run(commands: list[RouterCommand]) -> None:
+        for replica, submit in submits(commands):
+            running[submit.id.partition("~")[0]] = replica, submit.id
+        for one in commands:
+            if isinstance(one, Fail) or (isinstance(one, Deliver) and one.finish_reason):
+                ended[one.id] = one.kind if isinstance(one, Fail) else "stop"
+                running.pop(one.id, None)
+
+    for name in ("poison", "a", "b", "c", "d", "e"):
+        run(core.handle(arrive(name, prompt=name), 0.0))
+    now, tokens, epochs = 0.0, Counter[str](), Counter(fleet)
+    while core.open:
+        now += 1.0
+        run(core.handle(Tick(), now))
+        victim = running["poison"][0] if "poison" in running else ""
+        for name, (replica, wire_id) in list(running.items()):
+            if replica != victim or samples:
+                tokens[name] += 1
+                is_last = tokens[name] == 40 and name != "poison"
+                run(core.handle(Received(replica, Emit(wire_id, (1,), "stop" if is_last else None)), now))
+        if victim:
+            lost += 1
+            for name in [one for one, (replica, _) in running.items() if replica == victim]:
+                del running[name]
+            run(core.handle(LinkLost(victim), now))
+        for replica in fleet:
+            epochs[replica] += replica == victim
+            run(announce(core, now, replica=replica, epoch=epochs[replica], waiting_limit=20))
+        assert now < 1000.0
+    assert ended == {"poison": kind, **dict.fromkeys("abcde", "stop")}
+    assert lost <= most_lost
 
 
 def lose(core: RouterCore, epoch: int, now: float, *computed: str) -> list[RouterCommand]:
@@ -322,7 +513,7 @@ def lose(core: RouterCore, epoch: int, now: float, *computed: str) -> list[Route
 def test_a_prefill_that_takes_long_outlives_losses_that_are_far_apart() -> None:
     core = serving()
     commands = core.handle(arrive("book"), 0.0)
-    for epoch in range(1, 10):
+    for epoch in range(1, RoutingLimits().max_attempts):
         ((_, submit),) = submits(commands)
         commands = lose(core, epoch, 40.0 * epoch, submit.id)
     assert len(submits(commands)) == 1
@@ -415,12 +606,23 @@ def test_a_model_that_a_manifest_names_is_known_before_a_replica_was_heard() -> 
     declare(core, m=2)
     assert (refusal(core), refusal(core, "other")) == ("unavailable", "model_not_found")
     assert core.known_models() == {"m": KnownModel(("chat", "batch"), 2)}
-    assert core.waiting_by_model() == {"m": 0}
+    assert core.waiting == 0
     announce(core, model="other", ready=False)
     assert core.known("other") == KnownModel(("default",), None)
     assert refusal(core, "other") == "unavailable"
     announce(core, replica="r1", ready=False)
     assert core.known("m") == KnownModel(("default",), 2)  # what it has announced is what holds
+
+
+def test_replicas_are_expected_of_models_that_a_manifest_names_or_may_be_about_to_name() -> None:
+    core, seconds = serving(), RoutingLimits().name_seconds
+    assert core.is_expected("m", seconds)
+    assert not core.is_expected("m", seconds + 1)  # so long after its last announcement
+    assert not core.is_expected("other", 0.0)
+    declare(core, m=0)
+    assert core.is_expected("m", 10 * seconds)
+    declare(core)  # its manifest was deleted
+    assert not core.is_expected("m", 0.0)
 
 
 def test_a_model_that_no_manifest_names_any_more_is_forgotten_with_its_last_replica() -> None:
@@ -448,7 +650,7 @@ def test_who_waits_for_a_model_that_is_withdrawn_is_still_counted() -> None:
     declare(core)
     core.handle(LinkLost("r0"), 0.0)
     core.handle(Tick(), 0.0)
-    assert core.waiting_by_model() == {"m": 1}
+    assert core.waiting == 1
 
 
 def test_what_is_open_at_a_replica_that_lost_its_epoch_goes_on_elsewhere_and_counts_one_loss() -> None:
@@ -463,7 +665,7 @@ def test_what_is_open_at_a_replica_that_lost_its_epoch_goes_on_elsewhere_and_cou
 
 
 def test_a_queued_sequence_whose_replicas_never_come_back_ends_unavailable() -> None:
-    core = serving(RoutingLimits(unserved_seconds=60.0, silence_seconds=5.0))
+    core = serving(RoutingLimits(unserved_seconds=60.0, silence_seconds=5.0, late_seconds=6.0))
     core.handle(arrive("a"), 0.0)
     core.handle(Tick(), 6.0)
     assert core.waiting == 1
@@ -475,7 +677,10 @@ def test_a_queued_sequence_whose_replicas_never_come_back_ends_unavailable() -> 
 
 def test_a_sequence_waits_as_long_as_its_replica_reports_that_it_recovers() -> None:
     """Weights may take minutes to read; behind the last announcement it is silent, and then gone."""
-    core = serving(RoutingLimits(unserved_seconds=60.0, recovery_seconds=500.0, silence_seconds=5.0))
+    limits = RoutingLimits(
+        unserved_seconds=60.0, recovery_seconds=500.0, silence_seconds=5.0, late_seconds=20.0
+    )
+    core = serving(limits)
     core.handle(arrive("a"), 0.0)
     for second in range(1, 400):
         announce(core, float(second), ready=False)
@@ -528,6 +733,43 @@ def test_an_unknown_bundle_is_fetched_once_and_its_replica_serves_after_it_is_kn
     assert core.ready
 
 
+def test_a_bundle_is_dropped_once_nothing_has_needed_it_for_long_and_fetched_again_when_it_is_announced() -> (
+    None
+):
+    core = RouterCore(RoutingLimits(bundle_seconds=100.0, unserved_seconds=1000.0))
+    core.handle(Tick(), 0.0)
+    for digest in ("d", "e"):
+        core.handle(BundleKnown(digest), 0.0)
+    announce(core)
+    announce(core, replica="r1", model="n", digest="e")
+    core.handle(arrive("a"), 1.0)
+    core.handle(LinkLost("r0"), 2.0)
+    core.handle(LinkLost("r1"), 2.0)
+    announce(core, 50.0, replica="r1", model="n", digest="e")
+    core.handle(Tick(), 60.0)
+    core.handle(LinkLost("r1"), 61.0)
+    assert core.handle(Tick(), 62.0) == []
+    assert core.handle(Tick(), 161.0) == []
+    assert core.handle(Tick(), 162.0) == [DropBundle("e")], "that of `a` is kept while it waits"
+    assert core.handle(Tick(), 400.0) == []
+    core.handle(Abandon("a"), 400.0)
+    assert core.handle(Tick(), 401.0) == []
+    assert core.handle(Tick(), 501.0) == [DropBundle("d")]
+    assert announce(core, 502.0) == [Send("r0", FetchBundle("d"))]
+    assert not core.ready
+
+
+def test_what_was_asked_of_replicas_that_have_gone_is_forgotten() -> None:
+    core = serving()
+    for index in range(5):
+        announce(core, replica=f"other {index}", digest="e")
+        announce(core, replica=f"new {index}", model=f"m{index}", digest=f"{index}")
+        core.handle(LinkLost(f"other {index}"), 1.0)
+        core.handle(LinkLost(f"new {index}"), 1.0)
+    core.handle(Tick(), 2.0)
+    assert (core._rejected, core._fetch_requested_at) == ({}, {})
+
+
 def test_replicas_of_one_model_with_different_bundles_are_never_mixed() -> None:
     core = serving()
     core.handle(BundleKnown("e"), 0.0)
@@ -544,7 +786,16 @@ def test_a_lost_rank_resumes_and_other_failures_end_the_sequence() -> None:
     ((_, again),) = submits(core.handle(Received("r0", Failed("a", "rank_lost")), 1.0) + announce(core, 1.1))
     assert again.id == "a~1"
     (end,) = core.handle(Received("r0", Failed("b", "out_of_memory", "too big a chunk")), 1.0)
-    assert end == Fail("b", "out_of_memory", "too big a chunk")
+    assert end == Fail("b", "out_of_memory", "too big a chunk", retry_after_seconds=1)
+
+
+def test_a_grammar_that_is_late_may_be_tried_again_and_one_that_costs_too_much_may_not() -> None:
+    core = serving()
+    core.handle(arrive("late", "costly"), 0.0)
+    (end,) = core.handle(Received("r0", Failed("late", "grammar_late", "not compiled")), 1.0)
+    assert end == Fail("late", "grammar_late", "not compiled", retry_after_seconds=1)
+    (end,) = core.handle(Received("r0", Failed("costly", "grammar", "too costly")), 1.0)
+    assert end == Fail("costly", "invalid", "too costly")
 
 
 def test_a_sequence_of_a_lost_step_is_not_sent_to_the_same_replica_before_that_announces_itself() -> None:
@@ -611,10 +862,14 @@ class FakeReplica:
     name: str
     epoch: int = 1
     ready: bool = True
+    policy: str = "lrs"
+    lanes: tuple[LaneLoad, ...] = ()
     running: dict[str, list[int]] = field(default_factory=dict)  # wire id -> [output so far, length]
 
     def card(self) -> Announce:
-        return replace(CARD, replica=self.name, epoch=self.epoch, ready=self.ready, waiting=len(self.running))
+        card = replace(CARD, replica=self.name, epoch=self.epoch, ready=self.ready, waiting=len(self.running))
+        work = ((-1.0, 0.4), (1.5, 0.4 + len(self.running))) if self.lanes and self.running else ()
+        return replace(card, order=PolicyTerms(self.policy), lanes=self.lanes, work_ahead=work)
 
 
 @settings(max_examples=150, deadline=None)
@@ -623,9 +878,14 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
     data: st.DataObject,
 ) -> None:
     core = RouterCore(
-        RoutingLimits(max_waiting=4, silence_seconds=5.0, unserved_seconds=20.0, max_attempts=3)
+        RoutingLimits(
+            max_waiting=4, silence_seconds=5.0, late_seconds=3.0, unserved_seconds=20.0, max_attempts=3
+        )
     )
-    replicas = {name: FakeReplica(name) for name in ("r0", "r1")}
+    policy = data.draw(st.sampled_from(sorted(POLICIES)))
+    lanes = data.draw(st.sampled_from([(), (LaneLoad(1000, 0.0),), (LaneLoad(5, 0.0), LaneLoad(12, 2.0))]))
+    replicas = {name: FakeReplica(name, policy=policy, lanes=lanes) for name in ("r0", "r1")}
+    log: list[tuple[RouterEvent, float, list[RouterCommand]]] = []
     received: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
     gone: set[str] = set()
@@ -634,7 +894,9 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
 
     def run(event: RouterEvent) -> None:
         prompts: dict[tuple[str, str], int] = {}
-        for command in core.handle(event, now):
+        commands = core.handle(event, now)
+        log.append((event, now, commands))
+        for command in commands:
             match command:
                 case SendPrompt():
                     assert len(command.emitted) == len(received.get(command.source, []))
@@ -695,7 +957,8 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
             case "arrive":
                 name = f"s{step}"
                 received[name] = []
-                run(arrive(name, prompt=name))
+                fields = {"owner": data.draw(st.sampled_from("ab"))}
+                run(arrive(name, prompt=name, **fields))
             case "emit" if running:
                 emit(replica, data.draw(st.sampled_from(running)), data.draw(st.integers(1, 3)))
             case "refuse" if running:
@@ -746,6 +1009,10 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
         assert tokens == list(range(len(tokens)))
         if ended.get(name) == "finished":
             assert tokens == [0, 1, 2]
+    again = RouterCore(core._limits)
+    assert [again.handle(event, at) for event, at, _ in log] == [commands for _, _, commands in log], (
+        "the same events give the same commands"
+    )
 
 
 # --- load and prefixes --------------------------------------------------------------------------------
@@ -823,7 +1090,7 @@ def test_a_model_without_replicas_holds_up_no_other() -> None:
     announce(core, replica="x", model="other", digest="e", waiting=2)
     core.handle(arrive("stuck too", model="other", digest="e", prompt="q"), 0.0)
     assert [submit.id for _, submit in submits(core.handle(arrive("a"), 1.0))] == ["a"]
-    assert core.waiting_by_model() == {"m": 0, "other": 1}
+    assert core.waiting == 1
 
 
 def test_a_long_sequence_waits_for_the_replica_that_holds_it_without_holding_up_short_ones() -> None:
@@ -893,3 +1160,23 @@ def test_a_patient_request_is_not_starved_by_a_stream_of_urgent_ones() -> None:
         sent += [submit.id for _, submit in submits(announce(core, now, waiting=1))]
         assert now < 130
     assert now > 30, "until then others were more urgent"
+
+
+@pytest.mark.parametrize(
+    ("expected", "max_tokens", "output"),
+    [(0, 500, 500), (0, None, 60), (40, 500, 40), (40, 5, 5), (40, None, 40), (40, 5000, 40)],
+)
+def test_a_sequence_counts_with_the_kv_that_its_replica_reserves(
+    expected: int, max_tokens: int | None, output: int
+) -> None:
+    """A router that counted all of `max_tokens` would take replicas for full that are not."""
+    terms = ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 60, expected_output_tokens=expected)
+    card = replace(CARD, service_classes=(terms,))
+    request = arrive("a", length=100)
+    new = replace(request.sequences[0], sampling=Sampling(max_tokens=max_tokens))
+    core = RouterCore()
+    core.handle(BundleKnown("d"), 0.0)
+    core.handle(Received("r0", card), 0.0)
+    core.handle(replace(request, sequences=(new,)), 0.0)
+    (sequence,) = core._sequences.values()
+    assert reservation_tokens(sequence, card) == 100 + output

@@ -56,7 +56,9 @@ def test_a_pod_of_a_newer_revision_waits_until_its_own_leader_is_there(alone: Re
     assert other.log.count("starting rank 1") == 1  # it kept its weights
 
 
-@pytest.mark.parametrize("place", [(0, 0), (1, 0)], ids=["leader", "other"])
+@pytest.mark.parametrize(
+    "place", [pytest.param((0, 0), id="leader"), pytest.param((1, 0), id="other", marks=pytest.mark.long)]
+)
 def test_a_pod_that_asks_for_a_gpu_and_has_none_ends_and_does_not_compute_on_the_cpu(
     alone: Replica, place: tuple[int, int]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from medha.api.replica import MedhaReplicaSpec
 from medha.errors import ConfigInvalid
 from medha_process.launch import RANK_ENVIRONMENT, controller_part, rank_part, router_part
-from medha_process.part_settings import ControllerSettings, RankSettings
+from medha_process.part_settings import ControllerSettings, RankSettings, RouterEndpoints
 from medha_process.router_settings import RouterSettings
 
 SPEC = MedhaReplicaSpec.model_validate(
@@ -21,7 +21,8 @@ RANK = RankSettings(
     controller_key_file=Path("c"),
 )  # fmt: skip
 CONTROLLER = ControllerSettings(
-    replica="r", spec=SPEC, model_directory=Path("/m"), router_control="ipc://c", router_tokens="ipc://t",
+    replica="r", spec=SPEC, model_directory=Path("/m"),
+    routers=(RouterEndpoints(control="ipc://c", tokens="ipc://t"),),
     router_key_file=Path("r"), enrolment_file=Path("e"), rank_control="ipc://rc", rank_tokens="ipc://rt",
     key_file=Path("k"), rank_keys_file=Path("rk"), log_level="debug",
 )  # fmt: skip

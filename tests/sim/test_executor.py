@@ -66,6 +66,19 @@ def test_hops_and_messages_delay_a_step_and_do_not_keep_a_stage_busy() -> None:
     assert times(run, step(1, entry("a", 4, 4)), 3.5) == (7.0, 11.0)
 
 
+def test_steps_end_in_order_however_long_one_is_in_transit() -> None:
+    transit = {0: 9.0, 1: 0.0, 2: 0.0}
+    run = Executor(
+        lambda one, _now: StepTiming((1.0,), transit[one.step_id]),
+        stages=1,
+        lanes=2,
+        ends_at={"a": 100, "b": 100},
+    )
+    assert times(run, step(0, entry("a", 0, 4)), 0.0) == (1, 10)
+    assert times(run, step(1, entry("a", 4, 4)), 1.0) == (2, 10)
+    assert times(run, step(2, entry("b", 0, 4, lane=1), lanes=(1,)), 1.0) == (2, 2)
+
+
 def test_a_step_that_is_launched_before_stage_0_is_free_waits_there() -> None:
     run = executor({0: (5,), 1: (1,)}, stages=1)
     assert times(run, step(0, entry("a", 0, 4)), 0.0) == (5, 5)

@@ -14,6 +14,7 @@ from medha.api.replica import MedhaReplicaSpec
 from medha.cost.predictor import Predictor
 from medha.errors import ConfigInvalid
 from medha.scheduler.controller import Load, ReplicaController
+from medha.scheduler.grammars import COMPILE_SECONDS, grammar_name
 from medha.scheduler.replica_config import derive
 from medha.wire.frames import digest, encode
 from medha.wire.messages import (
@@ -22,10 +23,15 @@ from medha.wire.messages import (
     ControllerEvent,
     Drain,
     Extent,
+    Failed,
+    GrammarReady,
     RankReady,
+    Sampling,
     Step,
     StepEntry,
     StepProfile,
+    Submit,
+    Tick,
 )
 from medha_sim.executor import Perturbed, PredictorCost, StepCost, StepTiming
 from medha_sim.record_replay import (
@@ -77,7 +83,8 @@ class Recording:
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
         commands = self._controller.handle(event, now)
-        text = '{"type":"Drain"}' if isinstance(event, Drain) else bytes(encode(event)[0]).decode()
+        is_own = isinstance(event, Drain | Tick)  # no message
+        text = f'{{"type":"{type(event).__name__}"}}' if is_own else bytes(encode(event)[0]).decode()
         now_and_event = f'"now": {now + 1000.0!r}, "event": {text}'
         self.lines.append(f'{{{now_and_event}, "commands": "{digest(commands)}"}}')
         return commands
@@ -143,6 +150,21 @@ def test_a_log_replays_to_the_commands_that_were_given_live(recorded: tuple[Reco
     assert found.steps > 50
 
 
+def test_a_log_replays_grammars_that_were_compiled_and_one_that_was_not_in_time(tmp_path: Path) -> None:
+    recording = Recording(ReplicaController(derive(SPEC, READY), READY.profile))
+    for id_ in ("ready", "late"):
+        sampling = Sampling(max_tokens=1, grammar=id_)
+        recording.handle(Submit(id_, f"prompt of {id_}", 20, 20, 0, sampling=sampling), 0.0)
+    recording.handle(GrammarReady(grammar_name("ready")), 0.1)
+    ended = recording.handle(Tick(), COMPILE_SECONDS)
+    assert [(one.id, one.reason) for one in ended if isinstance(one, Failed)] == [("late", "grammar_late")]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(recording.lines) + "\n")
+    found = verify(read_record(path))
+    assert found.difference is None
+    assert found.events == found.compared == 4
+
+
 def test_a_log_is_read_as_what_happened(recorded: tuple[Record, RunLog]) -> None:
     record, live = recorded
     reading = read(record)
@@ -160,8 +182,8 @@ def test_a_log_is_read_as_what_happened(recorded: tuple[Record, RunLog]) -> None
 
 
 def test_a_step_takes_what_live_steps_of_its_size_took() -> None:
-    live = [(0.001 * size, 0.003 * size) for size in range(1, 100)]
-    live += [(0.1 * size, 0.2 * size) for size in range(10, 100)]
+    live = [(0.001 * size, 0.003 * size, 0.003 * size) for size in range(1, 100)]
+    live += [(0.1 * size, 0.2 * size, 0.2 * size) for size in range(10, 100)]
     ranks = LiveRanks.of(list(reversed(live)), 0.0)
     step = Step(step_id=0, epoch=0, entries=(StepEntry("a", 0, (Extent(0, 1),), False),))
 
@@ -177,14 +199,23 @@ def test_a_step_takes_what_live_steps_of_its_size_took() -> None:
 
 def test_a_log_whose_steps_took_no_time_is_simulated_all_the_same() -> None:
     step = Step(step_id=0, epoch=0, entries=(StepEntry("a", 0, (Extent(0, 1),), False),))
-    ranks = LiveRanks.of([(0.01, 0.0)] * 3, 0.0)
+    ranks = LiveRanks.of([(0.01, 0.0, 0.0)] * 3, 0.0)
     (seconds,) = Resampled(lambda *_: StepTiming((0.01,)), ranks, seed=0)(step, 1.0).stage_seconds
     assert 0 < seconds < 0.01
 
 
+def test_what_a_rank_did_not_measure_keeps_no_stage_busy() -> None:
+    """Messages and waits for a core come on top: a controller does not correct its predictions by them."""
+    step = Step(step_id=0, epoch=0, entries=(StepEntry("a", 0, (Extent(0, 1),), False),))
+    live = LiveRanks.of([(0.001 * size, 0.002 * size + 0.005, 0.002 * size) for size in range(1, 100)], 0.0)
+    timing = Resampled(lambda *_: StepTiming((0.05,), 0.001), live, seed=0)(step, 1.0)
+    assert timing.stage_seconds == pytest.approx((0.1,))
+    assert timing.transit_seconds == pytest.approx(0.006)
+
+
 def test_the_machine_is_slow_at_the_same_times_whatever_was_launched_before() -> None:
     """So two policies of one seed differ by what they decide, and not by their luck."""
-    live = LiveRanks.of([(0.01, 0.01)] * 20 + [(0.01, 0.2)] * 5, 0.0)  # every fifth step is slow
+    live = LiveRanks.of([(0.01, 0.01, 0.01)] * 20 + [(0.01, 0.2, 0.2)] * 5, 0.0)  # every fifth step is slow
     step = Step(step_id=0, epoch=0, entries=(StepEntry("a", 0, (Extent(0, 1),), False),))
 
     def taken(seed: int, times: list[float]) -> dict[float, float]:
@@ -204,8 +235,9 @@ def test_differences_of_policies_are_paired_by_seed(tmp_path: Path) -> None:
     """On a machine with slow moments, the paired difference of two policies varies less than an unpaired one."""
     record = read_record(record_of(tmp_path)[0])
     reading = read(record)
-    slow = reading.ranks.observed * np.where(np.arange(len(reading.ranks.observed)) % 4 == 0, 3, 1)
-    reading.ranks = replace(reading.ranks, observed=slow)
+    slower = np.where(np.arange(len(reading.ranks.observed)) % 4 == 0, 3, 1)
+    slow, computed = reading.ranks.observed * slower, reading.ranks.computed * slower
+    reading.ranks = replace(reading.ranks, observed=slow, computed=computed)
     seeds = range(12)
 
     def mean_ttfts(policy: str) -> np.ndarray:

@@ -46,7 +46,6 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     window_tokens: int | None = None
     has_sinks: bool = False
-    split_pages: int | None = None
     seed: int = 0
 
     @property
@@ -90,7 +89,7 @@ def adapter(case: Case, double: FlashInferDouble, package: str = PACKAGE) -> Any
     """Return the adapter of `package` for a case, on the double."""
     made = importlib.import_module(f"{package}.flashinfer_attention").FlashInferAttention
     device = computing_device(case.dtype, double.work)
-    return made(double, device, case.sizes, split_pages=case.split_pages)
+    return made(double, device, case.sizes)
 
 
 def attended(case: Case, attention: Any, step: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,6 +135,5 @@ def cases(draw: st.DrawFn) -> Case:
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
         window_tokens=window,
         has_sinks=draw(st.booleans()),
-        split_pages=draw(st.sampled_from([None, 0, 2])),
         seed=draw(st.integers(0, 100)),
     )

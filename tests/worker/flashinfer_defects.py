@@ -19,9 +19,7 @@ from .step_defects import table as step_table
 
 STEPS = (
     Case([Chunk(1, 9), Chunk(1, 0), Chunk(6, 4), Chunk(5, 11, is_causal=False), Chunk(1, 7)]),
-    Case(
-        [Chunk(4, 10, stride=3), Chunk(3, 0, stride=2), Chunk(5, 16, stride=2)], block_tokens=3, split_pages=2
-    ),
+    Case([Chunk(4, 10, stride=3), Chunk(3, 0, stride=2), Chunk(5, 16, stride=2)], block_tokens=3),
     Case([Chunk(1, 30), Chunk(9, 21), Chunk(4, 18, stride=2)], window_tokens=7, has_sinks=True, kv_heads=3),
     Case([Chunk(1, 40), Chunk(2, 2)], block_tokens=16, group=7),
 )
@@ -74,7 +72,7 @@ DEFECTS = tuple(
         ("The pool has its heads before its pages", ATTENTION, _VIEWS, _VIEWS.replace(".transpose(0, 1)", ""), "double", "launches"),
         ("K and V are exchanged", ATTENTION, _VIEWS, "return pool_values.view(shape).transpose(0, 1), pool_keys.view(shape).transpose(0, 1)", "result", "launches"),
         ("Pages have another size in the pool than in the plan", ATTENTION, "shape = kv_heads, pool_keys.shape[1] // block_tokens, block_tokens, head_dim", "shape = kv_heads, pool_keys.shape[1], 1, head_dim", "double", "launches"),
-        ("Pages have another size in the plan than in the pool", ATTENTION, "block_tokens,\n            fixed_split", "block_tokens + 1,\n            fixed_split", "double", "launches"),
+        ("Pages have another size in the plan than in the pool", ATTENTION, "block_tokens,\n            **self._options(window),\n        )\n\n    def _plan_chunks", "block_tokens + 1,\n            **self._options(window),\n        )\n\n    def _plan_chunks", "double", "nothing"),
         ("Log-sum-exps keep base 2", ATTENTION, "sums.mul_(math.log(2))", "sums.mul_(1)", "result", "nothing"),
         ("Log-sum-exps are converted the wrong way", ATTENTION, "sums.mul_(math.log(2))", "sums.div_(math.log(2))", "result", "nothing"),
         ("Page indices stay in host memory", ATTENTION, "self.device.place(torch.from_numpy(batch.pages))", "torch.from_numpy(batch.pages)", "double", "nothing"),

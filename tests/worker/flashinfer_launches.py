@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from operator import mul
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,17 +38,17 @@ MOST_LAUNCHES, PROCESSORS, BLOCKS_OF_A_PROCESSOR = 256, 132, 2
 NO_MASK, CAUSAL, MASK = 0, 1, 2
 """FlashInfer's numbers for how rows see keys."""
 LEAST_PART_TOKENS = 128
-"""Keys below which FlashInfer does not split, unless a fixed split is asked for."""
+"""Keys below which FlashInfer does not split."""
 
 CASES = (
     *STEPS,
     Case([Chunk(300, 500), Chunk(7, 40)], block_tokens=16),
     Case([Chunk(1, 8000)], block_tokens=16),
-    Case([Chunk(1, 8000), Chunk(1, 20)], block_tokens=16, split_pages=0),
-    Case([Chunk(1, 100), Chunk(1, 9)], block_tokens=16, split_pages=2),
-    Case([Chunk(40, 3000, stride=2)], block_tokens=16, split_pages=0),
+    Case([Chunk(1, 8000), Chunk(1, 20)], block_tokens=16),
+    Case([Chunk(1, 100), Chunk(1, 9)], block_tokens=16),
+    Case([Chunk(40, 3000, stride=2)], block_tokens=16),
 )
-"""Steps whose launches are compared: decodes, chunks, contexts, strided chunks, and keys that are split, by a fixed size or not."""
+"""Steps whose launches are compared: decodes, chunks, contexts, strided chunks, and keys that are split."""
 
 
 class LaunchRecord(ctypes.Structure):
@@ -74,7 +73,6 @@ class PagedParameters(ctypes.Structure):
         ("scale", ctypes.c_double), ("rope_factors", ctypes.c_double * 2), ("items", ctypes.c_int64),
         ("query_heads", ctypes.c_uint32), ("row_stride", ctypes.c_uint32), ("head_stride", ctypes.c_uint32),
         ("fp4_strides", ctypes.c_uint32 * 6), ("window_left", ctypes.c_int32), ("tables", ctypes.c_uint64 * 6),
-        ("part_tokens", ctypes.c_uint64),
     )  # fmt: skip
 
 
@@ -84,7 +82,6 @@ class Attention:
 
     Attributes:
         parts: Thread blocks per KV head, grid.x; each takes a tile of rows and a part of the keys.
-        part_tokens: Keys of a part, if a fixed size was asked for.
         grid_heads: KV heads, grid.z.
         warps: Warps along rows, and along keys.
         page_tokens, heads, sequences: Sizes of a page, of the pool, and of the batch.
@@ -99,7 +96,6 @@ class Attention:
     """
 
     parts: int
-    part_tokens: int | None
     grid_heads: int
     warps: tuple[int, int]
     page_tokens: int
@@ -163,7 +159,7 @@ def _read(record: LaunchRecord) -> Attention | Merge:
         packed = (ctypes.c_ubyte * -(-bits // 8)).from_address(given.mask)
         mask = tuple(bool(packed[bit // 8] >> bit % 8 & 1) for bit in range(bits))
     return Attention(
-        grid[0], _integers(given.part_tokens, 1)[0], grid[2], (block[1], block[2]), given.page_tokens, given.heads,
+        grid[0], grid[2], (block[1], block[2]), given.page_tokens, given.heads,
         given.sequences, tuple(given.strides), given.keys, given.values, given.q, given.query_heads, given.row_stride,
         given.scale, row_starts, tuple(tables), lengths, int(masking[1]), mask, given.window_left,
     )  # fmt: skip
@@ -175,11 +171,10 @@ def _integers(address: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Group:
-    """Spans that take one launch: the keys `first .. stop` of each, how rows see them, and whether FlashInfer may split them."""
+    """Spans that take one launch: the keys `first .. stop` of each, and how rows see them."""
 
     ends: Sequence[tuple[SequenceSpan, int, int]]
     masking: int
-    split_pages: int | None
 
 
 def wanted(
@@ -188,23 +183,22 @@ def wanted(
     """Yield the launches that a step needs, in order; `parts` is 0 where FlashInfer may choose how often it splits."""
     spans = case.spans()
     chunks = [span for span in spans if span.row_count > 1]
-    of_chunks = None if case.split_pages is None else 0  # chunks are never split by a fixed size
     whole = [
-        ([span for span in spans if span.row_count == 1], NO_MASK, case.split_pages),
-        ([span for span in chunks if span.is_causal and span.stride == 1], CAUSAL, of_chunks),
-        ([span for span in chunks if not span.is_causal], NO_MASK, of_chunks),
+        ([span for span in spans if span.row_count == 1], NO_MASK),
+        ([span for span in chunks if span.is_causal and span.stride == 1], CAUSAL),
+        ([span for span in chunks if not span.is_causal], NO_MASK),
     ]
-    for group, masking, split_pages in whole:
+    for group, masking in whole:
         if group:
             ends = [(span, _first_seen(span, case), span.total_length) for span in group]
-            yield from _launches(case, Group(ends, masking, split_pages), q, keys, values)
+            yield from _launches(case, Group(ends, masking), q, keys, values)
     for span in chunks:
         if span.stride > 1:
             first = span.context_length if case.window_tokens is None else _first_seen(span, case)
             own = [(span, first, span.total_length)]
-            yield from _launches(case, Group(own, MASK, of_chunks), q, keys, values)
+            yield from _launches(case, Group(own, MASK), q, keys, values)
             if span.context_length and case.window_tokens is None:
-                before = Group([(span, 0, span.context_length)], NO_MASK, of_chunks)
+                before = Group([(span, 0, span.context_length)], NO_MASK)
                 yield from _launches(case, before, q, keys, values)
                 yield Merge((span.row_count, 1, 1), (HEAD_DIM // 8, case.sizes.query_heads, 1))
 
@@ -226,14 +220,11 @@ def _launches(
     packed = sum(rows) * case.group // len(rows)
     tile = 16 if packed <= 16 else 64 if packed <= 64 else 128
     tiles = [-(-count * case.group // tile) for count in rows]
-    splits = [-(-len(table) // group.split_pages) if group.split_pages else 1 for table in pages]
-    may_split = group.split_pages is None and max(map(len, pages)) * size > LEAST_PART_TOKENS
-    is_split = max(splits) > 1 or (may_split and sum(tiles) < most_parts(case))
+    is_split = max(map(len, pages)) * size > LEAST_PART_TOKENS and sum(tiles) < most_parts(case)
     span, first, _ = group.ends[0]
     lies_together = group.ends[-1][0].rows.stop - span.rows.start == sum(rows)
     yield Attention(
-        parts=0 if may_split and is_split else sum(map(mul, tiles, splits)),
-        part_tokens=group.split_pages * size if group.split_pages else None,
+        parts=0 if is_split else sum(tiles),
         grid_heads=heads,
         warps=(1, 4) if tile == 16 else (4, 1),
         page_tokens=size,
@@ -280,9 +271,7 @@ def compare(case: Case, found: Sequence[Attention | Merge], needed: Sequence[Att
         raise Mismatch(f"launches {names[0]}, and not {names[1]}")
     for number, (ours, theirs) in enumerate(zip(found, needed, strict=True)):
         if isinstance(ours, Attention) and isinstance(theirs, Attention):
-            free = {
-                name: None for name in ("rows", "row_stride", "part_tokens") if getattr(theirs, name) is None
-            }
+            free = {name: None for name in ("rows", "row_stride") if getattr(theirs, name) is None}
             if not theirs.parts and theirs.sequences < ours.parts <= most_parts(case):
                 free["parts"] = 0
             ours = replace(ours, **free)
@@ -295,7 +284,7 @@ def compare(case: Case, found: Sequence[Attention | Merge], needed: Sequence[Att
 def run(library: Any, package: str, case: Case) -> None:
     """Plan and attend a step twice, and compare its launches."""
     made = importlib.import_module(f"{package}.flashinfer_attention").FlashInferAttention
-    attention = made(library, host_device(case.dtype), case.sizes, split_pages=case.split_pages)
+    attention = made(library, host_device(case.dtype), case.sizes)
     q, keys, values, _ = case.tensors()
     needed = list(wanted(case, q, keys, values))
     for _ in range(2):

@@ -122,9 +122,7 @@ def installed() -> Any:
 def main() -> None:
     library = installed()
     for case in STEPS:
-        attention = FlashInferAttention(
-            library, host_device(case.dtype), case.sizes, split_pages=case.split_pages
-        )
+        attention = FlashInferAttention(library, host_device(case.dtype), case.sizes)
         for _ in range(2):  # wrappers that had a mask, or none, are planned again
             q, keys, values, sinks = case.tensors()
             step = attention.plan(case.spans(), case.block_tokens, case.window_tokens)

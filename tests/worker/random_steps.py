@@ -14,7 +14,7 @@ from medha.kv.pools import KvPools, Placed
 from medha.kv.prefix_cache import PrefixHasher
 from medha.wire.messages import Admit, Extent, Grow, Sampling, Step, StepEntry
 
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+GREEDY = Sampling(temperature=0.0, ignore_eos=True, prompt_logprobs=2)
 
 Cut = Callable[[int, int, int], list[tuple[Extent, ...]]]
 STRATEGIES: tuple[tuple[str, Cut], ...] = (

@@ -17,7 +17,7 @@ import torch
 
 from medha.determinism import Determinism
 from medha.topology import Topology, stage_layers
-from medha.wire.messages import Sample, Step, Tokens
+from medha.wire.messages import PromptLogprobs, Sample, Step, Tokens
 from medha_worker.device import host_device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.model_config import ModelConfig
@@ -94,6 +94,8 @@ class Ranks:
 
         self._models = self.on_all(load)
         self._grids: list[Mesh] = []
+        self.scored: dict[int, list[tuple[str, PromptLogprobs]]] = {}
+        """Log-probabilities of prompts that each rank has reported in the last run."""
 
     def _rendezvous(self) -> None:
         endpoint, size = free_endpoint(), self._config.hidden_size
@@ -164,6 +166,7 @@ class Ranks:
                 pipeline=grid if self.topology.ranks > 1 else None,
             )
             samples: list[Sample] = []
+            self.scored[rank] = []
             planned: deque[LanePlan] = deque()
             to_plan = iter(steps)
             for _ in steps:
@@ -177,6 +180,7 @@ class Ranks:
                 if done is not None:
                     assert done.failures == (), done.failures
                     samples += done.samples if rank == grid.sampling_rank else ()
+                    self.scored[rank] += done.prompt_logprobs
             executor.learn_all()  # tokens of the last steps are still on their way
             return samples, recording.rows
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from medha.wire.messages import Sampling
-from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, TokenMask
 
 Sample = Callable[[torch.Tensor, Sequence[SequenceSampler]], list[SampledToken | NotSampled]]
 VOCABULARIES = (7, 300, 3_000, 20_000)
@@ -27,7 +27,25 @@ class Case:
     steps: list[torch.Tensor]
 
 
-def third(vocab: int, kept: int) -> LogitsMask:
+class Allowing:
+    """A `TokenMask` whose tokens a function gives: output ids -> bool [vocab], or None for all."""
+
+    fault = None
+
+    def __init__(self, allowed: Callable[[Sequence[int]], torch.Tensor | None]) -> None:
+        self._allowed = allowed
+
+    def words(self, outputs: Sequence[int]) -> torch.Tensor | None:
+        allowed = self._allowed(outputs)
+        if allowed is None:
+            return None
+        padded = torch.nn.functional.pad(allowed.long(), (0, -len(allowed) % 32)).view(-1, 32)
+        return (padded << torch.arange(32)).sum(dim=1).view(torch.int32)[::2].contiguous()
+
+    def ahead(self, outputs: Sequence[int]) -> None: ...
+
+
+def third(vocab: int, kept: int) -> TokenMask:
     """Return a hook that allows a third of the vocabulary, another one after each token; none at all if `kept` < 0."""
 
     def mask(outputs: Sequence[int]) -> torch.Tensor | None:
@@ -35,7 +53,7 @@ def third(vocab: int, kept: int) -> LogitsMask:
             return None
         return (torch.arange(vocab) + len(outputs)) % 3 == kept
 
-    return mask
+    return Allowing(mask)
 
 
 def any_sampling(chance: np.random.Generator, vocab: int) -> Sampling:

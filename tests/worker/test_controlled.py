@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec, ServiceClass
@@ -37,6 +37,7 @@ from medha.wire.messages import (
     Sampling,
     StageFree,
     Step,
+    SteppedAside,
     StepProfile,
     Submit,
 )
@@ -55,16 +56,18 @@ MOST_EVENTS = 6000
 MODEL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
 
 SHAPES = [
-    pytest.param(((1, 1, 1), "llama", 10), id="one rank"),
-    pytest.param(((1, 1, 2), "qwen3", 8), id="KVP2"),
-    pytest.param(((1, 2, 1), "mistral", 6), id="SPP2"),
-    pytest.param(((2, 1, 2), "llama-biased", 4), id="TP2 x KVP2"),
-    pytest.param(((1, 2, 3), "qwen2", 4), id="SPP2 x KVP3"),
+    pytest.param(((1, 1, 1), "llama", 16), id="one rank"),
+    pytest.param(((1, 1, 2), "qwen3", 12), id="KVP2"),
+    pytest.param(((1, 2, 1), "mistral", 10), id="SPP2"),
+    pytest.param(((2, 1, 2), "llama-biased", 8), id="TP2 x KVP2"),
+    pytest.param(((1, 2, 3), "qwen2", 8), id="SPP2 x KVP3"),
 ] + [
     pytest.param((shape, architecture, 40), id=f"{Topology(*shape)} long", marks=pytest.mark.long)
     for shape, architecture in [
         ((1, 1, 1), "qwen2"),
         ((1, 1, 4), "llama"),
+        ((2, 1, 2), "llama-biased"),
+        ((1, 2, 3), "qwen2"),
         ((1, 4, 2), "qwen3"),
         ((2, 2, 2), "mistral"),
     ]
@@ -89,6 +92,7 @@ class Life:
     moving: list[tuple[Step, int]] = field(default_factory=list)  # each with its stage
     sampled: dict[str, int] = field(default_factory=dict)
     ends: dict[str, FinishReason | str] = field(default_factory=dict)
+    asides: dict[str, SteppedAside] = field(default_factory=dict)  # by the prompt with which each comes back
 
     def handle(self, event: ControllerEvent) -> None:
         for command in self.controller.handle(event, self.now):
@@ -102,6 +106,8 @@ class Life:
                         self.end(command.id, command.finish_reason)
                 case Refused() | Failed():
                     self.end(command.id, command.reason)
+                case SteppedAside():
+                    self.asides[command.prompt] = command
 
     def end(self, name: str, reason: str) -> None:
         assert name not in self.ends, f"{name} ends twice"
@@ -180,6 +186,14 @@ def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Query]]
     return life, asked
 
 
+def extend_greedily(reference: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
+    """Append the most probable tokens until there are `tokens`, and return the list."""
+    with torch.inference_mode():
+        while len(ids) < tokens:
+            ids.append(int(reference(torch.tensor(ids)[None]).logits[0, -1].argmax()))
+    return ids
+
+
 @pytest.fixture(params=SHAPES)
 def replica(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -196,9 +210,10 @@ def replica(
 def test_ranks_run_to_the_end_what_the_controller_decides(
     replica: tuple[Ranks, torch.nn.Module, int],
 ) -> None:
-    """Requests without a limit grow beyond their reservation, over blocks and lanes, until no KV is left."""
+    """Requests without a limit grow beyond their reservation, over blocks and lanes, and step aside for each other."""
     ranks, reference, examples = replica
     topology = ranks.topology
+    asides: list[str] = []
 
     @given(
         strategy=st.sampled_from([None, "passKv", "passQ", "auto", "striped"]),
@@ -211,6 +226,18 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         seed=st.integers(0, 10_000),
         steps_ahead=st.integers(0, 2),
         kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
+    )
+    @example(  # on every grid a request steps aside
+        strategy=None,
+        block_tokens=4,
+        pool_tokens=48,
+        share_blocks=4,
+        chunk_tokens=16,
+        output_tokens=2,
+        max_running=16,
+        seed=9,
+        steps_ahead=1,
+        kernels=None,
     )
     @settings(max_examples=examples, deadline=None)
     def run(
@@ -247,20 +274,32 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
             context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if striped and strategy else None,
         )
         life, asked = live(config, Random(seed))
+        asides.extend(life.asides)
+        prompts = {one.prompt: one.ids for one in asked.values()}
+        texts: dict[
+            str, list[int]
+        ] = {}  # of requests that stepped aside: prompt, and what the reference adds
+        for aside in life.asides.values():
+            ids = texts.setdefault(aside.id, asked[aside.id].ids.tolist())
+            extend_greedily(reference, ids, aside.tokens)
+            prompts[aside.prompt] = np.array(ids[: aside.tokens], dtype=np.int32)
         samples, logits = ranks.run(
-            life.steps, {one.prompt: one.ids for one in asked.values()},
+            life.steps, prompts,
             kv_blocks=config.kv_blocks, block_tokens=block_tokens, steps_ahead=steps_ahead,
             kernels=kernels,
         )  # fmt: skip
         for name, one in asked.items():
             sampled = [sample.token for sample in samples if sample.id == name]
             assert life.ends[name] in ("length", "cancelled"), f"{name}: {life.ends[name]}"
-            if life.ends[name] == "length":
+            if life.ends[name] == "length" and name not in texts:
                 assert len(sampled) == life.sampled[name]
             computed = sorted(position for request, position in logits if request == name)
             if not computed:
                 continue
-            ids = torch.tensor([*one.ids.tolist(), *sampled])[: computed[-1] + 1]
+            text = [*one.ids.tolist(), *sampled]
+            if name in texts:
+                text = extend_greedily(reference, texts[name], computed[-1] + 1)
+            ids = torch.tensor(text)[: computed[-1] + 1]
             with torch.inference_mode():
                 wanted = reference(ids[None]).logits[0]
             found = torch.stack([logits[name, position] for position in computed])
@@ -270,3 +309,4 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         patch.setattr(attention, "_IN_PLACE_TOKENS", 8)  # the pools are small
         patch.setattr(attention, "_GATHERED_TOKENS", 32)
         run()
+    assert asides, "none stepped aside"

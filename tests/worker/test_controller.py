@@ -37,15 +37,19 @@ from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig, derive
 from medha.wire.frames import decode, encode, tokens_from_frame, tokens_to_frame
 from medha.wire.messages import (
+    BEATS,
     Announce,
     BundlePart,
     Cancel,
+    ChunkProgress,
     Done,
     Emit,
     Extent,
     Failed,
     FetchBundle,
+    Heartbeat,
     Message,
+    ProgressReport,
     RankFault,
     RankHello,
     RankReady,
@@ -59,11 +63,12 @@ from medha.wire.messages import (
     StepProfile,
     Submit,
     Tokens,
+    WatchProgress,
 )
 from medha_links.drops import Drops
 from medha_links.key_files import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Authenticator, Opened, bind, connect
-from medha_process.part_settings import ControllerSettings
+from medha_process.part_settings import ControllerSettings, RouterEndpoints
 from medha_process.part_state import PartState
 from medha_worker.checkpoints.read_bundle import read_bundle
 from medha_worker.controller.process import Controller
@@ -100,11 +105,18 @@ class Router:
         self.connections = opened.connections
         self.close = opened.close
         self.peer = b""  # peer whose message was received last
+        self.beating = b""  # peer whose heartbeat was received last
 
     def receive(self, timeout_seconds: float) -> Received | None:
+        """Return the next message; None if a heartbeat comes before it, or nothing in time."""
         if not self.socket.poll(round(timeout_seconds * 1000)):
             return None
-        self.peer, *frames = self.socket.recv_multipart()
+        peer, *frames = self.socket.recv_multipart()
+        if peer.endswith(BEATS):
+            assert decode(frames) == (Heartbeat(), None)
+            self.beating = peer
+            return None
+        self.peer = peer
         return Received(self.peer, *decode(frames))
 
     def send(self, message: Message, payload: bytes | None = None) -> None:
@@ -114,7 +126,15 @@ class Router:
 class Stage:
     """A controller process, and the two peers that the test plays."""
 
-    def __init__(self, folder: Path, spec: MedhaReplicaSpec = SPEC, *, start: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        spec: MedhaReplicaSpec = SPEC,
+        *,
+        start: bool = True,
+        others: tuple[RouterEndpoints, ...] = (),
+    ) -> None:
+        """`others` are endpoints of further routers."""
         tokenizer = Tokenizer(BPE())
         tokenizer.decoder = ByteLevel()
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -135,7 +155,12 @@ class Stage:
             enrolment_file=keys.enrolment,
             key_file=keys.controller,
             rank_keys_file=keys.ranks_public,
-            **endpoints,
+            routers=(
+                RouterEndpoints(control=endpoints["router_control"], tokens=endpoints["router_tokens"]),
+                *others,
+            ),
+            rank_control=endpoints["rank_control"],
+            rank_tokens=endpoints["rank_tokens"],
         )
         settings.write(folder / "settings.json")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -285,6 +310,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def test_a_request_reaches_the_ranks_with_its_ids_first_and_its_tokens_come_back(stage: Stage) -> None:
     stage.ready()
+    stage.router.send(WatchProgress(60.0))
     stage.submit("a", sampling=Sampling(max_tokens=2))  # before its ids: it must wait for them
     stage.send_tokens()
     step = stage.step()
@@ -295,6 +321,11 @@ def test_a_request_reaches_the_ranks_with_its_ids_first_and_its_tokens_come_back
     assert received.payload is not None
     assert tokens_from_frame(received.payload).tolist() == IDS.tolist()
     stage.finish(step, Sample("a", 7))
+    report = stage.from_controller(
+        ProgressReport
+    )  # before the output, and the only one: a decode is no chunk
+    assert isinstance(report, ProgressReport)
+    assert report.chunks == (ChunkProgress("a", 20, 0, is_first=True),)
     assert stage.from_controller(Emit) == Emit("a", (7,))
     stage.finish(stage.step(), Sample("a", 8, finish_reason="length"))
     assert stage.from_controller(Emit) == Emit("a", (8,), finish_reason="length")
@@ -325,6 +356,19 @@ def test_a_rank_that_was_replaced_begins_the_next_epoch_with_the_requests_left_t
     stage.submit("c", "again")
     step = stage.step()
     assert (step.epoch, step.step_id, [admit.id for admit in step.admits]) == (1, 0, ["c"])
+
+
+def test_a_controller_sends_heartbeats_beside_its_control_link_also_to_the_next_router(stage: Stage) -> None:
+    stage.ready()
+    while not stage.router.beating:
+        stage.from_controller(Announce)  # one comes every second, and fails the test if it does not
+    former = stage.router.peer
+    assert stage.router.beating == former + BEATS
+    stage.close_router()
+    stage.open_router()
+    while not stage.router.beating:
+        stage.from_controller(Announce)
+    assert stage.router.beating == stage.router.peer + BEATS != former + BEATS
 
 
 def reports_of_requests(stage: Stage) -> list[object]:
@@ -437,7 +481,7 @@ def test_settings_that_no_epoch_could_begin_with_are_logged_and_the_replica_cont
         path.unlink()
         change(stage, **edit)
         assert stage.process.stderr is not None
-        logged = next(line for line in stage.process.stderr if "settings" in line)
+        logged = next(line for line in stage.process.stderr if "the new settings" in line)
         assert "the previous ones stay in force" in logged
         stage.send_tokens()
         stage.submit("a")
@@ -593,6 +637,24 @@ def test_sigterm_drains_then_ends_the_ranks_and_the_process(stage: Stage) -> Non
     assert stage.process.wait(timeout=10) == 0
 
 
+def test_what_has_not_ended_when_the_drain_does_is_returned_to_the_router(tmp_path: Path) -> None:
+    """It continues on other replicas at once; no loss is counted against it."""
+    spec = SPEC.model_copy(update={"lifecycle": LifecycleSpec(drain_seconds=0.0)})
+    with closing(Stage(tmp_path, spec)) as stage:
+        stage.ready()
+        stage.send_tokens()
+        stage.submit("runs")
+        stage.submit("held", "unheard")
+        stage.finish(stage.step(), Sample("runs", 7))
+        assert stage.from_controller(Emit) == Emit("runs", (7,))
+        stage.process.send_signal(signal.SIGTERM)
+        returned = {stage.from_controller(Refused) for _ in range(2)}
+        assert returned == {Refused(name, "not_ready", "the epoch has ended") for name in ("runs", "held")}
+        while stage.from_controller(Announce).ready:  # type: ignore[attr-defined]
+            pass
+        assert stage.process.wait(timeout=10) == 0
+
+
 def test_a_rank_that_fails_ends_the_controller_with_its_reason(stage: Stage) -> None:
     stage.rank.send(RankFault(0, "weights are missing"))
     assert stage.process.wait(timeout=20) == 1
@@ -649,13 +711,20 @@ def test_the_record_replays_to_the_same_steps(stage: Stage) -> None:
     assert isinstance(ready, RankReady)
     core = ReplicaController(derive(SPEC, ready), ready.profile)
     replayed = []
+    output: dict[str, int] = {}
     for line in lines[2:]:
         entry = json.loads(line)
+        for bar in entry.get("bars", ()):  # which the page `/ui` shows
+            kinds = [segment[0] for segment in bar["segments"]]
+            if "decode" in kinds:
+                output[bar["id"]] = bar["segments"][kinds.index("decode")][3]
         if entry["event"]["type"] == "Drain":
             continue
         event, _ = decode([json.dumps(entry["event"]).encode()])
         replayed += [one for one in core.handle(event, entry["now"]) if isinstance(one, Step)]  # type: ignore[arg-type]
     assert replayed == steps
+    assert output == {"a": 3, "b": 3}
+    assert any(json.loads(line).get("replica", {}).get("kv_total") == 64 * 16 for line in lines[2:])
 
 
 def test_a_record_for_which_there_is_no_room_ends_without_the_replica(stage: Stage) -> None:

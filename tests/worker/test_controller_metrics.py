@@ -6,9 +6,10 @@ from prometheus_client import CollectorRegistry
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import Ended, Facts, History, OpenRequest
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import StepProfile
+from medha.wire.messages import ControllerEvent, Done, Sample, Sampling, StepProfile, Submit
 from medha_worker.controller.controller_metrics import Observer
 
 CONFIG = ReplicaConfig(
@@ -44,3 +45,53 @@ def test_every_lane_has_its_blocks_by_state() -> None:
         free = registry.get_sample_value("medha_kv_blocks", {"lane": lane, "state": "free"})
         cached = registry.get_sample_value("medha_kv_blocks", {"lane": lane, "state": "cached"})
         assert (free, cached) == (10, 0)
+
+
+def test_outputs_that_step_aside_and_how_well_they_were_expected_are_counted() -> None:
+    registry = CollectorRegistry()
+    observer = Observer(registry)
+    request = OpenRequest(9, "default", 0.0, 0.05, expected_tokens=50, emitted=100)
+    cancelled = OpenRequest(9, "default", 0.0, 0.05, expected_tokens=50, emitted=1)
+    facts = Facts(0, 1.0, stepped_aside=["default", "default"])
+    facts.ended = [Ended("length", request), Ended("cancelled", cancelled)]
+    observer.observe(facts, 0.0)
+    labels = {"service_class": "default"}
+    assert registry.get_sample_value("medha_sequences_stepped_aside_total", labels) == 2
+    assert registry.get_sample_value("medha_output_expected_ratio_count", labels) == 1
+    assert registry.get_sample_value("medha_output_expected_ratio_sum", labels) == 2
+
+
+def test_a_sequence_counts_how_long_it_waited_prefilled_and_decoded_and_how_long_its_texts_are() -> None:
+    """The meanings are vLLM's; a sequence that was resumed with output of another replica counts nowhere."""
+    registry = CollectorRegistry()
+    observer, history, core = Observer(registry), History(), new_core(0, 0)
+
+    def happens(event: ControllerEvent, now: float) -> None:
+        commands = core.handle(event, now)
+        observer.observe(history.take(core, event, commands, now), 0.0)
+
+    sampling = Sampling(max_tokens=3)
+    first = Submit("a", "pa", 20, 20, seed=1, age_seconds=2.0, sampling=sampling)
+    resumed = Submit("b", "pb", 21, 20, seed=1, age_seconds=7.0, sampling=sampling)
+    for submit in (first, resumed):
+        happens(submit, 10.0)
+        for now in (10.5, 11.0, 12.5, 13.0):
+            if core.steps_in_flight:
+                step = core.steps_in_flight[0]
+                samples = tuple(Sample(entry.id, 1) for entry in step.entries)
+                happens(Done(step.step_id, samples, lanes=step.lanes), now)
+        assert core.find(submit.id) is None
+    found = {
+        name: registry.get_sample_value(f"medha_sequence_{name}_sum", {"service_class": "default"})
+        for name in ("queue_seconds", "prefill_seconds", "decode_seconds", "prompt_tokens", "output_tokens")
+    }
+    assert found == {
+        "queue_seconds": 2.0,
+        "prefill_seconds": 0.5,
+        "decode_seconds": 2.0,
+        "prompt_tokens": 20.0,
+        "output_tokens": 3.0,
+    }
+    for name in found:
+        count = registry.get_sample_value(f"medha_sequence_{name}_count", {"service_class": "default"})
+        assert count == 1

@@ -23,6 +23,7 @@ from medha_worker.rank.executor import Executor
 from medha_worker.rank.lane_plan import LanePlan
 
 from .models import load_model
+from .sampling_cases import Allowing
 
 VOCAB = 512
 BLOCK_TOKENS = 16
@@ -412,7 +413,7 @@ def test_a_step_that_is_planned_ahead_of_one_that_fails_computes_the_other(
                 raise MemoryError
             return torch.ones(VOCAB, dtype=torch.bool)
 
-        return mask if admit.id == "fails" else None
+        return Allowing(mask) if admit.id == "fails" else None
 
     engine = Engine(Faulty(model, strikes), mask_for=mask_for)
     prompts = {"fails": random_ids(12, 6), "goes on": random_ids(8, 1)}
@@ -451,7 +452,7 @@ def test_a_mask_hook_that_raises_ends_its_own_sequence(model: Transformer) -> No
     def broken(_: object) -> torch.Tensor:
         raise KeyError("no such state")
 
-    engine = Engine(model, mask_for=lambda admitted: broken if admitted.id == "masked" else None)
+    engine = Engine(model, mask_for=lambda admitted: Allowing(broken) if admitted.id == "masked" else None)
     first = engine.start("plain", random_ids(8, 1)).samples[0].token
     ids = random_ids(8, 2)
     engine.give("prompt of masked", ids)

@@ -76,9 +76,7 @@ def test_a_pool_of_fp8_is_read_with_its_scales(dtype: torch.dtype, version: str)
         q, keys, values, sinks = case.tensors()
         keys, values = keys.to(dtype), values.to(dtype)
         device = computing_device(case.dtype, double.work)
-        attention = FlashInferAttention(
-            double, device, case.sizes, split_pages=case.split_pages, scaled_pool=pool
-        )
+        attention = FlashInferAttention(double, device, case.sizes, scaled_pool=pool)
         plain = TorchAttention(host_device(torch.float32))
         wanted = plain.plan(case.spans(), case.block_tokens, case.window_tokens).attend(
             q.float(), keys.float() * pool.key_scale, values.float() * pool.value_scale, sinks
@@ -186,11 +184,10 @@ def test_a_step_that_is_planned_and_never_run_does_not_cost_a_wrapper() -> None:
 # Graphs
 
 
-@pytest.mark.parametrize("split_pages", [None, 0])
-def test_captured_decodes_are_replanned_in_place(split_pages: int | None) -> None:
+def test_captured_decodes_are_replanned_in_place() -> None:
     """Padded rows see one token of a scratch block, the last of the pool; the batch has one size."""
     double = FlashInferDouble()
-    case = Case([Chunk(1, 9), Chunk(1, 0), Chunk(1, 14)], has_sinks=True, split_pages=split_pages)
+    case = Case([Chunk(1, 9), Chunk(1, 0), Chunk(1, 14)], has_sinks=True)
     graph = adapter(case, double).for_graph(3, 16)
     for contexts in ((2, 0, 0), (9, 0, 14), (1, 3, 0)):
         case = replace(case, chunks=[Chunk(1, context) for context in contexts])
@@ -215,36 +212,6 @@ def test_memory_for_partial_results_grows_with_the_captured_rows_and_is_shared()
     assert len(larger) >= tiles * 16 * 14 * (HEAD_DIM + 1) * 4
     assert attention.pool.partials_of_decodes(rows) is larger
     assert attention.pool.partials_of_decodes(8) is larger
-
-
-def test_a_fixed_split_cannot_be_captured() -> None:
-    case = Case([Chunk(1, 9)], split_pages=4)
-    assert adapter(case, FlashInferDouble()).for_graph(1, 8) is None
-
-
-def test_a_fixed_split_needs_an_implementation_that_obeys_it() -> None:
-    with pytest.raises(ValueError, match="'fa3' ignores it"):
-        type(adapter(Case([Chunk(1, 1)]), FlashInferDouble()))(
-            FlashInferDouble(), None, Case([]).sizes, prefill_backend="fa3", split_pages=1
-        )
-
-
-@pytest.mark.parametrize(
-    ("split_pages", "options"), [(None, (None, False)), (0, (None, True)), (3, (3, False))]
-)
-def test_the_split_of_keys_is_asked_for_in_every_plan(
-    split_pages: int | None, options: tuple[int | None, bool]
-) -> None:
-    """Chunks are split as FlashInfer likes it, or not at all."""
-    double = FlashInferDouble()
-    case = Case(
-        [Chunk(1, 9), Chunk(4, 9), Chunk(4, 9, False), Chunk(4, 9, stride=2)], split_pages=split_pages
-    )
-    step = adapter(case, double).plan(case.spans(), case.block_tokens)
-    decodes, *chunks = (wrapper.split for wrapper in double.wrappers)
-    assert decodes == options
-    assert chunks == [(None, split_pages is not None)] * 4
-    del step
 
 
 # What would be accepted in silence

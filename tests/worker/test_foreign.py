@@ -23,13 +23,17 @@ from medha.wire.messages import (
     Emit,
     EntryFailed,
     FetchBundle,
+    GrammarReady,
     Message,
     RankFault,
     RankHello,
     RankOutOfMemory,
     RankReady,
+    RankReport,
+    RankXid,
     Refused,
     Rendezvous,
+    RouterUse,
     Sample,
     Sampling,
     StageFree,
@@ -37,6 +41,7 @@ from medha.wire.messages import (
     Submit,
     Tokens,
     TracePart,
+    WatchProgress,
 )
 from medha_links.drops import MOST_MESSAGES
 from medha_links.key_files import KeyPair, read_public_key
@@ -51,9 +56,20 @@ from .test_rank import START_SECONDS
 from .test_rank import Stage as RankStage
 
 ACCEPTS: dict[str, tuple[type[Message], ...]] = {
-    "rank_control": (StageFree, Done, RankHello, RankReady, RankFault, RankOutOfMemory, TracePart),
+    "rank_control": (
+        StageFree,
+        Done,
+        GrammarReady,
+        RankHello,
+        RankReady,
+        RankFault,
+        RankOutOfMemory,
+        RankReport,
+        RankXid,
+        TracePart,
+    ),
     "rank_tokens": (RankHello,),
-    "router_control": (Submit, Cancel, FetchBundle),
+    "router_control": (Submit, Cancel, FetchBundle, RouterUse, WatchProgress),
     "router_tokens": (Tokens,),
 }
 

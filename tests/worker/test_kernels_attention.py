@@ -20,11 +20,10 @@ from medha_worker.host_memory import HostMemory
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels import torch_flash as flash
 from medha_worker.kernels.cpu import compiled_attention as cpu_attention
-from medha_worker.kernels.cpu import compiled_kernels
 from medha_worker.kernels.cpu.compiled_attention import CpuAttention
 from medha_worker.kernels.cpu.compiled_rows import CompiledRows
+from medha_worker.kernels.cpu.helper_team import HelperTeam
 from medha_worker.kernels.cpu.host_compiler import Target
-from medha_worker.kernels.cpu.openmp import torchs_openmp
 from medha_worker.kernels.name_table import KERNELS, choose_kernels
 from medha_worker.kernels.partial_results import merge_partials
 from medha_worker.kernels.protocol import AttentionBackend, KernelSizes, KernelsUnavailable
@@ -172,9 +171,7 @@ def test_input_that_would_crash_or_misalign_the_operator_is_stopped(
 
 
 def compiled(head_dim: int, group: int) -> CpuAttention:
-    openmp = torchs_openmp()
-    assert openmp is not None
-    return CpuAttention(head_dim, group, openmp)
+    return CpuAttention(head_dim, group, HelperTeam())
 
 
 def run_backend(
@@ -392,9 +389,6 @@ def test_the_kernel_is_chosen_for_float32_on_a_cpu_and_nothing_else(
     refused("the model runs in torch.bfloat16", sizes, host_device(torch.bfloat16))
     refused("the device is meta", sizes, Device(META, torch.float32, HostMemory(), InOrder(META)))
     refused("heads of 20 values", replace(sizes, head_dim=20), cpu)
-    with monkeypatch.context() as patch:
-        patch.setattr(compiled_kernels, "torchs_openmp", lambda: None)
-        refused("this torch uses another", sizes, cpu)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "medha_worker.kernels.cpu.compiled_kernels", None)
         refused("llvmlite, cannot be imported", sizes, cpu)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medha_worker.kernels.cpu.compiled_rows import CompiledRows
-from medha_worker.kernels.cpu.openmp import torchs_openmp
+from medha_worker.kernels.cpu.helper_team import HelperTeam
 from medha_worker.kernels.torch_rows import TorchRows
 
 
@@ -14,9 +14,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledRows:
-    openmp = torchs_openmp()
-    assert openmp is not None
-    return CompiledRows(openmp)
+    return CompiledRows(HelperTeam())
 
 
 @pytest.fixture(params=[1, 2], autouse=True)

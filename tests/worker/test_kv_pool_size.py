@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from medha_worker.host_memory import host_free_bytes
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.profile_fit import MeasuredStep
+from medha_worker.profiling.step_timer import StepTimer
 from medha_worker.rank import warmup
 from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, pool_blocks
 
@@ -194,6 +197,14 @@ def test_warm_up_steps_stay_within_the_limits(max_chunk: int, max_running: int, 
     assert fitted.stage_seconds([Work(0, 1)]) == pytest.approx(0.01, rel=0.01)
 
 
+def test_a_warm_up_measures_chunks_behind_a_far_context_where_the_model_has_one() -> None:
+    def longest(max_model_len: int) -> int:
+        return max(work.context for works in warmup._shapes(512, 16, max_model_len) for work in works)
+
+    assert longest(100_000) == warmup.FAR_CONTEXT_TOKENS
+    assert longest(8000) == warmup.CONTEXT_TOKENS
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
@@ -201,7 +212,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return load_model(directory, ModelConfig.from_directory(directory))
 
 
-WARM_UPS = """
+WARM_UP = """
 import sys, time, torch
 from pathlib import Path
 from medha_worker.device import host_device
@@ -216,24 +227,43 @@ directory = Path(sys.argv[1])
 config = ModelConfig.from_directory(directory)
 device = host_device(DTYPES[config.dtype])
 model = Transformer.load(directory, config, Shard.whole(config), device=device, kernels=torch_kernels(device))
-for chunk in (64, 4096):
-    warm = warm_up(model, max_chunk_tokens=chunk, max_running=4, max_model_len=4096, clock=time.perf_counter)
-    print(warm.activation_bytes)
+warm = warm_up(model, max_chunk_tokens=int(sys.argv[2]), max_running=4, max_model_len=4096, clock=time.perf_counter)
+print(warm.activation_bytes)
 """
 
 
 def test_the_warm_up_measures_more_memory_for_larger_chunks(tmp_path: Path) -> None:
     """Hidden states alone are 512 bytes a token; a chunk of 4096 tokens makes several copies of them.
 
-    It runs in a process of its own: in this one, memory that other tests have freed would be used first.
+    Each runs in a process of its own: otherwise memory that something else has freed would be used first.
     """
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1)
-    command = [sys.executable, "-c", WARM_UPS, str(tmp_path / "tiny")]
-    small, large = map(
-        int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    command = [sys.executable, "-c", WARM_UP, str(tmp_path / "tiny")]
+    small, large = (
+        int(subprocess.run([*command, chunk], capture_output=True, text=True, check=True).stdout)
+        for chunk in ("64", "4096")
     )
     assert large > small
     assert large >= 4096 * 512 * 2
+
+
+def test_a_far_context_takes_no_memory_in_the_warm_up(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[int] = []
+
+    class Timer(StepTimer):
+        def __init__(self, model: Transformer, pool_tokens: int, clock: Callable[[], float]) -> None:
+            pools.append(pool_tokens)
+            super().__init__(model, pool_tokens, clock)
+
+    monkeypatch.setattr(warmup, "StepTimer", Timer)
+    for max_model_len in (4096, 100_000):
+        warm = warmup.warm_up(
+            model, max_chunk_tokens=64, max_running=2, max_model_len=max_model_len, clock=time.perf_counter
+        )
+    assert max(step.longest_context for step in warm.steps) == warmup.FAR_CONTEXT_TOKENS
+    assert pools[0] == pools[1]
 
 
 def test_what_lanes_exchange_is_counted_beside_the_activations() -> None:

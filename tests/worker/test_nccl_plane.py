@@ -473,8 +473,8 @@ def test_captured_steps_are_gone_before_their_groups() -> None:
     model, grid = Mock(), Mock()
     model.forget_captured.side_effect = lambda: left.append("captured steps")
     grid.close.side_effect = lambda: left.append("groups")
-    Engine(Mock(), grid, Mock(), model).leave()
-    Engine(Mock(), None, Mock(), model).leave()
+    Engine(Mock(), grid, Mock(), model, grammars=None).leave()
+    Engine(Mock(), None, Mock(), model, grammars=None).leave()
     assert left == ["captured steps", "groups", "captured steps"]
 
 

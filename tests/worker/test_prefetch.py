@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from medha.errors import PartFailed
-from medha.wire.messages import RankHello, Shutdown, StageFree, Step
+from medha.wire.messages import CompileGrammar, DropGrammar, RankHello, Shutdown, StageFree, Step
 from medha_links import sockets
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair
@@ -40,10 +40,16 @@ class Both:
             peers=[PEER],
         )
         opened = sockets.connect(self._context, endpoint, PEER, client, server.public)
-        self._link = Link(opened, "connected", drops, accepts=(Step, Shutdown))
-        self.ahead = StepPrefetcher(self._link)
+        self._link = Link(opened, "connected", drops, accepts=(Step, CompileGrammar, DropGrammar, Shutdown))
+        self.handled: list[str] = []
+        self.ahead = StepPrefetcher(self._link, at_once=self._handle)
         self.ahead.send(RankHello(0, "first"))
         assert self.controller.receive(SECONDS) is not None
+
+    def _handle(self, message: CompileGrammar | DropGrammar) -> None:
+        """Answer at once, as a rank does that has compiled a grammar before."""
+        self.handled.append(f"{type(message).__name__} {message.name}")
+        self.ahead.send(StageFree(-1, 0))
 
     def close(self) -> None:
         self.ahead.close()
@@ -177,3 +183,70 @@ def test_nothing_is_lost_between_sending_and_reading_on_two_threads(both: Both) 
             assert answer is not None
             both.send(number + 2)
     assert plan.planned == sorted(set(plan.planned))
+
+
+def test_grammars_are_handled_in_order_while_a_step_runs_and_while_none_does(both: Both) -> None:
+    """Also those behind a step that is to wait: nothing of them is left to the main thread."""
+    names = [f"g{number}" for number in range(20)]
+
+    def send(name: str) -> None:
+        both.controller.send(CompileGrammar(name, "a grammar"), peer=PEER)
+        both.controller.send(DropGrammar(name), peer=PEER)
+
+    expected = [f"{what} {name}" for name in names for what in ("CompileGrammar", "DropGrammar")]
+    with both.ahead.busy(Planner()):
+        both.send(1)
+        for name in names[:10]:
+            send(name)
+        for _ in range(20):
+            assert both.controller.receive(SECONDS) is not None, "each is answered while the step runs"
+        assert both.handled == expected[:20]
+    for name in names[10:]:
+        send(name)
+    both.send(2)
+    steps = []
+    end = time.monotonic() + SECONDS
+    while len(steps) < 2:
+        assert time.monotonic() < end
+        received = both.ahead.receive(SECONDS)
+        if received is not None:
+            assert isinstance(received.message, Step)
+            steps.append(received.message.step_id)
+    assert steps == [1, 2]
+    assert both.handled == expected
+
+
+def test_another_thread_sends_at_once_while_the_main_thread_waits_for_a_message(both: Both) -> None:
+    """A rank that does nothing reports a grammar that it has compiled."""
+    received: list[object] = []
+    waiting = threading.Thread(target=lambda: received.append(both.received()))
+    waiting.start()
+    for number in range(50):
+        both.ahead.send(StageFree(number, 0))
+        assert both.controller.receive(SECONDS / 5) is not None, (
+            "it waits until the other thread has a message"
+        )
+    assert received == []
+    both.send(1)
+    waiting.join(SECONDS)
+    assert [type(one) for one in received] == [Step]
+
+
+def test_no_message_is_overlooked_because_another_thread_sends_while_the_main_thread_waits(
+    both: Both,
+) -> None:
+    """A thread that sends also reads the socket, and may find the message for which the main thread waits."""
+
+    def send_steps() -> None:
+        for number in range(300):
+            both.send(number)
+            both.ahead.send(StageFree(number, 0))
+            assert both.controller.receive(SECONDS) is not None
+
+    sending = threading.Thread(target=send_steps)
+    sending.start()
+    for number in range(300):
+        step = both.received()
+        assert isinstance(step, Step)
+        assert step.step_id == number
+    sending.join(SECONDS)

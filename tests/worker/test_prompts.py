@@ -12,6 +12,7 @@ from medha.errors import WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Submit, Tokens
+from medha_worker.controller.output_ids import OutputIds
 from medha_worker.controller.prompts import PromptStore
 
 IDS = np.arange(10, dtype=np.int32)
@@ -38,6 +39,22 @@ def test_a_request_that_comes_before_its_ids_waits_for_the_last_of_them() -> Non
     assert store.receive(Tokens("p", 0, 10, sequences=2), IDS[:6]) == []
     assert store.hold(submit("b"))
     assert [held.id for held in store.receive(Tokens("p", 6, 10, sequences=2), IDS[6:])] == ["a", "b"]
+    for name in ("a", "b"):
+        store.pass_on(submit(name))
+    store.forgotten("p")
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_prompt_stays_if_the_first_request_that_waited_for_it_is_refused(sequences: int) -> None:
+    store = PromptStore(longest_tokens=100, vocab_size=50)
+    for name in ("a", "b"):
+        store.hold(submit(name))
+    first, second = store.receive(Tokens("p", 0, 10, sequences), IDS)
+    store.pass_on(first)
+    store.forgotten("p")  # the controller knows no request of it
+    store.pass_on(second)
+    assert store.take_unsent("p") is not None
     store.forgotten("p")
     assert len(store) == 0
 
@@ -117,6 +134,18 @@ def test_nothing_is_left_of_a_router_that_has_gone() -> None:
     assert len(store) == 0
 
 
+def test_a_prompt_is_its_senders_alone_and_stays_when_another_router_goes() -> None:
+    store = PromptStore(longest_tokens=100, vocab_size=50)
+    store.receive(Tokens("p", 0, 10), IDS[:6], b"first")
+    with pytest.raises(WireInvalid, match="belongs to another router"):
+        store.receive(Tokens("p", 6, 10), IDS[6:], b"second")
+    assert "belongs to another router" in str(store.contradicts(submit("a"), b"second"))
+    assert store.contradicts(submit("a"), b"first") is None
+    store.abandon(b"second")
+    store.receive(Tokens("p", 6, 10), IDS[6:], b"first")
+    assert not store.hold(submit("a"), b"first")
+
+
 def test_a_request_that_is_too_long_is_left_to_the_controller_to_refuse() -> None:
     store = PromptStore(longest_tokens=100, vocab_size=50)
     assert not store.hold(submit("a", tokens=101, prompt="q"))
@@ -157,3 +186,29 @@ def test_without_a_hasher_no_hashes_are_handed_on() -> None:
     store = PromptStore(longest_tokens=100, vocab_size=50)
     store.receive(Tokens("p", 0, 10), IDS)
     assert store.hashed(replace(submit("a"), block_hashes="made up by a router")) == submit("a")
+
+
+def test_a_request_that_stepped_aside_comes_back_with_its_output_behind_its_prompt() -> None:
+    """The prompt that it came with may be forgotten, and the new one has the hash of all its ids."""
+    hasher = PrefixHasher(4, b"secret")
+    store = PromptStore(longest_tokens=100, vocab_size=50, hasher=hasher)
+    store.receive(Tokens("p", 0, 10), IDS)
+    assert not store.hold(submit("a"))
+    store.take_unsent("p")
+    outputs = OutputIds()
+    for ids in ([7], [8, 9]):
+        outputs.add("a", ids)
+    store.extend("p", "again", outputs.take("a"))
+    assert len(outputs.take("a")) == len(outputs) == 0
+    store.forgotten("p")
+    prompt = store.hash_of("again")
+    assert prompt is not None
+    ids = store.take_unsent("again")
+    assert ids is not None
+    assert ids.tolist() == [*range(10), 7, 8, 9]
+    continued = prompt.fork()
+    continued.update(np.array([1, 2, 3], dtype=np.int32))
+    whole = hasher.hashes(np.array([*range(10), 7, 8, 9, 1, 2, 3], dtype=np.int32))
+    assert continued.hashes == whole[-len(continued.hashes) :]
+    store.forgotten("again")
+    assert len(store) == 0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from medha.api.replica import SchedulingSpec
+from medha.api.replica import ParallelismSpec, SchedulingSpec, ServiceClass
 from medha.wire.frames import tokens_to_frame
-from medha.wire.messages import Announce, Emit, RankHello, Sample, Sampling, Step, Tokens
+from medha.wire.messages import Announce, Emit, RankHello, Sample, Sampling, StageFree, Step, Tokens
 
-from .test_controller import IDS, SPEC, Stage
+from .test_controller import IDS, READY, SPEC, Stage
 
 
 @pytest.fixture
@@ -22,6 +23,26 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     spec = SPEC.model_copy(update={"scheduling": SchedulingSpec(max_running=1)})
     stage = Stage(tmp_path, spec)
     yield stage
+    stage.close()
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Iterator[Stage]:
+    """Start a controller with two stages, for which rank 0 reports, and KV for 640 tokens."""
+    classes = (ServiceClass(name="default", default_output_tokens=512),)
+    parallelism = ParallelismSpec(stream=2)
+    stage = Stage(tmp_path, SPEC.model_copy(update={"parallelism": parallelism, "service_classes": classes}))
+    others = stage.connect_rank(b"rank-1")
+    for link in others:
+        link.send(RankHello(1, "first"))
+    epoch = stage.hello().epoch
+    stage.rank.send(replace(READY, epoch=epoch, kv_blocks=40))
+    others[0].send(replace(READY, epoch=epoch, kv_blocks=40, rank=1))
+    for router_link in (stage.router, stage.router_tokens):
+        assert isinstance(stage._next(router_link, Announce).message, Announce)
+    yield stage
+    for link in others:
+        link.close(0)
     stage.close()
 
 
@@ -82,6 +103,33 @@ def test_nothing_is_left_of_a_router_that_was_killed_and_nobody_is_computed_for_
     emit = stage.from_controller(Emit)
     assert isinstance(emit, Emit)
     assert (emit.id, emit.tokens) == ("held", (9,)), "nothing of the former router's requests comes before it"
+
+
+def test_a_request_that_gets_kv_while_those_of_its_router_are_ended_still_has_its_ids(
+    pipeline: Stage,
+) -> None:
+    """They end one after the other: with a claim on KV, the step may begin that admits who waited behind it."""
+    for name, output, deadline_seconds in (("runs", 491, None), ("claims", 491, 1e-3), ("behind", 100, None)):
+        pipeline.send_tokens(name)
+        sampling = Sampling(max_tokens=output)
+        pipeline.submit(name, name, sampling=sampling, deadline_after_seconds=deadline_seconds)
+    first = pipeline.step()
+    assert [admit.id for admit in first.admits] == ["runs"]
+    while pipeline.from_controller(Announce).waiting != 2:  # type: ignore[attr-defined]
+        pass
+    pipeline.rank.send(StageFree(first.step_id, 0))  # the next step may begin before this one is done
+    for _ in range(2):
+        pipeline.from_controller(Announce)  # by now it has heard that
+    close_router(pipeline)
+    second = pipeline.step()
+    assert [admit.id for admit in second.admits] == ["behind"]
+    for step in (first, second):
+        pipeline.finish(step, *(Sample(entry.id, 7) for entry in step.entries))
+    forgotten = set(second.forgets)
+    while forgotten != {"runs", "claims", "behind"}:
+        step = pipeline.step()
+        forgotten |= set(step.forgets)
+        pipeline.finish(step)
 
 
 def test_a_router_that_does_not_admit_the_replica_is_logged_and_tried_again(tmp_path: Path) -> None:

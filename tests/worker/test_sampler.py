@@ -21,9 +21,11 @@ from medha_worker.kernels.torch_race import SparseRace
 from medha_worker.model import sampling_plan, token_sampler
 from medha_worker.model.flat_columns import Columns
 from medha_worker.model.penalty_tables import PenaltySlots, PenaltyTables
-from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, TokenMask
 from medha_worker.model.sampling_plan import plan_batch, plan_filters, plan_step
 from medha_worker.model.token_sampler import FIRST_NUCLEUS_WIDTH, TokenSampler
+
+from .sampling_cases import Allowing
 
 VOCAB = 300
 
@@ -319,7 +321,7 @@ def test_the_mask_hook_receives_the_output_and_only_tokens_that_it_allows_are_sa
         return torch.arange(VOCAB) % 2 == 0
 
     logits = random_logits(1)
-    sequence = sampler(Sampling(), outputs=(4, 8), mask=only_even)
+    sequence = sampler(Sampling(), outputs=(4, 8), mask=Allowing(only_even))
     for _ in range(20):
         token = sampled(logits, sequence).token
         assert token % 2 == 0
@@ -386,7 +388,7 @@ def test_a_row_that_cannot_be_sampled_fails_alone(row: list[float], detail: str,
 
 def test_an_all_masking_hook_fails_the_row() -> None:
     (result,) = sample_tokens(
-        random_logits(1), [sampler(Sampling(), mask=lambda _: torch.zeros(VOCAB, dtype=torch.bool))]
+        random_logits(1), [sampler(Sampling(), mask=Allowing(lambda _: torch.zeros(VOCAB, dtype=torch.bool)))]
     )
     assert result == NotSampled("every token is masked, so none can be sampled")
 
@@ -433,8 +435,8 @@ def test_sequences_that_come_and_go_sample_what_they_sample_alone() -> None:
 
 
 def test_blocks_of_rows_sample_what_all_rows_sample_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    def allowing(kept: int) -> LogitsMask:
-        return lambda _: torch.arange(VOCAB) % 5 == kept
+    def allowing(kept: int) -> TokenMask:
+        return Allowing(lambda _: torch.arange(VOCAB) % 5 == kept)
 
     sequences = [penalised(row, (row, 2)) for row in range(5)]
     sequences += [sampler(Sampling(logprobs=2), seed=row, mask=allowing(row)) for row in range(5)]

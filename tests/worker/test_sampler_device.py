@@ -20,7 +20,7 @@ from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.sampled_tokens import SampledTokens
 
 from .device_watch import fake_gpu, watched
-from .sampling_cases import CASES, case, results
+from .sampling_cases import CASES, Allowing, case, results
 
 
 class Beside(Device):
@@ -60,7 +60,9 @@ def every_option(vocab: int) -> list[SequenceSampler]:
         "frequency_penalty": 0.2, "logit_bias": {3: 1.5}, "logprobs": 4, "min_tokens": 6, "stop_token_ids": (5,),
     }  # fmt: skip
     known = {field.name for field in fields(Sampling)}
-    assert known - changes.keys() == {"max_tokens", "ignore_eos"}, "an option that nothing here watches"
+    assert known - changes.keys() == {"max_tokens", "ignore_eos", "grammar", "prompt_logprobs"}, (
+        "an option that nothing here watches"
+    )
     options = [
         Sampling(),
         Sampling(temperature=0.0),
@@ -70,7 +72,7 @@ def every_option(vocab: int) -> list[SequenceSampler]:
     return [
         SequenceSampler(
             option, seed=row, sample_index=0, tokens=np.arange(9, dtype=np.int32), prompt_length=5, vocab_size=vocab,
-            eos_token_ids=(2,), mask=(lambda _: torch.ones(vocab, dtype=torch.bool)) if row % 3 == 0 else None,
+            eos_token_ids=(2,), mask=Allowing(lambda _: torch.ones(vocab, dtype=torch.bool)) if row % 3 == 0 else None,
         )
         for row, option in enumerate(options)
     ]  # fmt: skip

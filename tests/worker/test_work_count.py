@@ -35,6 +35,7 @@ class Planned:
 
     entry: Entry
     stop: int = 0
+    scored_rows: int = 0
 
 
 def planned(*samples: bool) -> Any:
@@ -44,10 +45,14 @@ def planned(*samples: bool) -> Any:
 def test_a_mixed_batch_counts_rows_samples_pairs_and_keys() -> None:
     spans = [SequenceSpan(0, 1, 99, [0]), SequenceSpan(1, 4, 10, [1]), SequenceSpan(5, 3, 6, [2])]
     positions = torch.tensor([99, 10, 11, 12, 13, 6, 7, 8])
-    entries: Any = [Planned(Entry(True), 100), Planned(Entry(False), 14), Planned(Entry(True), 9)]
+    entries: Any = [
+        Planned(Entry(True), 100),
+        Planned(Entry(False), 14, scored_rows=3),
+        Planned(Entry(True), 9),
+    ]
     work = count_work(entries, Batch(positions, spans, None))
     pairs = sum(attention_pairs(span.row_count, span.context_length) for span in spans)
-    assert work == StepWork(8, 2, pairs, sum(span.total_length for span in spans))
+    assert work == StepWork(8, 2 + 3, pairs, sum(span.total_length for span in spans))
 
 
 def test_a_lane_counts_what_it_attends_to_for_others_and_keys_of_one_sequence_once() -> None:

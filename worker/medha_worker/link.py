@@ -16,7 +16,19 @@ import zmq
 
 from medha.errors import WireInvalid
 from medha.wire.frames import decode, encode
-from medha.wire.messages import Cancel, FetchBundle, Message, Submit, Tokens
+from medha.wire.messages import (
+    BEATS,
+    Cancel,
+    Emit,
+    Failed,
+    FetchBundle,
+    Message,
+    Refused,
+    RouterUse,
+    Submit,
+    Tokens,
+    WatchProgress,
+)
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair
 from medha_links.sockets import (
@@ -27,6 +39,7 @@ from medha_links.sockets import (
     connect,
     connection_of,
 )
+from medha_process.part_settings import RouterEndpoints
 
 ROUTER_RECONNECT_MILLISECONDS = 500
 """Delay of ZeroMQ's reconnects: the controller must detect a lost connection and close its sockets first."""
@@ -123,7 +136,7 @@ class Link:
 
 
 class RouterLinks:
-    """The two links of a controller to its router, replaced by new ones each time a connection is lost.
+    """The two links of a controller to one router, replaced by new ones each time a connection is lost.
 
     Messages that were in transit are then lost in either direction, and neither side knows which. So nothing that
     was in progress may continue. The new links have another identity, by which the router recognises that they
@@ -133,15 +146,15 @@ class RouterLinks:
     def __init__(
         self,
         context: Context,
-        endpoints: tuple[str, str],
+        endpoints: RouterEndpoints,
         replica: str,
         keys: KeyPair,
         server: bytes,
         drops: Drops,
     ) -> None:
-        """`endpoints` are those of the router's control and token links; `server` is its public key."""
+        """`server` is the router's public key."""
         self._context = context
-        self._endpoints = endpoints
+        self.endpoints = endpoints
         self._replica = replica
         self._keys = keys
         self._server = server
@@ -149,7 +162,8 @@ class RouterLinks:
         self._open()
 
     def _open(self) -> None:
-        identity = f"{self._replica}/{secrets.token_hex(8)}".encode()
+        identity = self.identity = f"{self._replica}/{secrets.token_hex(8)}".encode()
+        """Identity of both links, which changes whenever they are replaced."""
 
         def opened(endpoint: str, largest_frame_bytes: int) -> Opened[Socket]:
             return connect(
@@ -162,12 +176,17 @@ class RouterLinks:
                 reconnect_milliseconds=ROUTER_RECONNECT_MILLISECONDS,
             )
 
-        control = opened(self._endpoints[0], CONTROL_FRAME_BYTES)
-        tokens = opened(self._endpoints[1], TOKENS_FRAME_BYTES)
-        self.control = Link(control, "router_control", self._drops, accepts=(Submit, Cancel, FetchBundle))
+        control = opened(self.endpoints.control, CONTROL_FRAME_BYTES)
+        tokens = opened(self.endpoints.tokens, TOKENS_FRAME_BYTES)
+        accepts = (Submit, Cancel, FetchBundle, RouterUse, WatchProgress)
+        self.control = Link(control, "router_control", self._drops, accepts=accepts)
         self.tokens = Link(tokens, "router_tokens", self._drops, accepts=(Tokens,))
         self._connected: set[str] = set()
         self._reopen_at: float | None = None
+
+    def open_beats(self, identity: bytes) -> Opened[Socket]:
+        """Return a new socket for the heartbeats of the links of this identity; it may be used by another thread."""
+        return connect(self._context, self.endpoints.control, identity + BEATS, self._keys, self._server)
 
     @property
     def connected(self) -> bool:
@@ -197,6 +216,11 @@ class RouterLinks:
                         self._reopen()
                         return "gone"
         return "came" if self.connected and not before else None
+
+    def answer(self, answer: Emit | Refused | Failed) -> None:
+        """Send an answer if the router is connected; one that has gone gets no late answers."""
+        if self.connected:
+            self.control.send(answer)
 
     def _reopen(self) -> None:
         self.close(0)

@@ -243,10 +243,10 @@ class PlacementSpec(Model):
 
 
 class RouterReference(Model):
-    """The router that the replica announces itself to."""
+    """The router that the replica announces itself to: all pods of it."""
 
     name: Name
-    """Name of the router's Service."""
+    """Name of the router's Service. Replicas join its pods through the headless Service of this name and `-links`."""
     namespace: Name | None = None
     """Namespace of the router's Service. Default: the replica's own."""
     secret: Name | None = None

@@ -24,6 +24,9 @@ Quantity = Annotated[
 ]
 """Bytes in Kubernetes' notation."""
 
+ENDPOINT_PATTERN = r"^https?://[^\s/?#@]+(/[^\s?#]*)?$"
+"""Base URL of a collector of traces; credentials belong into headers, not here."""
+
 
 def quantity_bytes(quantity: str) -> int:
     """Return the bytes of a Kubernetes quantity such as `512Mi`."""

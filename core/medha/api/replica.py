@@ -22,8 +22,9 @@ from medha.api.cluster import (
     ResourcesSpec,
     RestartSpec,
     RouterReference,
+    SecretKey,
 )
-from medha.api.fields import HostName, Model, Origin, Quantity, epoch, live, restart, rules
+from medha.api.fields import ENDPOINT_PATTERN, HostName, Model, Origin, Quantity, epoch, live, restart, rules
 from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
 
@@ -80,11 +81,29 @@ class Architecture(Model):
     """Number of query heads in each layer, `num_attention_heads`."""
 
 
+MOST_ALIASES = 32
+ToolCallFormat = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder"]
+
+
 class ModelSpec(Model):
     """The model that is served."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            ("!has(self.aliases) || !(self.name in self.aliases)", "model.aliases has the model's own name"),
+        )
+    )
+
     name: str = Field(min_length=1, max_length=253, json_schema_extra=restart())
     """Name that clients request in `model` and that `/v1/models` lists."""
+    aliases: tuple[Annotated[str, Field(min_length=1, max_length=253)], ...] = Field(
+        default=(), max_length=MOST_ALIASES, json_schema_extra=live() | {"x-kubernetes-list-type": "set"}
+    )
+    """Further names that clients may request. Answers have the model's own name. No alias may be the name of
+    another model, or an alias of one, behind the same router."""
+    tool_call_format: ToolCallFormat = Field(default="auto", json_schema_extra=live())
+    """Form in which the model writes calls of functions. `auto` finds it from the checkpoint's chat template;
+    docs/tool-calls.md lists the others."""
     source: ModelSource = Field(json_schema_extra=restart())
     max_model_len: int | None = Field(default=None, ge=16, le=2**31 - 1, json_schema_extra=restart())
     """Largest number of tokens of a prompt plus its output. Default: the checkpoint's
@@ -99,6 +118,15 @@ class ModelSpec(Model):
     architecture: Architecture | None = Field(default=None, json_schema_extra=restart())
     """Sizes from the checkpoint's `config.json`, for checks when the resource is applied. Default: read
     from the checkpoint when the ranks start."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> ModelSpec:
+        twice = sorted({name for name in self.aliases if self.aliases.count(name) > 1})
+        if twice:
+            raise ValueError(f"aliases names {twice} twice; keep one of each")
+        if self.name in self.aliases:
+            raise ValueError(f"aliases has {self.name!r}, which is the model's own name; remove it")
+        return self
 
 
 MOST_PODS = 256
@@ -238,7 +266,12 @@ class ServiceClass(Model):
     """Tightest TPOT target that a request of this class may ask for, in seconds; tighter ones are clamped
     to it."""
     default_output_tokens: int = Field(default=4096, ge=1, le=2**31 - 1, json_schema_extra=epoch())
-    """Output tokens for which KV is reserved if a request sets no `max_tokens`."""
+    """Output tokens that are expected of a request before a replica has learned how long outputs are. KV is
+    reserved for the expected output, or for `max_tokens` if that is less."""
+    max_wait_seconds: float | None = Field(default=None, gt=0, le=86400, json_schema_extra=epoch())
+    """Longest predicted wait of a request in the router until its prefill begins, in seconds. A request that
+    would wait longer gets status 429, with the predicted start in `Retry-After`. Default: it waits, however
+    long that takes."""
 
     @model_validator(mode="after")
     def _target_not_below_floor(self) -> ServiceClass:
@@ -257,6 +290,12 @@ class RouterSpec(Model):
     """Address that the router listens on; `0.0.0.0` stands for all addresses of the machine."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port that the router listens on. 0 takes any free port; the table that `medha up` prints names it."""
+    metrics_host: str = "127.0.0.1"
+    """Address that serves the router's Prometheus metrics; `0.0.0.0` stands for all addresses of the
+    machine."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port that serves the router's metrics. 0 takes any free port; the table that `medha up` prints names
+    it."""
     max_body_bytes: Quantity = "64Mi"
     """Largest request body in bytes, e.g. `64Mi`; larger ones get status 413."""
     max_waiting: int = Field(default=4096, ge=1, le=1_000_000)
@@ -267,17 +306,34 @@ class RouterSpec(Model):
     allowed_origins: tuple[Origin, ...] = Field(default=(), max_length=64)
     """Origins whose web pages may call the router, such as `https://chat.example`; `*` allows all. Pages
     of other origins get status 403."""
+    trace_ratio: float | None = Field(default=None, ge=0, le=1)
+    """Share of requests that are traced, of those whose client has not decided it, if traces are on. Default:
+    `OTEL_TRACES_SAMPLER` decides, and without it all are."""
 
 
 class MetricsSpec(Model):
-    """Address of the replica controller's Prometheus metrics. The router serves its own metrics on its
-    HTTP port."""
+    """Address of the replica controller's Prometheus metrics. `router.metricsPort` is that of the router's
+    own."""
 
     host: str = Field(default="127.0.0.1", json_schema_extra=restart())
     """Address that serves the metrics; `0.0.0.0` stands for all addresses of the machine. Pods always
     serve them on all of theirs."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=restart())
     """Port that serves the metrics. 0 takes any free port; the table that `medha up` prints names it."""
+
+
+class TracesSpec(Model):
+    """Traces of requests by OpenTelemetry (docs/traces.md). Without an endpoint there are none, unless OpenTelemetry's own
+    variables (`OTEL_EXPORTER_OTLP_ENDPOINT`) name one."""
+
+    endpoint: str | None = Field(
+        default=None, max_length=1024, pattern=ENDPOINT_PATTERN, json_schema_extra=restart()
+    )
+    """Base URL of a collector, which gets spans by OTLP over HTTP, such as `http://collector.monitoring:4318`. Default
+    in a cluster: that of the operator's installation."""
+    headers_secret: SecretKey | None = Field(default=None, json_schema_extra=restart())
+    """Secret with headers for the collector, such as `authorization=Bearer%20...`, separated by commas; its
+    namespace is the replica's. `medha up` ignores it and takes `OTEL_EXPORTER_OTLP_HEADERS` from its environment."""
 
 
 class LifecycleSpec(Model):
@@ -347,6 +403,7 @@ class MedhaReplicaSpec(Model):
     """The HTTP router that `medha up` starts. Ignored in a cluster, where routers are installed
     separately."""
     metrics: MetricsSpec = MetricsSpec()
+    traces: TracesSpec = TracesSpec()
     lifecycle: LifecycleSpec = LifecycleSpec()
     threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=restart())
     """CPU threads of each rank. Default: the machine's cores, divided by the ranks on it."""

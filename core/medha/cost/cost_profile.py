@@ -202,6 +202,7 @@ class Profile:
     linear_points: tuple[tuple[_AtLeastOne, _NonNegative], ...] = ()  # measured (tokens, seconds) of `linear`
     attention: Attention = field(default_factory=Attention)  # of one layer
     head: Operation = field(default_factory=lambda: Operation("head"))  # over the rows that may be sampled
+    mask_seconds_per_row: _NonNegative = 0.0  # of those rows, each that follows a grammar
     all_reduce: Link = field(default_factory=Link)  # all of one layer's, over the step's tokens
     hop: Link = field(default_factory=Link)  # from one stage to the next, over the step's tokens
     exchange: Link = field(default_factory=Link)  # one layer's queries and partials, over exchanged queries
@@ -214,6 +215,7 @@ class Profile:
     @classmethod
     def of_warm_up(cls, measured: StepProfile, stages: int = 1, tensor: int = 1) -> Profile:
         """Return a rank's measurements of its own stage as a profile with one layer per stage."""
+        head_seconds = min(measured.head_seconds_per_row, measured.sequence_seconds)
         return cls(
             name="warm-up",
             source="measured by a rank's warm-up steps",
@@ -223,10 +225,12 @@ class Profile:
             linear=(Operation("linear", compute_seconds_per_row=measured.linear_seconds_per_token),),
             linear_points=measured.token_points,
             attention=Attention(
-                sequence_seconds=measured.sequence_seconds,
+                sequence_seconds=measured.sequence_seconds - head_seconds,
                 seconds_per_pair=measured.attention_seconds_per_pair,
                 points=measured.query_points,
             ),
+            head=Operation("head", compute_seconds_per_row=head_seconds),
+            mask_seconds_per_row=measured.mask_seconds_per_row,
         )
 
     @classmethod
@@ -288,6 +292,7 @@ class Profile:
                 points=tuple((count, seconds * both) for count, seconds in own.points),
             ),
             head=self.head.slowed(factor, factor, factor, factor),
+            mask_seconds_per_row=self.mask_seconds_per_row * factor,
             all_reduce=self.all_reduce.of_rows(1.0, factor),
             hop=self.hop.of_rows(1.0, factor),
             exchange=self.exchange.of_rows(1.0, factor),

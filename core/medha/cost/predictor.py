@@ -1,12 +1,13 @@
 """Predicted time of a whole step, and of a whole prefill, on one lane.
 
 The cost of a step's linear layers depends on its tokens, that of its attention is a sum over its sequences,
-and that of its output head depends on the number of sequences; `medha.cost.cost_profile` holds the numbers.
+and that of its output head depends on the number of sequences, and on how many of them follow a grammar;
+`medha.cost.cost_profile` holds the numbers.
 A step is cheaper than the sum of its parts: two chunks share the reading of the weights. A second prefill can
 therefore be nearly free (paper B §4.2), and the packer asks for the time of whole batches. `Tally` answers
 that question in constant time.
 
-A slowly moving factor corrects every prediction by the measured step times, because an over-prediction
+Two factors correct the predictions by the measured step times (`medha.cost.correction`), because an over-prediction
 silently shrinks chunks and an under-prediction breaks TPOT.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from medha.cost.correction import Correction, PartedSeconds
 from medha.cost.cost_profile import Profile
 from medha.cost.prefill_seconds import Alone, Chunking, Counts, PrefillTable, Seconds
 from medha.errors import ConfigInvalid
@@ -25,9 +27,6 @@ from medha.wire.messages import StepProfile
 
 TOKENS_PER_LANE = 512 * 1024
 """KV tokens of one request that a lane holds before the next lane joins."""
-
-_CORRECTION_WEIGHT = 0.05  # weight of one observation: about 20 steps to follow a change
-_CORRECTION_BOUNDS = (0.25, 4.0)  # outside: an outlier, or the profile is wrong; no factor helps
 
 
 # Not frozen: each decision makes dozens, and frozen dataclasses are slower to create.
@@ -42,6 +41,9 @@ class Work:
     context: int
     count: int
     attention_only: bool = False
+    head_rows: int = (
+        1  # rows that pass the output head; all that are computed if their log-probabilities are asked for
+    )
 
     @property
     def pairs(self) -> float:
@@ -71,58 +73,113 @@ class StepTerms:
 class Tally:
     """A step under construction. Predicts its time, also with one more part.
 
-    Every operation takes the same short time, however many sequences the step has. Sums are of plain floats,
-    so removing a part may leave a rounding error in the last digits.
+    Decodes are corrected otherwise than chunks of prefills, so they are also summed by themselves. Every
+    operation takes the same short time, however many sequences the step has. Sums are of plain floats, so
+    removing a part may leave a rounding error in the last digits.
     """
 
-    __slots__ = ("_attention", "_predictor", "_queried", "_works", "sequences", "tokens")
+    __slots__ = (
+        "_attention",
+        "_decode_attention",
+        "_decode_seconds",
+        "_decodes",
+        "_masked",
+        "_predictor",
+        "_queried",
+        "_works",
+        "sequences",
+        "tokens",
+    )
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self.tokens = 0  # tokens that pass the linear layers
-        self.sequences = 0  # sequences that may be sampled
+        self.sequences = 0  # sequences that may be sampled, and further rows that pass the output head
         self._works = 0
         self._attention = 0.0  # of one layer, before correction
+        self._decodes = 0  # decodes that pass the linear layers, one token each
+        self._masked = 0  # those of them that follow a grammar; a prefill does for one row at its end
+        self._decode_attention = 0.0  # the decodes' part of `_attention`
+        self._decode_seconds = (
+            0.0  # of the decodes alone, before correction; 0: there are none, negative: to be computed
+        )
         self._queried = (0, 0, 0.0)  # the last chunk of `seconds_with`, and its attention
 
     def add(self, work: Work) -> None:
-        """Add `work` to the step."""
+        """Add a part of a prefill to the step."""
         self._count(work, 1)
 
-    def add_chunk(self, context: int, count: int) -> None:
+    def add_decode(self, work: Work, *, is_masked: bool = False) -> None:
+        """Add a decode, or the share of one in a helper lane; `is_masked`: it follows a grammar."""
+        before = self._attention
+        self._count(work, 1)
+        self._decodes += not work.attention_only
+        self._masked += is_masked and not work.attention_only
+        self._decode_attention += self._attention - before
+        self._decode_seconds = -1.0
+
+    def add_chunk(self, context: int, count: int, head_rows: int = 1) -> None:
         """Add `count` query tokens of a sequence after `context` tokens of KV."""
         queried_context, queried_count, seconds = self._queried
         if queried_context != context or queried_count != count:  # else `seconds_with` has just computed it
             seconds = self._predictor._attention.of(context, count, False)
         self._works += 1
         self.tokens += count
-        self.sequences += 1
+        self.sequences += head_rows
         self._attention += seconds
 
     def remove(self, work: Work) -> None:
-        """Remove a `work` that was added."""
+        """Remove a part of a prefill that was added."""
         self._count(work, -1)
 
-    def add_decodes(self, contexts_sum: int, count: int) -> None:
-        """Add `count` sequences of one query token each, after `contexts_sum` tokens of KV in total."""
+    def add_decodes(self, contexts_sum: int, count: int, masked: int = 0) -> None:
+        """Add `count` sequences of one query token each, after `contexts_sum` tokens of KV in total.
+
+        `masked` of them follow a grammar.
+        """
         self._works += count
         self.tokens += count
         self.sequences += count
-        self._attention += count * self._predictor._sequence_seconds
-        self._attention += (contexts_sum + count) * self._predictor._decode_seconds_per_token
+        own = count * self._predictor._sequence_seconds
+        reading = (contexts_sum + count) * self._predictor._decode_seconds_per_token
+        self._attention += own
+        self._attention += reading
+        self._decodes += count
+        self._masked += masked
+        self._decode_attention += own
+        self._decode_attention += reading
+        self._decode_seconds = -1.0
 
     def seconds(self) -> float:
         """Return `Predictor.stage_seconds` of the step."""
-        if self._works == 0:  # sums may keep a rounding error
-            return 0.0
-        return self._predictor._stage(self.tokens, self.sequences, self._attention)
+        return self._predictor.correction.seconds(self.parted_seconds())
 
-    def seconds_with(self, context: int, count: int) -> float:
+    def parted_seconds(self) -> PartedSeconds:
+        """Return the same before correction, in its parts."""
+        if self._works == 0:  # sums may keep a rounding error
+            return PartedSeconds()
+        whole = self._predictor._stage(self.tokens, self.sequences, self._attention, self._masked)
+        return PartedSeconds(whole, self._of_decodes())
+
+    def _of_decodes(self) -> float:
+        """Return the seconds of the step's decodes alone, before correction."""
+        if self._decode_seconds < 0:
+            decodes = self._decodes
+            self._decode_seconds = self._predictor._stage(
+                decodes, decodes, self._decode_attention, self._masked
+            )
+        return self._decode_seconds
+
+    def seconds_with(self, context: int, count: int, head_rows: int = 1) -> float:
         """Return the same, with `count` query tokens after `context` tokens of KV added."""
         predictor = self._predictor
         seconds = predictor._attention.of(context, count, False)
         self._queried = (context, count, seconds)
-        return predictor._stage(self.tokens + count, self.sequences + 1, self._attention + seconds)
+        whole = predictor._stage(
+            self.tokens + count, self.sequences + head_rows, self._attention + seconds, self._masked
+        )
+        decodes = self._decode_seconds
+        return predictor.correction.of(whole, decodes if decodes >= 0 else self._of_decodes())
 
     def largest(self, context: int, most: int, budget_seconds: float) -> int:
         """Return the largest count up to `most` after `context` with which the step ends within the budget, or 0."""
@@ -141,7 +198,7 @@ class Tally:
         self._works += sign
         if not work.attention_only:
             self.tokens += sign * work.count
-            self.sequences += sign
+            self.sequences += sign * work.head_rows
         seconds = self._predictor._attention.of(work.context, work.count, work.attention_only)
         self._attention += sign * seconds
 
@@ -175,11 +232,12 @@ class Predictor:
                 f"{tensor}; leave scheduling.profile out, or change the manifest"
             )
         self.profile = profile
-        self.correction = 1.0
+        self.correction = Correction()
         self.tokens_per_lane = tokens_per_lane
         self._most_layers = -(-self.profile.layers // stages)
         self._last_layers = self.profile.layers // stages  # the last stage also has the head
         self._launch = self.profile.launch_seconds
+        self._mask_seconds = self.profile.mask_seconds_per_row
         self._attention = self.profile.attention.one()
         self._sequence_seconds = self.profile.attention.sequence_seconds
         self._attention_launch = self.profile.attention.launch_seconds
@@ -201,7 +259,7 @@ class Predictor:
         return self.explain(works, whole=True).total
 
     def coupled_seconds(self, works_by_lane: Sequence[Iterable[Work]], exchanged_queries: int) -> float:
-        """Return how long the slowest stage is busy with a step of coupled lanes.
+        """Return how long the slowest stage is busy with a step of coupled lanes; one query is a decode.
 
         In each layer the lanes synchronise twice, when queries and when partials are exchanged. They wait for
         the slowest linear part and for the slowest attention, which may be on different lanes.
@@ -212,20 +270,36 @@ class Predictor:
 
     def coupled_tally_seconds(self, lanes: Sequence[Tally], exchanged_queries: int) -> float:
         """Return `coupled_seconds` of tallies."""
+        return self.correction.seconds(self.coupled_parted_seconds(lanes, exchanged_queries))
+
+    def coupled_parted_seconds(
+        self, lanes: Sequence[Tally], exchanged_queries: int, exchanged_decodes: int = 0
+    ) -> PartedSeconds:
+        """Return `coupled_seconds` of tallies before correction, in its parts.
+
+        `exchanged_decodes` of the exchanged queries are those of decodes.
+        """
         if not any(lane._works for lane in lanes):
-            return 0.0
+            return PartedSeconds()
         tokens = max(lane.tokens for lane in lanes)
         sequences = max(lane.sequences for lane in lanes)
         attention = max(lane._attention for lane in lanes)
         attention += self.profile.exchange.seconds_one(exchanged_queries)
-        return self._stage(tokens, sequences, attention)
+        masked = max(lane._masked for lane in lanes)
+        whole = self._stage(tokens, sequences, attention, masked)
+        if not any(lane._decode_seconds for lane in lanes):
+            return PartedSeconds(whole)
+        decodes = max(lane._decodes for lane in lanes)
+        attention = max(lane._decode_attention for lane in lanes)
+        attention += self.profile.exchange.seconds_one(exchanged_decodes)
+        return PartedSeconds(whole, self._stage(decodes, decodes, attention, masked))
 
     def hop_seconds(self, tokens: int) -> float:
         """Return the seconds of a transfer from one stage to the next; 0 if there is one stage."""
         if self.topology.stream == 1:
             return 0.0
         self._layer_seconds(tokens)
-        return self._hops[tokens] * self.correction
+        return self._hops[tokens] * self.correction.prefill
 
     def tally(self) -> Tally:
         """Return an empty step, to be filled."""
@@ -245,7 +319,9 @@ class Predictor:
         tokens = max(lane.tokens for lane in lanes)
         attention = max(lane._attention for lane in lanes)
         exchange = self.profile.exchange.seconds_one(exchanged_queries)
-        profile, factor, stages = self.profile, self.correction, self.topology.stream
+        profile, stages = self.profile, self.topology.stream
+        parted = self.coupled_parted_seconds(lanes, exchanged_queries)
+        factor = self.correction.seconds(parted) / parted.whole if parted.whole else 1.0
         head = self._head_seconds(max(lane.sequences for lane in lanes))
         in_layers = self._layer_seconds(tokens) + attention + exchange + self._attention_launch
         last_is_slowest = self._last_layers * in_layers + head >= self._most_layers * in_layers
@@ -267,7 +343,7 @@ class Predictor:
 
     def prefill_seconds(self, context: int, tokens: int) -> float:
         """Return the predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
-        return self.uncorrected_prefill(context, tokens).seconds * self.correction
+        return self.uncorrected_prefill(context, tokens).seconds * self.correction.prefill
 
     def uncorrected_prefill(self, context: int, tokens: int) -> Alone:
         """Return the same before correction, in its parts."""
@@ -275,7 +351,7 @@ class Predictor:
 
     def prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
         """Return `prefill_seconds` of many sequences at once."""
-        return self.uncorrected_prefill_seconds_many(contexts, tokens) * self.correction
+        return self.uncorrected_prefill_seconds_many(contexts, tokens) * self.correction.prefill
 
     def uncorrected_prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
         """Return the same before correction: a column of these stays valid while the correction changes."""
@@ -283,31 +359,30 @@ class Predictor:
 
     # --- correction ---------------------------------------------------------------------------------
 
-    def observe(self, predicted_seconds: float, observed_seconds: float) -> None:
-        """Move the correction towards the measured time of a step."""
-        if predicted_seconds <= 0 or observed_seconds <= 0:
-            return
-        wanted = self.correction * observed_seconds / predicted_seconds
-        low, high = _CORRECTION_BOUNDS
-        self.correction += _CORRECTION_WEIGHT * (min(high, max(low, wanted)) - self.correction)
+    def observe(self, predicted: PartedSeconds, observed_seconds: float) -> None:
+        """Update the correction by the measured time of a step that was predicted so, before correction."""
+        self.correction = self.correction.after(predicted, observed_seconds)
 
     # --- one step, from its sums --------------------------------------------------------------------
 
     def _tallied(self, works: Iterable[Work]) -> Tally:
         tally = Tally(self)
         for work in works:
-            tally.add(work)
+            (tally.add_decode if work.count == 1 else tally.add)(work)
         return tally
 
-    def _stage(self, tokens: int, sequences: int, attention: float) -> float:
-        """Return the stage seconds of a step from its attention seconds in one layer, without attention's launch."""
+    def _stage(self, tokens: int, sequences: int, attention: float, masked: int = 0) -> float:
+        """Return the uncorrected stage seconds of a step.
+
+        `attention`: seconds in one layer, without its launch. `masked`: sequences that follow a grammar.
+        """
         try:
             in_layer = self._per_layer[tokens] + attention + self._attention_launch
-            last = self._last_layers * in_layer + self._head[sequences]
+            last = self._last_layers * in_layer + self._head[sequences] + masked * self._mask_seconds
         except IndexError:  # the lists end before these counts: extend them
             self._layer_seconds(tokens), self._head_seconds(sequences)
-            return self._stage(tokens, sequences, attention)
-        return (self._launch + max(self._most_layers * in_layer, last)) * self.correction
+            return self._stage(tokens, sequences, attention, masked)
+        return self._launch + max(self._most_layers * in_layer, last)
 
     def _layer_seconds(self, tokens: int) -> float:
         if tokens >= len(self._per_layer):

@@ -9,10 +9,9 @@ A block is in one of three states: *held* by one or more sequences, *remembered*
 controller's `medha.kv.prefix_cache` decides which blocks to remember and which to evict first; a ledger only
 carries that out.
 
-A sequence holds the blocks of its whole reservation from admission on. The ledger can therefore guarantee
-that no admitted sequence runs out of them, and can hand out *contiguous runs* of blocks: a CPU rank reads a
-contiguous run of KV in place, without gathering blocks. Tables are stored as runs, so that a million tokens
-cost no more than a thousand where the pool is not fragmented.
+A sequence holds the blocks of its reservation from admission on, and more when it grows. So the ledger can hand
+out *contiguous runs* of blocks: a CPU rank reads a contiguous run of KV in place, without gathering blocks. Tables
+are stored as runs, so that a million tokens cost no more than a thousand where the pool is not fragmented.
 """
 
 from __future__ import annotations

@@ -324,11 +324,13 @@ class KvPools:
         stripes and is not shared.
         """
         held = self._held[sequence]
-        if len(held.chains) != 1 or len(held.shards.lanes) != 1:
-            return
         blocks = held.prompt_tokens // self.block_size_tokens + len(held.outputs) + 1
         if blocks * self.block_size_tokens == known_tokens and hash_count(hashes) == 1:
             held.outputs.append(hashes)
+
+    def output_hashes(self, sequence: str) -> str:
+        """Return the hashes of the blocks that output tokens of a sequence have filled, in order."""
+        return "".join(self._held[sequence].outputs)
 
     def forget_outputs(self, sequence: str) -> None:
         """Keep the output of a sequence out of the cache, because its KV may be wrong."""
@@ -341,7 +343,7 @@ class KvPools:
         `computed_tokens` tokens are inserted into the cache first.
         """
         held = self._held[sequence]
-        if held.outputs and len(held.shards.lanes) == 1:
+        if held.outputs and len(held.chains) == len(held.shards.lanes) == 1:
             chain = held.chains[held.shards.owner] + "".join(held.outputs)
             stop = min(computed_tokens // self.block_size_tokens, hash_count(chain))
             if stop > held.prompt_tokens // self.block_size_tokens:

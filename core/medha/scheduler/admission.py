@@ -1,8 +1,8 @@
 """Admission: decides which requests get KV, and when.
 
-A request gets all of its KV at once, when the step that computes its first chunk is formed, so that no
-request holds KV without making progress. Three rules keep short and long requests from blocking each other
-(docs/design.md#reservation-and-admission):
+A request gets KV for its prompt and its expected output at once, when the step that computes its first chunk is
+formed, so that no request holds KV without making progress. Three rules keep short and long requests from
+blocking each other (docs/design.md#reservation-and-admission):
 
 * Long requests are capped in number and in their share of the pool. The first long request always passes,
   however large. Otherwise a stream of short ones could keep it out for ever.
@@ -13,15 +13,20 @@ request holds KV without making progress. Three rules keep short and long reques
   than the headroom for short requests. Once the claim would have its KV without them, no other is admitted.
   The claim then waits only for requests that end, so it does not starve. While it waits for long requests to
   end, others may also use the free KV beyond the claim.
+
+A request that outgrows its expected output takes more KV, step by step. For this, free KV is held back from
+admission (`medha.scheduler.growth`). An answer that has become as long as a long prompt counts as a long request
+from then on. So several of them never take the headroom for short requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from medha.kv.pools import KvPools, Placed
+from medha.scheduler.growth import Growth
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.scheduler.request_table import Capacity, RequestTable
@@ -29,8 +34,12 @@ from medha.wire.messages import Admit, Grow
 
 LATE_SHARE = 0.35
 """Share of the KV pool. While long requests hold more, a demoted one waits until its revised deadline is near."""
+MOST_DEFERRED_SECONDS = 60.0
+"""Time for which others come before all requests of owners with more than an equal share of KV. Then one claims."""
 GROWTH_TOKENS = 1024
 """Tokens by which KV grows at a time beyond its reservation: enough that block tables stay long runs."""
+GROWTH_PART_OF_LANE = 16
+"""Part of a lane's pool, one in so many, that a request takes at most each time that it grows."""
 
 
 @dataclass(slots=True)
@@ -41,6 +50,7 @@ class _Claim:
     lanes: tuple[int, ...]
     blocks: int  # free ones on `lanes` that it waits for
     beside: dict[str, int] = field(default_factory=dict)
+    is_overdue: bool = False  # it ends not because its owner has more than an equal share of KV
 
 
 class Admission:
@@ -67,18 +77,43 @@ class Admission:
         self._pool_blocks = config.topology.kv * config.kv_blocks
         self._headroom_blocks = int(scheduling.short_headroom * self._pool_blocks)
         self._claim: _Claim | None = None
+        self._defers_until = inf
+        """Time from which an owner's request claims although the owner has more than an equal share of KV."""
         # Share of running places that late requests get. Only `guarded` needs it: under other policies late
         # requests come first anyway, except under `srpt`, which guarantees nothing to large ones.
         share = scheduling.demoted_share if scheduling.policy == "guarded" else 0.0
         self._others_per_late = round(1 / share) - 1 if share else inf
         self._last_places = 0  # taken by others since a late request got one
+        self._growth = Growth(self._pool_blocks)
+        self._growth_tokens = min(GROWTH_TOKENS, config.kv_tokens // GROWTH_PART_OF_LANE)
+        self.is_paused = False
+        """True while a running request lacks KV: no other gets any before it does."""
 
     # --- capacity -----------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
-        """True if no more requests may hold KV (`max_running`)."""
-        return self._table.running >= self._max_running
+        """True if no more requests may hold KV now: all places are taken, or a running request lacks KV."""
+        return self.is_paused or self._table.running >= self._max_running
+
+    def has_place(self, request: Request) -> bool:
+        """Return whether a waiting request may hold KV: there is a place, and others do not come first for it."""
+        free = self._free_places
+        if self.is_paused or free <= 0:
+            return False
+        return not self._table.owners.is_over(request.submit.owner, free, self._all_free_blocks)
+
+    @property
+    def has_place_for_any(self) -> bool:
+        """True if `has_place` is true of a waiting request."""
+        free = self._free_places
+        if self.is_paused or free <= 0 or not self._table.waiting:
+            return False
+        return self._table.owners.any_may_take(free, self._all_free_blocks)
+
+    @property
+    def _free_places(self) -> int:
+        return self._max_running - self._table.running
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._config.block_size_tokens)
@@ -97,19 +132,26 @@ class Admission:
     def _free_capacity(self) -> Capacity:
         """Return the free blocks of the emptiest lane, of all lanes, and of the share of longs, ignoring claims."""
         free = [self._free_blocks(lane) for lane in self._lanes]
-        return Capacity(max(free), sum(free), self._left_for_longs(), self._starts_long())
+        owners, together = self._table.owners, sum(free)
+        over = owners.over(self._free_places, together)
+        over_kv = bool(over) and owners.over_kv(together)
+        above = owners.above_share()
+        return Capacity(
+            max(free), together, self._left_for_longs(), self._starts_long(), over, over_kv, above
+        )
 
     def capacity(self, lanes: Sequence[int]) -> Capacity:
         """Return the most blocks that requests computed by `lanes` may take now."""
         free = max(self._free_blocks(lane) for lane in lanes)
-        together = sum(self._free_blocks(lane) for lane in self._lanes)
+        together = self._all_free_blocks
+        over = self._table.owners.over(self._free_places, together)
         claim = self._claim
         if claim is not None:
             beside = self._capacity_beside(claim)
             together = min(together, beside)
             if all(lane in claim.lanes for lane in lanes):
                 free = min(free, beside)
-        return Capacity(free, together, self._left_for_longs(claim), self._starts_long(claim))
+        return Capacity(free, together, self._left_for_longs(claim), self._starts_long(claim), over)
 
     def lane_for(
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
@@ -131,11 +173,26 @@ class Admission:
             lane = min(with_capacity, key=key, default=-1)
         if lane not in lanes or lane not in lanes_open:
             return None
-        free = sum(map(self._free_blocks, self._lanes)) if request.may_spread else self._free_blocks(lane)
+        free = self._all_free_blocks if request.may_spread else self._free_blocks(lane)
         return lane if needed <= free else None
 
+    def free_tokens_on(self, lane: int) -> int:
+        """Return the free KV of a lane that a request which arrives now could get, tokens."""
+        blocks = 0 if self.is_paused else max(self._free_blocks(lane), 0)
+        return blocks * self._config.block_size_tokens
+
     def _free_blocks(self, lane: int) -> int:
-        return self.pools.free_blocks_on(lane)
+        """Return the free blocks of a lane without those held for growth; below 0 if growth has taken some."""
+        return self.pools.free_blocks_on(lane) - self._held_for_growth // len(self._lanes)
+
+    @property
+    def _all_free_blocks(self) -> int:
+        return self._free_blocks(0) if self._has_one_lane else sum(map(self._free_blocks, self._lanes))
+
+    @property
+    def _held_for_growth(self) -> int:
+        """Free blocks of all lanes that are held for running requests that outgrow their expectation."""
+        return self._growth.held_blocks(self._left_for_longs()) if self._growth.requests else 0
 
     def _lanes_open_to(self, request: Request) -> Sequence[int]:
         """Return the lanes on which no claim keeps out the request; one that may spread needs all lanes."""
@@ -197,18 +254,40 @@ class Admission:
         if claimant is not None and claimant.prompt.prefilling and not claimant.is_detached:
             self._claim = None  # it will share that prefill and needs no KV until then
             claimant = None
+        elif claimant is not None and not self.has_place(claimant):
+            self._claim = None  # others get the places, so that the claim would only keep KV from them
+            claimant = None
+        elif self._claim is not None and not self._claim.is_overdue and self._is_above_share(claimant):
+            self._claim = None
+            claimant = None
         if claimant is None:
-            claimant = self._table.late_without_capacity(self._free_capacity(), now, correction)
+            room = self._free_capacity()
+            if room.above_share and self._is_deferral_over(now):
+                room.above_share = ()
+            claimant = self._table.late_without_capacity(room, now, correction)
             if claimant is None and self._last_places >= self._others_per_late:
-                claimant = self._table.late(now, correction)
+                claimant = self._table.late(room, now, correction)
             if claimant is not None:
-                self._begin_claim(claimant)
+                self._begin_claim(claimant, is_overdue=self._is_above_share(claimant))
         return claimant
 
-    def _begin_claim(self, request: Request) -> None:
+    def _is_deferral_over(self, now: float) -> bool:
+        """Return whether requests of owners with more than an equal share of KV were passed over for long enough."""
+        self._defers_until = min(self._defers_until, now + MOST_DEFERRED_SECONDS)
+        return now >= self._defers_until
+
+    def _is_above_share(self, request: Request | None) -> bool:
+        """Return whether a request is not long, its owner has more than an equal share of KV, and others wait."""
+        if request is None or request.is_long:
+            return False
+        above = self._table.owners.above_share()
+        return bool(above) and self._table.owner_number(request) in above
+
+    def _begin_claim(self, request: Request, *, is_overdue: bool) -> None:
         """Give freed KV to `request` from now on, until it is admitted or gone."""
         emptiest = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
-        self._claim = _Claim(request, (emptiest,), self._table.needed_blocks(request))
+        blocks = self._table.needed_blocks(request)
+        self._claim = _Claim(request, (emptiest,), blocks, is_overdue=is_overdue)
         self.update_claim()
 
     def update_claim(self) -> None:
@@ -284,6 +363,8 @@ class Admission:
             self._taken_by_longs[request.id] = needed
         else:
             self._held_by_shorts += self.blocks_for(request.reserved_tokens)
+            self._count_for_owner(request, needed)
+        self._watch_growth(request)
         is_claimant = self.claimant is request
         if self._claim is not None:
             self._record_beside_claim(self._claim, request, needed)
@@ -295,7 +376,9 @@ class Admission:
             tokens=submit.tokens,
             prompt_length=submit.prompt_length,
             seed=submit.seed,
-            sampling=submit.sampling,
+            sampling=replace(submit.sampling, grammar=request.grammar)
+            if request.grammar
+            else submit.sampling,
             reserved_tokens=placed.shards.tokens,
             sample_index=submit.sample_index,
             fork_of=None if sibling is None else sibling.id,
@@ -308,19 +391,62 @@ class Admission:
         )
 
     def grow(self, request: Request) -> Grow | None:
-        """Grow the KV of a request that has used it up: by `GROWTH_TOKENS`, or else by what it needs now.
+        """Grow the KV of a request that has used it up: by `GROWTH_TOKENS` or a part of the pool, or by what it needs now.
 
-        Return None if there is too little free KV for either.
+        Return None if there is too little free KV for either, or if a long one finds too little of the share of
+        long requests.
         """
-        for tokens in (min(request.length + GROWTH_TOKENS, request.limit_tokens), request.length):
+        held = self.blocks_for(request.reserved_tokens)
+        if request.length >= self._config.long_threshold_tokens and request.id not in self._taken_by_longs:
+            self._held_by_shorts -= held
+            self._count_for_owner(request, -request.counted_blocks)
+            self._taken_by_longs[request.id] = held
+            self._watch_growth(request)
+        for tokens in (min(request.length + self._growth_tokens, request.most_tokens), request.length):
+            if not self._has_share_to_grow(request, self.blocks_for(tokens) - held):
+                continue
             grow = self.pools.grow(request.id, tokens)
             if grow is not None:
-                before = self.blocks_for(request.reserved_tokens)
                 request.extend(self.pools.shards(request.id), self.pools.reserved_tokens(request.id))
-                if not request.is_long:
-                    self._held_by_shorts += self.blocks_for(request.reserved_tokens) - before
+                more = self.blocks_for(request.reserved_tokens) - held
+                if request.id in self._taken_by_longs:
+                    self._taken_by_longs[request.id] += more
+                else:
+                    self._held_by_shorts += more
+                    self._count_for_owner(request, more)
+                if self._claim is not None and request.id in self._claim.beside:
+                    self._claim.beside[request.id] += more
+                self._watch_growth(request)
                 return grow
         return None
+
+    def _count_for_owner(self, request: Request, blocks: int) -> None:
+        request.counted_blocks += blocks
+        self._table.owners.hold(request.submit.owner, blocks)
+
+    def _has_share_to_grow(self, request: Request, blocks: int) -> bool:
+        """Return whether the headroom for short requests stays free; a long request alone may take all."""
+        if request.id not in self._taken_by_longs or len(self._taken_by_longs) == 1:
+            return True
+        left = self._left_for_longs()
+        return left is None or blocks <= left
+
+    def _watch_growth(self, request: Request) -> None:
+        """Hold KV for a request's growth, as long as it may outgrow what it holds."""
+        held, most = self.blocks_for(request.reserved_tokens), self.blocks_for(request.most_tokens)
+        output = held - self.blocks_for(request.submit.prompt_length)
+        self._growth.watch(request, most - held, output, is_long=request.id in self._taken_by_longs)
+
+    def who_steps_aside(self, starved: Request) -> Request:
+        """Return the running request that gives its KV back, so that `starved`, or others after it, can grow."""
+        if starved.id in self._taken_by_longs and not self._has_share_to_grow(starved, 1):
+            return self._growth.who_steps_aside(starved, among_longs=True)
+        return self._growth.who_steps_aside(starved)
+
+    @property
+    def growth_blocks(self) -> int:
+        """Free blocks that are held for running requests that outgrow their expectation."""
+        return max(min(self._held_for_growth, sum(map(self.pools.free_blocks_on, self._lanes))), 0)
 
     @property
     def longs_exceed_share(self) -> bool:
@@ -334,16 +460,18 @@ class Admission:
     def release(self, request: Request) -> None:
         """Release all KV that a request holds."""
         self.pools.release(request.id, request.computed)
-        if request.is_long:
-            self.prefilled(request)
-            del self._taken_by_longs[request.id]
-        else:
+        self._growth.forget(request)
+        self.prefilled(request)
+        if self._taken_by_longs.pop(request.id, None) is None:
             self._held_by_shorts -= self.blocks_for(request.reserved_tokens)
+            self._count_for_owner(request, -request.counted_blocks)
         if self._claim is not None:
             self._claim.beside.pop(request.id, None)
 
     def _record_beside_claim(self, claim: _Claim, request: Request, needed: int) -> None:
         if claim.request is request:
             self._claim = None
+            if claim.is_overdue:
+                self._defers_until = inf
         elif any(lane in claim.lanes for lane in request.held_lanes):
             claim.beside[request.id] = needed

@@ -7,8 +7,9 @@ controller gives the same commands again.
 The life of a request::
 
     Submit -> waiting -> admitted: holds KV, prefills, decodes -> ended -> released
-                  \\                                            /
-                   `---------------- Cancel -----------------'
+               ^  \\                            |               /
+               |   `------------ Cancel --------+--------------'
+               `------ steps aside: KV is short
 
 * `StageFree` and `Done` are two events. A step leaves stage 0 long before it leaves the last stage, and the
   next chunk of the same prompt may enter as soon as stage 0 is free. So `dispatched` moves when a step is
@@ -19,6 +20,11 @@ The life of a request::
   that name its lane.
 * A request that ends while a step with it is in flight waits in quarantine: its blocks are reused only after
   that step.
+* A request that outgrows the output expected of it gets more KV. If there is none, one request steps aside
+  (`growth`): it gets no more steps, as if it had ended, and then waits again, with its output as part of its
+  prompt. What a step in flight still samples for it is dropped, and sampled again later.
+* A request with a grammar is kept out of the step that would sample for it until ranks have compiled that
+  (`grammars`).
 * With one stage, ranks would wait for the controller between two steps. If no prefill could take part in the
   next step, decodes *run ahead*: that step is launched before the tokens that it starts from are sampled.
   Anything that a sequence computes beyond its stop token is dropped.
@@ -32,25 +38,33 @@ their chunks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from medha.cost.cost_profile import Profile
 from medha.cost.predictor import Chunking, Predictor
 from medha.kv.blocks import BlockLedger
 from medha.kv.pools import KvPools
+from medha.kv.prefix_cache import hash_count
 from medha.scheduler import validation
 from medha.scheduler.admission import Admission
+from medha.scheduler.attained_service import AttainedService
+from medha.scheduler.grammars import COMPILE_SECONDS, Grammars
+from medha.scheduler.growth import MOST_ASIDES
 from medha.scheduler.lanes import Lanes
+from medha.scheduler.output_lengths import OutputLengths
 from medha.scheduler.packer import Packed
+from medha.scheduler.prompt_logprobs import joined
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.scheduler.request_table import RequestTable
 from medha.scheduler.sharing import Sharing
 from medha.scheduler.step_builder import BuiltStep, StepBuilder
-from medha.slo import targets
+from medha.slo import Targets, targets
 from medha.wire.messages import (
     Admit,
     Cancel,
+    CompileGrammar,
     ControllerCommand,
     ControllerEvent,
     Done,
@@ -58,11 +72,17 @@ from medha.wire.messages import (
     Emit,
     EntryFailed,
     Failed,
+    FailureReason,
+    GrammarReady,
     Grow,
+    LaneLoad,
+    PolicyTerms,
+    PromptLogprobs,
     Refused,
     Sample,
     StageFree,
     Step,
+    SteppedAside,
     StepProfile,
     Submit,
 )
@@ -75,6 +95,11 @@ SHORT_STEP = 0.025
 It bounds how long the step launched ahead keeps a new arrival waiting.
 """
 
+_LATE_GRAMMAR = (
+    f"the grammar of this request was not compiled within {COMPILE_SECONDS:g} s; simplify it, or send fewer grammars at "
+    "once, and try again"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -85,6 +110,7 @@ class Load:
     kv_tokens_free: int
     kv_blocks_held: int
     pending_prefill_seconds: float
+    lanes: tuple[LaneLoad, ...] = ()
 
 
 @dataclass(slots=True)
@@ -93,6 +119,14 @@ class _Launched:
 
     step: Step
     built: BuiltStep
+
+
+@dataclass(slots=True)
+class _Returning:
+    """A request that has stepped aside, and as what it comes back."""
+
+    request: Request
+    submit: Submit
 
 
 class ReplicaController:
@@ -110,9 +144,16 @@ class ReplicaController:
         self._pools = self._admission.pools
         self._sharing = Sharing(self._table, self._admission, self.predictor, config.block_size_tokens)
         self._lanes = Lanes(config.topology.kv, config.topology.stream)
+        self._attained = AttainedService()
+        self._charges: list[tuple[str, int]] = []  # output tokens of owners whose requests end
         self._step_builder = StepBuilder(
             config, self.predictor, self._table, self._admission, self._sharing, self._lanes
         )
+        self._output_lengths = OutputLengths(
+            {one.name: one.default_output_tokens for one in config.service_classes.values()}
+        )
+        self._grammars = Grammars(config.topology.kv, epoch)
+        self._returning: list[_Returning] = []
         self._in_flight: dict[int, _Launched] = {}
         floors_seconds = [one.ttft_floor_seconds for one in config.service_classes.values()]
         self._short_seconds = SHORT_STEP * min(floors_seconds)
@@ -146,6 +187,11 @@ class ReplicaController:
         """The ledger of lane 0."""
         return self._pools.ledger(0)
 
+    @property
+    def next_due(self) -> float | None:
+        """Time at which a `Tick` must come, unless another event does before; None if there is no such time."""
+        return self._grammars.next_due
+
     def knows_prompt(self, prompt: str) -> bool:
         """Return whether a request here names this prompt."""
         return prompt in self._sharing.prompts
@@ -153,6 +199,15 @@ class ReplicaController:
     def requests(self) -> Iterable[Request]:
         """Return every request known here, in the order of arrival."""
         return list(self._table)
+
+    def expected_output_tokens(self, service_class: str) -> int:
+        """Return the output that is expected of a new request of a service class, tokens."""
+        return self._output_lengths.expected_tokens(service_class)
+
+    @property
+    def growth_blocks(self) -> int:
+        """Free KV blocks that are held for requests that outgrow the output expected of them."""
+        return self._admission.growth_blocks
 
     def find(self, request_id: str) -> Request | None:
         """Return the request with this id, if it is here."""
@@ -189,12 +244,25 @@ class ReplicaController:
             waiting=self._table.waiting,
             kv_tokens_free=self._pools.free_tokens,
             kv_blocks_held=self._pools.held_blocks,
-            pending_prefill_seconds=self._table.total_remaining_seconds() * self.predictor.correction,
+            pending_prefill_seconds=self._table.total_remaining_seconds() * self.predictor.correction.prefill,
+            lanes=tuple(
+                LaneLoad(self._admission.free_tokens_on(lane), pending)
+                for lane, pending in enumerate(self._step_builder.pending_by_lane())
+            ),
         )
+
+    @property
+    def policy_terms(self) -> PolicyTerms:
+        """The policy by which prefills are ordered, as announced to routers."""
+        return self._step_builder.policy_terms
+
+    def work_ahead(self, now: float) -> tuple[tuple[float, float], ...]:
+        """Return how much pending work has at most a certain key of the policy, as announced to routers."""
+        return self._step_builder.work_ahead(now)
 
     def slack_seconds(self, request: Request, now: float) -> float:
         """Return deadline - now - remaining work of a request that has not finished its prefill."""
-        remaining_seconds = self._table.remaining_seconds(request) * self.predictor.correction
+        remaining_seconds = self._table.remaining_seconds(request) * self.predictor.correction.prefill
         return request.deadline - now - remaining_seconds
 
     # --- entry point --------------------------------------------------------------------------------
@@ -202,6 +270,7 @@ class ReplicaController:
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
         """Process an event at `now` (seconds, any monotonic origin) and return the commands, in order."""
         commands: list[ControllerCommand] = []
+        self._table.owners.at(now)
         match event:
             case StageFree():
                 self._stage_free(event)
@@ -210,16 +279,25 @@ class ReplicaController:
             case Submit():
                 commands += self._submit(event, now)
             case Cancel():
-                self._cancel(event.id)
+                self._cancel(event.id, now)
+            case GrammarReady():
+                for request in self._grammars.ready(event):
+                    commands += self._give_up(request, "grammar", event.fault, now)
             case Drain():
                 self._draining = True
+        for request in self._grammars.late(now):
+            commands += self._give_up(request, "grammar_late", _LATE_GRAMMAR, now)
+        for owner, tokens in self._charges:
+            self._attained.charge(owner, tokens, now)
+        self._charges.clear()
+        commands += self._come_back(now)
         for lanes in self._lanes.coupled:
             # A launch may couple lanes that come later here; they move together from the next event on.
             if lanes in self._lanes.coupled and self._lanes.can_start_step_on(lanes):
                 commands += self._launch(lanes, now)
             if lanes in self._lanes.coupled and self._run_ahead(lanes):
                 commands += self._launch(lanes, now)
-        return commands
+        return [*commands, *self._grammars.take_drops()]
 
     def _run_ahead(self, lanes: tuple[int, ...]) -> bool:
         """Let the decodes of `lanes` run ahead if they can, and return whether any does.
@@ -261,31 +339,36 @@ class ReplicaController:
     def _might_prefill(self) -> bool:
         """True if a prefill could take part in a step: one that holds KV or may get some."""
         waiting = self._table.waiting
-        return len(self._table.rows) > waiting or (waiting > 0 and not self._admission.is_full)
+        stalled, stalled_waiting = self._grammars.stalled()
+        if len(self._table.rows) > waiting + stalled:
+            return True
+        return waiting > stalled_waiting and self._admission.has_place_for_any
 
     def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
         """Launch a step on `lanes` if there is something to compute or to send to the ranks."""
         if not (self._table.rows or self._lanes.decode(lanes) or self._has_changes):
             self._step_builder.rested(lanes)
             return []
-        grows, exhausted = self._grow(lanes)
+        grows, exhausted, aside = self._grow(lanes)
+        self._admission.is_paused = any(lane.decodes.starved for lane in self._lanes)
         admits = self._admit_late(now)
         built = self._step_builder.build(lanes, admits, now)
         ends: list[ControllerCommand] = [
             Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
         ]
         if not (built.entries or admits or grows or self._has_changes):
-            for request in exhausted:
+            for request in (*exhausted, *aside):
                 self._end(request)
-            return ends + self._launch(lanes, now) if exhausted else []
+            returning = self._come_back(now)
+            return [*ends, *returning, *self._launch(lanes, now)] if exhausted or aside else []
         step = self._new_step(lanes, built, grows, admits)
         self._in_flight[step.step_id] = _Launched(step, built)
         for lane in lanes:
             self._lanes[lane].launched(step.step_id, step.predicted_seconds)
         # Only now: ranks apply a step's releases first, so these must be sent with a later step.
-        for request in exhausted:
+        for request in (*exhausted, *aside):
             self._end(request)
-        return [*ends, step]
+        return [*ends, step, *self._come_back(now)]
 
     def _new_step(
         self, lanes: tuple[int, ...], built: BuiltStep, grows: list[Grow], admits: list[Admit]
@@ -312,37 +395,48 @@ class ReplicaController:
         self._sharing.forgets = {}
         return step
 
-    def _grow(self, lanes: tuple[int, ...]) -> tuple[list[Grow], list[Request]]:
-        """Grow the KV of requests that have used it up; return the grows, and requests that must end instead.
+    def _grow(self, lanes: tuple[int, ...]) -> tuple[list[Grow], list[Request], list[Request]]:
+        """Grow the KV of requests that have used it up.
 
-        At most one request per lane must end. The others without KV wait for its blocks, or for those of
-        requests in quarantine.
+        Return the grows, requests that hold all KV that they can get and must end, and those that step aside.
+        At most one steps aside at a time. The others without KV wait for its blocks, or for those of requests
+        in quarantine. No KV is released here: ranks apply a step's releases before its grows.
         """
         grows: list[Grow] = []
         exhausted: list[Request] = []
+        aside: list[Request] = []
         for lane in lanes:
             here = self._lanes[lane]
-            soon_free = here.quarantined > 0
             starved, here.decodes.starved = here.decodes.starved, []
             for request in starved:
-                grow = self._admission.grow(request)
+                if request.ended:
+                    continue  # it steps aside for another one
+                grow = self._admission.grow(request) if request.may_outgrow else None
                 if grow is not None:
                     grows.append(grow)
+                    self._output_lengths.outgrew(
+                        request.id, request.service_class, request.submit.owner, request.output_tokens
+                    )
                     self._lanes.remapped(request)
                     here.decodes.add(request)
-                elif soon_free:
+                elif not request.may_outgrow:
+                    exhausted.append(request)
+                    self._stop(request, cut_off=True)
+                elif any(other.quarantined for other in self._lanes):
                     here.decodes.starved.append(request)
                 else:
-                    soon_free = True
-                    exhausted.append(request)
-        return grows, exhausted
+                    here.decodes.starved.append(request)
+                    aside.append(self._admission.who_steps_aside(request))
+                    aside[-1].steps_aside = True
+                    self._stop(aside[-1])
+        return grows, exhausted, aside
 
     def _admit_late(self, now: float) -> list[Admit]:
         """Admit the claimant, which gets KV that becomes free, as soon as there is enough for it."""
         admits: list[Admit] = []
         if not self._table.waiting or self._admission.is_full:
             return admits
-        claimant = self._admission.find_claimant(now, self.predictor.correction)
+        claimant = self._admission.find_claimant(now, self.predictor.correction.prefill)
         if claimant is not None:
             if self._admission.needed_blocks(claimant) != self._table.needed_blocks(claimant):
                 self._sharing.update(claimant)
@@ -358,8 +452,9 @@ class ReplicaController:
             return [Refused(submit.id, *refusal)]
         if submit.tokens >= validation.limit_tokens(self.config, submit):  # resumed, nothing left to sample
             return [Emit(id=submit.id, tokens=(), finish_reason="length")]
-        self._arrive(submit, now)
-        return []
+        if submit.sampling.prompt_logprobs is not None and submit.tokens == submit.prompt_length:
+            submit = replace(submit, block_hashes="")  # cached KV would hide the logits that are asked for
+        return [*self._arrive(submit, now)]
 
     def _refusal(self, submit: Submit) -> validation.Refusal | None:
         """Return why a request is refused, or None."""
@@ -376,49 +471,146 @@ class ReplicaController:
             return "capacity", f"{self._table.waiting} requests already wait"
         return ("draining", "the replica is stopping") if self._draining else None
 
-    def _arrive(self, submit: Submit, now: float) -> None:
-        """Add an accepted request, which then waits for KV."""
+    def _come_back(self, now: float) -> list[SteppedAside | CompileGrammar]:
+        """Let requests that have stepped aside wait for KV again."""
+        returning, self._returning = self._returning, []
+        commands: list[SteppedAside | CompileGrammar] = []
+        for one in returning:
+            before, submit = one.request, one.submit
+            commands.append(SteppedAside(submit.id, submit.prompt, before.submit.prompt, submit.tokens))
+            commands += self._arrive(submit, now, before)
+        return commands
+
+    def _as_it_comes_back(self, request: Request) -> Submit:
+        """Return the submit of a request that steps aside, with its output as part of its prompt."""
+        submit, tokens = request.submit, request.known_tokens
+        if tokens == submit.tokens:
+            return submit
+        hashes = submit.block_hashes + self._pools.output_hashes(request.id)
+        if hash_count(hashes) != tokens // self.config.block_size_tokens:
+            hashes = ""  # not all of its blocks were hashed
+        name = f"{request.id}/aside-{request.asides + 1}"
+        return replace(submit, prompt=name, tokens=tokens, block_hashes=hashes)
+
+    def _expected_output_tokens(self, submit: Submit, service_class: str, before: Request | None) -> int:
+        """Return for how many output tokens a request reserves KV, unless its limit is lower.
+
+        `before` is the request as it stepped aside: to outgrow its KV again, it must at least double its output.
+        """
+        produced = submit.tokens - submit.prompt_length
+        expected = self._output_lengths.expected_tokens(service_class, submit.owner, produced)
+        if before is None:
+            return expected
+        if before.asides + 1 >= MOST_ASIDES:
+            return self.config.max_model_len
+        reserved = before.reservation_tokens - submit.prompt_length
+        return max(expected, 2 * produced, 2 * reserved)
+
+    def _arrive(self, submit: Submit, now: float, before: Request | None = None) -> list[CompileGrammar]:
+        """Add an accepted request, which then waits for KV; `before` is the same one as it stepped aside.
+
+        Return what must be sent to ranks before a step with it.
+        """
         config, predictor = self.config, self.predictor
-        may_spread = validation.may_spread(config, submit)
+        class_name = validation.class_name(config, submit)
+        expected = self._expected_output_tokens(submit, class_name, before)
+        reservation_tokens = validation.reservation_tokens(config, submit, expected)
+        may_spread = validation.may_spread(config, submit, reservation_tokens)
         cached_tokens, _ = self._pools.expected(submit.tokens, submit.block_hashes, is_long=may_spread)
         whole = left = predictor.uncorrected_prefill(0, submit.tokens)
         if cached_tokens:
             left = predictor.uncorrected_prefill(cached_tokens, submit.tokens)
         # The target follows from the whole prompt, whatever is cached: a cache must not tighten a deadline.
-        work_seconds = whole.seconds * predictor.correction
-        service_class = config.service_classes[validation.class_name(config, submit)]
-        self._arrivals += 1
+        work_seconds = whole.seconds * predictor.correction.prefill
+        self._arrivals += before is None
+        arrival = now - submit.age_seconds if before is None else before.arrival
         request = Request(
             submit=submit,
             id=submit.id,
             prompt=self._sharing.prompt_of(submit.prompt, submit.tokens),
-            tie=self._arrivals,
-            arrival=now - submit.age_seconds,
-            targets=targets(
-                service_class, work_seconds, submit.deadline_after_seconds, submit.tpot_target_seconds
+            tie=self._arrivals if before is None else before.tie,
+            arrival=arrival,
+            targets=self._targets(
+                submit, class_name, work_seconds, None if before is None else now - arrival
             ),
             is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens,
             length=submit.tokens,
             limit_tokens=validation.limit_tokens(config, submit),
-            reservation_tokens=validation.reservation_tokens(config, submit),
+            reservation_tokens=reservation_tokens,
+            turn=self._attained.turn(submit.owner) if before is None else before.turn,
+            contested_until=_contested_until(submit, now) if before is None else before.contested_until,
+            most_tokens=validation.most_tokens(config, submit),
+            service_class=class_name,
+            expected_output_tokens=expected,
+            asides=0 if before is None else before.asides + 1,
             may_spread=may_spread,
             cached_tokens=cached_tokens,
         )
+        if before is None:
+            self._attained.charge(submit.owner, submit.tokens, now)
+        asked = self._grammars.arrive(request, now)
         self._sharing.arrive(request, work_seconds, left)
+        return asked
 
-    def _cancel(self, request_id: str) -> None:
+    def _targets(
+        self, submit: Submit, class_name: str, work_seconds: float, aside_after_seconds: float | None
+    ) -> Targets:
+        """Return the targets of a request; one that stepped aside is due again, as a new one of its length would be.
+
+        `aside_after_seconds` is the time from its arrival until it stepped aside; None: it has not.
+        """
+        service_class = self.config.service_classes[class_name]
+        tpot_seconds = submit.tpot_target_seconds
+        if aside_after_seconds is None:
+            return targets(service_class, work_seconds, submit.deadline_after_seconds, tpot_seconds)
+        again = targets(service_class, work_seconds, None, tpot_seconds)
+        return replace(again, ttft_seconds=aside_after_seconds + again.ttft_seconds)
+
+    def _cancel(self, request_id: str, now: float) -> None:
         request = self._table.find(request_id)
-        if request is None:
-            return
+        if request is not None:
+            self._withdraw(request, now)
+
+    def _give_up(
+        self, request: Request, reason: FailureReason, detail: str, now: float
+    ) -> list[ControllerCommand]:
+        """End a request that cannot be served."""
+        self._withdraw(request, now)
+        return [Failed(request.id, reason, detail)]
+
+    def _withdraw(self, request: Request, now: float) -> None:
+        """End a request, in whatever phase it is."""
+        if request.waits or request.steps_aside:
+            self._count_output(request, cut_off=True)
+        request.steps_aside = False
         if request.waits:
             self._admission.withdraw(request)
+            if not request.asides:  # it was never served
+                submit = request.submit
+                charged_at = request.arrival + submit.age_seconds
+                self._attained.take_back(submit.owner, submit.tokens, charged_at, now)
             self._leave(request)
         else:
             self._end(request)
 
-    def _stop(self, request: Request) -> None:
+    def _count_output(self, request: Request, *, cut_off: bool) -> None:
+        """Learn from the output of a request that ends; `cut_off`: it may have had more to say."""
+        if request.output_tokens > 0:
+            self._output_lengths.ended(
+                request.id,
+                request.service_class,
+                request.submit.owner,
+                request.output_tokens,
+                cut_off=cut_off or request.length >= request.limit_tokens,
+            )
+
+    def _stop(self, request: Request, *, cut_off: bool = False) -> None:
         """Give a running request no more steps; its KV waits in quarantine."""
         request.ended = True
+        if request.emitted:
+            self._charges.append((request.submit.owner, request.emitted))
+        if not request.steps_aside:
+            self._count_output(request, cut_off=cut_off)
         for lane in request.held_lanes:
             self._lanes[lane].quarantined += 1
         if request.is_decoding:
@@ -428,18 +620,24 @@ class ReplicaController:
         self._sharing.stop(request)
 
     def _end(self, request: Request) -> None:
-        """Give a running request no more steps, and release its KV once it is in no step in flight."""
+        """Give a running request no more steps, and release its KV once it is in no step in flight.
+
+        If it steps aside, it waits from then on (`_come_back`).
+        """
         if not request.ended:
             self._stop(request)
         if request.steps_in_flight == 0:
             for lane in request.held_lanes:
                 self._lanes[lane].quarantined -= 1
+            if request.steps_aside:
+                self._returning.append(_Returning(request, self._as_it_comes_back(request)))
             self._admission.release(request)
             self._leave(request)
 
     def _leave(self, request: Request) -> None:
         self._table.remove(request)
         self._sharing.leave(request)
+        self._grammars.leave(request)
 
     # --- progress of steps --------------------------------------------------------------------------
 
@@ -454,7 +652,7 @@ class ReplicaController:
         for lane in launched.step.lanes:
             self._lanes[lane].done(done.step_id)
         if launched.step.entries:
-            self.predictor.observe(launched.step.predicted_seconds, done.compute_seconds)
+            self.predictor.observe(launched.built.packed.uncorrected, done.compute_seconds)
         commands: list[ControllerCommand] = []
         for failure in done.failures:
             self._pools.forget_outputs(failure.id)
@@ -467,6 +665,8 @@ class ReplicaController:
             request.steps_in_flight -= 1
             if not request.ended:
                 self._prefill_done(request)
+        for request_id, part in done.prompt_logprobs:
+            self._table[request_id].prompt_logprobs.append(part)
         for sample in done.samples:
             emit = self._apply_sample(sample)
             if emit is not None:
@@ -506,15 +706,26 @@ class ReplicaController:
             (sample.token,),
             finish_reason,
             () if sample.logprob is None else (sample.logprob,),
-            request.cached_tokens if is_first else 0,
+            request.cached_tokens if is_first and not request.has_output_in_prompt else 0,
+            self._prompt_logprobs(request) if is_first and request.scores_prompt else None,
         )
+
+    @staticmethod
+    def _prompt_logprobs(request: Request) -> PromptLogprobs | None:
+        """Return what a request's prompt was asked for, which is not kept any longer."""
+        parts, request.prompt_logprobs = request.prompt_logprobs, []
+        return joined(parts, request.submit.prompt_length)
 
     def _fail(self, failure: EntryFailed) -> list[ControllerCommand]:
         request = self._table[failure.id]
         if request.ended:
             return []
-        self._stop(request)
+        self._stop(request, cut_off=True)
         return [Failed(id=failure.id, reason=failure.reason, detail=failure.detail)]
+
+
+def _contested_until(submit: Submit, now: float) -> float:
+    return now + submit.contested_seconds if submit.contested_seconds > 0 else -inf
 
 
 def _predictor(config: ReplicaConfig, profile: StepProfile | Profile) -> Predictor:

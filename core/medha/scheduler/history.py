@@ -6,7 +6,7 @@ the facts of one event, so that metrics, status and traces need not interpret me
 
 An entry of a step is a *decode* if it computes a sampled token; any other is *prefill*, the last chunk of a
 prompt included, from which the first token is sampled. Output that an earlier epoch sampled is part of the
-prompt. A request decodes from its first token on.
+prompt, and so is the output of a request that stepped aside. A request decodes from its first token on.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from medha.wire.messages import (
     StageFree,
     Step,
     StepEntry,
+    SteppedAside,
     Submit,
 )
 
@@ -91,10 +92,15 @@ class Completed:
 class OpenRequest:
     """An accepted request that has not ended: its targets, and its output so far."""
 
-    prompt_tokens: int
+    prompt_tokens: int  # with its output until it last stepped aside
     service_class: str
     deadline: float
     tpot_target_seconds: float
+    expected_tokens: int = 0  # output tokens that were expected here when it arrived
+    prompt_length: int = 0  # without any output
+    arrived_at: float = 0.0  # at its router
+    is_resumed: bool = False  # it came with output of another replica or epoch
+    prefill_at: float | None = None  # when it first got KV
     emitted: int = 0
     first_token_at: float = 0.0  # set once a token is emitted
     last_token_at: float = 0.0
@@ -143,6 +149,9 @@ class Facts:
     later_tokens: int = 0  # output tokens, without those that are the first of a request
     ended: list[Ended] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # reasons
+    stepped_aside: list[str] = field(
+        default_factory=list
+    )  # service classes of requests that gave back their KV
 
 
 class History:
@@ -183,6 +192,8 @@ class History:
                     self._end(command.id, command.reason, facts)
                 case Refused():
                     facts.refused.append(command.reason)
+                case SteppedAside():
+                    self._step_aside(command, facts)
         return facts
 
     def _arrive(
@@ -192,9 +203,22 @@ class History:
         if request is None or any(isinstance(command, Refused) for command in commands):
             return  # refused, perhaps because another request has this id; or nothing is left to sample
         self.open[submit.id] = OpenRequest(
-            submit.tokens, class_name(core.config, submit), request.deadline, request.targets.tpot_seconds
+            submit.tokens,
+            class_name(core.config, submit),
+            request.deadline,
+            request.targets.tpot_seconds,
+            request.expected_output_tokens - (submit.tokens - submit.prompt_length),
+            prompt_length=submit.prompt_length,
+            arrived_at=request.arrival,
+            is_resumed=request.has_output_in_prompt,
         )
         facts.moves.append((submit.id, "waiting", submit.tokens))
+
+    def _step_aside(self, aside: SteppedAside, facts: Facts) -> None:
+        request = self.open[aside.id]
+        request.prompt_tokens = aside.tokens
+        facts.stepped_aside.append(request.service_class)
+        facts.moves.append((aside.id, "waiting", aside.tokens))
 
     def _launch(self, step: Step, core: ReplicaController, facts: Facts) -> None:
         chunks, decodes = [], []
@@ -214,7 +238,11 @@ class History:
         launched = Launched(step, facts.now, tuple(chunks), tuple(decodes), tuple(slacks), misses_tpot)
         self.launched[step.step_id] = launched
         facts.launched.append(launched)
-        facts.moves += [(admit.id, "prefill", admit.tokens) for admit in step.admits]
+        for admit in step.admits:
+            admitted = self.open.get(admit.id)
+            if admitted is not None and admitted.prefill_at is None:
+                admitted.prefill_at = facts.now
+            facts.moves.append((admit.id, "prefill", admit.tokens))
 
     def _complete(self, done: Done, core: ReplicaController, now: float) -> Completed:
         launched = self.launched.pop(done.step_id)

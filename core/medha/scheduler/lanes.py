@@ -25,6 +25,7 @@ class Decodes:
 
     runnable: list[Request] = field(default_factory=list)
     contexts_tokens: int = 0  # KV tokens of the runnable requests, without the spread ones
+    masked: int = 0  # runnable requests that follow a grammar, without the spread ones
     spread: list[Request] = field(default_factory=list)  # runnable requests whose KV lies on several lanes
     starved: list[Request] = field(default_factory=list)  # requests that have used up their KV
     _targets: dict[tuple[float, float], int] = field(default_factory=dict)
@@ -61,13 +62,14 @@ class Decodes:
             self.spread.append(request)
         else:
             self.contexts_tokens += request.dispatched
+            self.masked += request.grammar != ""
 
     def take(self, lanes: Sequence[int]) -> list[Request]:
         """Take all runnable requests into a step of `lanes`; any that just grew to another lane stays."""
         removed, stay = self.runnable, [one for one in self.spread if not one.runs_on(lanes)]
         if stay:
             removed = [request for request in removed if request not in stay]
-        self.runnable, self.spread, self.contexts_tokens = list(stay), stay, 0
+        self.runnable, self.spread, self.contexts_tokens, self.masked = list(stay), stay, 0, 0
         return removed
 
     def _leave(self, request: Request) -> None:
@@ -75,15 +77,16 @@ class Decodes:
             self.spread.remove(request)
         else:
             self.contexts_tokens -= request.dispatched
+            self.masked -= request.grammar != ""
 
     def add_to(self, batch: Batch, lane: int, lanes: Sequence[int]) -> None:
         """Add the runnable requests of `lane` to a step of `lanes`."""
         alone = len(self.runnable) - len(self.spread)
         if alone:
-            batch.add_decodes(lane, self.contexts_tokens, alone)
+            batch.add_decodes(lane, self.contexts_tokens, alone, self.masked)
         for request in self.spread:
             if request.runs_on(lanes):
-                batch.add_spread_decode(lane, request.lane_tokens)
+                batch.add_spread_decode(lane, request.lane_tokens, is_masked=request.grammar != "")
 
     def _tighten(self) -> None:
         self.targets = None

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from medha.cost.correction import PartedSeconds
 from medha.cost.predictor import Predictor, Work
 from medha.kv.context_parallel import share_tokens, shared_tokens
 
@@ -54,6 +55,11 @@ class PrefillCandidate:
     rest: int = 0  # positions after `remaining`, for later steps
     of_long_prompt: bool = False  # its whole prompt is long, however little of it is computed
     in_ring: bool = False  # the lanes of `lane_tokens` share its chunk
+    scores_prompt: bool = False  # all of its rows pass the output head
+
+    def head_rows(self, count: int) -> int:
+        """Return how many of `count` rows of its chunk pass the output head."""
+        return count if self.scores_prompt else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,9 @@ class Packed:
 
     chunks: dict[str, int] = field(default_factory=dict)
     predicted_seconds: float = 0.0
+    uncorrected: PartedSeconds = field(
+        default_factory=PartedSeconds
+    )  # the same before correction, in its parts
     budget_seconds: float = 0.0
     decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
     misses_tpot: bool = False  # the whole step does: because of decodes, or of the share that prefills keep
@@ -88,57 +97,75 @@ class Batch:
         self._tallies = {lane: predictor.tally() for lane in lanes}
         self._alone = self._tallies[lanes[0]] if len(lanes) == 1 else None
         self._exchanged_queries = 0
+        self._exchanged_decodes = 0  # those of them that are decodes
 
     @property
     def lanes(self) -> Iterable[int]:
         return self._tallies
 
-    def add_decodes(self, lane: int, contexts_tokens: int, count: int) -> None:
-        """Add `count` decodes whose KV, `contexts_tokens` in all, lies on `lane` alone."""
-        self._tallies[lane].add_decodes(contexts_tokens, count)
+    def add_decodes(self, lane: int, contexts_tokens: int, count: int, masked: int = 0) -> None:
+        """Add `count` decodes whose KV, `contexts_tokens` in all, lies on `lane` alone; `masked` follow a grammar."""
+        self._tallies[lane].add_decodes(contexts_tokens, count, masked)
 
-    def add_spread_decode(self, lane: int, lane_tokens: Mapping[int, int]) -> None:
-        """Add a decode that `lane` computes and whose KV lies on several lanes."""
+    def add_spread_decode(
+        self, lane: int, lane_tokens: Mapping[int, int], *, is_masked: bool = False
+    ) -> None:
+        """Add a decode that `lane` computes and whose KV lies on several lanes; `is_masked`: it follows a grammar."""
         for holder, tokens in lane_tokens.items():
-            self._tallies[holder].add(Work(tokens, 1, attention_only=holder != lane))
+            work = Work(tokens, 1, attention_only=holder != lane)
+            self._tallies[holder].add_decode(work, is_masked=is_masked)
         self._exchanged_queries += len(lane_tokens) > 1
+        self._exchanged_decodes += len(lane_tokens) > 1
 
     def add(self, prefill: PrefillCandidate, count: int) -> None:
         """Add a chunk of `count` tokens."""
         if not prefill.lane_tokens:
-            self._tallies[prefill.lane].add_chunk(prefill.context, count)
+            self._tallies[prefill.lane].add_chunk(prefill.context, count, prefill.head_rows(count))
             return
         if prefill.in_ring:
             for holder, work in _shares(prefill, count):
                 self._tallies[holder].add(work)
         else:
             for holder, tokens in prefill.lane_tokens.items():
-                self._tallies[holder].add(Work(tokens, count, attention_only=holder != prefill.lane))
+                work = Work(tokens, count, holder != prefill.lane, prefill.head_rows(count))
+                self._tallies[holder].add(work)
         self._exchanged_queries += count
 
     def remove(self, prefill: PrefillCandidate, count: int) -> None:
         """Remove a chunk that `add` added."""
         if not prefill.lane_tokens:
-            self._tallies[prefill.lane].remove(Work(prefill.context, count))
+            work = Work(prefill.context, count, head_rows=prefill.head_rows(count))
+            self._tallies[prefill.lane].remove(work)
             return
         if prefill.in_ring:
             for holder, work in _shares(prefill, count):
                 self._tallies[holder].remove(work)
         else:
             for holder, tokens in prefill.lane_tokens.items():
-                self._tallies[holder].remove(Work(tokens, count, attention_only=holder != prefill.lane))
+                work = Work(tokens, count, holder != prefill.lane, prefill.head_rows(count))
+                self._tallies[holder].remove(work)
         self._exchanged_queries -= count
 
     def seconds(self) -> float:
         """Return the predicted time of the step."""
+        return self.corrected(self.parted_seconds())
+
+    def corrected(self, predicted: PartedSeconds) -> float:
+        """Return a predicted time after correction."""
+        return self._predictor.correction.seconds(predicted)
+
+    def parted_seconds(self) -> PartedSeconds:
+        """Return the same before correction, in its parts."""
         if self._alone is not None:
-            return self._alone.seconds()
-        return self._predictor.coupled_tally_seconds(list(self._tallies.values()), self._exchanged_queries)
+            return self._alone.parted_seconds()
+        return self._predictor.coupled_parted_seconds(
+            list(self._tallies.values()), self._exchanged_queries, self._exchanged_decodes
+        )
 
     def seconds_with(self, prefill: PrefillCandidate, count: int) -> float:
         """Return the predicted time of the step with one more chunk."""
         if self._alone is not None:
-            return self._alone.seconds_with(prefill.context, count)
+            return self._alone.seconds_with(prefill.context, count, prefill.head_rows(count))
         self.add(prefill, count)
         seconds = self.seconds()
         self.remove(prefill, count)
@@ -310,7 +337,8 @@ class Space:
     def close(self) -> Packed:
         """Return how the step is filled."""
         packed, targets = self.packed, self._targets
-        packed.predicted_seconds = self._batch.seconds()
+        packed.uncorrected = self._batch.parted_seconds()
+        packed.predicted_seconds = self._batch.corrected(packed.uncorrected)
         if targets is not None:
             # The tolerance keeps rounding errors of the sum from counting as a miss.
             packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / self._limits.stages * (
@@ -325,7 +353,8 @@ def _shares(prefill: PrefillCandidate, count: int) -> Iterator[tuple[int, Work]]
     for index, lane in enumerate(prefill.lane_tokens):
         share = (count + index) // lanes
         if share:
-            yield lane, Work(prefill.context + (count - share) // 2, share)
+            context = prefill.context + (count - share) // 2
+            yield lane, Work(context, share, head_rows=prefill.head_rows(share))
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int:

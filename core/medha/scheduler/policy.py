@@ -17,6 +17,11 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+POLICIES = frozenset({"fcfs", "edf", "lrs", "srpt", "lars", "guarded"})
+"""Names of all policies."""
+CLOCK_POLICIES = frozenset({"fcfs", "edf", "guarded"})
+"""Policies whose keys are times on the clock; a message has them relative to the time at which it is sent."""
+
 _SMALLEST_SECONDS = 1e-6  # a division by the work of an empty prefill must not fail
 _FIRST_ROWS = 64  # a step rarely reads more
 _GROWTH = 8

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from sys import maxsize
 
 from medha.shards import ShardMap
 from medha.slo import Targets
-from medha.wire.messages import Submit
+from medha.wire.messages import PromptLogprobs, Submit
 
 NOWHERE = -1
 """Lane of a request that holds no KV, and row of a request that has none in the table."""
@@ -52,10 +53,17 @@ class Request:
     length: int
     limit_tokens: int  # upper bound of prompt plus output
     reservation_tokens: int  # KV that it reserves at admission
+    turn: float = -inf  # of its owner when it arrived (`medha.scheduler.attained_service`)
+    contested_until: float = -inf  # deadline up to which not all of its router's sequences can be on time
+    most_tokens: int = 0  # KV that it can need at most
+    service_class: str = "default"
+    expected_output_tokens: int = 0  # whole output that was expected when it began to wait
+    asides: int = 0  # how often it has stepped aside
     may_spread: bool = False  # its KV may be split over several lanes
     row: int = NOWHERE  # in the table of requests, while it has prompt left to dispatch
     lane: int = NOWHERE  # the lane that computes it
     reserved_tokens: int = 0  # tokens that its blocks can hold
+    counted_blocks: int = 0  # of KV, that count for its owner (`medha.scheduler.owner_places`)
     shard_map: ShardMap | None = None  # once it holds KV
     is_spread: bool = False  # several lanes hold its KV, or will
     in_ring: bool = False  # all of its lanes compute its prompt together (context parallelism)
@@ -71,6 +79,10 @@ class Request:
     emitted: int = 0  # tokens sampled here
     steps_in_flight: int = 0
     ended: bool = False  # no more steps; its KV waits in quarantine for those in flight
+    steps_aside: bool = False  # it gives its KV back, and then waits to compute it again
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the chunks that are computed
+    grammar: str = ""  # name of its grammar; empty: it has none
+    awaits_grammar: bool = False  # not compiled yet: the last position of its prompt is not computed before
 
     @property
     def deadline(self) -> float:
@@ -81,6 +93,42 @@ class Request:
     def known_tokens(self) -> int:
         """Number of tokens whose ids exist."""
         return self.length - self.runs_ahead
+
+    @property
+    def output_tokens(self) -> int:
+        """Number of output tokens, those sampled elsewhere or before it stepped aside included."""
+        return self.known_tokens - self.submit.prompt_length
+
+    @property
+    def has_output_in_prompt(self) -> bool:
+        """True if it has output that was sampled here, or elsewhere, before its present prefill."""
+        return self.submit.tokens > self.submit.prompt_length
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the log-probabilities of its prompt are asked for and have not been sent yet."""
+        return self.submit.sampling.prompt_logprobs is not None and not self.has_output_in_prompt
+
+    @property
+    def may_dispatch_to(self) -> int:
+        """Position up to which it may be dispatched now, on the lanes that take part."""
+        return min(self.length - self.awaits_grammar, self.joins_at)
+
+    @property
+    def stalls(self) -> bool:
+        """True if none of its tokens can be computed before its grammar is compiled."""
+        if not self.awaits_grammar:
+            return False
+        there = self.dispatched
+        if self.waits:
+            is_shared = self.prompt.sharing is not None or self.prompt.prefilling
+            there = self.submit.tokens - 1 if is_shared else self.cached_tokens
+        return there >= self.length - 1
+
+    @property
+    def may_outgrow(self) -> bool:
+        """True if it may come to need more KV than it holds."""
+        return self.reserved_tokens < self.most_tokens
 
     @property
     def continues(self) -> bool:

@@ -7,8 +7,11 @@ and nowhere else; the constant ones are copied when the row is added, and its la
 
     column                            written by
     arrival, deadline, work, tie,     `add`: constant
-    long, spread
+    long, spread, owner,
+    contested
+    turn                              `add`, `prefilled`
     remaining, busy                   `add`, `needs`, `progressed`
+    begun                             `add`, `progressed`
     busy_until                        `add`, `needs`
     needed, held, misfit              `add`, `needs`, `misfits`; while it waits
     lane                              `add`, `place`
@@ -31,6 +34,7 @@ import numpy.typing as npt
 
 from medha.cost.prefill_seconds import Alone
 from medha.scheduler.guarded import Plan
+from medha.scheduler.owner_places import OwnerPlaces
 from medha.scheduler.policy import Bools, Columns, Floats, Ints
 from medha.scheduler.request import NOWHERE, Request
 
@@ -50,6 +54,9 @@ class Capacity:
     of_all_lanes: int  # for requests that may be split over several lanes
     of_longs: int | None = None  # what is left of the share of long requests; None: no limit
     starts_long: bool = True  # whether another long request may begin its prefill
+    over: tuple[int, ...] = ()  # owners that must leave running places or KV to others, by number
+    over_kv: bool = False  # one of them holds too much KV
+    above_share: tuple[int, ...] = ()  # owners whose requests that are not long may not claim KV
 
 
 class RequestTable:
@@ -61,12 +68,14 @@ class RequestTable:
         self._by_id: dict[str, Request] = {}
         self.waiting = 0
         """Number of requests that hold no KV."""
+        self.owners = OwnerPlaces()
+        """The numbers of requests of each owner that wait, and that hold KV."""
         self._ended = 0  # requests whose KV waits in quarantine
         self.rows: list[Request] = []
         """Requests by row: those that wait, and those whose prefill is not wholly dispatched."""
         # Columns of one type share one array, so that a row moves in four operations.
-        self._seconds: Floats = np.zeros((9, _FIRST_CAPACITY), dtype=np.float64)
-        self._counts: Ints = np.zeros((2, _FIRST_CAPACITY), dtype=np.int64)
+        self._seconds: Floats = np.zeros((11, _FIRST_CAPACITY), dtype=np.float64)
+        self._counts: Ints = np.zeros((4, _FIRST_CAPACITY), dtype=np.int64)
         self._lane: _Lanes = np.zeros(_FIRST_CAPACITY, dtype=np.int16)  # NOWHERE while it waits
         self._flags: Bools = np.zeros((4, _FIRST_CAPACITY), dtype=np.bool_)
         self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, sorted by due time
@@ -75,7 +84,9 @@ class RequestTable:
         self._name_columns()
 
     def _name_columns(self) -> None:
-        arrival, deadline, work, remaining, busy, busy_until, due, revised_deadline, patience = self._seconds
+        (arrival, deadline, work, remaining, busy, busy_until, due, revised, patience, turn, contested) = (
+            self._seconds
+        )
         self._arrival: Floats = arrival
         self._deadline: Floats = deadline
         self._work: Floats = work
@@ -83,10 +94,14 @@ class RequestTable:
         self._busy: Floats = busy  # the part of it that keeps a stage busy
         self._busy_until: Floats = busy_until  # the deadline of that part
         self._due: Floats = due
-        self._revised_deadline: Floats = revised_deadline
+        self._revised_deadline: Floats = revised
         self._patience: Floats = patience  # time before which a demoted long request does not claim KV
-        tie, needed = self._counts
+        self._turn: Floats = turn  # of its owner
+        self._contested: Floats = contested  # deadline up to which its router cannot serve all in time
+        tie, needed, owner, begun = self._counts
         self._tie: Ints = tie
+        self._owner: Ints = owner  # its number
+        self._begun: Ints = begun  # tokens of its prompt that are dispatched, and were not cached
         self._needed: Ints = needed  # KV blocks needed for admission; 0 once admitted
         long, spread, held, misfit = self._flags
         self._long: Bools = long
@@ -151,7 +166,11 @@ class RequestTable:
         self._revised_deadline[row] = self._patience[row] = np.inf
         self._work[row] = work_seconds
         self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
+        self._turn[row] = request.turn
+        self._contested[row] = request.contested_until
         self._tie[row] = request.tie
+        self._begun[row] = 0
+        self._owner[row] = self.owners.arrive(request.submit.owner, is_long=request.is_long)
         self._set_needed(request, needed_blocks)
         self._lane[row] = request.lane
         self._long[row] = request.is_long
@@ -185,29 +204,36 @@ class RequestTable:
     def place(self, request: Request) -> None:
         """Record that a waiting request now holds KV and runs on its lane."""
         self.waiting -= 1
+        self.owners.place(request.submit.owner, is_long=request.is_long)
         self._lane[request.row] = request.lane
         self._needed[request.row] = 0
 
     def progressed(self, request: Request, left: Alone) -> None:
-        """Update the uncorrected remaining work of a prefill."""
+        """Update the uncorrected remaining work of a prefill, and the part of it that is done."""
         self._remaining[request.row], self._busy[request.row] = left.seconds, left.busy_seconds
+        self._begun[request.row] = max(request.dispatched - request.cached_tokens, 0)
 
     def stop(self, request: Request) -> None:
         """Record that a request with KV gets no more steps."""
         self._ended += 1
-        self.prefilled([request])
+        self._leave_rows([request], served=False)
 
     def remove(self, request: Request) -> None:
         """Remove a request that waits, or that has ended and holds no KV any more."""
         del self._by_id[request.id]
         if request.waits:
             self.waiting -= 1
-            self.prefilled([request])
+            self._leave_rows([request], served=False)
         else:
             self._ended -= 1
+        self.owners.leave(request.submit.owner, waited=request.waits, is_long=request.is_long)
 
     def prefilled(self, requests: Iterable[Request]) -> None:
         """Remove the rows of requests with no prompt left to dispatch; one without a row is ignored."""
+        self._leave_rows(requests, served=True)
+
+    def _leave_rows(self, requests: Iterable[Request], *, served: bool) -> None:
+        """Remove the rows of requests; `served`: they were prefilled, and take the earliest turns of their owners."""
         by_row = self.rows
         before = len(by_row)
         gone: list[int] = []
@@ -216,9 +242,12 @@ class RequestTable:
             row = request.row
             if row == NOWHERE:
                 continue
+            at = moved.pop(row, row)
+            if self.owners.has_several(request.submit.owner):
+                self._take_turn(at, before, served=served)
             replacement = by_row.pop()
             last = len(by_row)
-            gone.append(moved.pop(row, row))
+            gone.append(at)
             request.row = NOWHERE
             if row != last:
                 moved[row] = moved.pop(last, last)
@@ -232,6 +261,14 @@ class RequestTable:
             self._counts[:, to] = self._counts.take(source, axis=1)
             self._flags[:, to] = self._flags.take(source, axis=1)
             self._lane[to] = self._lane[source]
+
+    def _take_turn(self, row: int, rows: int, *, served: bool) -> None:
+        """Let a row leave with the earliest turn of its owner's rows, or with the latest one if it is not served."""
+        own = (self._owner[:rows] == self._owner[row]).nonzero()[0]
+        turns = self._turn[own]
+        other = own[turns.argmin() if served else turns.argmax()]
+        self._turn[other] = self._turn[row]
+        self._owner[row] = 0  # of nobody: the next one that leaves with it does not find it
 
     def _leave_order(self, before: int, gone: list[int], moved: dict[int, int]) -> None:
         """Remove `gone` of the `before` rows from the order, and renumber the rows that will move."""
@@ -268,6 +305,17 @@ class RequestTable:
             self._by_due[:rows] = np.insert(others, place, row)
 
     # --- views and queries for decisions ------------------------------------------------------------
+
+    @property
+    def contested_until(self) -> float:
+        """The deadline up to which, as routers said, not all of their sequences can be on time; -inf: all can."""
+        return float(self._contested[: len(self.rows)].max(initial=-inf))
+
+    @property
+    def turns(self) -> tuple[Ints, Floats, Ints]:
+        """The number of each row's owner, the turn that the row has, and the tokens of it that are served."""
+        rows = len(self.rows)
+        return self._owner[:rows], self._turn[:rows], self._begun[:rows]
 
     def columns(self, correction: float) -> Columns:
         """Return a view for policies, with corrected remaining work."""
@@ -306,6 +354,10 @@ class RequestTable:
     def needed_blocks(self, request: Request) -> int:
         """Return how many free KV blocks a waiting request needs to be admitted."""
         return self._needed.item(request.row)
+
+    def owner_number(self, request: Request) -> int:
+        """Return the number of a waiting request's owner."""
+        return self._owner.item(request.row)
 
     def is_held(self, request: Request) -> bool:
         """Return whether a waiting request waits for a prefill that it will share."""
@@ -367,7 +419,7 @@ class RequestTable:
         return found
 
     def admissible(self, room: Capacity) -> Bools:
-        """Return flags of the waiting rows that find enough free KV and wait for no prefill that they will share."""
+        """Return flags of the waiting rows that find enough free KV and a place, and wait for no prefill of others."""
         rows = len(self.rows)
         refused = self._without(room)
         if not room.starts_long:
@@ -375,15 +427,17 @@ class RequestTable:
         elif room.of_longs is not None and self._most_needed > room.of_longs:
             refused |= self._long[:rows] & (self._needed[:rows] > room.of_longs)
         refused |= self._held[:rows]
+        if room.over:
+            refused |= np.isin(self._owner[:rows], room.over)
         refused |= self._lane[:rows] != NOWHERE
         return np.logical_not(refused, out=refused)
 
     def late_without_capacity(self, room: Capacity, now: float, correction: float) -> Request | None:
         """Return the late waiting request that lacks only free KV and has the earliest deadline.
 
-        A request is late if it has no slack left. A long one may lack its share of KV instead. A demoted
-        long request that lacks its share counts as late only once its revised deadline is, or was, near:
-        before that, others can still be on time.
+        A request is late if it has no slack left. If the owner of others holds too much KV, short requests count as
+        late. A long one may lack its share of KV instead. A demoted long request that lacks its share counts as late
+        only once its revised deadline is, or was, near: before that, others can still be on time.
         """
         rows = len(self.rows)
         least = room.of_one_lane if room.of_longs is None else min(room.of_one_lane, room.of_longs)
@@ -398,6 +452,10 @@ class RequestTable:
             lacking |= self._misfit[:rows]
         found = lacking.nonzero()[0]  # usually few; only these are examined further
         found = found[(self._lane[found] == NOWHERE) & ~self._held[found]]
+        if room.over:
+            found = found[~np.isin(self._owner[found], room.over)]
+        if room.above_share:
+            found = found[self._long[found] | ~np.isin(self._owner[found], room.above_share)]
         needed, is_long = self._needed[found], self._long[found]
         together = np.where(self._spread[found], max(room.of_all_lanes, room.of_one_lane), room.of_one_lane)
         lacks = (needed > together) | self._misfit[found]
@@ -409,6 +467,8 @@ class RequestTable:
             lacks |= lacks_share
         remaining = self._remaining[found] * correction
         late = lacks & (self._deadline[found] - remaining < now)
+        if room.over_kv:
+            late |= lacks & ~is_long
         if self._keeps_order and lacks_share.any():
             due, busy_until = self._due[found], self._busy_until[found]
             near = due + (self._deadline[found] - busy_until) - NEAR_REVISED_DEADLINE * remaining
@@ -417,15 +477,17 @@ class RequestTable:
             late &= ~lacks_share | (patience <= now)
         return self._earliest(found[late])
 
-    def late(self, now: float, correction: float) -> Request | None:
+    def late(self, room: Capacity, now: float, correction: float) -> Request | None:
         """Return the waiting request with the earliest deadline among those without slack.
 
-        Requests that wait for a prefill that they will share do not count.
+        Requests that wait for a prefill that they will share, or for others to take places, do not count.
         """
         rows = len(self.rows)
         late = self._deadline[:rows] - self._remaining[:rows] * correction < now
         late &= self._lane[:rows] == NOWHERE
         late &= ~self._held[:rows]
+        if room.over:
+            late &= ~np.isin(self._owner[:rows], room.over)
         return self._earliest(late.nonzero()[0])
 
     def _earliest(self, rows: Ints) -> Request | None:

@@ -64,8 +64,10 @@ class Sharing:
     def computed(self, request: Request) -> None:
         """Record a computed chunk: others may find it cached, and fork the prompt once it is complete."""
         ready = self._followers_of_prefixes.computed(request)
-        if request.computed >= request.prompt.tokens:
+        is_whole = request.computed >= request.prompt.tokens
+        if is_whole:
             self._share(request.prompt)
+        if is_whole or request.stalls:
             ready += self._followers_of_prefixes.ended(request)
         self._update_all(ready)
 
@@ -148,7 +150,7 @@ class Sharing:
 
     def _busy_until(self, request: Request, left: Alone) -> float:
         """Return when the last chunk must leave a stage to be out of the pipeline by the deadline."""
-        return request.deadline - left.drain_seconds * self._predictor.correction
+        return request.deadline - left.drain_seconds * self._predictor.correction.prefill
 
 
 def _is_held(request: Request) -> bool:

@@ -147,8 +147,10 @@ class CoreStatus(_Model):
     kv: int
     policy: str
     block_size_tokens: int
-    correction: float
-    """Observed divided by predicted step time, as learned by the predictor."""
+    decode_correction: float
+    """Observed divided by predicted time of decodes, as learned by the predictor."""
+    prefill_correction: float
+    """Observed divided by predicted time of prefills, as learned by the predictor."""
     running: int
     waiting: int
     pending_prefill_seconds: float
@@ -183,7 +185,8 @@ def status(
         kv=config.topology.kv,
         policy=config.scheduling.policy,
         block_size_tokens=config.block_size_tokens,
-        correction=core.predictor.correction,
+        decode_correction=core.predictor.correction.decode,
+        prefill_correction=core.predictor.correction.prefill,
         running=load.running,
         waiting=load.waiting,
         pending_prefill_seconds=load.pending_prefill_seconds,

@@ -20,7 +20,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import NOWHERE, Request
 from medha.scheduler.request_table import NEAR_REVISED_DEADLINE, RequestTable
 from medha.scheduler.sharing import Sharing
-from medha.wire.messages import Admit, Extent, StepEntry
+from medha.wire.messages import Admit, Extent, PolicyTerms, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
 """Gives KV to a waiting prefill and updates it; returns False if it gets none or cannot take part in the step."""
@@ -153,7 +153,7 @@ class StepBuilder:
                 lanes,
                 now,
                 packed.predicted_seconds,
-                alone_seconds * self._predictor.correction,
+                alone_seconds * self._predictor.correction.prefill,
                 with_decodes=targets is not None,
                 continues=continues,
             )
@@ -196,6 +196,10 @@ class StepBuilder:
         go_on = [request for request, _ in prefills if request.row != NOWHERE]
         for request in go_on:
             self._progressed(request)
+            if (
+                request.is_long and request.stalls
+            ):  # one token is left: other long prompts need not wait for that
+                self._admission.prefilled(request)
         alone_seconds -= self._table.busy_seconds(go_on)
         return alone_seconds, bool(go_on)
 
@@ -205,23 +209,33 @@ class StepBuilder:
         if not self.admit(request, admits):
             return False
         context, is_long = request.dispatched, request.dispatched >= self._long_threshold_tokens
-        remaining = min(request.length, request.joins_at) - context
+        stop = request.may_dispatch_to
+        remaining = stop - context
         prefill.moved = (context, remaining, request.lane) != (
             prefill.context,
             prefill.remaining,
             prefill.lane,
         )
         prefill.context, prefill.remaining, prefill.is_long = context, remaining, is_long
-        prefill.rest, prefill.lane = max(request.length - request.joins_at, 0), request.lane
+        prefill.rest, prefill.lane = request.length - stop, request.lane
         if request.in_ring:
             prefill.moved, prefill.in_ring, prefill.lane_tokens = True, True, request.lane_tokens
         prefill.waits = not request.runs_on(lanes)  # its cached prefix may couple further lanes
-        return not prefill.waits
+        return not prefill.waits and remaining > 0
+
+    def work_ahead(self, now: float) -> tuple[tuple[float, float], ...]:
+        """Return how much pending work has at most a certain key of the policy (`Announce.work_ahead`)."""
+        return self._prefill_order.work_ahead(self._table, self._predictor.correction.prefill, now)
+
+    @property
+    def policy_terms(self) -> PolicyTerms:
+        """The policy, as a replica announces it."""
+        return self._prefill_order.terms
 
     def admit(self, request: Request, admits: list[Admit]) -> bool:
         """Give KV to a waiting request; return False if there is none for it."""
         pending_seconds = self._pending_seconds()
-        if not request.waits or self._admission.is_full:
+        if not request.waits or not self._admission.has_place(request):
             return False
         if self._admission.lane_for(request, self._all_lanes, pending_seconds) is None:
             return False
@@ -287,10 +301,12 @@ class StepBuilder:
         )
 
     def _pending_seconds(self) -> list[float]:
+        """Return `pending_by_lane` if there is a choice of lanes."""
+        return [0.0] if self._has_one_lane else self.pending_by_lane()
+
+    def pending_by_lane(self) -> list[float]:
         """Return the prefill seconds ahead of a new request on each lane, steps in flight included."""
-        if self._has_one_lane:
-            return [0.0]
-        admitted = self._table.remaining_by_lane(len(self._lanes)) * self._predictor.correction
+        admitted = self._table.remaining_by_lane(len(self._lanes)) * self._predictor.correction.prefill
         return [
             seconds + sum(lane.in_flight_seconds.values())
             for lane, seconds in zip(self._lanes, admitted.tolist(), strict=True)
@@ -325,7 +341,9 @@ class StepBuilder:
         table = self._table
         if not table.rows:
             return
-        ordered = self._prefill_order.select(table, self._predictor.correction, self._pace.of_prefills, now)
+        ordered = self._prefill_order.select(
+            table, self._predictor.correction.prefill, self._pace.of_prefills, now
+        )
         if self._prefill_order.can_demote:
             self._sharing.leave_demoted()
         seen = np.zeros(len(table.rows), dtype=np.bool_)
@@ -343,6 +361,8 @@ class StepBuilder:
             for row in ordered(eligible):
                 request = table.rows[row]
                 seen[row] = True
+                if request.stalls:
+                    continue
                 lane: int | None = request.lane
                 if lane == NOWHERE:
                     if request.is_long and self._defers_to_others(request, now):
@@ -370,33 +390,33 @@ class StepBuilder:
 
     def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
         """Return which of `lanes` has KV for a waiting request now, if any."""
-        if self._admission.is_full or self._table.is_held(request):
+        if not self._admission.has_place(request) or self._table.is_held(request):
             return None
         return self._admission.lane_for(request, lanes, self._pending_seconds())
 
     def _candidate(self, request: Request, lane: int, now: float) -> PrefillCandidate:
         """Return a request as a candidate for the packer; `lane` computes it, or would."""
-        dispatched, length, joins_at = request.dispatched, request.length, request.joins_at
+        dispatched, stop = request.dispatched, request.may_dispatch_to
         waits = request.lane == NOWHERE
         if waits and request.prompt.sharing is not None:
             dispatched = request.submit.tokens - 1
         is_long = dispatched >= self._long_threshold_tokens
         relative_slack = 0.0
         if is_long:
-            relative_slack = self._table.relative_slack(request, now, self._predictor.correction)
+            relative_slack = self._table.relative_slack(request, now, self._predictor.correction.prefill)
         candidate = PrefillCandidate(
             request.id,
             dispatched,
-            length - dispatched,
+            stop - dispatched,
             is_long,
             relative_slack,
             lane,
             waits=waits,
             of_long_prompt=request.is_long,
             in_ring=request.in_ring,
+            scores_prompt=request.scores_prompt,
+            rest=request.length - stop,
         )
-        if length > joins_at:
-            candidate.remaining, candidate.rest = joins_at - dispatched, length - joins_at
         if len(request.lanes) > 1:
             candidate.lane_tokens = request.lane_tokens
         return candidate

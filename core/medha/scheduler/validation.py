@@ -23,20 +23,24 @@ def limit_tokens(config: ReplicaConfig, submit: Submit) -> int:
     return limit if requested is None else min(limit, submit.prompt_length + requested)
 
 
-def reservation_tokens(config: ReplicaConfig, submit: Submit) -> int:
-    """Return the KV tokens to reserve for a request: prompt and output.
+def most_tokens(config: ReplicaConfig, submit: Submit) -> int:
+    """Return the most KV tokens that a request can need: prompt and output up to its limit.
 
-    The output counts with the request's `max_tokens`, or else with its class's usual output. Nothing is
-    reserved for the last sampled token: its KV is never computed.
+    The last sampled token needs none: its KV is never computed. Without `max_tokens`, the pool is a limit, too.
     """
-    limit = limit_tokens(config, submit)
+    most = max(limit_tokens(config, submit) - 1, submit.tokens)
     if submit.sampling.max_tokens is None:
-        usual = config.service_classes[class_name(config, submit)].default_output_tokens
-        limit = min(limit, submit.tokens + usual, max(config.pool_tokens, submit.tokens + 1))
-    return max(limit - 1, submit.tokens)
+        most = min(most, max(config.pool_tokens, submit.tokens))
+    return most
 
 
-def may_spread(config: ReplicaConfig, submit: Submit) -> bool:
+def reservation_tokens(config: ReplicaConfig, submit: Submit, expected_output_tokens: int) -> int:
+    """Return the KV tokens to reserve for prompt and output, of which `expected_output_tokens` are expected."""
+    expected = submit.prompt_length + expected_output_tokens - 1
+    return max(min(expected, most_tokens(config, submit)), submit.tokens)
+
+
+def may_spread(config: ReplicaConfig, submit: Submit, reservation_tokens: int) -> bool:
     """Return whether a request's KV may be split over several lanes.
 
     It is if the prompt exceeds a lane's share, or the whole reservation exceeds a lane.
@@ -44,7 +48,7 @@ def may_spread(config: ReplicaConfig, submit: Submit) -> bool:
     if config.topology.kv == 1:
         return False
     share = max(config.tokens_per_lane, -(-submit.tokens // config.topology.kv))
-    return submit.tokens > share or reservation_tokens(config, submit) > config.kv_tokens
+    return submit.tokens > share or reservation_tokens > config.kv_tokens
 
 
 def malformed(submit: Submit, known_tokens: int | None) -> str | None:
@@ -54,14 +58,21 @@ def malformed(submit: Submit, known_tokens: int | None) -> str | None:
     """
     if not 1 <= submit.prompt_length <= submit.tokens:
         return f"prompt_length {submit.prompt_length} of {submit.tokens} tokens"
-    seconds = (submit.age_seconds, submit.deadline_after_seconds or 0, submit.tpot_target_seconds or 0)
+    seconds = (
+        submit.age_seconds, submit.deadline_after_seconds or 0, submit.tpot_target_seconds or 0, submit.contested_seconds
+    )  # fmt: skip
     if not all(map(isfinite, seconds)):
-        return f"age, deadline and TPOT target must be finite: {seconds} seconds"
+        return f"age, deadline, TPOT target and contested time must be finite: {seconds} seconds"
     logprobs = submit.sampling.logprobs
     if logprobs is not None and logprobs < 0:
         return (
             f"sampling.logprobs is {logprobs}; it must be null or a number of most probable tokens, 0 or more"
         )
+    asked = submit.sampling.prompt_logprobs
+    if asked is not None and asked < 0:
+        return f"sampling.prompt_logprobs is {asked}; it must be null or a number of most probable tokens, 0 or more"
+    if asked is not None and known_tokens is not None and submit.tokens == submit.prompt_length:
+        return f"prompt {submit.prompt} is another request's, too; one that asks for prompt_logprobs needs its own"
     if known_tokens not in (None, submit.tokens):
         return f"prompt {submit.prompt} has {known_tokens} tokens, not {submit.tokens}"
     return None
@@ -73,6 +84,6 @@ def unservable(config: ReplicaConfig, submit: Submit) -> Refusal | None:
         return "unknown_class", f"service class {submit.service_class!r} is not one of the replica's"
     if submit.prompt_length >= config.max_model_len:
         return "too_long", f"{submit.tokens} tokens; maxModelLen is {config.max_model_len}"
-    if reservation_tokens(config, submit) > config.pool_tokens:
+    if most_tokens(config, submit) > config.pool_tokens:
         return "too_long", f"{submit.tokens} tokens; the KV pool holds {config.pool_tokens}"
     return None

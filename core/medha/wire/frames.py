@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import SchemaSerializer, SchemaValidator, from_json
 
 from medha.errors import WireInvalid
-from medha.wire.messages import Message
+from medha.wire.messages import Message, SteppedAside
 
 VERSION = 1
 TOKENS_PER_FRAME = 262_144
@@ -106,16 +106,20 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | 
     return message, memoryview(frames[1]) if expected == 2 else None
 
 
-def digest(messages: Sequence[Message]) -> str:
+def digest(messages: Sequence[Message | SteppedAside]) -> str:
     """Return a 64-bit hexadecimal digest of the frames of `messages`; "" for no messages.
 
-    Equal lists have equal digests.
+    Equal lists have equal digests. A `SteppedAside` stays inside a controller and has no frame; it counts with its
+    fields.
     """
     if not messages:
         return ""
     joined = blake2b(digest_size=8)
     for message in messages:
-        joined.update(bytes(encode(message)[0]))
+        if isinstance(message, SteppedAside):
+            joined.update(repr(message).encode())
+        else:
+            joined.update(bytes(encode(message)[0]))
     return joined.hexdigest()
 
 

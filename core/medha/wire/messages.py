@@ -21,6 +21,9 @@ The life of a request, as messages::
                                <--- StageFree, Done(samples)
       <------- Emit, Emit, Emit(finish_reason)
       Cancel  ------->         Step(releases, forgets) --->
+
+A replica may have several routers. Each has its own requests there, and all hear the replica's announcements.
+Routers open no connections to each other: replicas pass on what one has to say to the others (`RouterUse`).
 """
 
 from __future__ import annotations
@@ -30,15 +33,22 @@ from typing import Literal
 
 from medha.shards import Segment, Striping
 
+HEARTBEAT_SECONDS = 0.5
+"""Seconds between two heartbeats of a replica; a router counts it as lost after several without one."""
+
+BEATS = b"/beats"
+"""Suffix of a control link's identity in the identity of its heartbeats' connection."""
+
 FinishReason = Literal["stop", "length"]
 """Reason why a replica ends a request: a stop token id was sampled, or a token limit was reached."""
 
 RefusalReason = Literal["capacity", "too_long", "draining", "not_ready", "unknown_class", "invalid"]
 """Reason why a replica refuses a request. `capacity`, `draining` and `not_ready` may succeed elsewhere or later."""
 
-FailureReason = Literal["out_of_memory", "not_finite", "rank_lost", "internal"]
-"""Reason why a replica ends an accepted request through no fault of the client. `not_finite`: the model's
-outputs are NaN or infinite."""
+FailureReason = Literal["out_of_memory", "not_finite", "rank_lost", "internal", "grammar", "grammar_late"]
+"""Reason why a replica ends an accepted request. `not_finite`: the model's outputs are NaN or infinite. `grammar`: the
+request's grammar takes too much time or memory to follow. `grammar_late`: it was not compiled in time, perhaps because of
+other requests' grammars. All but `grammar` are through no fault of the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,13 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's EOS ids
     ignore_eos: bool = False  # the model's EOS ids do not stop the sequence
     min_tokens: int = 0  # no stop token is sampled before
-    max_tokens: int | None = None  # None: until EOS, maxModelLen or the end of unreserved KV
+    max_tokens: int | None = None  # None: until EOS, maxModelLen or the end of the KV pool
+    prompt_logprobs: int | None = None
+    """None: none are returned; k: those of the prompt's tokens and of the k most probable ones. The whole prompt is then
+    computed, whatever is cached of it, so such a sequence has a prompt of its own."""
+    grammar: str = ""
+    """Grammar of the output in the form that llguidance reads (docs/structured-output.md); empty: any text. In an `Admit`
+    it is the name of a `CompileGrammar` that was sent before."""
 
 
 # --- router -> replica -------------------------------------------------------------------------------
@@ -102,6 +118,9 @@ class Submit:
     service_class: str = "default"
     sampling: Sampling = field(default_factory=Sampling)
     block_hashes: str = ""  # of the prompt's whole blocks (`medha.kv.prefix_cache`); set by the replica only
+    owner: str = ""  # opaque; requests of one owner compete as one (`medha.scheduler.owner_turns`)
+    trace: str = ""  # W3C `traceparent` of this attempt, a space and `tracestate`; empty: it is not traced. No decision reads it
+    contested_seconds: float = 0.0  # of the deadlines within this time, its router cannot meet all; 0: it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +137,48 @@ class FetchBundle:
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class WatchProgress:
+    """Somebody watches this router: report the progress of requests for `seconds` seconds."""
+
+    seconds: float
+
+
+# --- router -> replica -> other routers --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """The use of an API key by the clients of one router, since the router last knew the key to be idle.
+
+    The levels are those of the key's buckets (`medha.routing.key_limits`), filled by the clients of all routers.
+    """
+
+    key: str
+    begun: int  # number of the report in which the totals began
+    requests: int
+    tokens: int
+    open_requests: int
+    requests_level: float = 0.0
+    tokens_level: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterUse:
+    """A router's report of every API key that is not idle; a replica passes it on to its other routers."""
+
+    router: str  # differs between two processes
+    number: int  # counts the router's reports, from 1; one may arrive several times, or after a later one
+    keys: tuple[KeyUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """A replica has lost its connection to a router, and with it the router's requests."""
+
+    router: str
+
+
 # --- replica -> router -------------------------------------------------------------------------------
 
 
@@ -131,6 +192,30 @@ class ServiceClassTerms:
     tpot_target_seconds: float
     tpot_floor_seconds: float
     default_output_tokens: int
+    max_wait_seconds: float | None = None  # longest predicted wait for the prefill to begin; None: any
+    expected_output_tokens: int = 0
+    """Output that the replica expects of a request, and reserves KV for; 0: it reserves all of `max_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """The load of one lane."""
+
+    kv_tokens_free: int  # that a request which arrives could get: neither reserved nor held for growth
+    pending_prefill_seconds: float  # prefills that hold KV, and steps in flight
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTerms:
+    """The policy by which a replica orders prefills, for routers that order by the same one.
+
+    The defaults are those of a replica of an earlier release, which announces none.
+    """
+
+    policy: str = "lrs"
+    lars_denominator: str = "work"
+    demoted_share: float = 0.1
+    grace_seconds: float = 0.5  # longest step of a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +239,40 @@ class Announce:
     waiting_limit: int  # requests the replica queues before it refuses with `capacity`
     service_classes: tuple[ServiceClassTerms, ...] = ()
     prefill_points: tuple[tuple[int, float], ...] = ()  # (prompt tokens, seconds of prefill alone), ascending
+    lanes: tuple[LaneLoad, ...] = ()  # by lane; empty in an earlier release
+    tokens_per_lane: int = 0  # prompt tokens of one request, before the next lane joins; 0: no limit
+    order: PolicyTerms = PolicyTerms()
+    work_ahead: tuple[tuple[float, float], ...] = ()
+    """Points (key, seconds), ascending: the pending prefill seconds, of all lanes together, of requests whose
+    key of the policy is at most that. Keys of `fcfs`, `edf` and `guarded` are relative to now."""
+    reports_progress: bool = False  # it understands `WatchProgress`
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkProgress:
+    """A chunk of a request's prompt that a step has computed; `is_first`: the step admitted the request."""
+
+    id: str
+    tokens: int
+    lane: int
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressReport:
+    """A report of what an event of a replica did to requests, of whatever router: a step's chunks, and steps aside.
+
+    It is sent ahead of the output of the same event, to routers that watch (`WatchProgress`).
+    """
+
+    chunks: tuple[ChunkProgress, ...] = ()
+    began_seconds: float = 0.0  # time since the step of `chunks` was launched
+    stepped_aside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The controller lives. Sent on a connection of its own, whose identity is the control link's and `BEATS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +301,26 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Natural-log probabilities of a prompt's tokens at the positions of `extents`, each given all tokens before it.
+
+    One number for each position, in the order of the extents; the most probable tokens of a position follow those of the
+    position before, and there are equally many of each.
+    """
+
+    extents: tuple[Extent, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]  # of the token among all tokens; 1 is the most probable one
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    @property
+    def alternatives(self) -> int:
+        """Number of most probable tokens at each position."""
+        return len(self.top_ids) // len(self.logprobs) if self.logprobs else 0
+
+
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Emit:
     """Output tokens of a request, in order. If a stop token id ended the request, it is the last of `tokens`."""
@@ -191,6 +330,9 @@ class Emit:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int = 0  # prompt tokens whose KV was cached; sent with the first output token
+    prompt_logprobs: PromptLogprobs | None = (
+        None  # of all positions but the first; sent with the first output token
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +488,26 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class CompileGrammar:
+    """Ranks that sample compile a grammar, report it, and keep it until `DropGrammar`.
+
+    This and `DropGrammar` are handled as soon as they arrive, also while a step runs.
+    """
+
+    name: str
+    grammar: str  # in the form that llguidance reads
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DropGrammar:
+    """No sequence will need a grammar any more, other than those that are admitted already."""
+
+    name: str
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Rendezvous:
     """A new epoch begins: every rank drops its work and all requests, and joins the rendezvous.
 
@@ -384,6 +546,8 @@ class StepProfile:
     sequence_seconds: float  # each sequence of a step, for its own attention call and sampling
     token_points: tuple[tuple[int, float], ...] = ()  # (tokens of a step, seconds of all linear layers)
     query_points: tuple[tuple[int, float], ...] = ()  # (queries of a sequence, seconds for each of its keys)
+    head_seconds_per_row: float = 0.0  # of `sequence_seconds`, the part of the output head among many rows
+    mask_seconds_per_row: float = 0.0  # what a sequence that follows a grammar costs beyond that
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +634,17 @@ class Done:
     block_hashes: tuple[
         tuple[str, str], ...
     ] = ()  # (request, hash) of blocks that samples filled; set by the controller's process, not by ranks
+    prompt_logprobs: tuple[tuple[str, PromptLogprobs], ...] = ()  # by request, of the positions of this step
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The rank that samples for a lane has compiled a grammar, or cannot: `fault` says why."""
+
+    name: str
+    lane: int = 0
+    fault: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,12 +759,26 @@ class Drain:
     """Accept no new request; finish the running ones."""
 
 
-ControllerEvent = Submit | Cancel | StageFree | Done | Drain
-ControllerCommand = Step | Emit | Refused | Failed
+@dataclass(frozen=True, slots=True)
+class SteppedAside:
+    """A running sequence has given its KV back, and waits to compute it again.
+
+    Its next `Admit` names `prompt`, whose ids are the `tokens` known ones: those of the prompt `source`, and the
+    output tokens emitted since it was admitted with that. Without such output, `prompt` is `source`.
+    """
+
+    id: str
+    prompt: str
+    source: str
+    tokens: int
+
+
+ControllerEvent = Submit | Cancel | StageFree | Done | GrammarReady | Tick | Drain
+ControllerCommand = Step | Emit | Refused | Failed | SteppedAside | CompileGrammar | DropGrammar
 
 Message = (
-    Tokens | Submit | Cancel | FetchBundle | Announce | BundlePart | Refused | Emit | Failed
-    | Rendezvous | Step | Trace | Shutdown | RankHello | RankReady | StageFree | Done | RankFault | RankOutOfMemory
-    | RankReport | RankXid | TracePart
+    Tokens | Submit | Cancel | FetchBundle | WatchProgress | RouterUse | RouterLost | Announce | ProgressReport | Heartbeat | BundlePart | Refused
+    | Emit | Failed | Rendezvous | Step | CompileGrammar | DropGrammar | Trace | Shutdown | RankHello | RankReady | StageFree | Done
+    | GrammarReady | RankFault | RankOutOfMemory | RankReport | RankXid | TracePart
 )  # fmt: skip
 """Every message that crosses a process border."""

@@ -1,4 +1,4 @@
-"""Heartbeats of parts: each sends a datagram every second to its supervisor, as services do to systemd.
+"""Heartbeats of parts: each sends a datagram every half second to its supervisor, as services do to systemd.
 
 The protocol is sd_notify(3): the environment variable NOTIFY_SOCKET names a socket, `WATCHDOG=1` is a
 heartbeat, and a line `X_MEDHA_STATE=` has the state of the part (`part_state`). The socket is a file that
@@ -28,12 +28,12 @@ SOCKET_NAME = "notify"
 """Name of the socket's file in the run directory."""
 
 SILENT_SECONDS = 5.0
-"""Longest silence of a part that works; it beats every second, from a thread that does nothing else."""
+"""Longest silence of a part that works; it beats twice a second, from a thread that does nothing else."""
 STOPPED_SECONDS = 2.0
 """The same for a part that the kernel reports as stopped: no slow machine looks so, and it stays stopped."""
 IMPORT_SECONDS = 60.0
 """The same for a part that has sent no heartbeat yet: its imports take seconds, on a busy machine many seconds."""
-POLL_SECONDS = 1.0  # interval between checks for silent parts
+POLL_SECONDS = 0.5  # interval between checks for silent parts
 DATAGRAM_BYTES = 8192
 CLOSE_SECONDS = 5.0  # longest wait for the listening thread to end; it blocks on nothing else
 AWAY_SECONDS = 3.0  # a longer gap between two checks: the supervisor or the whole machine stood still

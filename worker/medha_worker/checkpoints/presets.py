@@ -74,16 +74,27 @@ _UNREADABLE = (_BOS, _PAD, *range(_END + 1, len(_SPECIAL_TOKENS)), *range(101, 2
 
 _CHAT_TEMPLATE = """\
 {{- bos_token }}
-{%- for message in messages %}
-{%- if message['role'] not in ['system', 'user', 'assistant'] %}
-{{- raise_exception('role must be system, user or assistant, not ' + message['role']) }}
+{%- if tools %}
+{{- '<|system|>\\nCall a function by <tool_call>{"name": ..., "arguments": ...}</tool_call>. Functions:\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{{- '<|end|>\\n' }}
 {%- endif %}
-{{- '<|' + message['role'] + '|>\\n' }}
+{%- for message in messages %}
+{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
+{{- raise_exception('role must be system, user, assistant or tool, not ' + message['role']) }}
+{%- endif %}
+{{- '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>\\n' }}
+{%- if message['role'] == 'tool' %}{{- '<tool_response>\\n' }}{%- endif %}
 {%- if message['content'] is string %}
 {{- message['content'] }}
-{%- else %}
+{%- elif message['content'] is not none %}
 {%- for part in message['content'] %}{{ part['text'] }}{% endfor %}
 {%- endif %}
+{%- for call in message['tool_calls'] or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{%- if message['role'] == 'tool' %}{{- '\\n</tool_response>' }}{%- endif %}
 {{- '<|end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}

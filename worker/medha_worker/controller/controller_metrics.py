@@ -6,9 +6,9 @@ from collections import Counter as Counted
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from medha.metric_catalogue import CONTROLLER_METRICS, Metric
+from medha.metric_catalogue import CONTROLLER_METRICS, LOST_SPANS, Metric
 from medha.scheduler.controller import ReplicaController
-from medha.scheduler.history import Completed, Facts, Launched
+from medha.scheduler.history import Completed, Facts, Launched, OpenRequest
 from medha.scheduler.status_report import kv_by_lane
 
 
@@ -21,6 +21,8 @@ class Observer:
         self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
         self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
         self._totals = Counted[str]()
+        for reason in LOST_SPANS:
+            self.spans_lost(reason, 0)  # so that the first loss is an increase, too
 
     def observe(self, facts: Facts, handle_seconds: float) -> None:
         """Count the facts of one event, which the controller took `handle_seconds` to handle."""
@@ -32,10 +34,34 @@ class Observer:
         for launched in facts.launched:
             if launched.step.entries:
                 self._launched(launched)
+        for begun in facts.first_tokens:
+            if not begun.is_resumed and begun.prefill_at is not None:
+                self._of_class("queue_seconds", begun, begun.prefill_at - begun.arrived_at)
+                self._of_class("prefill_seconds", begun, begun.first_token_at - begun.prefill_at)
         for ended in facts.ended:
+            if ended.request is not None and ended.request.emitted and not ended.request.is_resumed:
+                self._whole(ended.request)
             self._counters["medha_sequences_finished"].labels(reason=ended.reason).inc()
+            request = ended.request
+            if ended.reason in ("stop", "length") and request is not None and request.expected_tokens > 0:
+                ratio = self._histograms["medha_output_expected_ratio"]
+                ratio.labels(service_class=request.service_class).observe(
+                    request.emitted / request.expected_tokens
+                )
+        for service_class in facts.stepped_aside:
+            self._counters["medha_sequences_stepped_aside"].labels(service_class=service_class).inc()
         for reason in facts.refused:
             self._counters["medha_sequences_refused"].labels(reason=reason).inc()
+
+    def _whole(self, request: OpenRequest) -> None:
+        """Count a sequence that has ended, and had a token."""
+        self._of_class("decode_seconds", request, request.last_token_at - request.first_token_at)
+        self._of_class("prompt_tokens", request, request.prompt_length)
+        self._of_class("output_tokens", request, request.emitted)
+
+    def _of_class(self, name: str, request: OpenRequest, value: float) -> None:
+        histogram = self._histograms[f"medha_sequence_{name}"]
+        histogram.labels(service_class=request.service_class).observe(value)
 
     def _launched(self, launched: Launched) -> None:
         for service_class, seconds in launched.slacks:
@@ -66,6 +92,10 @@ class Observer:
         """Count messages that were dropped, here or by ranks."""
         self._counters["medha_dropped_messages"].labels(link=link, reason=reason).inc(messages)
 
+    def spans_lost(self, reason: str, spans: int) -> None:
+        """Count spans of traces that are lost; it may be called from any thread."""
+        self._counters["medha_lost_spans"].labels(reason=reason).inc(spans)
+
     def refused(self, link: str, connections: int) -> None:
         """Count connections that were refused."""
         self._counters["medha_refused_connections"].labels(link=link).inc(connections)
@@ -80,6 +110,7 @@ class Observer:
             for state in ("free", "cached", "used", "reserved"):
                 self._gauges["medha_kv_blocks"].labels(lane=str(lane), state=state).set(getattr(kv, state))
         self._gauges["medha_kv_used_ratio"].set(pools.held_blocks / max(pools.blocks, 1))
+        self._gauges["medha_kv_growth_blocks"].set(core.growth_blocks)
         self._count_up("medha_prefix_cache_queried_tokens", pools.queried_tokens)
         self._count_up("medha_prefix_cache_hit_tokens", pools.hit_tokens)
         self._gauges["medha_sequences_running"].set(load.running)

@@ -64,6 +64,9 @@ class LockStep:
             return f"step {part.step_id} sampled token {outside[0]} of {vocab_size}"
         if not running.issuperset(failure.id for failure in part.failures):
             return f"step {part.step_id} does not run all of {[one.id for one in part.failures][:8]}"
+        strange = _strange_logprobs(part, running, vocab_size)
+        if strange is not None:
+            return f"step {part.step_id}: {strange}"
         return "ranks may not send block hashes" if part.block_hashes else None
 
     def unsampled(self, part: Done) -> list[str]:
@@ -128,4 +131,20 @@ class LockStep:
             failures=tuple(self._explained(failure, ranks) for one in parts for failure in one.failures),
             compute_seconds=max(one.compute_seconds for one in parts),
             lanes=lanes,
+            prompt_logprobs=tuple(scored for one in parts for scored in one.prompt_logprobs),
         )
+
+
+def _strange_logprobs(part: Done, running: Collection[str], vocab_size: int) -> str | None:
+    """Return what is wrong with log-probabilities of prompts, or None."""
+    for name, scored in part.prompt_logprobs:
+        count, tops = len(scored.logprobs), len(scored.top_ids)
+        if name not in running:
+            return f"{name} is not part of it, and has log-probabilities"
+        if sum(extent.count for extent in scored.extents) != count or len(scored.ranks) != count:
+            return f"{name} has {count} log-probabilities and {len(scored.ranks)} ranks for {scored.extents}"
+        if len(scored.top_logprobs) != tops or tops != count * scored.alternatives:
+            return f"{name} has {tops} alternatives with {len(scored.top_logprobs)} log-probabilities"
+        if any(not 0 <= token < vocab_size for token in scored.top_ids):
+            return f"{name} has an alternative that is no token of {vocab_size}"
+    return None

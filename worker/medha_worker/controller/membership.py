@@ -166,6 +166,8 @@ def implausible(ready: RankReady) -> str | None:
         ("linear_seconds_per_token", profile.linear_seconds_per_token, 0, MOST_SECONDS),
         ("attention_seconds_per_pair", profile.attention_seconds_per_pair, 0, MOST_SECONDS),
         ("sequence_seconds", profile.sequence_seconds, 0, MOST_SECONDS),
+        ("head_seconds_per_row", profile.head_seconds_per_row, 0, MOST_SECONDS),
+        ("mask_seconds_per_row", profile.mask_seconds_per_row, 0, MOST_SECONDS),
     ]
     for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
         for tokens, seconds in points:

@@ -1,6 +1,6 @@
 """`python -m medha_worker.controller`: the process that drives one ReplicaController in real time.
 
-It only moves messages: frames from the router and the ranks become events, and commands become frames. All
+It only moves messages: frames from routers and ranks become events, and commands become frames. All
 decisions are made in `medha.scheduler.controller`. It does not import torch.
 
 Token ids never enter the ReplicaController. This process keeps them under their prompt's name and sends them
@@ -30,34 +30,44 @@ from medha.api.replica import MedhaReplicaSpec, ServiceClass
 from medha.cost.cost_profile import Profile
 from medha.errors import ConfigInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
+from medha.replica_figures import replica_figures
 from medha.scheduler.controller import Load, ReplicaController
 from medha.scheduler.history import History
 from medha.scheduler.replica_config import ReplicaConfig, derive
+from medha.scheduler.request_progress import happenings, progress
+from medha.timeline import Timeline
 from medha.topology import Topology
 from medha.wire.frames import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha.wire.messages import (
     Announce,
     BundlePart,
     Cancel,
+    CompileGrammar,
     ControllerCommand,
     ControllerEvent,
     Done,
     Drain,
+    DropGrammar,
     Emit,
     Failed,
     FetchBundle,
+    GrammarReady,
     RankReady,
     RankReport,
     RankXid,
     Readiness,
     Refused,
+    RouterUse,
     ServiceClassTerms,
     StageFree,
     Step,
+    SteppedAside,
     StepProfile,
     Submit,
+    Tick,
     Tokens,
     TracePart,
+    WatchProgress,
 )
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair, read_public_key, read_public_keys, read_tokens
@@ -69,7 +79,7 @@ from medha_process.part_process import (
     log_failure,
     settings_option,
 )
-from medha_process.part_settings import ControllerSettings
+from medha_process.part_settings import ControllerSettings, RouterEndpoints
 from medha_process.part_state import PartState, Phase
 from medha_process.watchdog import Watchdog
 from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
@@ -77,18 +87,25 @@ from medha_worker.controller.controller_metrics import Observer
 from medha_worker.controller.inspection import Inspection
 from medha_worker.controller.live_settings import LiveFile
 from medha_worker.controller.output_hashes import OutputHasher
+from medha_worker.controller.output_ids import OutputIds
 from medha_worker.controller.prompts import PromptStore
 from medha_worker.controller.rank_links import RankLinks
 from medha_worker.controller.rank_metrics import RankMetrics
+from medha_worker.controller.replica_traces import replica_traces
+from medha_worker.controller.router_discovery import RouterDiscovery
+from medha_worker.controller.router_fleet import RouterFleet
+from medha_worker.controller.router_heartbeats import RouterHeartbeats
 from medha_worker.controller.telemetry_server import serve
 from medha_worker.link import RouterLinks
 from medha_worker.nvml import xid_text
 
-HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
-POLL_MILLISECONDS = 250  # longest delay until a signal or a due heartbeat is handled
+ANNOUNCE_SECONDS = 1.0  # longest interval between announcements, as a new router has heard none
+POLL_MILLISECONDS = 250  # longest delay until a signal or a due announcement is handled
 STUCK_SECONDS = 20.0  # watchdog limit for one iteration of the main loop
 LIVE_SECONDS = 60.0  # longest wait for open requests to end before changed settings begin a new epoch
 LOAD_SECONDS = 0.05  # shortest interval between announcements of a changed load
+BARS_SECONDS = 0.25  # shortest interval between the bars in a record, while requests are open
+MOST_WATCH_SECONDS = 60.0  # longest time for which a router may ask for reports of progress at once
 MOST_NAMED = 20  # missing ranks listed in the state reported to the supervisor
 PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
 """Prompt lengths, in tokens, whose predicted prefill times are announced."""
@@ -97,7 +114,7 @@ _log = logging.getLogger("medha.controller")
 
 
 class Controller:
-    """The controller process of a replica: links to the router and the ranks around a ReplicaController."""
+    """The controller process of a replica: links to routers and ranks around a ReplicaController."""
 
     def __init__(self, settings: ControllerSettings, bundle: Bundle, settings_file: Path) -> None:
         self._settings = settings
@@ -111,8 +128,6 @@ class Controller:
         self._rank_metrics = RankMetrics(topology, self._registry)
         context, drops = zmq.Context[zmq.Socket[bytes]](), Drops(_log, self._observer.dropped)
         keys, rank_keys = KeyPair.read(settings.key_file), read_public_keys(settings.rank_keys_file)
-        router_key = read_public_key(settings.router_key_file)
-        enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
         self._authenticator = Authenticator(context, rank_keys)
         self._ranks = RankLinks(
             context,
@@ -128,17 +143,21 @@ class Controller:
             lost=self._end_epoch,
             dropped=self._observer.dropped,
         )
-        endpoints = settings.router_control, settings.router_tokens
-        self._router = RouterLinks(context, endpoints, settings.replica, enrolment, router_key, drops)
+        self._drops = drops
+        self._router_keys = _router_keys(settings)
+        self._discovery = RouterDiscovery(settings.routers)
+        self._routers = RouterFleet(self._open_links)
+        self._beats = RouterHeartbeats()
         self._poller = zmq.Poller()
         for link in self._ranks.links:
             self._poller.register(link.socket, zmq.POLLIN)
             self._poller.register(link.connections.socket, zmq.POLLIN)
-        self._router_sockets: tuple[zmq.Socket[bytes], ...] = ()
-        self._poll_router()
+        self._router_sockets: set[zmq.Socket[bytes]] = set()
+        self._context = context
+        self._poll_routers()
+        self._traces = replica_traces(settings, self._observer.spans_lost)
         self._inspection = Inspection(settings.replica, settings.spec.model.name, settings.trace_file)
         self._poller.register(self._inspection.questions.fileno(), zmq.POLLIN)
-        self._context = context
         self._core: ReplicaController | None = None  # of the current epoch
         self._config: ReplicaConfig | None = None  # of the current or the last epoch
         self._slowest: RankReady | None = None  # slowest rank of the current or the last epoch
@@ -148,6 +167,10 @@ class Controller:
         self._record: TextIO | None = None
         self._announced: Load | None = None
         self._card: Announce | None = None
+        self._timeline = Timeline(0.0)  # of the record of the current epoch
+        self._bars_recorded = 0  # number of the timeline's last change that was written
+        self._bars_recorded_at = float("-inf")
+        self._recorded_card: Announce | None = None
         self._announced_at = float("-inf")  # announce in the first iteration that can
 
     # --- the main loop ------------------------------------------------------------------------------
@@ -161,11 +184,18 @@ class Controller:
         drain_until: float | None = None
         while drain_until is None or not self._drained(drain_until):
             watchdog.allow(STUCK_SECONDS, "a turn of its loop")
+            self._beats.allow(self._routers.beats)
             self._poller.poll(POLL_MILLISECONDS)
             self._process_link_events()
             self._ranks.poll()
             for event in self._events():
                 self._step(event)
+            if (
+                self._core is not None
+                and (due := self._core.next_due) is not None
+                and time.monotonic() >= due
+            ):
+                self._step(Tick())
             self._be_inspected()
             self._apply_changed_settings()
             if self._stopping and drain_until is None:
@@ -176,6 +206,8 @@ class Controller:
             if self._core is None or self._core is not self._notified:
                 self._notified = self._core
                 watchdog.report(self._state())
+        if self._core is not None:
+            self._return_requests(self._core, set())  # what has not ended continues on other replicas
         self._announce(force=True)
         self._ranks.shut_down()
 
@@ -186,6 +218,8 @@ class Controller:
         """
         now = time.monotonic()
         changed = self._live.changed(now)
+        if changed is not None:
+            self._discovery.follow(changed.routers if self._router_keys is not None else ())
         if changed is not None and self._can_begin_with(changed.spec):
             before, spec = self._settings.spec, changed.spec
             self._settings = self._settings.model_copy(update={"spec": spec})
@@ -239,11 +273,15 @@ class Controller:
 
     def close(self) -> None:
         """Close the links, with a short time for queued messages to be sent."""
-        for links in (self._router, self._ranks):
-            links.close()
+        self._discovery.close()
+        self._beats.close()
+        self._routers.close()
+        self._ranks.close()
         self._authenticator.close()
         self._context.term()
         self._inspection.close()
+        if self._traces is not None:
+            self._traces.close()
         if self._record is not None:
             self._record.close()
 
@@ -255,6 +293,12 @@ class Controller:
         commands = core.handle(event, now)
         handle_seconds = time.monotonic() - now
         self._record_event(event, now, commands)
+        if self._routers.is_watched(now):
+            report = progress(event, commands, self._history, now)
+            if report is not None:
+                self._routers.report_progress(report, now)
+        if self._traces is not None:
+            self._traces.take(event, commands, core, self._history, now)
         for command in commands:
             self._carry_out(command)
         if isinstance(event, Submit) and not core.knows_prompt(event.prompt):
@@ -266,55 +310,61 @@ class Controller:
     # --- links --------------------------------------------------------------------------------------
 
     def _process_link_events(self) -> None:
-        """Count refused connections, and detect that a rank has gone or that the router has come or gone."""
+        """Count refused connections, and detect that a rank has gone or that a router has come or gone."""
         for link, refused in self._ranks.process_connection_events().items():
             self._observer.refused(link, refused)
-        match self._router.poll(time.monotonic()):
-            case "came":
-                _log.info("the router is connected")
-                self._announce(force=True)
-            case "gone":
-                _log.warning("the connection to the router has ended, and with it all of its requests")
-                self._end_all()
-            case "refused":
-                _log.error(
-                    "the router at %s does not admit this replica: the token in %s is none of its enrolment tokens, or it "
-                    "has another key than %s; trying again",
-                    self._settings.router_control,
-                    self._settings.enrolment_file,
-                    self._settings.router_key_file,
-                )
-        self._poll_router()
+        self._poll_routers()
 
-    def _poll_router(self) -> None:
-        """Poll the current sockets of the router links; earlier ones are closed."""
-        sockets = self._router.sockets
-        if sockets == self._router_sockets:
-            return
-        for former in self._router_sockets:
+    def _poll_routers(self) -> None:
+        """Find routers that have come or gone, and poll the current sockets of their links."""
+        for event, links, identity in self._routers.poll(time.monotonic()):
+            where = links.endpoints.control
+            match event:
+                case "came":
+                    _log.info("the router at %s is connected", where)
+                    self._announce(force=True)
+                case "gone":
+                    _log.warning(
+                        "the connection to the router at %s has ended, and with it its requests", where
+                    )
+                    self._end_requests_of(identity)
+                    self._routers.lost(identity, links)
+                case "refused":
+                    _log.error(
+                        "the router at %s does not admit this replica: the token in %s is none of its enrolment tokens, or "
+                        "it has another key than %s; trying again",
+                        where,
+                        self._settings.enrolment_file,
+                        self._settings.router_key_file,
+                    )
+        self._routers.follow(self._discovery.found)
+        sockets = self._routers.sockets
+        for former in self._router_sockets - sockets:
             self._poller.unregister(former)
-        for socket in sockets:
+        for socket in sockets - self._router_sockets:
             self._poller.register(socket, zmq.POLLIN)
         self._router_sockets = sockets
 
-    def _end_all(self) -> None:
-        """End all requests after the router has gone; a router that comes back submits them again."""
+    def _open_links(self, endpoints: RouterEndpoints) -> RouterLinks:
+        assert self._router_keys is not None, "settings with routers have their keys"
+        keys, server = self._router_keys
+        return RouterLinks(self._context, endpoints, self._settings.replica, keys, server, self._drops)
+
+    def _end_requests_of(self, identity: bytes) -> None:
+        """End the requests of a router that has gone; if it comes back, it submits them again."""
+        ended = self._routers.abandon(identity)
         if self._core is None:
             return
-        self._prompts.abandon()
-        for request in list(self._core.requests()):
-            self._outputs.end(request.id)
-            self._step(Cancel(request.id))
-
-    def _answer(self, answer: Announce | Emit | Refused | Failed) -> None:
-        """Send an answer to the router if it is connected; a router that has gone gets no late answers."""
-        if self._router.connected:
-            self._router.control.send(answer)
+        for request_id in ended:
+            self._end_output(request_id)
+            if self._core is not None:
+                self._step(Cancel(request_id))
+        self._prompts.abandon(identity)  # only now: each end may let a later one of these requests begin
 
     # --- epochs -------------------------------------------------------------------------------------
 
     def _end_epoch(self, reason: str) -> None:
-        """Hand all open requests back to the router, because the epoch was lost.
+        """Hand all open requests back to their routers, because the epoch was lost.
 
         Requests in the steps in flight are reported as suspects.
         """
@@ -326,24 +376,33 @@ class Controller:
         self._announce(force=True)
 
     def _return_requests(self, core: ReplicaController, suspects: set[str]) -> None:
-        """Stop serving in this epoch, and hand all open requests back to the router.
+        """Stop serving in this epoch, and hand all open requests back to their routers.
 
-        `suspects` may have made the ranks fail: the router gets `Failed` for them and counts the loss.
+        `suspects` may have made the ranks fail: their routers get `Failed` for them and count the loss.
         Requests that only waited are refused as `not_ready`, without blame.
         """
         self._core = None
-        open_ids = [request.id for request in core.requests() if not request.ended]
+        if self._traces is not None:
+            self._traces.end_all("rank_lost", time.monotonic())
+        open_ids = [request.id for request in core.requests() if request.steps_aside or not request.ended]
         # Refusals first: the router learns that this replica is not ready before it sends a suspect anywhere.
         for request_id in [*self._prompts.held_ids, *(id_ for id_ in open_ids if id_ not in suspects)]:
-            self._answer(Refused(request_id, "not_ready", "the epoch has ended"))
+            self._routers.answer(Refused(request_id, "not_ready", "the epoch has ended"))
         for request_id in open_ids:
             if request_id in suspects:
-                self._answer(Failed(request_id, "rank_lost", "a rank was lost while a step had it"))
+                self._routers.answer(Failed(request_id, "rank_lost", "a rank was lost while a step had it"))
 
     def _begin(self, ranks: list[RankReady]) -> None:
         """Begin to serve, now that all ranks are ready."""
         spec = self._settings.spec
         slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
+        profiles = [ready.profile for ready in ranks]
+        measured = replace(  # the last stage has the head, and samples
+            slowest.profile,
+            head_seconds_per_row=max(one.head_seconds_per_row for one in profiles),
+            mask_seconds_per_row=max(one.mask_seconds_per_row for one in profiles),
+        )
+        slowest = replace(slowest, profile=measured)
         profile = _profile(spec)
         try:
             config = derive(spec, slowest)
@@ -360,7 +419,8 @@ class Controller:
             # The key is a secret of this process: without it nobody can make two prompts share a hash.
             hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
         self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
-        self._outputs = OutputHasher()
+        self._outputs, self._output_ids = OutputHasher(), OutputIds()
+        self._routers.forget_requests()
         self._open_record(profile, slowest)
         self._history = History()
         self._inspection.begin_epoch(core, self._history, time.monotonic())
@@ -378,7 +438,9 @@ class Controller:
             return
         if ready.epoch > 0:
             path = path.with_name(f"{path.name}.epoch{ready.epoch}")
-        header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
+        self._timeline, self._bars_recorded = Timeline(time.monotonic()), 0
+        spec = self._settings.spec.model_dump(mode="json", by_alias=True)
+        header = {"spec": spec, "origin": self._timeline.origin}  # the times of bars count from there
         if profile is not None:  # its file may be gone when the record is replayed
             header["profile"] = json.loads(profile.to_json())
         try:
@@ -417,8 +479,8 @@ class Controller:
             match event:
                 case Done() as done:
                     yield self._with_hashes(done)
-                case StageFree() as stage_free:
-                    yield stage_free
+                case StageFree() | GrammarReady() as event:
+                    yield event
                 case RankReport() as report:
                     self._rank_report(report)
                 case RankXid() as error:
@@ -428,36 +490,57 @@ class Controller:
                     self._inspection.part(part, time.monotonic())
                 case list() as ranks:
                     self._begin(ranks)
-        while (received := self._router.tokens.receive()) is not None:
+        for links in self._routers:
+            yield from self._events_of(links)
+
+    def _events_of(self, links: RouterLinks) -> Iterator[ControllerEvent]:
+        """Yield the events of a router's messages."""
+        sender = links.identity
+        while (received := links.tokens.receive()) is not None:
             match received.message, received.payload:
                 case Tokens(), _ if self._core is None:
                     pass  # the router sends them again with its next attempt
                 case Tokens() as tokens, memoryview() as frame:
                     try:
-                        released = self._prompts.receive(tokens, tokens_from_frame(frame))
+                        released = self._prompts.receive(tokens, tokens_from_frame(frame), sender)
                     except WireInvalid as error:
-                        self._router.tokens.drop(error)
+                        links.tokens.drop(error)
                         continue
-                    yield from released
-        while (received := self._router.control.receive()) is not None:
+                    for submit in released:
+                        self._prompts.pass_on(submit)
+                        yield submit
+        while (received := links.control.receive()) is not None:
             match received.message:
                 case Submit() as submit if self._core is None:
-                    self._answer(Refused(submit.id, "not_ready", "the ranks are gathering"))
+                    links.answer(Refused(submit.id, "not_ready", "the ranks are gathering"))
                 case Cancel() if self._core is None:
                     pass
                 case Submit() as submit:
-                    contradiction = self._prompts.contradicts(submit)
+                    if (
+                        submit.trace
+                    ):  # it stays here: no decision and no record depends on whether somebody traces
+                        if self._traces is not None:
+                            self._traces.announce(submit)
+                        submit = replace(submit, trace="")
+                    contradiction = self._prompts.contradicts(submit, sender)
+                    if contradiction is None and not self._routers.accept(submit.id, links):
+                        contradiction = f"request {submit.id:.80} is already here"
                     if contradiction is not None:
-                        self._router.control.drop(WireInvalid(contradiction))
-                        self._answer(Refused(submit.id, "invalid", contradiction))
-                    elif not self._prompts.hold(submit):
+                        links.control.drop(WireInvalid(contradiction))
+                        links.answer(Refused(submit.id, "invalid", contradiction))
+                    elif not self._prompts.hold(submit, sender):
                         yield self._prompts.hashed(submit)
                 case Cancel() as cancel:
-                    self._prompts.withdraw(cancel.id)
-                    self._outputs.end(cancel.id)
-                    yield cancel
+                    if self._routers.cancel(cancel.id, links):
+                        self._prompts.withdraw(cancel.id)
+                        self._end_output(cancel.id)
+                        yield cancel
                 case FetchBundle() as fetch:
-                    self._send_bundle(fetch)
+                    self._send_bundle(fetch, links)
+                case RouterUse() as report:
+                    self._routers.pass_on(report, links)
+                case WatchProgress(seconds=seconds):
+                    self._routers.watch(links, time.monotonic() + min(seconds, MOST_WATCH_SECONDS))
 
     def _rank_report(self, report: RankReport) -> None:
         try:
@@ -490,10 +573,27 @@ class Controller:
                 self._send_prompts(step)
                 if self._core is not None:  # else sending the ids has shown that a rank is gone
                     self._ranks.begin_step(step)
+            case CompileGrammar() | DropGrammar() as message:
+                if self._core is not None:
+                    self._ranks.send(message)
             case Emit() | Refused() | Failed() as answer:
-                self._answer(answer)
+                self._routers.answer(answer)
+                if isinstance(answer, Failed):
+                    _log.warning("request %s has failed: %s", answer.id, answer.reason)
                 if isinstance(answer, Failed) or (isinstance(answer, Emit) and answer.finish_reason):
-                    self._outputs.end(answer.id)
+                    self._end_output(answer.id)
+                elif isinstance(answer, Emit):
+                    self._output_ids.add(answer.id, answer.tokens)
+            case SteppedAside() as aside:
+                output = self._output_ids.take(aside.id)
+                if aside.prompt != aside.source:
+                    self._prompts.extend(aside.source, aside.prompt, output)
+                self._outputs.end(aside.id)  # it goes on with the hash of the new prompt
+
+    def _end_output(self, request_id: str) -> None:
+        """Forget the output of a request that has ended."""
+        self._outputs.end(request_id)
+        self._output_ids.end(request_id)
 
     def _send_prompts(self, step: Step) -> None:
         """Send token ids ahead of the step that admits the first sequence of their prompt."""
@@ -508,17 +608,17 @@ class Controller:
                 piece = Tokens(prompt=admit.prompt, offset=offset, total=len(ids), epoch=step.epoch)
                 self._ranks.send_tokens(piece, frame)
 
-    def _send_bundle(self, fetch: FetchBundle) -> None:
+    def _send_bundle(self, fetch: FetchBundle, links: RouterLinks) -> None:
         if fetch.digest != self._bundle.digest:
-            self._router.control.drop(WireInvalid(f"bundle {fetch.digest:.80} is not ours"))
+            links.control.drop(WireInvalid(f"bundle {fetch.digest:.80} is not ours"))
             return
         remaining = len(self._bundle.files)
         for name, content in self._bundle.files.items():
             remaining -= 1
-            self._router.control.send(BundlePart(self._bundle.digest, name, remaining), content)
+            links.control.send(BundlePart(self._bundle.digest, name, remaining), content)
 
     def _announce(self, *, force: bool = False) -> None:
-        """Announce the load to the router when it has changed, and at least every HEARTBEAT_SECONDS."""
+        """Announce the load to all routers when it has changed, and at least every ANNOUNCE_SECONDS."""
         now = time.monotonic()
         silent_seconds = now - self._announced_at
         if not force and silent_seconds < LOAD_SECONDS:
@@ -526,23 +626,19 @@ class Controller:
         card = self._card
         if self._core is not None and self._config is not None:
             load = self._core.load()
-            if not force and load == self._announced and silent_seconds < HEARTBEAT_SECONDS:
+            if not force and load == self._announced and silent_seconds < ANNOUNCE_SECONDS:
                 return
             self._announced = load
             self._observer.state(self._core)
-            card = self._card = self._new_card(self._core, self._config, load)
-        elif card is None or (not force and silent_seconds < HEARTBEAT_SECONDS):
+            card = self._card = self._new_card(self._core, self._config, load, now)
+        elif card is None or (not force and silent_seconds < ANNOUNCE_SECONDS):
             return
         else:
             card = replace(card, ready=False)  # between two epochs
         self._announced_at = now
-        # Sent on both links: a ROUTER socket sends only to peers that it has heard, and a restarted router has
-        # heard none.
-        if self._router.connected:
-            self._router.control.send(card)
-            self._router.tokens.send(card)
+        self._routers.announce(card)
 
-    def _new_card(self, core: ReplicaController, config: ReplicaConfig, load: Load) -> Announce:
+    def _new_card(self, core: ReplicaController, config: ReplicaConfig, load: Load, now: float) -> Announce:
         longest = config.max_model_len  # as the last point, so that routers never extrapolate
         lengths = np.array([*(tokens for tokens in PREFILL_POINTS if tokens < longest), longest], np.int64)
         seconds = core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
@@ -562,19 +658,54 @@ class Controller:
             pending_prefill_seconds=load.pending_prefill_seconds,
             longest_request_tokens=min(config.max_model_len, config.pool_tokens),
             waiting_limit=config.scheduling.max_waiting,
-            service_classes=tuple(_terms(entry) for entry in config.service_classes.values()),
+            service_classes=tuple(
+                _terms(entry, core.expected_output_tokens(entry.name))
+                for entry in config.service_classes.values()
+            ),
             prefill_points=tuple(zip(lengths.tolist(), seconds.tolist(), strict=True)),
+            lanes=load.lanes,
+            tokens_per_lane=config.tokens_per_lane if config.topology.kv > 1 else 0,
+            order=core.policy_terms,
+            work_ahead=core.work_ahead(now),
+            reports_progress=True,
         )
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
         if self._record is not None:
-            header = bytes(encode(event)[0]).decode() if not isinstance(event, Drain) else '{"type":"Drain"}'
+            header = _recorded(event)
             try:
                 self._record.write(
-                    f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"}}\n'
+                    f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"{self._recorded_bars(event, now, commands)}}}\n'
                 )
             except OSError as error:
                 self._stop_recording(error)
+
+    def _recorded_bars(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> str:
+        """Return the fields of a record's line for the page `/ui`: bars that changed, and the last announcement.
+
+        They are empty in most lines: bars hold their own times, so it does not matter when they are written.
+        """
+        assert self._core is not None
+        timeline, replica = self._timeline, self._settings.replica
+        for happening, at in happenings(event, commands, self._core, self._history, replica, now):
+            timeline.take(happening, at)
+        if timeline.open and now - self._bars_recorded_at < BARS_SECONDS:
+            return ""
+        self._bars_recorded_at = now
+        bars = timeline.changes(self._bars_recorded)
+        self._bars_recorded = timeline.change
+        fields = f', "bars": {to_json(bars).decode()}' if bars else ""
+        if self._card is not None and self._card is not self._recorded_card:
+            self._recorded_card = self._card
+            fields += f', "replica": {to_json(replica_figures(self._card)).decode()}'
+        return fields
+
+
+def _recorded(event: ControllerEvent) -> str:
+    """Return an event as JSON for a record."""
+    if isinstance(event, Drain | Tick):  # no messages
+        return f'{{"type":"{type(event).__name__}"}}'
+    return bytes(encode(event)[0]).decode()
 
 
 def _profile(spec: MedhaReplicaSpec) -> Profile | None:
@@ -592,6 +723,14 @@ def _profile(spec: MedhaReplicaSpec) -> Profile | None:
         raise ConfigInvalid(f"scheduling.profile: {path} cannot be read: {error.strerror}") from error
 
 
+def _router_keys(settings: ControllerSettings) -> tuple[KeyPair, bytes] | None:
+    """Return the keys with which the replica enrols, and the routers' public key; None if it has no routers."""
+    if settings.router_key_file is None or settings.enrolment_file is None:
+        return None
+    enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
+    return enrolment, read_public_key(settings.router_key_file)
+
+
 def chunk_seconds(profile: StepProfile) -> float:
     """Return the time of a chunk of 512 tokens after 512 tokens of context.
 
@@ -602,7 +741,7 @@ def chunk_seconds(profile: StepProfile) -> float:
     return profile.step_seconds + profile.sequence_seconds + 512 * linear + pairs * attention
 
 
-def _terms(service_class: ServiceClass) -> ServiceClassTerms:
+def _terms(service_class: ServiceClass, expected_output_tokens: int) -> ServiceClassTerms:
     return ServiceClassTerms(
         name=service_class.name,
         ttft_floor_seconds=service_class.ttft_floor_seconds,
@@ -610,6 +749,8 @@ def _terms(service_class: ServiceClass) -> ServiceClassTerms:
         tpot_target_seconds=service_class.tpot_target_seconds,
         tpot_floor_seconds=service_class.tpot_floor_seconds,
         default_output_tokens=service_class.default_output_tokens,
+        max_wait_seconds=service_class.max_wait_seconds,
+        expected_output_tokens=expected_output_tokens,
     )
 
 

@@ -4,6 +4,8 @@ Ids and requests come on two links, with no order between them, so a request may
 ids. A prompt is kept while requests for it are still to come (`Tokens.sequences` is their number) or are
 known to the controller. The ranks get it ahead of the step that admits its first sequence.
 
+Each prompt belongs to the router that it came from: no other can add to it, or name it in a request.
+
 The hashes of a prompt's blocks are computed here, piece by piece as the ids arrive. A request is passed on with
 these hashes, so that nothing later needs the ids to find out which prompts share a prefix.
 """
@@ -22,6 +24,7 @@ from medha.wire.messages import Submit, Tokens
 
 @dataclass(slots=True)
 class _Prompt:
+    sender: bytes  # identity of the link that it comes from
     ids: TokenIds
     hash: PromptHash | None = None  # of the ids received so far; None: there are none, or hashing is off
     received: int = 0
@@ -52,16 +55,21 @@ class PromptStore:
         """Ids of the requests that wait here for their token ids."""
         return [request_id for prompt in self._prompts.values() for request_id in prompt.held]
 
-    def receive(self, tokens: Tokens, ids: TokenIds) -> list[Submit]:
+    def receive(self, tokens: Tokens, ids: TokenIds, sender: bytes = b"") -> list[Submit]:
         """Add a piece of a prompt; if it is the last one, return the requests that waited for it.
 
+        Each of them is still awaited, until it is passed on (`pass_on`).
+
         Raises:
-            WireInvalid: the piece does not continue the ids received so far, or has an id that no token has.
+            WireInvalid: the piece does not continue the ids received so far, or has an id that no token has; or the
+                prompt is another sender's.
         """
         name, total = tokens.prompt, tokens.total
         prompt = self._prompts.get(name)
         if not 0 < total <= self._longest_tokens or tokens.sequences < 1:
             raise WireInvalid(f"prompt {name:.80} of {total} tokens for {tokens.sequences} requests")
+        if prompt is not None and prompt.sender != sender:
+            raise WireInvalid(f"prompt {name:.80} belongs to another router")
         if prompt is not None and total != len(prompt.ids):
             raise WireInvalid(f"prompt {name:.80} has {len(prompt.ids)} tokens, not {total}")
         # Checked before anything is kept: a prompt whose first pieces went elsewhere would never be complete.
@@ -73,7 +81,7 @@ class PromptStore:
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             raise WireInvalid(f"prompt {name:.80}: an id is not within 0 .. {self._vocab_size - 1}")
         if prompt is None:
-            prompt = self._expect(name, total)
+            prompt = self._expect(name, total, sender)
         if tokens.offset == 0:
             prompt.awaited += tokens.sequences
             prompt.hash = None if self._hasher is None else self._hasher.start(tokens.cache_salt)
@@ -85,10 +93,14 @@ class PromptStore:
             return []
         released = list(prompt.held.values())
         prompt.held.clear()
-        prompt.awaited -= len(released)
+        prompt.awaited = max(prompt.awaited, len(released))  # whatever number came with the ids
         if prompt.awaited <= 0 and not released:
             del self._prompts[name]  # all its requests were cancelled meanwhile
         return [self.hashed(submit) for submit in released]
+
+    def pass_on(self, submit: Submit) -> None:
+        """Note that the controller gets a request that was held; should it refuse it, others may still need the ids."""
+        self._prompts[submit.prompt].awaited -= 1
 
     def hashed(self, submit: Submit) -> Submit:
         """Return the request with the hashes of its prompt, in place of any that it came with."""
@@ -101,20 +113,22 @@ class PromptStore:
         prompt = self._prompts.get(name)
         return prompt.hash if prompt is not None and prompt.complete else None
 
-    def contradicts(self, submit: Submit) -> str | None:
+    def contradicts(self, submit: Submit, sender: bytes = b"") -> str | None:
         """Return how a request contradicts what is known of its prompt, or None."""
         prompt = self._prompts.get(submit.prompt)
         if prompt is None:
             return None
+        if prompt.sender != sender:
+            return f"prompt {submit.prompt:.80} belongs to another router"
         if submit.tokens != len(prompt.ids):
             return f"prompt {submit.prompt:.80} has {len(prompt.ids)} tokens, not {submit.tokens}"
         return f"request {submit.id:.80} is already here" if submit.id in prompt.held else None
 
-    def hold(self, submit: Submit) -> bool:
+    def hold(self, submit: Submit, sender: bytes = b"") -> bool:
         """Keep a request whose ids are not complete yet; return False if it need not wait."""
         if not 0 < submit.tokens <= self._longest_tokens:
             return False  # the controller will refuse it
-        prompt = self._prompts.get(submit.prompt) or self._expect(submit.prompt, submit.tokens)
+        prompt = self._prompts.get(submit.prompt) or self._expect(submit.prompt, submit.tokens, sender)
         if prompt.complete:
             prompt.awaited -= 1
             return False
@@ -128,16 +142,27 @@ class PromptStore:
                 prompt.awaited -= 1  # below zero before the first piece, which adds the number of requests
                 return
 
-    def abandon(self) -> None:
-        """Drop all held requests, and the prompts that are not on the ranks; no more requests are awaited.
+    def abandon(self, sender: bytes = b"") -> None:
+        """Drop a sender's held requests, and its prompts that are not on the ranks; it awaits no more requests.
 
         Prompts on the ranks stay until the controller forgets them (`forgotten`).
         """
         for name, prompt in list(self._prompts.items()):
+            if prompt.sender != sender:
+                continue
             prompt.held.clear()
             prompt.awaited = 0
             if not prompt.on_ranks:
                 del self._prompts[name]
+
+    def extend(self, source: str, name: str, output: TokenIds) -> None:
+        """Add the complete prompt `name`: the ids of the complete prompt `source`, and `output` (int32 [n])."""
+        before = self._prompts[source]
+        ids = np.concatenate([before.ids, output])
+        prompt = self._prompts[name] = _Prompt(before.sender, ids, received=len(ids))
+        if before.hash is not None:
+            prompt.hash = before.hash.fork()
+            prompt.hash.update(output)
 
     def take_unsent(self, name: str) -> TokenIds | None:
         """Return the ids (int32 [n]) of a prompt and mark them as sent; None if the ranks have them."""
@@ -159,6 +184,6 @@ class PromptStore:
         if prompt.complete and prompt.awaited <= 0:
             del self._prompts[name]
 
-    def _expect(self, name: str, tokens: int) -> _Prompt:
-        prompt = self._prompts[name] = _Prompt(np.zeros(tokens, dtype=np.int32))
+    def _expect(self, name: str, tokens: int, sender: bytes) -> _Prompt:
+        prompt = self._prompts[name] = _Prompt(sender, np.zeros(tokens, dtype=np.int32))
         return prompt

@@ -17,6 +17,7 @@ import zmq
 from medha.errors import PartFailed, WireInvalid
 from medha.wire.messages import (
     Done,
+    GrammarReady,
     Message,
     RankFault,
     RankHello,
@@ -49,7 +50,7 @@ _LINK_LABELS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
 
 _LINK_NAMES: tuple[LinkName, LinkName] = ("control", "tokens")  # in the order of `RankLinks.links`
 
-RankEvent = StageFree | Done | TracePart | RankReport | RankXid | list[RankReady]
+RankEvent = StageFree | Done | GrammarReady | TracePart | RankReport | RankXid | list[RankReady]
 """A message from the ranks; a list means that all ranks are ready and an epoch begins."""
 
 
@@ -86,6 +87,7 @@ class RankLinks:
             accepts=(
                 StageFree,
                 Done,
+                GrammarReady,
                 RankHello,
                 RankReady,
                 RankFault,
@@ -225,6 +227,9 @@ class RankLinks:
                     event = self._join(part)
                     if event is not None:
                         yield event
+                case GrammarReady() as ready:
+                    if self._lock_step is not None and ready.epoch == self._membership.epoch:
+                        yield ready
                 case RankHello() as hello:
                     self._hello("control", hello, received)
                 case RankReady() as ready:

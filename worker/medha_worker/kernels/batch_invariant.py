@@ -15,7 +15,6 @@ import torch
 from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.kernels.torch_products import TiledProducts
 
 _ROWS = 70
 _PARTS = (slice(0, 1), slice(5, 6), slice(69, 70), slice(1, 4), slice(3, 36), slice(2, 66))
@@ -52,10 +51,9 @@ def _on_host(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
     except ImportError as error:
         raise KernelsUnavailable(f"llvmlite cannot be imported ({error})") from error
     try:
-        compiled = compiled_kernels(sizes, device, others, invariant=True)
+        return compiled_kernels(sizes, device, others, invariant=True)
     except KernelsUnavailable as error:
         raise KernelsUnavailable(f"it needs the compiled kernels, and {error}") from error
-    return replace(compiled, products=TiledProducts())
 
 
 def _on_gpu(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:

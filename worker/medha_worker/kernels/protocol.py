@@ -130,7 +130,7 @@ class KVWriter(Protocol):
 
 
 class MatrixProducts(Protocol):
-    """Products of activations, [rows, inner], with weights, [inner, columns] of any strides."""
+    """Products of activations, [rows, inner], with weights, [inner, columns], whose rows or columns are contiguous."""
 
     def product(
         self,

@@ -5,8 +5,8 @@ Order of operations on a row of logits (bias, masks and penalties as in vLLM; fi
 1. log-probabilities that the request asked for are those of the *raw* distribution (natural logarithm);
 2. `logit_bias` is added;
 3. `repetition_penalty` (prompt and output), then `frequency_penalty` and `presence_penalty` (output only);
-4. stop ids are masked while there are fewer than `min_tokens` output tokens; the per-step mask hook masks
-   what it forbids;
+4. stop ids are masked while there are fewer than `min_tokens` output tokens; the sequence's mask, which follows
+   its grammar, masks what it forbids;
 5. temperature 0 takes the largest logit; otherwise logits are divided by the temperature and go through
    `top_k`, `top_p`, `min_p`, each on the distribution that the previous one leaves;
 6. one token is sampled by the Gumbel-max race: argmax of logit_i - ln(-ln(u_i)).
@@ -26,8 +26,9 @@ This file has the state of a sequence, in host memory. `sampling_plan` lays out 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,19 @@ from torch import Tensor
 from medha.wire.messages import FailureReason, FinishReason, Sampling, TokenLogprob
 from medha_worker.kernels.random_stream import stream_key
 
-LogitsMask = Callable[[Sequence[int]], Tensor | None]
-"""Per-step hook: the output ids so far -> bool [vocab] of the tokens allowed next (None: all are)."""
+
+class TokenMask(Protocol):
+    """The tokens that a sequence may have next, as a pure function of its output ids so far."""
+
+    @property
+    def fault(self) -> str | None:
+        """Return why no token is allowed any more; None if the mask is in order."""
+
+    def words(self, outputs: Sequence[int]) -> Tensor | None:
+        """Return int32 [ceil(vocab / 32)], of which bit t % 32 of word t // 32 allows token t; None: all are allowed."""
+
+    def ahead(self, outputs: Sequence[int]) -> None:
+        """Ask for the words of these outputs, which are needed next, so that they are computed while something else runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +81,7 @@ class SequenceSampler:
         prompt_length: int,
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
-        mask: LogitsMask | None = None,
+        mask: TokenMask | None = None,
     ) -> None:
         """`tokens` is the sequence so far, int32 [n]: prompt and, from `prompt_length` on, resumed output."""
         outside = [token for token in sampling.logit_bias if not 0 <= token < vocab_size]
@@ -108,4 +120,6 @@ class SequenceSampler:
             return "stop"
         if self.sampling.max_tokens is not None and self.output_count >= self.sampling.max_tokens:
             return "length"
+        if self.mask is not None:
+            self.mask.ahead(self.outputs)
         return None

@@ -21,6 +21,7 @@ from medha_worker.model.flat_columns import Column, Columns
 from medha_worker.model.penalty_tables import PenaltySlot, PenaltySlots, PenaltyUpdate, Slots, plan_update
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
 
+WORD_BITS = 32  # tokens in a word of a mask
 ELEMENTS_AT_ONCE = 2**22  # logits that are filtered and raced together: bounds the float64 scratch memory
 
 RowIndex = Column | None
@@ -59,7 +60,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """The rows of a block that have a hook, and their masks, which are rows of the step's."""
+    """The rows of a block that have a mask, and those of the step's masks that belong to them."""
 
     rows: RowIndex
     masks: slice
@@ -137,7 +138,7 @@ class BatchPlan:
     blocks: tuple[BlockPlan, ...]
     columns: Columns  # of the blocks
     penalised: tuple[tuple[int, PenaltySlot], ...]  # rows with penalties
-    hooked: tuple[int, ...]  # rows with a mask hook
+    hooked: tuple[int, ...]  # rows with a mask
     must_not_stop: tuple[
         tuple[int, bool], ...
     ]  # rows with a least number of tokens, and whether they are below it
@@ -160,7 +161,7 @@ class SamplingPlan(NamedTuple):
     batch: BatchPlan
     columns: Columns  # of the step alone
     keys: tuple[Column | None, ...]  # of each block's racing rows
-    masks: Tensor | None  # bool [hooked rows, vocab]: the tokens that are allowed; None: all are
+    masks: Tensor | None  # int32 [masked rows, ceil(vocab / 32)]: a bit for each token; None: all are allowed
     penalties: PenaltyUpdate | None
 
 
@@ -187,7 +188,7 @@ def plan_batch(sequences: Sequence[SequenceSampler], vocab: int, slots: PenaltyS
 
 
 def plan_step(batch: BatchPlan, sequences: Sequence[SequenceSampler]) -> SamplingPlan:
-    """Return the plan of the next token of a batch's sequences, and call their mask hooks."""
+    """Return the plan of the next token of a batch's sequences, and ask for their masks."""
     columns = Columns()
     keys = tuple([_keys(block, sequences, columns) for block in batch.blocks])
     masks = _masks([sequences[row] for row in batch.hooked], batch.vocab) if batch.hooked else None
@@ -235,10 +236,11 @@ def _index(some: Sequence[int], rows: int, columns: Columns) -> RowIndex:
 
 
 def _masks(hooked: Sequence[SequenceSampler], vocab: int) -> Tensor | None:
-    masks = [one.mask(one.outputs) for one in hooked if one.mask is not None]
+    masks = [one.mask.words(one.outputs) for one in hooked if one.mask is not None]
     if all(mask is None for mask in masks):
         return None
-    return torch.stack([torch.ones(vocab, dtype=torch.bool) if mask is None else mask for mask in masks])
+    everything = torch.full((-(-vocab // WORD_BITS),), -1, dtype=torch.int32)
+    return torch.stack([everything if mask is None else mask for mask in masks])
 
 
 def _plan_block(

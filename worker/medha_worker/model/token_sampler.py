@@ -46,6 +46,7 @@ class TokenSampler:
         self._device, self._is_host = device, device.is_host
         self._slots = PenaltySlots()
         self._tables = PenaltyTables(device.torch_device)
+        self._bits = bits_of_bytes(device)
         self._batches: deque[BatchPlan] = deque(maxlen=_BATCHES)
 
     def sample(
@@ -104,10 +105,11 @@ class TokenSampler:
         if plan.penalties is not None:
             self._tables.update(plan.penalties, plan.batch.vocab)
             plan.penalties.record()
+        masks = None if plan.masks is None else forbidden(plan.masks, self._bits, plan.batch.vocab)
         parts: list[Tensor] = []
         for block, keys in zip(plan.batch.blocks, plan.keys, strict=True):
             rows = logits[block.first : block.first + block.rows] if block.rows < len(logits) else logits
-            parts += self._block(rows, block, keys, plan.masks, nucleus_width)
+            parts += self._block(rows, block, keys, masks, nucleus_width)
         return parts
 
     def _block(
@@ -138,6 +140,23 @@ class TokenSampler:
         return _replaced(tokens, racing.rows, winners), [] if wide is None else [wide]
 
 
+def bits_of_bytes(device: Device) -> Tensor:
+    """Return the eight bits of a byte, uint8 [8], the lowest one first."""
+    places = torch.arange(8, dtype=torch.int32, device=device.torch_device)
+    return (torch.ones_like(places) << places).to(torch.uint8)
+
+
+def forbidden(words: Tensor, bits: Tensor, vocab: int) -> Tensor:
+    """Return bool [rows, vocab], true where the bit of a token is 0 in `words`, int32 [rows, ceil(vocab / 32)].
+
+    `bits` are those of `bits_of_bytes`.
+
+    Words are little-endian, as they are on all processors that torch runs on.
+    """
+    by_byte = words.view(torch.uint8)[:, :, None] & bits
+    return (by_byte == 0).view(len(words), -1)[:, :vocab]
+
+
 def packed(parts: Sequence[Tensor]) -> Tensor:
     """Return the numbers of tensors, [n] each, as one, float64 [n]."""
     return torch.cat([part.double() for part in parts])
@@ -164,7 +183,7 @@ def adjust_logits(logits: Tensor, block: BlockPlan, masks: Tensor | None, tables
         adjusted.view(-1).index_fill_(0, block.stops.tensor, _NEGATIVE_INFINITY)
     if block.masked is not None and masks is not None:
         rows = _rows(adjusted, block.masked.rows)
-        rows = rows.masked_fill(~masks[block.masked.masks], _NEGATIVE_INFINITY)
+        rows = rows.masked_fill(masks[block.masked.masks], _NEGATIVE_INFINITY)
         adjusted = _replaced(adjusted, block.masked.rows, rows)
     return adjusted
 

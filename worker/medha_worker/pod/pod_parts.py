@@ -26,10 +26,9 @@ from medha_links.cluster_keys import (
     ROUTER_PUBLIC,
     TOKEN,
 )
-from medha_links.key_files import KeyFiles
 from medha_process.host_resources import usable_cpus
 from medha_process.launch import controller_part, rank_part
-from medha_process.part_settings import ControllerSettings, RankSettings
+from medha_process.part_settings import ControllerSettings, RankSettings, RouterEndpoints
 from medha_process.supervision.supervisor import Part
 
 CONTROL_PORT = 5600
@@ -57,9 +56,9 @@ class Place:
     """Folder that lasts as long as the pod: a restarted container finds it as it was."""
     keys: Path
     router: str = ""
-    """Name or address of the router; empty if the replica has none."""
+    """Name or address of the routers; empty if the replica has none. The name has the addresses of all of them."""
     enrolment: Path | None = None
-    """Folder with the router's public key, and a token that it admits."""
+    """Folder with the routers' public key, and a token that it admits."""
     revision: str = ""
     """Revision of the pods that the operator has created for one spec; empty if it set none."""
     model_directory: Path | None = None
@@ -170,24 +169,19 @@ def controller_settings(place: Place, replica: MedhaReplica, oldest_epoch: int) 
     spec = _for_this_pod(replica.spec)
     host = _bracketed(place.address)
     metrics = spec.metrics.model_copy(update={"host": place.listens_at, "port": METRICS_PORT})
-    if place.router and place.enrolment is not None:
+    routers: tuple[RouterEndpoints, ...] = ()
+    enrolment = place.enrolment
+    if place.router and enrolment is not None:
         router = _bracketed(place.router)
-        endpoints = f"tcp://{router}:{ROUTER_CONTROL_PORT}", f"tcp://{router}:{ROUTER_TOKENS_PORT}"
-        router_key, enrolment = place.enrolment / ROUTER_PUBLIC, place.enrolment / TOKEN
-    else:  # the replica has no router: the controller connects to an endpoint where none listens
-        endpoints = f"ipc://{place.run_directory}/no-router", f"ipc://{place.run_directory}/no-router-tokens"
-        keys = KeyFiles(place.run_directory / "no-router-keys")
-        if not keys.directory.exists():
-            keys = KeyFiles.create(keys.directory)
-        router_key, enrolment = keys.router_public, keys.enrolment
+        control, tokens = f"tcp://{router}:{ROUTER_CONTROL_PORT}", f"tcp://{router}:{ROUTER_TOKENS_PORT}"
+        routers = (RouterEndpoints(control=control, tokens=tokens),)
     return ControllerSettings(
         replica=replica_name(replica),
         spec=spec.model_copy(update={"metrics": metrics}),
         model_directory=_model_directory(place, spec),
-        router_control=endpoints[0],
-        router_tokens=endpoints[1],
-        router_key_file=router_key,
-        enrolment_file=enrolment,
+        routers=routers,
+        router_key_file=None if enrolment is None else enrolment / ROUTER_PUBLIC,
+        enrolment_file=None if enrolment is None else enrolment / TOKEN,
         rank_control=f"tcp://{host}:{CONTROL_PORT}",
         rank_tokens=f"tcp://{host}:{TOKENS_PORT}",
         rendezvous_host=place.address,

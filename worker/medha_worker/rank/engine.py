@@ -21,7 +21,7 @@ from medha.api.fields import quantity_bytes
 from medha.errors import CheckpointInvalid
 from medha.hardware import ModelShape
 from medha.topology import Topology
-from medha.wire.messages import RankReady, Rendezvous
+from medha.wire.messages import Admit, RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.cuda_device import cuda_device
 from medha_worker.device import Device, host_device
@@ -31,12 +31,14 @@ from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.sampler import TokenMask
 from medha_worker.model.stage_split import split_layers
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
 from medha_worker.rank.executor import Executor
+from medha_worker.rank.grammar_masks import GrammarMasks, masks_of
 from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, pool_blocks
 from medha_worker.rank.mesh import Mesh
 from medha_worker.rank.rank_reports import shape_of
@@ -67,6 +69,7 @@ class Engine:
     grid: Mesh | None
     ready: RankReady
     model: Transformer
+    grammars: GrammarMasks | None  # None on a rank that does not sample
 
     def leave(self) -> None:
         """Let go of the captured steps, then of the groups that these were captured with."""
@@ -91,6 +94,8 @@ class Loaded:
         self._load_seconds = load_seconds
         self._warm: WarmUp | None = None
         self._kv_cache: KVCache | None = None
+        self._eos_token_ids = eos_token_ids(settings.model_directory)
+        self._masks = self._grammar_masks()
 
     @property
     def device(self) -> Device:
@@ -179,13 +184,28 @@ class Loaded:
             model,
             kv_cache,
             vocab_size=config.vocab_size,
-            eos_token_ids=eos_token_ids(settings.model_directory),
+            eos_token_ids=self._eos_token_ids,
             clock=time.perf_counter,
             epoch=epoch,
             lane=settings.topology.coordinates(settings.rank).kv,
             pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
+            mask_for=self._mask_for,
+            begin_masks=self._masks.begin if self._masks is not None else lambda: None,
         )
-        return Engine(executor, grid, ready, model)
+        if self._masks is not None:
+            self._masks.begin_epoch()
+        return Engine(executor, grid, ready, model, self._masks)
+
+    def _grammar_masks(self) -> GrammarMasks | None:
+        """Return what makes the masks of sequences if this rank samples; its vocabulary is read while weights warm up."""
+        topology = self._settings.topology
+        here = topology.coordinates(self._settings.rank)
+        if here.stream < topology.stream - 1 or here.tensor > 0:
+            return None
+        return masks_of(self._settings.model_directory, self._config.vocab_size, self._eos_token_ids)
+
+    def _mask_for(self, admit: Admit) -> TokenMask | None:
+        return None if self._masks is None else self._masks.mask_for(admit)
 
     def _capture(self, model: Transformer, kv_cache: KVCache, grid: Mesh | None) -> None:
         """Capture steps of decodes, in lock-step with the tensor ranks of this pod."""

@@ -32,11 +32,12 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.prepared_step import PreparedStep
-from medha_worker.model.sampler import LogitsMask, NotSampled
+from medha_worker.model.sampler import NotSampled, TokenMask
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
+from medha_worker.rank.prompt_scores import PromptScorer, Scored
 from medha_worker.rank.sampled_tokens import (
     Computed,
     Result,
@@ -105,19 +106,26 @@ class Executor:
         epoch: int = 0,
         lane: int = 0,
         pipeline: Pipeline | None = None,
-        mask_for: Callable[[Admit], LogitsMask | None] = lambda _: None,
+        mask_for: Callable[[Admit], TokenMask | None] = lambda _: None,
+        begin_masks: Callable[[], None] = lambda: None,
     ) -> None:
-        """`clock` returns seconds. `mask_for` returns the logits mask of an admitted sequence, or None."""
-        self.epoch = epoch
+        """`clock` returns seconds.
+
+        `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` begins with the
+        masks that sequences have asked for ahead.
+        """
+        self.epoch, self.lane = epoch, lane
         self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
         new_sampler = new_samplers(vocab_size, tuple(eos_token_ids), mask_for)
         self._state = LaneState(self.ledger, lane, epoch, new_sampler)
         self._tokens = SampledTokens(
             model.logits, pipeline, model.device, TokenSampler(model.kernels.race, model.device), vocab_size
         )
+        self._scorer = PromptScorer(model.logits, model.device, vocab_size)
         self._model = model
         self._kv_cache = kv_cache
         self._clock = clock
+        self._begin_masks = begin_masks
         self._pipeline = pipeline
         self._waited_seconds = 0.0  # seconds that the running step has waited for data of other ranks
 
@@ -152,6 +160,7 @@ class Executor:
             PartFailed: the state of this rank and the controller's have diverged.
         """
         plan = plan_lane(step, self._state, self._state.reserve(step))
+        self._begin_masks()
         if plan.batch is not None and self._pipeline is not None and not self._pipeline.is_first_stage:
             self._pipeline.expect_hidden(len(plan.batch.positions))
         for one in plan.entries:
@@ -192,8 +201,9 @@ class Executor:
         failures = list(plan.failures)
         run = self._run_alone if self._pipeline is None else self._run_in_lock_step
         with torch.inference_mode():
-            results = run(plan, failures, on_forward_done)
+            results, scored = run(plan, failures, on_forward_done)
         samples = [sample for result in results if (sample := _sample(result, failures)) is not None]
+        self._begin_masks()
         for one in plan.entries:
             if one.entry.samples:
                 one.sequence.fill(one.stop + 1)
@@ -205,6 +215,7 @@ class Executor:
             compute_seconds=self._clock() - started - self._waited_seconds,
             lanes=(self._state.lane,),
             epoch=self.epoch,
+            prompt_logprobs=tuple(scored),
         )
 
     def learn_all(self) -> None:
@@ -217,7 +228,7 @@ class Executor:
 
     def _run_alone(
         self, plan: LanePlan, failures: list[EntryFailed], on_forward_done: Callable[[], None]
-    ) -> list[Result]:
+    ) -> tuple[list[Result], list[Scored]]:
         """Run a plan that no other rank takes part in; entries that fail end alone."""
 
         def forward(entries: Sequence[PlannedEntry]) -> list[Computed]:
@@ -230,21 +241,30 @@ class Executor:
 
         computed = _run_guarded(forward, plan.entries, failures)
         on_forward_done()
-        return _run_guarded(self._tokens.sample, [one for one in computed if one.entry.samples], failures)
+
+        def score(entries: Sequence[Computed]) -> list[Scored]:
+            return self._scorer.score(entries, failures)
+
+        scored = _run_guarded(score, [one for one in computed if one.planned.scored_rows], failures)
+        failed = {failure.id for failure in failures}
+        sampling = [one for one in computed if one.entry.samples and one.entry.id not in failed]
+        return _run_guarded(self._tokens.sample, sampling, failures), scored
 
     def _run_in_lock_step(
         self, plan: LanePlan, failures: list[EntryFailed], on_forward_done: Callable[[], None]
-    ) -> list[Result]:
+    ) -> tuple[list[Result], list[Scored]]:
         """Run a plan together with other ranks, which makes it impossible to repeat anything."""
         assert self._pipeline is not None
         computed: list[Computed] = []
         if plan.batch is not None:
             computed = self._forward(plan.entries, plan.prepared or self._prepared(plan.batch))
         on_forward_done()
+        scored: list[Scored] = []
         if self._pipeline.is_last_stage:
             failures += _lost(computed, self._model.device)
+            scored = self._scorer.score(computed, failures)
         sampling = [one for one in computed if one.entry.samples]
-        return self._tokens.sample(sampling) if sampling else []
+        return self._tokens.sample(sampling) if sampling else [], scored
 
     def _forward(self, entries: Sequence[PlannedEntry], step: PreparedStep) -> list[Computed]:
         """Run the entries, which are the step's flat batch."""

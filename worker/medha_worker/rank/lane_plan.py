@@ -49,6 +49,16 @@ class PlannedEntry:
         ]
 
     @property
+    def scored_rows(self) -> int:
+        """Number of its rows, from the first one on, whose log-probabilities of the next prompt token are asked for."""
+        if self.sequence.alternatives is None:
+            return 0
+        extents, prompt_tokens = self.entry.extents, len(self.sequence.prompt)
+        if extents[0].start >= prompt_tokens:
+            return 0
+        return self.entry.token_count - (extents[-1].last + 1 >= prompt_tokens)
+
+    @property
     def spread(self) -> SpreadEntry:
         return _spread_entry(self.entry, self.shards, self.stop, self.table)
 
@@ -130,7 +140,8 @@ def count_work(entries: Sequence[PlannedEntry], batch: Batch | None) -> StepWork
     """Return the work of a lane in a step; keys that several spans of one sequence see count once."""
     if batch is None:
         return StepWork()
-    rows, sampled = len(batch.positions), sum([one.entry.samples for one in entries])
+    rows = len(batch.positions)
+    sampled = sum([one.entry.samples + one.scored_rows for one in entries])
     if batch.spread is None:  # then a row at position p sees p + 1 keys, all of them here
         keys_here = sum([one.stop for one in entries])
         has_chunk = rows > len(entries)

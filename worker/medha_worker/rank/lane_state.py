@@ -50,6 +50,7 @@ class SequenceState:
     _outputs: TokenIds = field(default_factory=lambda: np.empty(_FIRST_OUTPUT_CAPACITY, dtype=np.int32))
     _output_count: int = 0
     unknown: int = 0  # number of the last outputs that were sampled elsewhere and have not arrived yet
+    alternatives: int | None = None  # of each prompt token's log-probability; None: none are asked for
 
     @property
     def length(self) -> int:
@@ -189,12 +190,15 @@ class LaneState:
             raise diverged(step, f"no KV is left to admit {admit.id} with {admit.reserved_tokens} tokens")
         ids = prompt.ids[: admit.tokens]
         sampler = self._new_sampler(admit, ids)
+        if is_ours and isinstance(sampler, SequenceSampler) and sampler.mask is not None:
+            sampler.mask.ahead(sampler.outputs)  # while its prompt is computed, if its grammar is compiled
         self.sequences[admit.id] = SequenceState(
             prompt=ids,
             sampler=sampler if isinstance(sampler, SequenceSampler) else None,
             fault=sampler if isinstance(sampler, str) else None,
             table=self._table(admit.id),
             computed=admit.shared_tokens if admit.fork_of is not None else admit.cached_tokens,
+            alternatives=admit.sampling.prompt_logprobs if admit.tokens == admit.prompt_length else None,
         )
         return copies
 

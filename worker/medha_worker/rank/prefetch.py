@@ -4,8 +4,10 @@ The next step often arrives while a rank still computes: in later stages, on the
 a step last, and where decodes run ahead. To read such a step and to plan it (`Executor.plan`) needs nothing that
 the running step computes, and torch lets other threads run while it computes.
 
-A ZeroMQ socket may be used by one thread at a time: by the one that holds the lock. While no step runs, that
-is only the main thread, or one that sends.
+Some messages are handled as soon as they are read, on either thread: grammars are compiled while steps run.
+
+A ZeroMQ socket may be used by one thread at a time: by the one that holds the lock. No thread holds it while it
+waits for a message, so any thread can send at once.
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Event, Lock, Thread
+from threading import Event, Lock, RLock, Thread
 from time import monotonic
 
 import zmq
 
-from medha.wire.messages import Message, Step
+from medha.wire.messages import CompileGrammar, DropGrammar, Message, Step
 from medha_worker.link import Link, Received
 from medha_worker.rank.lane_plan import LanePlan
 
 Prepare = Callable[[Step], LanePlan | None]
 """Function that plans a step, or returns None if planning has to wait."""
+
+Urgent = CompileGrammar | DropGrammar
+"""A message that does not wait until the running step has ended."""
 
 _POLL_SECONDS = 0.1  # how long the thread may continue to wait once nothing runs any more
 
@@ -44,8 +49,17 @@ class Prepared:
 class StepPrefetcher:
     """Reads one link in the main thread or, while that is `busy`, on a thread that prepares the steps."""
 
-    def __init__(self, link: Link, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        link: Link,
+        clock: Callable[[], float] = monotonic,
+        at_once: Callable[[Urgent], None] = lambda _: None,
+    ) -> None:
+        """`at_once` handles an urgent message; it is called on any thread, for one message at a time, in order."""
         self._link = link
+        self._at_once = at_once
+        self._urgent: deque[Urgent] = deque()
+        self._handling = RLock()  # what handles a message may send one, which may find the next one
         self._clock = clock
         self._lock = Lock()  # guards the link's socket and the received messages
         self._planning = Lock()
@@ -54,9 +68,12 @@ class StepPrefetcher:
         self._prepared: list[Prepared] = []
         self._is_busy = Event()
         self._ended = False
-        # Readable when messages may have arrived since the socket was last read, or when the main thread has
-        # found some.
-        self._descriptors = int(link.socket.getsockopt(zmq.FD)), os.eventfd(0, os.EFD_NONBLOCK)
+        # Readable when messages may have arrived since the socket was last read, or when another thread has
+        # found some: the first pair is for the thread, the second one for the main thread.
+        arrived = int(link.socket.getsockopt(zmq.FD))
+        self._descriptors = arrived, os.eventfd(0, os.EFD_NONBLOCK)
+        self._main_descriptors = arrived, os.eventfd(0, os.EFD_NONBLOCK)
+        self._main_waits = False
         self._thread = Thread(target=self._read_ahead, daemon=True, name="ahead")
         self._thread.start()
 
@@ -64,13 +81,28 @@ class StepPrefetcher:
         """Send a message; any thread may call this at any time."""
         with self._lock:
             self._link.send(message)
-        if self._is_busy.is_set():
+        if self._is_busy.is_set() or self._main_waits:
             self._wake_if_received()  # sending may have consumed the notification that a message has arrived
 
     def receive(self, timeout_seconds: float) -> Received | None:
-        """Return the next message; called from the main thread while it is not busy."""
-        with self._lock:
-            return self._received.popleft() if self._received else self._link.receive(timeout_seconds)
+        """Return the next message that is not urgent; called from the main thread while it is not busy."""
+        until = self._clock() + timeout_seconds
+        self._main_waits = True  # before the socket is read: whoever sends after that reads it again
+        try:
+            while True:
+                with self._lock:
+                    if not self._received:
+                        self._drain()
+                    received = self._received.popleft() if self._received else None
+                self._handle_urgent()
+                left_seconds = until - self._clock()
+                if received is not None or left_seconds <= 0:
+                    return received
+                readable, _, _ = select.select(self._main_descriptors, [], [], left_seconds)
+                if self._main_descriptors[1] in readable:
+                    os.eventfd_read(self._main_descriptors[1])
+        finally:
+            self._main_waits = False
 
     def take(self, step: Step) -> Prepared | None:
         """Return the result of preparing a received step, or None; results of earlier steps are dropped."""
@@ -101,14 +133,17 @@ class StepPrefetcher:
         os.eventfd_write(self._descriptors[1], 1)
         self._thread.join()
         os.close(self._descriptors[1])
+        os.close(self._main_descriptors[1])
 
     def _wake_if_received(self) -> None:
-        """Receive the messages that have already arrived, and notify the thread."""
+        """Receive the messages that have already arrived, and notify the thread that waits for some."""
         with self._lock:
             self._drain()
             has_received = bool(self._received)
+        self._handle_urgent()
         if has_received:
-            os.eventfd_write(self._descriptors[1], 1)
+            waiting = self._main_descriptors if self._main_waits else self._descriptors
+            os.eventfd_write(waiting[1], 1)
 
     def _read_ahead(self) -> None:
         while not self._ended:
@@ -119,11 +154,20 @@ class StepPrefetcher:
             if self._is_busy.is_set() and not self._ended:
                 with self._lock:
                     self._drain()
+                self._handle_urgent()
                 self._plan_all()
 
     def _drain(self) -> None:
         while (received := self._link.receive()) is not None:
-            self._received.append(received)
+            if isinstance(received.message, Urgent):
+                self._urgent.append(received.message)
+            else:
+                self._received.append(received)
+
+    def _handle_urgent(self) -> None:
+        with self._handling:
+            while self._urgent:
+                self._at_once(self._urgent.popleft())
 
     def _plan_all(self) -> None:
         """Plan the received steps in order, up to one that cannot be planned yet."""

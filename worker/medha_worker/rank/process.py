@@ -24,6 +24,9 @@ import zmq
 from medha.errors import AcceleratorMissing, MedhaError, PartFailed, WireInvalid
 from medha.wire.frames import tokens_from_frame
 from medha.wire.messages import (
+    CompileGrammar,
+    DropGrammar,
+    GrammarReady,
     RankFault,
     RankHello,
     RankOutOfMemory,
@@ -46,7 +49,7 @@ from medha_worker.link import Link, rank_identity
 from medha_worker.nvml import open_probe
 from medha_worker.rank.engine import RENDEZVOUS_SECONDS, Engine, Loaded, load
 from medha_worker.rank.lane_plan import LanePlan
-from medha_worker.rank.prefetch import StepPrefetcher
+from medha_worker.rank.prefetch import StepPrefetcher, Urgent
 from medha_worker.rank.rank_reports import RankReports
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
@@ -83,7 +86,8 @@ class Rank:
 
         control = opened(settings.control, CONTROL_FRAME_BYTES)
         tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
-        self._control = Link(control, "control", self._drops, accepts=(Rendezvous, Step, Trace, Shutdown))
+        accepts = (Rendezvous, Step, CompileGrammar, DropGrammar, Trace, Shutdown)
+        self._control = Link(control, "control", self._drops, accepts=accepts)
         self._tokens = Link(tokens, "tokens", self._drops, accepts=(Tokens,))
         self._hello = RankHello(
             settings.rank, incarnation, read_epoch(settings.epoch_file), settings.revision
@@ -92,7 +96,7 @@ class Rank:
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
         self._recorder = StepRecorder(settings.rank)
-        self._prefetcher = StepPrefetcher(self._control)
+        self._prefetcher = StepPrefetcher(self._control, at_once=self._handle_grammar)
         self._reports = RankReports(settings.rank, incarnation, self._recorder, self._prefetcher.send)
         self._next_step = 0  # id of the next step to plan
         self._begun: Step | None = None  # step whose ids have not all arrived yet
@@ -293,6 +297,21 @@ class Rank:
         write_epoch(self._settings.epoch_file, rendezvous.epoch)
         self._prefetcher.send(self._engine.ready)
         self._reports.send_due(is_serving=True, at_once=True)
+
+    def _handle_grammar(self, message: Urgent) -> None:
+        """Compile or drop a grammar if this rank samples; called on any thread."""
+        engine = self._engine
+        if engine is None or engine.grammars is None or message.epoch != engine.executor.epoch:
+            return
+        match message:
+            case CompileGrammar(name, grammar):
+                lane, epoch = engine.executor.lane, message.epoch
+                send = self._prefetcher.send
+                engine.grammars.compile(
+                    name, grammar, lambda fault: send(GrammarReady(name, lane, fault, epoch))
+                )
+            case DropGrammar(name):
+                engine.grammars.drop(name)
 
     def _memory_ran_out(self) -> None:
         """Report to the controller at once that memory ran out.

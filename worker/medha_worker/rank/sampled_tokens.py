@@ -23,7 +23,7 @@ from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, StepEntry
 from medha_worker.device import Device
 from medha_worker.model.out_of_memory import ran_out
-from medha_worker.model.sampler import LogitsMask, NotSampled, SampledToken, SequenceSampler
+from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, TokenMask
 from medha_worker.model.sampling_plan import SamplingPlan
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.lane_plan import PlannedEntry
@@ -98,6 +98,7 @@ class SampledTokens:
                 self._expected.append(entries)
             return []
         sampled = self._sampled(logits, samplers, plan)
+        sampled = [_explained(one, sampler) for one, sampler in zip(sampled, samplers, strict=True)]
         if link is not None:
             tokens = [-1 if isinstance(result, NotSampled) else result.token for result in sampled]
             self._digest = _digest(self._digest, entries, tokens)
@@ -177,6 +178,13 @@ class SampledTokens:
             one.sequence.learn(token)
 
 
+def _explained(result: SampledToken | NotSampled, sampler: SequenceSampler) -> SampledToken | NotSampled:
+    """Return a row's result; where its mask forbids every token because of a fault, with that as the reason."""
+    if isinstance(result, SampledToken) or sampler.mask is None or sampler.mask.fault is None:
+        return result
+    return NotSampled(sampler.mask.fault, "grammar")
+
+
 def last_hidden(computed: Sequence[Computed], device: Device) -> Tensor:
     """Return the hidden states of the last positions of entries, of which there is at least one: [entries, hidden]."""
     together = computed[0].hidden
@@ -189,7 +197,7 @@ def last_hidden(computed: Sequence[Computed], device: Device) -> Tensor:
 
 
 def new_samplers(
-    vocab_size: int, eos_token_ids: tuple[int, ...], mask_for: Callable[[Admit], LogitsMask | None]
+    vocab_size: int, eos_token_ids: tuple[int, ...], mask_for: Callable[[Admit], TokenMask | None]
 ) -> NewSampler:
     """Return the function that makes the samplers of a model's sequences."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from medha.cost.predictor import Work
 from medha.errors import OutOfMemory
@@ -11,12 +14,20 @@ from medha.wire.messages import Sampling, StepProfile
 from medha_worker.model import out_of_memory
 from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.sampling_plan import WORD_BITS
+from medha_worker.model.token_sampler import bits_of_bytes, forbidden
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.profile_fit import MeasuredStep, fit_profile
 from medha_worker.profiling.step_timer import BLOCK_TOKENS, GREEDY, Shape, StepTimer, blocks_of, median
+from medha_worker.rank.prompt_scores import columns_of, rows_of_a_block
 
 REPEATS = 3
+MASKED_ROWS = 8
+"""Sequences with masks in the step that measures what masks cost."""
 CONTEXT_TOKENS = 2048
+FAR_CONTEXT_TOKENS = 8192
+"""Context behind which chunks are measured too. Attention needs more time for each key behind a short context than behind a
+long one; a profile from short ones alone makes the chunks of long prompts too small."""
 
 Progress = Callable[[str, int, int], None]
 """Callback that is given a text of what is done now, the number of steps done, and their total."""
@@ -65,7 +76,9 @@ def warm_up(
         done += 1
         return step
 
-    timer = StepTimer(model, max(map(blocks_of, shapes)) * BLOCK_TOKENS, clock)
+    # The KV of a far context may lie in the same blocks again: that changes no time of a chunk, and takes no memory.
+    near = [works for works in shapes if works[0].context <= CONTEXT_TOKENS]
+    timer = StepTimer(model, max(map(blocks_of, near)) * BLOCK_TOKENS, clock)
     memory = model.device.memory
     memory.forget_peak()
     before = memory.used_bytes()
@@ -75,6 +88,8 @@ def warm_up(
     try:
         measured((Work(0, chunk),))
         measured((Work(0, 1),) * max_running, _COSTLY)
+        head_seconds_per_row = _head_seconds_per_row(model, chunk, clock)
+        mask_seconds_per_row = _mask_seconds_per_row(model, max_running, clock)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory.ran_out(error):
             raise
@@ -86,7 +101,51 @@ def warm_up(
     for works in shapes:
         measured(works)
     steps = [median([measured(works) for _ in range(REPEATS)]) for works in shapes]
-    return WarmUp(step_profile(steps), activation_bytes, tuple(steps))
+    profile = replace(
+        step_profile(steps),
+        head_seconds_per_row=head_seconds_per_row,
+        mask_seconds_per_row=mask_seconds_per_row,
+    )
+    return WarmUp(profile, activation_bytes, tuple(steps))
+
+
+def _head_seconds_per_row(model: Transformer, chunk_tokens: int, clock: Callable[[], float]) -> float:
+    """Return what a row costs whose log-probabilities are asked for, in the largest block of a chunk; 0 on a stage
+    without the output head."""
+    if not model.shard.is_last_stage:
+        return 0.0
+    rows = min(rows_of_a_block(model.config.vocab_size), chunk_tokens)
+    hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device.torch_device)
+    ids = torch.zeros(rows, dtype=torch.int64, device=model.device.torch_device)
+    seconds = []
+    for _ in range(1 + REPEATS):  # the first one warms up
+        started = clock()
+        logits = model.logits(hidden)
+        if logits is not None:
+            columns_of(logits, ids, 1)
+        model.device.synchronise()
+        seconds.append(clock() - started)
+    return statistics.median(seconds[1:]) / rows
+
+
+def _mask_seconds_per_row(model: Transformer, max_running: int, clock: Callable[[], float]) -> float:
+    """Return what the mask of a sequence costs the step that samples it; 0 on a stage that samples none.
+
+    The mask itself is computed while other things run, so it is not part of that.
+    """
+    if not model.shard.is_last_stage:
+        return 0.0
+    rows, vocab, device = min(MASKED_ROWS, max_running), model.config.vocab_size, model.device
+    logits = torch.zeros(rows, vocab, device=device.torch_device)
+    masks = [torch.full((-(-vocab // WORD_BITS),), -1, dtype=torch.int32) for _ in range(rows)]
+    bits = bits_of_bytes(device)
+    seconds = []
+    for _ in range(1 + REPEATS):  # the first one warms up
+        started = clock()
+        logits.masked_fill(forbidden(device.place(torch.stack(masks)), bits, vocab), float("-inf"))
+        device.synchronise()
+        seconds.append(clock() - started)
+    return statistics.median(seconds[1:]) / rows
 
 
 def _captured_bytes(model: Transformer, pool: KVCache, most_rows: int, stages: int) -> int:
@@ -125,7 +184,7 @@ def times(steps: Sequence[MeasuredStep]) -> str:
 
 
 def _shapes(max_chunk_tokens: int, max_running: int, max_model_len: int) -> list[Shape]:
-    """Return chunks where the linear layers' curve bends, three also behind a context, and sets of decodes.
+    """Return chunks where the linear layers' curve bends, some also behind a near and a far context, and sets of decodes.
 
     The shapes are the same on every rank of a replica: tensor ranks compute each step together.
     """
@@ -136,6 +195,8 @@ def _shapes(max_chunk_tokens: int, max_running: int, max_model_len: int) -> list
         (Work(0, count),): None for count in (1, 16, 64, 256, chunk) if count <= chunk
     }
     shapes |= {(Work(context, min(count, chunk, room)),): None for count in (1, 16, 256)}
+    if max_model_len >= FAR_CONTEXT_TOKENS + chunk:
+        shapes |= {(Work(FAR_CONTEXT_TOKENS, min(count, chunk)),): None for count in (64, 256)}
     shapes |= {(Work(0, 1),) * min(max_running, count): None for count in (16, 64)}
     shapes[(Work(context // 8, 1),) * min(max_running, 8)] = None
     return list(shapes)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from medha_worker.kernels.cpu.host_compiler import Compiled, Target
+from medha_worker.kernels.cpu.team_code import PART
 from medha_worker.kernels.cpu.vector_code import (
     BOOL,
     FLOAT,
@@ -93,7 +94,7 @@ class CompiledAttention:
     """The kernel for one shape of heads, compiled for this machine.
 
     Attributes:
-        address: Address of the C function `void (int64 *call)`, which every thread of a team runs once.
+        compiled: Has the function `attend` of a call. Every part takes tasks until none is left.
         scratch: Layout of the memory that each thread needs.
     """
 
@@ -112,8 +113,7 @@ class CompiledAttention:
         """
         assert head_dim % target.lanes == 0
         self.scratch = Scratch(max(task_rows, group), head_dim, target)
-        self._compiled = Compiled(_module(head_dim, group, target, self.scratch, invariant))
-        self.address = self._compiled.address("attend")
+        self.compiled = Compiled(_module(head_dim, group, target, self.scratch, invariant))
 
 
 def _module(head_dim: int, group: int, target: Target, scratch: Scratch, invariant: bool) -> ir.Module:
@@ -129,18 +129,18 @@ def _module(head_dim: int, group: int, target: Target, scratch: Scratch, invaria
 def _emit_attend(
     module: ir.Module, target: Target, chunks: _Emitter, decodes: _Emitter, *, measures_first: bool
 ) -> None:
-    """Emit `attend(call)`, which takes the next task until none is left.
+    """Emit the function of a call, which takes the next task until none is left.
 
     The maximum of a row's scores is found first either in every task, or in those only that overflow without it.
     """
-    function = ir.Function(module, ir.FunctionType(VOID, [POINTER]), "attend")
-    (call,) = function.args
+    function = ir.Function(module, PART, "attend")
+    call, _, _, thread = function.args
     code = VectorBuilder(function, target.lanes)
 
     def field(name: str) -> ir.Value:
         return code.one(call, CALL_FIELDS.index(name), INT64)
 
-    offset = code.times(code.external_number("medha_thread"), field("scratch_stride"))
+    offset = code.times(thread, field("scratch_stride"))
     scratch = code.at(code.inttoptr(field("scratch"), POINTER), offset)
     tasks, count = code.inttoptr(field("tasks"), POINTER), field("task_rows")
     take, run, end = (function.append_basic_block(name) for name in ("take", "run", "end"))

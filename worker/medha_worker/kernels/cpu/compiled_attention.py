@@ -8,24 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from medha_worker.kernels.cpu.attention_code import CALL_FIELDS, TASK_FIELDS, CompiledAttention
+from medha_worker.kernels.cpu.helper_team import HelperTeam, float_bits
 from medha_worker.kernels.cpu.host_compiler import Target
-from medha_worker.kernels.cpu.openmp import OpenMP
 from medha_worker.kernels.partial_results import add_sinks, merge_partials
 from medha_worker.kernels.protocol import StepAttention
 from medha_worker.kernels.sequence_span import SequenceSpan
 
 # Rows of a task: its queries and sums, 0.4 MiB at head dimension 64, stay in second-level cache.
 _TASK_ROWS = 768
-# A decode over more keys than this is split, so that one long context keeps all threads busy.
+# A decode, or a chunk of few rows, over more keys than this is split, so that one long context keeps all threads busy.
 _SPLIT_KEYS = 4096
 
-_FIELD = {name: index for index, name in enumerate(CALL_FIELDS)}
 _TOKENS, _HEAD, _START, _STOP = (
     TASK_FIELDS.index(name) for name in ("tokens", "head", "key_start", "key_stop")
 )
@@ -43,15 +43,16 @@ class CpuAttention:
     One instance serves one thread at a time: its steps share the kernel's scratch memory.
     """
 
-    def __init__(self, head_dim: int, group: int, openmp: OpenMP, *, invariant: bool = False) -> None:
+    def __init__(self, head_dim: int, group: int, team: HelperTeam, *, invariant: bool = False) -> None:
         """Set up attention with `group` query heads per KV head, of `head_dim` values each.
 
         If `invariant`, a row gets the same bits as a decode and in a chunk of any size. Then no decode is split, so that
         a single long one keeps fewer threads busy, and keys are read twice.
         """
         self.group, self.invariant = group, invariant
-        self._openmp = openmp
+        self._team = team
         self._kernel = compiled_kernel(head_dim, group, invariant=invariant)
+        self._attend = team.function(self._kernel.compiled, "attend")
         self._scratch = torch.empty(0)
 
     def plan(
@@ -62,21 +63,22 @@ class CpuAttention:
     def for_graph(self, rows: int, most_blocks: int) -> None:
         """Return None: a CPU has nothing to gain from a captured step."""
 
-    def scratch(self, threads: int) -> torch.Tensor:
+    def scratch(self) -> torch.Tensor:
         """Return each thread's memory, float32 [threads, floats], a page apart."""
+        threads = self._team.grow(torch.get_num_threads())
         floats = self._kernel.scratch.offsets()["end"] + 1024
         if self._scratch.shape[0] < threads:
             self._scratch = torch.empty(threads, floats)
         return self._scratch
 
-    def run(self, call: npt.NDArray[np.int64], tasks: int) -> None:
-        self._openmp.run(self._kernel.address, call, min(torch.get_num_threads(), tasks))
+    def run(self, fields: Sequence[int], tasks: int) -> None:
+        self._attend(fields, min(self._team.grow(torch.get_num_threads()), tasks))
 
 
 class _CpuStep:
     """The tasks of one step.
 
-    Parts of a split decode write to rows behind the others, and are merged from there.
+    The parts of rows that are split by keys write to rows behind the others, and are merged from there.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class _CpuStep:
         self._slots = [_slots(span, block_tokens) for span in spans]
         self._rows = max(span.rows.stop for span in spans)
         self._output_rows = self._rows
-        self._split: list[tuple[int, slice]] = []  # for each split decode: its row, and the rows of its parts
+        self._split: list[tuple[slice, slice]] = []  # rows that are split, and the rows of all their parts
         self._parts: list[tuple[int, ...]] = []
         threads = torch.get_num_threads()
         # A single thread would gain nothing from parts, but would have to merge them in every layer.
@@ -99,11 +101,12 @@ class _CpuStep:
             first = span.first_seen(window_tokens)
             if span.row_count == 1:
                 parts = min(most_parts, -(-(span.total_length - first) // _SPLIT_KEYS))
-                self._add_decode(span, slots.ctypes.data, first, parts)
+                last = span.context_length
+                self._add_rows(span.rows, last, 1, slots.ctypes.data, (first, span.total_length), parts)
             elif window_tokens is not None:
                 self._add_windows(span, slots.ctypes.data, window_tokens)
             else:
-                self._add_chunk(span, slots.ctypes.data)
+                self._add_chunk(span, slots.ctypes.data, most_parts)
         self._tasks: npt.NDArray[np.int64] | None = None
 
     def attend(
@@ -124,38 +127,39 @@ class _CpuStep:
             self._tasks = _for_each_head(self._parts, pool_keys.shape[0])
         output = torch.empty(self._output_rows, query_heads, head_dim)
         log_sum_exp = torch.empty(self._output_rows, query_heads)
-        scratch = self._backend.scratch(torch.get_num_threads())
-        call = np.zeros(len(CALL_FIELDS), dtype=np.int64)
+        scratch = self._backend.scratch()
         fields = {
-            "tasks": self._tasks.ctypes.data, "task_rows": len(self._tasks),
+            "next_task": 0, "tasks": self._tasks.ctypes.data, "task_rows": len(self._tasks),
             "q": q.data_ptr(), "q_stride": q.stride(0),
             "output": output.data_ptr(), "output_stride": output.stride(0), "log_sum_exp": log_sum_exp.data_ptr(),
             "keys": pool_keys.data_ptr(), "values": pool_values.data_ptr(), "head_stride": pool_keys.stride(0),
             "group": self._backend.group, "scratch": scratch.data_ptr(), "scratch_stride": scratch.stride(0),
+            "scale": float_bits(math.log2(math.e) / math.sqrt(head_dim)),
         }  # fmt: skip
-        for name, value in fields.items():
-            call[_FIELD[name]] = value
-        call[_FIELD["scale"] :].view(np.float32)[0] = math.log2(math.e) / math.sqrt(head_dim)
-        self._backend.run(call, len(self._tasks))
-        for row, parts in self._split:
-            merged = merge_partials(output[parts].unbind(), log_sum_exp[parts].unbind())
-            output[row], log_sum_exp[row] = merged
+        self._backend.run([fields[name] for name in CALL_FIELDS], len(self._tasks))
+        for split, parts in self._split:
+            count = split.stop - split.start
+            merged = merge_partials(torch.split(output[parts], count), torch.split(log_sum_exp[parts], count))
+            output[split], log_sum_exp[split] = merged
         result = output[:rows], log_sum_exp[:rows]
         return result if sinks is None else add_sinks(*result, sinks)
 
-    def _add_decode(self, span: SequenceSpan, slots: int, first_key: int, parts: int) -> None:
-        """Add a row against all keys from `first_key` on, split into `parts` runs of keys."""
-        total, last = span.total_length, span.context_length
+    def _add_rows(
+        self, rows: slice, position: int, stride: int, slots: int, keys: tuple[int, int], parts: int
+    ) -> None:
+        """Add rows, the first of which stands at `position`, against a run of keys that is split into `parts`."""
+        count = rows.stop - rows.start
+        first, stop = keys
         if parts == 1:
-            self._parts.append((span.row_start, 1, last, 1, 0, slots, first_key, total, span.row_start))
+            self._parts.append((rows.start, count, position, stride, 0, slots, first, stop, rows.start))
             return
-        first = self._output_rows
-        self._output_rows += parts
-        self._split.append((span.row_start, slice(first, first + parts)))
-        keys = total - first_key
-        for part in range(parts):
-            start, stop = (first_key + keys * edge // parts for edge in (part, part + 1))
-            self._parts.append((span.row_start, 1, last, 1, 0, slots, start, stop, first + part))
+        output = self._output_rows
+        self._output_rows += parts * count
+        self._split.append((rows, slice(output, self._output_rows)))
+        edges = [first + (stop - first) * edge // parts for edge in range(parts + 1)]
+        for part, (start, end) in enumerate(pairwise(edges)):
+            task = (rows.start, count, position, stride, 0, slots, start, end, output + part * count)
+            self._parts.append(task)
 
     def _add_windows(self, span: SequenceSpan, slots: int, window_tokens: int) -> None:
         """Add each row by itself against the keys in its window."""
@@ -164,9 +168,13 @@ class _CpuStep:
             start = max(0, last + 1 - window_tokens)
             self._parts.append((row, 1, last, 1, 0, slots, start, last + 1, row))
 
-    def _add_chunk(self, span: SequenceSpan, slots: int) -> None:
-        """Add many rows in tasks of limited size, each against all keys that its last row sees."""
+    def _add_chunk(self, span: SequenceSpan, slots: int, most_parts: int) -> None:
+        """Add many rows in tasks of limited size, each against all keys that its last row sees.
+
+        If they make fewer tasks than `most_parts`, their keys are split, too.
+        """
         step = max(1, _TASK_ROWS // self._backend.group)
+        parts = max(1, most_parts // -(-span.row_count // step))
         for first in range(0, span.row_count, step):
             tokens = min(step, span.row_count - first)
             row = span.row_start + first
@@ -175,7 +183,9 @@ class _CpuStep:
                 seen = position + 1 + (tokens - 1) * span.stride
             else:  # as if the rows stood behind all keys
                 position = seen = span.total_length
-            self._parts.append((row, tokens, position, span.stride, 0, slots, 0, seen, row))
+            # Every row sees a key of every part: the last part is no shorter than the way from the first row to the last.
+            most = min(seen // _SPLIT_KEYS, seen // max(seen - position, 1), parts)
+            self._add_rows(slice(row, row + tokens), position, span.stride, slots, (0, seen), max(most, 1))
 
 
 def _slots(span: SequenceSpan, block_tokens: int) -> npt.NDArray[np.int32]:

@@ -8,16 +8,17 @@ import torch
 
 from medha_worker.device import Device
 from medha_worker.kernels.cpu.compiled_attention import CpuAttention
+from medha_worker.kernels.cpu.compiled_products import CompiledProducts
 from medha_worker.kernels.cpu.compiled_rows import CompiledRows
+from medha_worker.kernels.cpu.helper_team import HelperTeam
 from medha_worker.kernels.cpu.host_compiler import Target
-from medha_worker.kernels.cpu.openmp import torchs_openmp
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 
 
 def compiled_kernels(
     sizes: KernelSizes, device: Device, others: Kernels, *, invariant: bool = False
 ) -> Kernels:
-    """Return compiled attention and row operators; `others` are for rows that do not fill vector registers.
+    """Return compiled attention, products and row operators; `others` are for rows that do not fill vector registers.
 
     `invariant`: see `CpuAttention`.
 
@@ -28,14 +29,12 @@ def compiled_kernels(
         raise KernelsUnavailable(f"they run on CPUs, and the device is {device.torch_device}")
     if device.dtype != torch.float32:
         raise KernelsUnavailable(f"they compute in float32, and the model runs in {device.dtype}")
-    openmp = torchs_openmp()
-    if openmp is None:
-        raise KernelsUnavailable("they run on the threads of GNU's OpenMP, and this torch uses another")
     lanes = Target.of_host().lanes
     if sizes.head_dim % lanes:
         raise KernelsUnavailable(f"heads of {sizes.head_dim} values do not fill vector registers of {lanes}")
-    attention = CpuAttention(sizes.head_dim, sizes.query_heads // sizes.kv_heads, openmp, invariant=invariant)
-    kernels = replace(others, name="cpu", attention=attention)
+    team = HelperTeam()
+    attention = CpuAttention(sizes.head_dim, sizes.query_heads // sizes.kv_heads, team, invariant=invariant)
+    kernels = replace(others, name="cpu", attention=attention, products=CompiledProducts(team))
     if any(size % lanes for size in (sizes.hidden_size, sizes.intermediate_size, sizes.head_dim // 2)):
         return kernels
-    return replace(kernels, rows=CompiledRows(openmp))
+    return replace(kernels, rows=CompiledRows(team))

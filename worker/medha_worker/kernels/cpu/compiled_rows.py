@@ -1,7 +1,6 @@
 """Operators on rows of float32 on a CPU, each in one pass over memory, where torch takes several.
 
-Every function is `void (int64 *call)` and is run by every thread of a team; a thread takes its share of the
-rows.
+A part of a call is a share of the rows.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-import numpy as np
 import torch
 from llvmlite import ir
 
+from medha_worker.kernels.cpu.helper_team import HelperTeam, float_bits
 from medha_worker.kernels.cpu.host_compiler import Compiled, Target
-from medha_worker.kernels.cpu.openmp import OpenMP
-from medha_worker.kernels.cpu.vector_code import FLOAT, INT32, INT64, POINTER, VOID, VectorBuilder
+from medha_worker.kernels.cpu.team_code import PART
+from medha_worker.kernels.cpu.vector_code import FLOAT, INT32, INT64, POINTER, VectorBuilder
 
 # Fewer values than this are not worth waking a thread for.
 _VALUES_PER_THREAD = 1 << 15
@@ -24,24 +23,25 @@ _VALUES_PER_THREAD = 1 << 15
 class CompiledRows:
     """`RowOperators` for float32 rows whose sizes are multiples of the vector length."""
 
-    def __init__(self, openmp: OpenMP) -> None:
-        self._openmp = openmp
+    def __init__(self, team: HelperTeam) -> None:
+        self._team = team
         self._lanes = Target.of_host().lanes
-        self._module = compiled_rows(self._lanes)
+        module = compiled_rows(self._lanes)
+        names = ("rms_norm", "rotate", "silu_multiply")
+        self._rms_norm, self._rotate, self._silu_multiply = (team.function(module, name) for name in names)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert x.stride(-1) == 1
         assert x.shape[-1] % self._lanes == 0
-        rows = x if x.dim() == 3 else x[:, None]
-        output = torch.empty(rows.shape)
-        self._run(
-            "rms_norm",
-            rows.shape[0] * rows.shape[1] * rows.shape[2],
-            *(rows.shape[0], rows.shape[1], rows.shape[2]),
-            *(rows.data_ptr(), rows.stride(0), rows.stride(1)),
-            *(weight.data_ptr(), output.data_ptr(), _bits(eps)),
-        )
-        return output.view(x.shape)
+        output = torch.empty(x.shape)
+        rows, size = x.shape[0], x.shape[-1]
+        members, member_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        fields = (
+            rows, members, size, x.data_ptr(), x.stride(0), member_stride, weight.data_ptr(), output.data_ptr(),
+            float_bits(eps),
+        )  # fmt: skip
+        self._rms_norm(fields, self._parts(rows * members * size))
+        return output
 
     def add_rms_norm(
         self, hidden: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, eps: float
@@ -54,23 +54,20 @@ class CompiledRows:
         assert cos.is_contiguous()
         assert sin.is_contiguous()
         addresses = heads.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        self._run("rotate", heads.numel(), rows, count, head_dim // 2, heads.stride(0), *addresses)
+        fields = rows, count, head_dim // 2, heads.stride(0), *addresses
+        self._rotate(fields, self._parts(heads.numel()))
 
     def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.is_contiguous()
         assert size % self._lanes == 0
         output = torch.empty(rows, size)
-        self._run("silu_multiply", output.numel(), rows, size, gate_up.data_ptr(), output.data_ptr())
+        fields = rows, size, gate_up.data_ptr(), output.data_ptr()
+        self._silu_multiply(fields, self._parts(output.numel()))
         return output
 
-    def _run(self, name: str, values: int, *fields: int) -> None:
-        threads = min(torch.get_num_threads(), 1 + values // _VALUES_PER_THREAD)
-        self._openmp.run(self._module.address(name), np.array(fields, dtype=np.int64), threads)
-
-
-def _bits(value: float) -> int:
-    return int(np.float32(value).view(np.int32))
+    def _parts(self, values: int) -> int:
+        return min(self._team.grow(torch.get_num_threads()), 1 + values // _VALUES_PER_THREAD)
 
 
 @lru_cache
@@ -87,13 +84,12 @@ class _Rows(VectorBuilder):
     """Builder of an exported function, with its fields and its thread's share of rows (the first field)."""
 
     def __init__(self, module: ir.Module, name: str, lanes: int, fields: tuple[str, ...]) -> None:
-        function = ir.Function(module, ir.FunctionType(VOID, [POINTER]), name)
+        function = ir.Function(module, PART, name)
         super().__init__(function, lanes)
-        self._call = function.args[0]
+        self._call, part, parts, _ = function.args
         self._fields = ("rows", *fields)
-        thread, threads = self.external_number("medha_thread"), self.external_number("medha_threads")
-        self.first = self.udiv(self.times(self.number_of("rows"), thread), threads)
-        self.stop = self.udiv(self.times(self.number_of("rows"), self.plus(thread, 1)), threads)
+        self.first = self.udiv(self.times(self.number_of("rows"), part), parts)
+        self.stop = self.udiv(self.times(self.number_of("rows"), self.plus(part, 1)), parts)
 
     def number_of(self, field: str) -> ir.Value:
         return self.one(self._call, self._fields.index(field), INT64)

@@ -55,11 +55,6 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
     def larger(self, a: ir.Value, b: Number) -> ir.Value:
         return self.select(self.icmp_signed(">", a, self.number(b)), a, self.number(b))
 
-    def external_number(self, name: str) -> ir.Value:
-        """Return the result of the C function `int (void)` of this name."""
-        function = self._external(name, INT32)
-        return self.sext(self.call(function, []), INT64)
-
     # --- memory -------------------------------------------------------------------------------------
 
     def at(self, pointer: ir.Value, index: Number, kind: ir.Type = FLOAT) -> ir.Value:

@@ -54,7 +54,6 @@ class FlashInferAttention:
         sizes: KernelSizes,
         *,
         prefill_backend: str = "fa2",
-        split_pages: int | None = None,
         scaled_pool: ScaledPool | None = None,
     ) -> None:
         """Set up attention.
@@ -64,20 +63,11 @@ class FlashInferAttention:
             device: The pool's; its dtype is that of queries and, without `scaled_pool`, of the pool.
             sizes: Heads and their size.
             prefill_backend: FlashInfer's implementation for chunks.
-            split_pages: Pages after which the keys of a decode are split between processors: always so many; 0: never.
-                A result still depends on the step, whose mean number of rows chooses the tile of rows. The keys of
-                chunks then are never split: each part of each row would take memory. None: FlashInfer splits as the whole step needs it.
-                Only "fa2" follows it, and decodes with a fixed split cannot be captured.
             scaled_pool: The pool's numbers if they are FP8. Only "fa2" reads them with queries of 16 bits.
 
         Raises:
-            ValueError: `split_pages` is given with an implementation that would ignore it, or `scaled_pool` with one
-                that cannot read it or with another type than FP8.
+            ValueError: `scaled_pool` is given with an implementation that cannot read it, or with another type than FP8.
         """
-        if split_pages is not None and prefill_backend != "fa2":
-            raise ValueError(
-                f"split_pages={split_pages} needs prefill_backend='fa2': {prefill_backend!r} ignores it"
-            )
         if scaled_pool is not None and prefill_backend != "fa2":
             raise ValueError(
                 f"scaled_pool needs prefill_backend='fa2': {prefill_backend!r} reads no FP8 pool with queries of 16 bits"
@@ -93,7 +83,6 @@ class FlashInferAttention:
         self.library, self.device = library, device
         self._sizes = sizes.query_heads, sizes.kv_heads, sizes.head_dim
         self.pool = WrapperPool(library, device, sizes, prefill_backend)
-        self._split_pages = split_pages
 
     def plan(
         self, spans: Sequence[SequenceSpan], block_tokens: int, window_tokens: int | None = None
@@ -121,9 +110,9 @@ class FlashInferAttention:
             back.atexit = False
         return step
 
-    def for_graph(self, rows: int, most_blocks: int) -> FlashInferGraph | None:
+    def for_graph(self, rows: int, most_blocks: int) -> FlashInferGraph:
         """Return attention of `rows` decodes of together at most `most_blocks` blocks that can be captured."""
-        return None if self._split_pages else FlashInferGraph(self, rows, most_blocks)
+        return FlashInferGraph(self, rows, most_blocks)
 
     def plan_decodes(self, wrapper: Any, batch: PagedBatch, block_tokens: int, window: int) -> None:
         """Plan a decode wrapper; `window` is the number of keys that a row sees before its own, or -1 for all."""
@@ -131,8 +120,6 @@ class FlashInferAttention:
             *self._tables(batch, block_tokens),
             *self._sizes,
             block_tokens,
-            fixed_split_size=self._split_pages or None,
-            disable_split_kv=self._split_pages == 0,
             **self._options(window),
         )
 
@@ -150,7 +137,6 @@ class FlashInferAttention:
             if batch.mask is None
             else self.device.place(torch.from_numpy(batch.mask)),
             causal=causal,
-            disable_split_kv=self._split_pages is not None,
             **self._options(window),
         )
 

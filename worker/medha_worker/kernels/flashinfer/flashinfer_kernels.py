@@ -23,16 +23,13 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 _VALUES_AT_ONCE = 8
 
 
-def flashinfer_kernels(
-    sizes: KernelSizes, device: Device, others: Kernels, *, split_pages: int | None = None
-) -> Kernels:
+def flashinfer_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kernels:
     """Return FlashInfer's attention and row operators.
 
     Args:
         sizes: Heads and widths of the model's part.
         device: Where it runs.
         others: Kernels that write K and V, and run rows that these cannot.
-        split_pages: See `FlashInferAttention`.
 
     Raises:
         KernelsUnavailable: they cannot run this model on this device.
@@ -49,7 +46,7 @@ def flashinfer_kernels(
         )
     if not torch.cuda.is_available():
         raise KernelsUnavailable("torch sees no GPU")
-    attention = FlashInferAttention(_library(), device, sizes, split_pages=split_pages)
+    attention = FlashInferAttention(_library(), device, sizes)
     kernels = replace(others, name="flashinfer", attention=attention)
     if sizes.intermediate_size % _VALUES_AT_ONCE == 0:
         kernels = replace(kernels, rows=FlashInferRows(attention.library, others.rows))

@@ -1,0 +1,199 @@
+"""A replica as its router sees it: what it announced, and what was forwarded to it since."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from math import inf, nextafter
+
+import numpy as np
+
+from medha.routing.deadline_ledger import Opening
+from medha.routing.open_sequences import Key, OpenSequence
+from medha.routing.prefix_memory import PrefixMemory, prefill_seconds
+from medha.scheduler.policy import CLOCK_POLICIES, Floats
+from medha.wire.messages import Announce, LaneLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A sequence that was sent to a replica after its last announcement."""
+
+    key: float
+    lanes: tuple[int, ...]  # that will hold its KV, the one that computes it first
+    tokens: int  # of KV
+    seconds: float  # of prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """The place that a replica would give a sequence."""
+
+    lanes: tuple[int, ...]
+    has_kv: bool
+    seconds_ahead: float
+    """Prefill seconds ahead of it on its lane, whatever their urgency, with its share of those that wait for KV."""
+
+
+@dataclass(slots=True, eq=False)
+class KnownReplica:
+    card: Announce  # its last announcement
+    heard_at: float  # when its last message of any kind arrived, in seconds of `Listening`
+    announced_at: float
+    open: dict[str, OpenSequence] = field(default_factory=dict)  # by wire id
+    forwarded: list[Forwarded] = field(default_factory=list)  # since that announcement
+    full: bool = False  # it has refused a sequence since
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
+
+    def announce(self, card: Announce, now: float) -> None:
+        self.card, self.announced_at = card, now
+        self.forwarded, self.full = [], False
+
+    @property
+    def key(self) -> Key:
+        return self.card.model, self.card.digest
+
+    @property
+    def serves(self) -> bool:
+        return self.card.ready and not self.card.draining
+
+    @property
+    def has_place(self) -> bool:
+        """True if its queue takes another sequence. A replica without a queue (limit 0) still takes one at a time."""
+        return not self.full and self.card.waiting + len(self.forwarded) < max(1, self.card.waiting_limit)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.card.running or self.card.waiting or self.forwarded)
+
+    # --- load ---------------------------------------------------------------------------------------
+
+    @property
+    def lanes(self) -> tuple[LaneLoad, ...]:
+        """The announced load of its lanes; one lane if it announced only totals."""
+        card = self.card
+        return card.lanes or (LaneLoad(card.kv_tokens_free, card.pending_prefill_seconds),)
+
+    @property
+    def pending_seconds(self) -> float:
+        """Prefill seconds of all that it has."""
+        return self.card.pending_prefill_seconds + sum(one.seconds for one in self.forwarded)
+
+    @property
+    def seconds_ahead(self) -> float:
+        """Prefill seconds of all that it has, per lane."""
+        return self.pending_seconds / len(self.lanes)
+
+    def berth(self, tokens: int, reserved_tokens: int) -> Berth:
+        """Return the place for a sequence of `tokens` tokens that reserves KV for `reserved_tokens`.
+
+        As in `medha.scheduler.admission`, it goes to the lane with KV and the least work ahead. KV that must be
+        split over several lanes begins on the emptiest one.
+        """
+        card, lanes = self.card, self.lanes
+        free = [lane.kv_tokens_free for lane in lanes]
+        ahead = [lane.pending_prefill_seconds for lane in lanes]
+        for one in self.forwarded:
+            for lane in one.lanes:
+                free[lane] -= one.tokens // len(one.lanes)
+            ahead[one.lanes[0]] += one.seconds
+        holding = sum(lane.pending_prefill_seconds for lane in lanes)
+        queued = max(0.0, card.pending_prefill_seconds - holding) / len(lanes)
+        every = range(len(lanes))
+        if self._is_split(tokens, reserved_tokens):
+            own = max(every, key=lambda lane: (free[lane], -lane))
+            others = tuple(lane for lane in every if lane != own)
+            return Berth((own, *others), sum(free) >= reserved_tokens, ahead[own] + queued)
+        with_kv = [lane for lane in every if free[lane] >= reserved_tokens]
+        own = min(with_kv or every, key=lambda lane: (ahead[lane], -free[lane], lane))
+        return Berth((own,), bool(with_kv), ahead[own] + queued)
+
+    def _is_split(self, tokens: int, reserved_tokens: int) -> bool:
+        """Return whether KV is split over several lanes, as `medha.scheduler.validation.may_spread` decides."""
+        card, lanes = self.card, len(self.lanes)
+        if lanes == 1:
+            return False
+        share = max(card.tokens_per_lane or card.kv_tokens_total, -(-tokens // lanes))
+        return tokens > share or reserved_tokens > card.kv_tokens_total // lanes
+
+    def own_seconds(self, tokens: int, cached_tokens: int) -> float:
+        """Return the seconds of prefill of a new sequence here, without the part that is cached."""
+        points = self.card.prefill_points
+        return prefill_seconds(points, tokens) - prefill_seconds(points, min(cached_tokens, tokens - 1))
+
+    # --- how soon a sequence could begin ------------------------------------------------------------
+
+    def seconds_before(self, key: float) -> float:
+        """Return the work here that goes before a sequence with this key, per lane.
+
+        A replica of an earlier release does not announce it; then it is only what was forwarded since.
+        """
+        points = self.card.work_ahead
+        place = bisect_right(points, (key - self._since, inf))
+        announced = points[place - 1][1] if place else 0.0
+        added = sum(one.seconds for one in self.forwarded if one.key <= key)
+        return (announced + added) / len(self.lanes)
+
+    def seconds_before_each(self, keys: Floats) -> Floats:
+        """Return `seconds_before` of each key; if only totals are announced, all work counts."""
+        if not self.card.lanes:
+            return np.full(len(keys), self.seconds_ahead)
+        points = np.array([(key + self._since, seconds) for key, seconds in self.card.work_ahead])
+        points = points.reshape(-1, 2)
+        place = np.searchsorted(points[:, 0], keys, side="right")
+        found = np.concatenate([[0.0], points[:, 1]])[place]
+        for one in self.forwarded:
+            found += one.seconds * (one.key <= keys)
+        return found / len(self.lanes)
+
+    @property
+    def _since(self) -> float:
+        """Time to which announced keys are relative."""
+        return self.announced_at if self.card.order.policy in CLOCK_POLICIES else 0.0
+
+    def opening(self, lookahead_seconds: float, most_tokens: int, *, takes_turns: bool = False) -> Opening:
+        """Return what it could begin within `lookahead_seconds`; an idle replica takes what it can ever hold.
+
+        `most_tokens` is what the replica holds of all that serve the model which holds most: a sequence that some
+        replica can hold with all of its output goes to no other.
+        A sequence without KV waits for it in the router, where it can go to another replica, until it is late;
+        then it claims KV that becomes free in the replica.
+        `takes_turns`: not all can be on time, so that the replica, too, begins the owner that attained least.
+        """
+        longest = self.card.longest_request_tokens
+        if not self.card.lanes or self.is_idle:  # an earlier release, or nothing to wait for
+            return Opening(longest, longest, most_tokens)
+        berth_tokens = self._most_free_tokens
+        until_turn = self._last_turn(lookahead_seconds) if takes_turns else -inf
+        return Opening(
+            longest, longest, most_tokens, berth_tokens, self._last_key(lookahead_seconds), until_turn
+        )
+
+    @property
+    def _most_free_tokens(self) -> int:
+        """Upper bound of the KV that one sequence could get now."""
+        taken = sum(one.tokens for one in self.forwarded)
+        if len(self.lanes) == 1:
+            return self.lanes[0].kv_tokens_free - taken
+        return sum(lane.kv_tokens_free for lane in self.lanes) - taken
+
+    def _last_key(self, lookahead_seconds: float) -> float:
+        """Return the largest key before which less than `lookahead_seconds` of work remain, per lane."""
+        candidates = [key + self._since for key, _ in self.card.work_ahead]
+        candidates = sorted({*candidates, *(one.key for one in self.forwarded)})
+        full = next((key for key in candidates if self.seconds_before(key) >= lookahead_seconds), inf)
+        return full if full == inf else nextafter(full, -inf)  # equal keys count as being before
+
+    def _last_turn(self, lookahead_seconds: float) -> float:
+        """Return the turn before which this router's unbegun sequences here are `lookahead_seconds` of work, per lane."""
+        unbegun = sorted(
+            (one.turn, one.work_seconds)
+            for one in self.open.values()
+            if not (one.has_progress or one.emitted)
+        )
+        seconds = lookahead_seconds * len(self.lanes)
+        for turn, work_seconds in unbegun:
+            seconds -= work_seconds
+            if seconds <= 0:
+                return turn
+        return inf

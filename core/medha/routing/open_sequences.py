@@ -1,0 +1,70 @@
+"""A sequence that a router has accepted, from its arrival until its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from medha.routing.router_events import Arrive, NewSequence
+from medha.scheduler.request import NOWHERE
+
+Key = tuple[str, str]
+"""Name of a model, and digest of its bundle."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenSequence:
+    """The state of a sequence in a router. Times are in seconds, on the clock of `now`."""
+
+    new: NewSequence
+    request: Arrive
+    arrived_at: float
+    deadline: float
+    """Time when the first token is due, from the length of the prompt with which the sequence arrived."""
+    work_seconds: float
+    """Prefill of the whole prompt on the fastest replica that holds it, as announced then."""
+    tie: int
+    """Place in the order of arrival."""
+    turn: float
+    """`AttainedService.turn` of its owner when it arrived."""
+    leads: bool = True  # it is the first sample of its prompt
+    row: int = NOWHERE  # in the ledger, while it waits
+    emitted: list[int] = field(default_factory=list)
+    attempts: int = 0
+    lost_attempts: int = 0  # attempts in a row that ended with their replicas (`RoutingLimits.max_attempts`)
+    losses: int = 0  # those since its last token that count against it (`RoutingLimits.max_losses`)
+    was_aboard: bool = False  # since its last token, a replica was lost that had it
+    has_progress: bool = False  # this attempt has sampled a token
+    sent_at: float = 0.0  # when this attempt began
+    replica: str | None = None
+    wire_id: str = ""  # differs between attempts, so that a late message of an old attempt is recognised
+
+    @property
+    def tokens(self) -> int:
+        return self.new.prompt_length + len(self.emitted)
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of its prompt and its longest output; without `max_tokens`, of one output token."""
+        return self.new.prompt_length + (self.new.sampling.max_tokens or 1)
+
+    @property
+    def next_wire_id(self) -> str:
+        """Name of its next attempt."""
+        return self.new.id if self.attempts == 0 else f"{self.new.id}~{self.attempts}"
+
+    @property
+    def shares_prefill(self) -> bool:
+        """True if another sample of its prompt, which goes with it, computes the prompt."""
+        return not self.leads and not self.emitted
+
+    def may_go_with(self, other: OpenSequence) -> bool:
+        """Return whether it can share the KV of the prompt of `other`, a sequence of the same request."""
+        return self.new.prompt == other.new.prompt and not self.emitted and not self.losses
+
+    @property
+    def key(self) -> Key:
+        return self.request.model, self.request.digest
+
+    @property
+    def owner(self) -> str:
+        return self.request.owner

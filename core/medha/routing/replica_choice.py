@@ -1,0 +1,81 @@
+"""Choice of the replica for a sequence: where its first token is expected soonest, if possible where it finds KV.
+
+The expected time is the prefill work ahead of the sequence on the lane that would take it, as announced plus what
+was forwarded since, and its own prefill without the prefix that the replica is thought to have cached. So a
+sequence follows its cached prefix as long as the replicas' loads differ by less than the seconds that the hit
+saves. A long prefix saves minutes, though, in which a replica would collect all the work of a popular one. So a
+replica attracts by its cache only while its load is at most `LOAD_FACTOR` times the mean, plus `LOAD_SECONDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from medha.routing.known_replicas import KnownReplica
+from medha.routing.open_sequences import OpenSequence
+from medha.slo import class_terms
+from medha.wire.messages import Announce
+
+LOAD_FACTOR = 2.0
+LOAD_SECONDS = 1.0
+"""Load below which a replica attracts by its cache whatever the mean is, seconds of prefill per lane."""
+
+
+def holding(sequence: OpenSequence, serving: Sequence[KnownReplica]) -> list[KnownReplica]:
+    """Return the replicas that can hold a sequence: with all of its output, if any of those that serve can."""
+    tokens = sequence.tokens
+    whole = sequence.whole_tokens
+    able = [replica for replica in serving if replica.card.longest_request_tokens >= whole]
+    # The others would cut the output short.
+    return able or [replica for replica in serving if replica.card.longest_request_tokens > tokens]
+
+
+def choose(
+    sequence: OpenSequence,
+    replicas: Sequence[KnownReplica],
+    serving: Sequence[KnownReplica],
+) -> KnownReplica | None:
+    """Return the replica of `replicas` for a sequence, None if there is none.
+
+    Args:
+        serving: all replicas that serve the model, for the mean load.
+    """
+    if len(replicas) < 2:
+        return replicas[0] if replicas else None
+    tokens, prefix = sequence.tokens, sequence.new.prefix
+    most_seconds = _most_seconds(serving)
+
+    def preference(replica: KnownReplica) -> tuple[bool, float, int, int, int, str]:
+        card = replica.card
+        berth = replica.berth(tokens, reservation_tokens(sequence, card))
+        cached = replica.prefixes.known_tokens(prefix) if replica.seconds_ahead <= most_seconds else 0
+        return (
+            not berth.has_kv,
+            berth.seconds_ahead + replica.own_seconds(tokens, cached),
+            -cached,
+            sum(one.tokens for one in replica.forwarded),  # tells idle replicas apart between announcements
+            card.running + card.waiting,
+            card.replica,
+        )
+
+    return min(replicas, key=preference)
+
+
+def _most_seconds(serving: Sequence[KnownReplica]) -> float:
+    """Return the load up to which a cached prefix attracts."""
+    mean = sum(replica.seconds_ahead for replica in serving) / max(1, len(serving))
+    return LOAD_FACTOR * mean + LOAD_SECONDS
+
+
+def reservation_tokens(sequence: OpenSequence, card: Announce) -> int:
+    """Return the KV tokens that a sequence will reserve in a replica for its prompt and the output that it expects.
+
+    A replica that expects none reserves `max_tokens`, or else the default of the service class.
+    """
+    terms = class_terms(card.service_classes, sequence.request.service_class)
+    most, expected = sequence.new.sampling.max_tokens, terms.expected_output_tokens
+    output = terms.default_output_tokens if most is None else most
+    if expected:
+        output = expected if most is None else min(most, expected)
+    whole = max(sequence.new.prompt_length + output, sequence.tokens + 1)
+    return min(whole, max(card.longest_request_tokens, sequence.tokens + 1))

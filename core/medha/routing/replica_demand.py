@@ -1,0 +1,133 @@
+"""How many replicas of a model the clients of one router need: a number that adds up over routers.
+
+Each router knows its own clients alone, so it states what they need of a replica, as a fraction. The sum over routers
+is what all clients need, and an autoscaler rounds it up. It has four parts, and they add up too:
+
+- `arrivals`: the prefill work that arrives, as a rate. The work of each sequence is spread over the time until its first
+  token is due, so that a long prompt, which has long, is no peak. A rate does not change with the number of replicas,
+  and does not fall to nothing whenever the queue is empty for a moment. It does once no request has been open for as long
+  as the work of a short prompt counts: replicas that had nothing to do have kept up, whatever is due only tomorrow.
+- `waiting`: for each sequence that waits in the router, the share of one lane that it needs from now on to be in time:
+  its work over the time that is left. One that cannot be in time any more needs a whole lane, unless its work is tiny.
+- `kv`: what the KV of all open sequences takes of a replica's pool, as far as it needs more than both of those.
+- `open`: a small share while a request is open or waits for the first replica, so that there is at least one.
+
+A minute after the last request has ended, the sum is exactly 0. Smallest and largest numbers and
+stabilisation are the autoscaler's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+DemandReason = Literal["arrivals", "waiting", "kv", "open"]
+"""Part of the demand."""
+DEMAND_REASONS: tuple[DemandReason, ...] = ("arrivals", "waiting", "kv", "open")
+OPEN_SHARE = 0.01
+"""Least demand of a router that has an open request; those of many routers together are still below 1."""
+_BUCKET_SECONDS = 5.0
+"""Accuracy of the time until which an arrival counts."""
+_LONGEST_SECONDS = 3600.0
+"""Longest time over which the work of an arrival is spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemandTerms:
+    """The terms by which work becomes replicas."""
+
+    start_seconds: float = 120.0
+    """Time that a replica takes from its creation until it serves: until then, what waits for the first one is late."""
+    spread_seconds: float = 60.0
+    """Shortest time over which the work of an arrival is spread, and the time without requests after which none counts."""
+    busy_share: float = 0.85
+    """Share of its time that a replica should spend on prefill that arrives. The rest is for decodes and for chance."""
+    urgent_seconds: float = 2.0
+    """Shortest time within which waiting work need be done."""
+    kv_share: float = 0.9
+    """Share of a replica's KV pool that should be reserved at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSize:
+    """The size of a replica of a model; the mean, if they differ."""
+
+    lanes: float
+    """Lanes, each of which prefills beside the others."""
+    kv_tokens: float
+    """Tokens that the KV pools of all lanes hold; 0 if it announces none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """The demand of one router's clients for a model, at one time. Seconds of prefill are those of a lone prompt."""
+
+    arrival_rate: float = 0.0
+    """Prefill seconds that arrive each second, without cached prefixes."""
+    pending_seconds: float = 0.0
+    """Prefill of sequences that have no token yet, whether they wait in the router or were sent to a replica."""
+    waiting_lanes: float = 0.0
+    """Lanes that the sequences that wait in the router need from now on to be in time."""
+    missed_seconds: float = 0.0
+    """Seconds by which waiting sequences are predicted to miss their deadlines, summed over the sequences."""
+    kv_tokens: int = 0
+    """KV that open sequences reserve, or will."""
+    open_requests: int = 0
+    """Sequences that have not ended, and requests in the waiting room."""
+
+
+def replica_demand(
+    work: ModelWork, size: ReplicaSize | None, terms: DemandTerms
+) -> dict[DemandReason, float]:
+    """Return the replicas that this work needs, by reason; the sum counts.
+
+    Without a size, because no replica has ever been announced, it is known only whether one is needed at all.
+    """
+    arrivals = waiting = kv = 0.0
+    if size is not None:
+        arrivals = work.arrival_rate / (terms.busy_share * size.lanes)
+        waiting = work.waiting_lanes / size.lanes
+        if size.kv_tokens:  # without a pool, no number of replicas is enough
+            kv = max(0.0, work.kv_tokens / (terms.kv_share * size.kv_tokens) - arrivals - waiting)
+    least = OPEN_SHARE if work.open_requests else 0.0
+    return {
+        "arrivals": arrivals,
+        "waiting": waiting,
+        "kv": kv,
+        "open": max(0.0, least - arrivals - waiting - kv),
+    }
+
+
+class ArrivedWork:
+    """The rate at which work of one model arrives, while it has requests. Times are in seconds, on the clock of `now`."""
+
+    def __init__(self, spread_seconds: float) -> None:
+        self._spread_seconds = spread_seconds
+        self._rates: dict[
+            int, float
+        ] = {}  # number of the bucket in which it ends -> prefill seconds per second
+        self._last_end = -inf
+
+    def add(self, work_seconds: float, due_seconds: float, now: float) -> None:
+        """Spread work over the time until it is due, `due_seconds` from now."""
+        spread_seconds = min(max(due_seconds, self._spread_seconds), _LONGEST_SECONDS)
+        bucket = int((now + spread_seconds) // _BUCKET_SECONDS)
+        self._rates[bucket] = self._rates.get(bucket, 0.0) + work_seconds / spread_seconds
+        self._forget(now)
+
+    def end(self, now: float) -> None:
+        """Note that a sequence has ended."""
+        self._last_end = now
+
+    def rate(self, now: float, *, idle: bool) -> float:
+        """Return the prefill seconds that arrive each second. The model is idle if no request of it is open."""
+        if idle and now - self._last_end >= self._spread_seconds:
+            self._rates.clear()
+        self._forget(now)
+        return sum(self._rates.values())
+
+    def _forget(self, now: float) -> None:
+        present = int(now // _BUCKET_SECONDS)
+        if any(bucket < present for bucket in self._rates):
+            self._rates = {bucket: rate for bucket, rate in self._rates.items() if bucket >= present}

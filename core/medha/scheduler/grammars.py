@@ -1,0 +1,138 @@
+"""Grammars of requests: which ones the ranks that sample have compiled, and which requests wait for that.
+
+A grammar is compiled while its request waits for KV and while its prompt is computed. Until every lane has reported
+it, its requests are kept out of the step that would sample for them (`Request.awaits_grammar`), so no other request
+waits for a grammar that takes long. A request whose grammar is not compiled in time ends.
+
+Ranks keep a compiled grammar until a message drops it: those of all open requests, and of the others the
+`KEPT_GRAMMARS` that were used last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from medha.scheduler.request import Request
+from medha.wire.messages import CompileGrammar, DropGrammar, GrammarReady
+
+KEPT_GRAMMARS = 32
+"""Grammars that stay compiled although no open request has them: the turns of an agent have the same one."""
+COMPILE_SECONDS = 6.0
+"""Longest time from its arrival for which a request waits until its grammar is compiled."""
+
+
+@dataclass(slots=True)
+class _Grammar:
+    lanes_left: set[int]  # that have not reported it compiled
+    users: set[str] = field(default_factory=set)  # ids of open requests
+
+
+class Grammars:
+    """The grammars that ranks compile or keep, in one epoch."""
+
+    def __init__(self, lanes: int, epoch: int) -> None:
+        self._lanes = lanes
+        self._epoch = epoch
+        self._known: dict[str, _Grammar] = {}  # by name
+        self._unused: dict[str, None] = {}  # compiled ones without open requests, the last used last
+        self._awaiting: dict[
+            str, tuple[Request, float]
+        ] = {}  # by id, with the time when it ends; in that order
+        self._drops: list[str] = []
+
+    @property
+    def next_due(self) -> float | None:
+        """Time at which the next request ends unless its grammar is compiled; None if none waits for that."""
+        return next((due for _, due in self._awaiting.values()), None)
+
+    def arrive(self, request: Request, now: float) -> list[CompileGrammar]:
+        """Add a request; return what must be sent to ranks before a step with it."""
+        text = request.submit.sampling.grammar
+        if not text:
+            return []
+        name = request.grammar = grammar_name(text)
+        asked = []
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = _Grammar(set(range(self._lanes)))
+            asked.append(CompileGrammar(name, text, self._epoch))
+        self._unused.pop(name, None)
+        known.users.add(request.id)
+        if known.lanes_left:
+            request.awaits_grammar = True
+            self._awaiting[request.id] = request, now + COMPILE_SECONDS
+        return asked
+
+    def ready(self, event: GrammarReady) -> list[Request]:
+        """Note the report of a lane; return the requests that must end, because it cannot compile their grammar."""
+        known = self._known.get(event.name)
+        if known is None or event.lane not in known.lanes_left:
+            return []  # dropped meanwhile
+        requests = [request for request, _ in self._awaiting.values() if request.grammar == event.name]
+        if event.fault:
+            self._drop(event.name)
+            return self._ending(requests)
+        known.lanes_left.discard(event.lane)
+        if not known.lanes_left:
+            for request in requests:
+                self._go_on(request)
+        return []
+
+    def late(self, now: float) -> list[Request]:
+        """Return the requests that have waited too long and must end."""
+        due = self.next_due
+        if due is None or now < due:
+            return []
+        return self._ending([request for request, due in self._awaiting.values() if due <= now])
+
+    def stalled(self) -> tuple[int, int]:
+        """Return how many requests with KV, and how many without, can take part in no step before a report comes."""
+        stalled = [request for request, _ in self._awaiting.values() if not request.ended and request.stalls]
+        waiting = sum(request.waits for request in stalled)
+        return len(stalled) - waiting, waiting
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that has left."""
+        self._awaiting.pop(request.id, None)
+        known = self._known.get(request.grammar)
+        if known is None:
+            return
+        known.users.discard(request.id)
+        if known.users:
+            return
+        if known.lanes_left:  # nobody needs it any more
+            self._drop(request.grammar)
+            return
+        self._unused[request.grammar] = None
+        if len(self._unused) > KEPT_GRAMMARS:
+            self._drop(next(iter(self._unused)))
+
+    def take_drops(self) -> list[DropGrammar]:
+        """Return the grammars that ranks must drop since the last call."""
+        drops, self._drops = self._drops, []
+        return [DropGrammar(name, self._epoch) for name in drops]
+
+    def _ending(self, requests: Iterable[Request]) -> list[Request]:
+        """Let requests wait no longer; return those that have not ended by themselves."""
+        ending = []
+        for request in requests:
+            self._go_on(request)
+            if request.steps_aside or not request.ended:
+                ending.append(request)
+        return ending
+
+    def _go_on(self, request: Request) -> None:
+        request.awaits_grammar = False
+        del self._awaiting[request.id]
+
+    def _drop(self, name: str) -> None:
+        del self._known[name]
+        self._unused.pop(name, None)
+        self._drops.append(name)
+
+
+def grammar_name(text: str) -> str:
+    """Return the name of a grammar in messages."""
+    return blake2b(text.encode(), digest_size=16).hexdigest()

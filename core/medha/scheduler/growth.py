@@ -1,0 +1,100 @@
+"""Growth of running requests beyond their expected output: the KV held for it, and who steps aside for it.
+
+A request reserves KV for the output that is expected of it (`medha.scheduler.output_lengths`), and takes more
+when it outgrows that. Some free KV is held back from admission for such growth: for each request that may
+outgrow what it holds, a part of its expected output; of long ones, no more than their share of the pool leaves.
+
+If KV is short all the same, one request *steps aside*: it gives its KV back, waits, and computes it again. Its
+text stays the same, as after the loss of a rank. It is the request that has stepped aside least often; of these
+one on the lanes of the request that lacks KV; of these the one with the fewest computed tokens, which takes the
+least time to recompute; of these the latest. The oldest of them is spared as long as there is another.
+
+Two rules keep requests from displacing each other for ever. Each time that a request comes back, it reserves at
+least twice the output that it had, and from its `MOST_ASIDES`-th time on all that it can ever need. A request
+that holds all that it can need never steps aside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from medha.scheduler.request import Request
+
+GROWTH_SHARE = 0.1
+"""Largest share of the KV pool that is held for growth."""
+GROWTH_PART = 0.25
+"""Part of its output reservation that is held in addition for each request that may outgrow it."""
+MOST_ASIDES = 3
+"""Times that a request steps aside at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    request: Request
+    blocks: int
+    is_long: bool
+
+
+class Growth:
+    """The running requests that may outgrow the KV that they hold."""
+
+    def __init__(self, pool_blocks: int) -> None:
+        self._most_blocks = int(GROWTH_SHARE * pool_blocks)
+        self._watched: dict[str, _Watched] = {}
+        self._of_longs = 0  # blocks to hold for long ones
+        self._of_shorts = 0
+
+    @property
+    def requests(self) -> int:
+        """Number of running requests that may outgrow what they hold."""
+        return len(self._watched)
+
+    def watch(self, request: Request, missing_blocks: int, output_blocks: int, *, is_long: bool) -> None:
+        """Record a request that holds `output_blocks` for its output, and may need `missing_blocks` more.
+
+        One that holds all that it can need is forgotten.
+        """
+        self.forget(request)
+        if request.may_outgrow:
+            blocks = min(missing_blocks, int(GROWTH_PART * max(output_blocks, 0)) + 1)
+            self._watched[request.id] = _Watched(request, blocks, is_long)
+            self._add(blocks, is_long=is_long)
+
+    def forget(self, request: Request) -> None:
+        """Forget a request; does nothing if it is not watched."""
+        watched = self._watched.pop(request.id, None)
+        if watched is not None:
+            self._add(-watched.blocks, is_long=watched.is_long)
+
+    def _add(self, blocks: int, *, is_long: bool) -> None:
+        if is_long:
+            self._of_longs += blocks
+        else:
+            self._of_shorts += blocks
+
+    def held_blocks(self, left_for_longs: int | None) -> int:
+        """Return the free blocks to hold; `left_for_longs` of them is the most that long requests may take."""
+        longs = self._of_longs
+        if left_for_longs is not None:
+            longs = min(longs, max(left_for_longs, 0))
+        return min(self._of_shorts + longs, self._most_blocks)
+
+    def who_steps_aside(self, starved: Request, *, among_longs: bool = False) -> Request:
+        """Return the request that gives its KV back; `among_longs`: only that of a long one helps."""
+        found = [
+            watched.request
+            for watched in self._watched.values()
+            if not watched.request.ended and (watched.is_long or not among_longs)
+        ]
+        assert starved in found, f"{starved.id} lacks KV, and holds all that it can need"
+        oldest = min(found, key=lambda request: request.tie)
+        lanes = set(starved.held_lanes)
+        return min(
+            [request for request in found if request is not oldest] or found,
+            key=lambda request: (
+                request.asides,
+                lanes.isdisjoint(request.held_lanes),
+                request.computed,
+                -request.tie,
+            ),
+        )

@@ -1,0 +1,76 @@
+"""The turns of owners, if not all can be on time: the owner that attained least goes first, whatever the policy.
+
+An owner stands for an API key, or without keys for a client request. If the rows cannot all be on time in any
+order, those up to the last deadline that would be missed are *contested*. Each owner's contested rows get its
+turns (`medha.scheduler.attained_service`), the smallest first, in the order of the policy. The contested rows then
+go by turn, in the places that the policy gave them. So an owner with many rows makes its own rows late before
+those of others, and an owner's own rows keep the order of the policy.
+
+Turns whose service differs by less than 1.4 times count as equal, and so do turns that stand for little. Then the
+policy decides. So it also decides between owners of about the same load. If all can be on time, or
+if there is one owner, the order is that of the policy.
+
+A router applies this to the sequences that wait in it, and a replica to its prefills.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from medha.scheduler.attained_service import tokens_of
+from medha.scheduler.policy import Bools, Floats, Ints
+
+LITTLE_TOKENS = 128
+"""Service that is added to all before it is compared."""
+STEPS_OF_A_DOUBLING = 2
+"""Steps in which service is compared: owners whose service differs by less than 1.4 times count as equal."""
+_ROUNDING_SECONDS = 1e-6
+
+
+def contested_until(
+    deadline: Floats, remaining_seconds: Floats, lanes: int, grace_seconds: float, now: float
+) -> float:
+    """Return the last deadline that would be missed if the rows went by deadline; -inf if all can be met.
+
+    `remaining_seconds` is the work of each row, and `grace_seconds` the lateness that steps cause.
+    """
+    allowed = grace_seconds + _ROUNDING_SECONDS - now
+    if not len(deadline) or float(remaining_seconds.sum()) / lanes <= float(deadline.min()) + allowed:
+        return -inf
+    by_deadline = np.argsort(deadline, kind="stable")
+    ends = remaining_seconds[by_deadline].cumsum() / lanes
+    missed = (ends > deadline[by_deadline] + allowed).nonzero()[0]
+    return float(deadline[by_deadline[missed[-1]]]) if len(missed) else -inf
+
+
+def take_turns(
+    order: Ints, is_contested: Bools, owner: Ints, turn: Floats, now: float, begun: Ints | None = None
+) -> None:
+    """Let owners take turns in the places of contested rows; each owner's rows keep their order.
+
+    Args:
+        order: all rows, in the order of the policy; changed in place.
+        is_contested: flags of the rows that take turns.
+        owner: the number of each row's owner.
+        turn: the turn of each row; changed in place where rows of an owner exchange their turns.
+        now: the time at which the service that turns stand for is compared.
+        begun: tokens of each row that are served already. An owner's begun rows, but for the largest one, count as
+            service before all of its rows: a policy that serves many a little must not hide what they got.
+    """
+    places = is_contested[order].nonzero()[0]
+    rows = order[places]
+    if not len(rows):
+        return
+    owners, turns = owner[rows], turn[rows]
+    by_policy, by_turn = np.argsort(owners, kind="stable"), np.lexsort((turns, owners))
+    turn[rows[by_policy]] = turns[by_turn]
+    service = tokens_of(turn[rows], now) + LITTLE_TOKENS
+    if begun is not None:
+        _, number = np.unique(owners, return_inverse=True)
+        most = np.zeros(len(rows), dtype=np.int64)
+        np.maximum.at(most, number, begun[rows])
+        service += (np.bincount(number, begun[rows], len(rows)) - most)[number]
+    steps = (STEPS_OF_A_DOUBLING * np.log2(service / service.min())).astype(np.int64)
+    order[places] = rows[np.argsort(steps, kind="stable")]

@@ -1,0 +1,151 @@
+"""Owners take turns if not all can be on time: no key's requests wait behind the backlog of another key."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from medha.scheduler import prefill_order
+from medha.scheduler.attained_service import AttainedService
+from medha.scheduler.owner_turns import LITTLE_TOKENS, contested_until, take_turns
+from medha.scheduler.policy import POLICIES
+from medha.wire.messages import Step
+
+CHUNK_TOKENS = 32
+ROWS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 100_000), st.booleans()), min_size=1, max_size=30)
+
+
+@given(ROWS, st.randoms(use_true_random=False), st.floats(0, 1e6))
+def test_who_attained_clearly_less_goes_first_and_the_policy_decides_the_rest(
+    rows: list[tuple[int, int, bool]], random: Random, now: float
+) -> None:
+    owner = np.array([number for number, _, _ in rows])
+    contested = np.array([flag for _, _, flag in rows])
+    attained = AttainedService()
+    turns = []
+    for _, tokens, _ in rows:
+        attained.charge("x", tokens, now)
+        turns.append(attained.turn("x"))
+        attained.take_back("x", tokens, now, now)
+    turn = np.array(turns)
+    policy = random.sample(range(len(rows)), len(rows))
+    order = np.array(policy)
+    take_turns(order, contested, owner, turn, now)
+    assert sorted(order.tolist()) == sorted(policy)
+    assert [row for row in order if not contested[row]] == [row for row in policy if not contested[row]]
+    assert [place for place, row in enumerate(order) if contested[row]] == [
+        place for place, row in enumerate(policy) if contested[row]
+    ]
+    for number in set(owner.tolist()):
+        own = [row for row in order if owner[row] == number and contested[row]]
+        assert own == [row for row in policy if owner[row] == number and contested[row]]
+        assert turn[own].tolist() == sorted(turn[own])
+    service = np.exp2(turn - now / 60.0) + LITTLE_TOKENS
+    going = [row for row in order if contested[row]]
+    for place, row in enumerate(going):
+        for later in going[place + 1 :]:
+            assert service[row] <= 1.415 * service[later]
+            if policy.index(row) > policy.index(later):
+                assert service[row] < service[later]
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0.01, 2)), max_size=20), st.integers(1, 3))
+def test_the_last_deadline_that_edf_would_miss_ends_what_is_contested(
+    rows: list[tuple[float, float]], lanes: int
+) -> None:
+    deadline = np.array([due for due, _ in rows])
+    work = np.array([seconds for _, seconds in rows])
+    missed, done = -inf, 0.0
+    for due, seconds in sorted(rows, key=lambda one: one[0]):
+        done += seconds / lanes
+        if done > due + 0.5 + 1e-6:
+            missed = due
+    assert contested_until(deadline, work, lanes, 0.5, 0.0) == missed
+
+
+def overloaded(replica_of: Any, submit_of: Any, policy: str, seed: int, owners: str) -> Any:
+    """A replica with about ten times the prompts that it can serve in time, of some owners in turn."""
+    random = Random(seed)
+    replica = replica_of(policy=policy, kv_blocks=40_000, max_chunk_tokens=CHUNK_TOKENS, stages=seed % 2 + 1)
+    for index in range(60):
+        tokens = random.randint(50, 500)
+        owner = owners[index % len(owners)]
+        replica.submit(submit_of(f"r{index}", tokens, random.randint(1, 3), owner=owner))
+        if random.random() < 0.5:
+            replica.advance()
+    return replica
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_owner_is_served_by_the_policy_alone(
+    replica_of: Any, submit_of: Any, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands are those of a controller that knows no turns, also under overload."""
+    mine = overloaded(replica_of, submit_of, policy, 3, "a")
+    for _ in range(300):
+        mine.advance()
+
+    def none(*_: Any) -> float:
+        return -inf
+
+    monkeypatch.setattr(prefill_order, "contested_until", none)
+    plain = overloaded(replica_of, submit_of, policy, 3, "a")
+    for _ in range(300):
+        plain.advance()
+    assert mine.commands == plain.commands
+    monkeypatch.undo()
+    several = overloaded(replica_of, submit_of, policy, 3, "aaaaaaab")
+    for _ in range(300):
+        several.advance()
+    assert several.commands != mine.commands, "the load is too small to show anything"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_while_all_can_be_on_time_owners_do_not_matter(replica_of: Any, submit_of: Any, policy: str) -> None:
+    def commands(owners: str) -> Any:
+        replica = replica_of(policy=policy, kv_blocks=40_000, max_chunk_tokens=CHUNK_TOKENS)
+        for index in range(20):
+            fields = {"deadline_after_seconds": 30.0 + index % 7, "owner": owners[index % len(owners)]}
+            replica.submit(submit_of(f"r{index}", 40 * (index % 5 + 1), 3, **fields))
+        replica.run().check_empty()
+        return replica.commands
+
+    assert commands("a") == commands("abc")
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(max_examples=4, phases=[Phase.generate])
+@given(st.integers(0, 1000), st.integers(1, 3 * CHUNK_TOKENS))
+def test_a_request_of_another_owner_waits_for_no_backlog(
+    replica_of: Any, submit_of: Any, policy: str, seed: int, tokens: int
+) -> None:
+    """An owner that has attained more gives way, whatever it has sent.
+
+    From then on no step has a chunk of it instead of one of the other's prompt, except those in flight.
+    """
+    replica = overloaded(replica_of, submit_of, policy, seed, "a")
+    while served_tokens(replica) < 4 * LITTLE_TOKENS:
+        replica.submit(submit_of(f"more {len(replica.log)}", 500, 2, owner="a"))
+        replica.advance()
+    target = {"deadline_after_seconds": 60.0, "contested_seconds": 70.0}
+    replica.submit(submit_of("small", tokens, 2, owner="b", **target))
+    before = len(replica.steps)
+    while "small" not in replica.emitted:
+        replica.advance()
+        steps: list[Step] = replica.steps[before:]
+        assert len(steps) < 20
+    mine = [index for index, step in enumerate(steps) if any(one.id == "small" for one in step.entries)]
+    count = -(-tokens // CHUNK_TOKENS)
+    assert mine[0] <= 3, "steps in flight, and the one that was launched with its arrival"
+    assert mine[:count] == [*range(mine[0], mine[0] + count)], "each next chunk is in the next step"
+
+
+def served_tokens(replica: Any) -> int:
+    """Return the prompt tokens that steps have computed."""
+    return sum(extent.count for step in replica.steps for one in step.entries for extent in one.extents)

@@ -1,0 +1,91 @@
+"""Compiled matrix products: right for any sizes and layouts, and the same to the bit beside any other rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medha_worker.kernels.cpu.compiled_products import CompiledProducts
+from medha_worker.kernels.cpu.helper_team import HelperTeam
+from medha_worker.kernels.cpu.host_compiler import Target
+from medha_worker.kernels.cpu.product_code import CHUNK_ROWS
+
+TARGETS = {"avx512": Target(16, 4, 6), "avx2": Target(8, 2, 6), "others": Target(4, 4, 4)}
+ROWS = (1, 2, 6, 7, 32, CHUNK_ROWS + 3)
+# Inner and columns: whole blocks and panels, and parts of them.
+SIZES = ((512, 768), (1408, 128), (131, 100), (5, 17), (1, 1))
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def _threads(request: pytest.FixtureRequest) -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ours() -> CompiledProducts:
+    return CompiledProducts(HelperTeam())
+
+
+def is_close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """True if float32 results are as near to float64 ones as rounding allows."""
+    return torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_products_are_right_for_whole_and_partial_blocks_in_both_layouts(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "of_host", classmethod(lambda _: target))
+    ours = CompiledProducts(HelperTeam())
+    for inner, columns in SIZES:
+        x, bias = normal(max(ROWS), inner), normal(columns, seed=1)
+        stored = normal(inner, columns, seed=2)
+        wanted = x.double() @ stored.double()
+        for weight in (stored, stored.t().contiguous().t()):
+            for rows in ROWS:
+                case = f"{rows} rows, {inner} x {columns}, strides {weight.stride()}"
+                assert is_close(ours.product(x[:rows], weight), wanted[:rows]), case
+                assert is_close(ours.product(x[:rows], weight, bias), (wanted + bias)[:rows]), case
+
+
+def test_results_are_put_or_added_where_they_belong_and_nowhere_else(ours: CompiledProducts) -> None:
+    x, weight = normal(9, 140)[:, 7:], normal(133, 70, seed=1)
+    wanted = x.double() @ weight.double()
+    around = normal(11, 80, seed=2)
+    for adds in (False, True):
+        memory = around.clone()
+        target = memory[1:10, 5:75]
+        if adds:
+            ours.add_product(target, x, weight)
+        else:
+            assert ours.product(x, weight, out=target) is target
+        assert is_close(target, wanted + around[1:10, 5:75] if adds else wanted)
+        target.copy_(around[1:10, 5:75])
+        assert torch.equal(memory, around)
+
+
+def test_a_row_gets_the_same_bits_alone_and_among_others_in_every_layout(ours: CompiledProducts) -> None:
+    x, weight = normal(400, 600), normal(600, 200, seed=1)
+    everything = ours.product(x, weight)
+    for part in (slice(0, 1), slice(5, 7), slice(3, 36), slice(190, 399)):
+        for same in (weight, weight.t().contiguous().t()):
+            assert torch.equal(ours.product(x[part], same), everything[part])
+
+
+def test_no_rows_and_no_columns_are_no_work(ours: CompiledProducts) -> None:
+    assert ours.product(normal(0, 64), normal(64, 32)).shape == (0, 32)
+    assert ours.product(normal(3, 64), normal(64, 0)).shape == (3, 0)
+
+
+def test_layouts_that_the_code_cannot_read_are_refused(ours: CompiledProducts) -> None:
+    with pytest.raises(AssertionError):
+        ours.product(normal(3, 64), normal(64, 64)[:, ::2])
+    with pytest.raises(AssertionError):
+        ours.product(normal(64, 3).t(), normal(64, 64))

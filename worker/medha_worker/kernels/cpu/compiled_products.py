@@ -1,0 +1,67 @@
+"""The compiled matrix products as an operator: one call of torch's threads for each product."""
+
+from __future__ import annotations
+
+import torch
+
+from medha_worker.kernels.cpu.helper_team import HelperTeam
+from medha_worker.kernels.cpu.host_compiler import Target
+from medha_worker.kernels.cpu.product_code import CHUNK_ROWS, ProductSizes, compiled_products
+
+_PARTS_PER_THREAD = 4  # so that a thread that begins late takes less
+
+
+class CompiledProducts:
+    """`MatrixProducts` of float32, in which a row gets the same bits beside any other rows.
+
+    One instance serves one thread at a time: its products share the threads' scratch memory.
+    """
+
+    def __init__(self, team: HelperTeam) -> None:
+        self._team = team
+        target = Target.of_host()
+        self._sizes = ProductSizes(target)
+        compiled = compiled_products(target)
+        self._products = [team.function(compiled, name) for name in ("product", "product_transposed")]
+        self._scratch = torch.empty(0)
+        self._zeros = torch.zeros(self._sizes.panel_columns)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = torch.empty(x.shape[0], weight.shape[1])
+        if bias is None:
+            self._run(x, weight, (self._zeros.data_ptr(), 0, 0), out)
+        else:
+            self._run(x, weight, (bias.data_ptr(), 0, 1), out)
+        return out
+
+    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+        self._run(x, weight, (target.data_ptr(), target.stride(0), 1), target)
+
+    def _run(
+        self, x: torch.Tensor, weight: torch.Tensor, base: tuple[int, int, int], out: torch.Tensor
+    ) -> None:
+        """Compute out = base + x @ weight; `base` has the address and the steps between rows and columns."""
+        rows, inner = x.shape
+        columns = weight.shape[1]
+        assert weight.shape[0] == inner
+        assert out.shape == (rows, columns)
+        assert x.stride(1) == out.stride(1) == 1
+        is_transposed = weight.stride(1) != 1
+        assert weight.stride(0 if is_transposed else 1) == 1
+        tasks = -(-columns // self._sizes.panel_columns) * -(-rows // CHUNK_ROWS)
+        threads = self._team.grow(torch.get_num_threads())
+        if self._scratch.shape[0] < threads:
+            self._scratch = torch.zeros(threads, self._sizes.scratch_floats)
+        fields = (
+            rows, inner, columns, x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(int(is_transposed)),
+            *base, out.data_ptr(), out.stride(0), self._scratch.data_ptr(), self._scratch.stride(0),
+        )  # fmt: skip
+        parts = min(tasks, threads * _PARTS_PER_THREAD if threads > 1 else 1)
+        self._products[is_transposed](fields, parts)

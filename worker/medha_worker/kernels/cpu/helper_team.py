@@ -1,0 +1,108 @@
+"""The threads that compute the calls of compiled kernels: the caller's, and helpers that it never waits for in vain.
+
+OpenMP's teams wait until every thread has come. Where router and controller share the cores with a rank, a thread is
+often not running when a call begins. Each of a step's dozens of calls would then last as long as the other process's
+turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+import llvmlite.binding as llvm
+import numpy as np
+
+from medha_worker.kernels.cpu.host_compiler import Compiled
+from medha_worker.kernels.cpu.team_code import (
+    LIBRARY_FUNCTIONS,
+    LINE,
+    MOST_PARTS,
+    TEAM_FIELDS,
+    compiled_team,
+)
+
+_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+_HELP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+_PART = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+TeamFunction: TypeAlias = Callable[[Sequence[int], int], None]
+"""Computes so many parts of a call, whose fields are given, on the threads that `HelperTeam.grow` has started."""
+
+
+@lru_cache
+def float_bits(value: float) -> int:
+    """Return a float32 as a field of a call."""
+    return int(np.float32(value).view(np.int32))
+
+
+class HelperTeam:
+    """Threads that compute the parts of a call. One thread at a time may call it."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        for name in LIBRARY_FUNCTIONS:
+            llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+        self._code = compiled_team(platform.machine())
+        self._state = _State()
+        self._run = _RUN(self._code.address("run"))
+        self._helpers: list[threading.Thread] = []
+        weakref.finalize(self, _stop, self._state, self._helpers)
+
+    def grow(self, threads: int) -> int:
+        """Have so many threads at least, the caller's among them; return how many there are."""
+        while len(self._helpers) < threads - 1:
+            arguments = (self._code, self._state, len(self._helpers) + 1)
+            helper = threading.Thread(target=_help, args=arguments, name="medha-kernels", daemon=True)
+            helper.start()
+            self._helpers.append(helper)
+        return 1 + len(self._helpers)
+
+    def function(self, compiled: Compiled, name: str) -> TeamFunction:
+        """Return an exported function, of the type `team_code.PART`, to be called by this team."""
+        address = compiled.address(name)
+        compute = _PART(address)
+
+        def run(fields: Sequence[int], parts: int) -> None:
+            call = array("q", fields)  # numpy's arrays take longer to make, and to ask for their address
+            data, _ = call.buffer_info()
+            if parts > 1 and self._helpers:
+                assert parts < MOST_PARTS
+                self._run(self._state.address, address, data, parts)
+                return
+            for part in range(parts):
+                compute(data, part, parts, 0)
+
+        return run
+
+
+class _State:
+    """The memory that the threads of a team share; it lives as long as any of them."""
+
+    def __init__(self) -> None:
+        memory = np.zeros((len(TEAM_FIELDS) + 1) * LINE, dtype=np.int64)
+        self._lines = memory[-(memory.ctypes.data // memory.itemsize) % LINE :]  # from a cache line on
+        self.address = int(self._lines.ctypes.data)
+        self._semaphore = ctypes.c_void_p(self.address + 8 * LINE * TEAM_FIELDS.index("semaphore"))
+        self._library = ctypes.CDLL(None)
+        self._library.sem_init(self._semaphore, 0, 0)
+
+    def stop(self, helpers: int) -> None:
+        self._lines[LINE * TEAM_FIELDS.index("stopping")] = 1
+        for _ in range(helpers):
+            self._library.sem_post(self._semaphore)
+
+
+def _help(code: Compiled, state: _State, number: int) -> None:
+    _HELP(code.address("help"))(state.address, number)
+
+
+def _stop(state: _State, helpers: list[threading.Thread]) -> None:
+    """Let the helpers of a team end that is not used any more."""
+    state.stop(len(helpers))

@@ -1,0 +1,284 @@
+"""Matrix products of float32 for CPUs, compiled for the vector registers of this machine.
+
+A thread goes through *panels*, each as many columns of the weight as fill a row's vectors in registers. It copies a
+block of a panel into first-level cache, and multiplies a few rows at a time by it in registers. Rows that are multiplied
+at once need no copy. Meanwhile the next block is prefetched: products of few rows wait for nothing but the weight.
+
+Every element is added up in one order, which depends on the length of the sum alone: over the values of a block one by
+one, then over the blocks, then to what was there. So a row gets the same bits beside any other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llvmlite import ir
+
+from medha_worker.kernels.cpu.host_compiler import Compiled, Target
+from medha_worker.kernels.cpu.team_code import PART
+from medha_worker.kernels.cpu.vector_code import INT64, POINTER, VOID, Number, VectorBuilder
+
+CHUNK_ROWS = 192
+"""Most rows that are multiplied by one copy of a block: they stay in second-level cache."""
+_BLOCK_FLOATS = 8192  # 32 KiB, most of first-level cache
+_CACHE_LINE_FLOATS = 16
+_PAGE_FLOATS = 1024
+
+# Fields of a call, in order, int64 each. Strides are in floats. What is added to the products begins at `base`: its
+# element for a row and a column is `base_row_step` and `base_column_step` floats further for each of them.
+CALL_FIELDS = (
+    "rows", "inner", "columns", "x", "x_stride", "weight", "weight_stride", "base", "base_row_step",
+    "base_column_step", "out", "out_stride", "scratch", "scratch_stride",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSizes:
+    """The blocking of products for a target."""
+
+    target: Target
+
+    @property
+    def panel_columns(self) -> int:
+        return self.target.lanes * self.target.vectors
+
+    @property
+    def block_inner(self) -> int:
+        """Values of the sum in a block."""
+        return _BLOCK_FLOATS // self.panel_columns
+
+    @property
+    def tile_floats(self) -> int:
+        """Floats of the largest result that is computed in registers."""
+        return self.target.rows * self.panel_columns
+
+    @property
+    def scratch_floats(self) -> int:
+        """Floats of a thread's memory, which is zero at first: a block, a tile, and zeros; threads are a page apart."""
+        return _BLOCK_FLOATS + self.tile_floats + self.panel_columns + _PAGE_FLOATS
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A part of a matrix of float32: its first element, and the floats between rows and between columns."""
+
+    start: ir.Value
+    row_step: Number
+    column_step: Number
+
+    def place(self, code: VectorBuilder, row: Number, column: Number) -> ir.Value:
+        """Return the offset of an element."""
+        return code.plus(code.times(row, self.row_step), code.times(column, self.column_step))
+
+    def part(self, code: VectorBuilder, row: Number, column: Number) -> _Matrix:
+        """Return the part that begins at an element."""
+        return _Matrix(code.at(self.start, self.place(code, row, column)), self.row_step, self.column_step)
+
+    def one(self, code: VectorBuilder, row: Number, column: Number) -> ir.Value:
+        return code.one(self.start, self.place(code, row, column))
+
+    def put_one(self, code: VectorBuilder, value: ir.Value, row: Number, column: Number) -> None:
+        code.put_one(value, self.start, self.place(code, row, column))
+
+
+def _chosen(code: VectorBuilder, condition: ir.Value, a: _Matrix, b: _Matrix) -> _Matrix:
+    """Return `a` where the condition holds, else `b`."""
+    pairs = ((a.start, b.start), (a.row_step, b.row_step), (a.column_step, b.column_step))
+    start, *steps = (
+        code.select(condition, *(one if isinstance(one, ir.Value) else code.number(one) for one in pair))
+        for pair in pairs
+    )
+    return _Matrix(start, *steps)
+
+
+class _Emitter:
+    """Emits `product`, for weights whose columns are adjacent in memory, and `product_transposed`, for adjacent rows."""
+
+    def __init__(self, module: ir.Module, target: Target) -> None:
+        self.module, self.target, self.sizes = module, target, ProductSizes(target)
+        self.multiply = {rows: self._multiply(rows) for rows in range(1, target.rows + 1)}
+        self._emit("product", self._copy_rows(), is_transposed=False)
+        self._emit("product_transposed", self._copy_transposed(), is_transposed=True)
+
+    def _function(self, name: str, *arguments: ir.Type) -> ir.Function:
+        function = ir.Function(self.module, ir.FunctionType(VOID, arguments), name)
+        function.linkage = "internal"
+        return function
+
+    def _multiply(self, rows: int) -> ir.Function:
+        """Emit the product of a few rows and a block.
+
+        `f(x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, ahead_stride,
+        ahead_step)`: out
+        [rows, panel columns] = base + x [rows, inner] @ block [inner, panel columns]. As many lines from `ahead` on are prefetched
+        as there are in the block. `base` may be `out`.
+        """
+        lanes, columns = self.target.lanes, range(0, self.sizes.panel_columns, self.target.lanes)
+        strided = (POINTER, INT64)
+        function = self._function(f"multiply_{rows}", *strided * 2, INT64, *strided * 3, INT64)
+        x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, *ahead_steps = (
+            function.args
+        )
+        code = VectorBuilder(function, lanes)
+        places = [(row, column) for row in range(rows) for column in columns]
+        sources = [code.at(x, code.times(x_stride, row)) for row in range(rows)]
+        with code.counting(0, inner, 1, [code.same(0.0) for _ in places]) as loop:
+            first = code.times(loop.index, block_stride)
+            weights = {column: code.vector(block, code.plus(first, column)) for column in columns}
+            fetched = code.times(loop.index, ahead_steps[0])
+            for line in range(self.sizes.panel_columns // _CACHE_LINE_FLOATS):
+                code.prefetch(ahead, code.plus(fetched, code.times(ahead_steps[1], line)))
+            for row, source in enumerate(sources):
+                value = code.splat(code.one(source, loop.index))
+                for column in columns:
+                    at = places.index((row, column))
+                    loop.following[at] = code.multiply_add(value, weights[column], loop.carried[at])
+        for (row, column), total in zip(places, loop.carried, strict=True):
+            before = code.vector(base, code.plus(code.times(base_stride, row), column))
+            code.put(code.fadd(before, total), out, code.plus(code.times(out_stride, row), column))
+        code.ret_void()
+        return function
+
+    def _copy_rows(self) -> ir.Function:
+        """Emit `f(weight, weight_stride, inner, block)`: block [inner, panel columns] = weight, whose columns are adjacent."""
+        function = self._function("copy_rows", POINTER, INT64, INT64, POINTER)
+        weight, stride, inner, block = function.args
+        code = VectorBuilder(function, self.target.lanes)
+        with code.counting(0, inner) as loop:
+            source = code.times(loop.index, stride)
+            target = code.times(loop.index, self.sizes.panel_columns)
+            for column in range(0, self.sizes.panel_columns, code.lanes):
+                code.put(code.vector(weight, code.plus(source, column)), block, code.plus(target, column))
+        code.ret_void()
+        return function
+
+    def _copy_transposed(self) -> ir.Function:
+        """Emit the same for a weight whose rows are adjacent; its columns are `weight_stride` apart."""
+        function = self._function("copy_transposed", POINTER, INT64, INT64, POINTER)
+        weight, stride, inner, block = function.args
+        code = VectorBuilder(function, self.target.lanes)
+        lanes, width = self.target.lanes, self.sizes.panel_columns
+        squares = code.round_down(inner, lanes)
+        for first in range(0, width, lanes):
+            sources = [code.at(weight, code.times(stride, first + lane)) for lane in range(lanes)]
+            with code.counting(0, squares, lanes) as loop:
+                square = code.transpose([code.vector(source, loop.index) for source in sources])
+                for lane, line in enumerate(square):
+                    code.put(line, block, code.plus(code.times(code.plus(loop.index, lane), width), first))
+            with code.counting(squares, inner) as loop:
+                for lane, source in enumerate(sources):
+                    target = code.plus(code.times(loop.index, width), first + lane)
+                    code.put_one(code.one(source, loop.index), block, target)
+        code.ret_void()
+        return function
+
+    def _emit(self, name: str, copy: ir.Function, *, is_transposed: bool) -> None:
+        """Emit the function of a call: a part is a share of the panels, for a chunk of rows each."""
+        function = ir.Function(self.module, PART, name)
+        pointer, number, parts, thread = function.args
+        code = VectorBuilder(function, self.target.lanes)
+        call = {field: code.one(pointer, at, INT64) for at, field in enumerate(CALL_FIELDS)}
+        rows, inner, columns, stride = (
+            call[field] for field in ("rows", "inner", "columns", "weight_stride")
+        )
+        width = self.sizes.panel_columns
+
+        def matrix(field: str, row_step: Number, column_step: Number = 1) -> _Matrix:
+            return _Matrix(code.inttoptr(call[field], POINTER), row_step, column_step)
+
+        x, out = matrix("x", call["x_stride"]), matrix("out", call["out_stride"])
+        base = matrix("base", call["base_row_step"], call["base_column_step"])
+        weight = matrix("weight", 1, stride) if is_transposed else matrix("weight", stride)
+        scratch = code.at(code.inttoptr(call["scratch"], POINTER), code.times(thread, call["scratch_stride"]))
+        block = _Matrix(scratch, width, 1)
+        tile = _Matrix(code.at(scratch, _BLOCK_FLOATS), width, 1)
+        zeros = _Matrix(code.at(tile.start, self.sizes.tile_floats), 0, 1)
+
+        panels, chunks = _ceiling(code, columns, width), _ceiling(code, rows, CHUNK_ROWS)
+        tasks = code.times(panels, chunks)
+        with code.counting(*_share(code, tasks, number, parts)) as task:
+            chunk, column = code.udiv(task.index, panels), code.times(code.urem(task.index, panels), width)
+            first_row, last_row = _share(code, rows, chunk, chunks)
+            held = code.smaller(code.sub(columns, column), width)
+            is_whole = code.icmp_signed("==", held, code.number(width))
+            groups = _ceiling(code, code.sub(last_row, first_row), self.target.rows)
+            # A matrix that is read once or twice is multiplied where it lies: a copy would take longer.
+            is_short = code.icmp_signed("<=", groups, code.number(0 if is_transposed else 2))
+            is_direct = code.and_(is_whole, is_short)
+            ahead_step = code.udiv(code.number(_CACHE_LINE_FLOATS), groups)
+            with code.counting(0, inner, self.sizes.block_inner) as part:
+                depth = code.smaller(code.sub(inner, part.index), self.sizes.block_inner)
+                source = weight.part(code, part.index, column)
+                with code.if_else(is_whole) as (whole, some):
+                    with whole, code.if_then(code.not_(is_direct)):
+                        code.call(copy, [source.start, stride, depth, block.start])
+                    with some, code.counting(0, depth) as row, code.counting(0, held) as at:
+                        value = source.one(code, row.index, at.index)
+                        block.put_one(code, value, row.index, at.index)
+                # The next block is below this one, or at the top of the next panel.
+                stop = code.plus(part.index, depth)
+                is_last = code.icmp_signed("==", stop, inner)
+                below, beside = (
+                    weight.part(code, stop, column),
+                    weight.part(code, 0, code.plus(column, width)),
+                )
+                following = code.select(is_last, beside.start, below.start)
+                is_first = code.icmp_signed("==", part.index, code.number(0))
+                before = _chosen(code, is_first, base, out)
+                read_block = code.select(is_direct, source.start, block.start)
+                block_step = code.select(is_direct, stride, code.number(width))
+                with code.counting(0, groups) as group:
+                    start, end = _share(code, code.sub(last_row, first_row), group.index, groups)
+                    row, count = code.plus(first_row, start), code.sub(end, start)
+                    old, new = before.part(code, row, column), out.part(code, row, column)
+                    # The columns of the last panel that are not there must not be written.
+                    read, written = _chosen(code, is_whole, old, zeros), _chosen(code, is_whole, new, tile)
+                    ahead = code.at(following, code.udiv(code.times(group.index, width), groups))
+                    arguments = [
+                        x.part(code, row, part.index).start, call["x_stride"], read_block, block_step, depth,
+                        read.start, read.row_step, written.start, written.row_step, ahead, stride, ahead_step,
+                    ]  # fmt: skip
+                    self._call_for(code, count, arguments)
+                    with (
+                        code.if_then(code.not_(is_whole)),
+                        code.counting(0, count) as at_row,
+                        code.counting(0, held) as at,
+                    ):
+                        total = tile.one(code, at_row.index, at.index)
+                        total = code.fadd(old.one(code, at_row.index, at.index), total)
+                        new.put_one(code, total, at_row.index, at.index)
+        code.ret_void()
+
+    def _call_for(self, code: VectorBuilder, count: ir.Value, arguments: list[ir.Value]) -> None:
+        """Emit the call of `multiply` for so many rows."""
+        done = code.append_basic_block("multiplied")
+        switch = code.switch(count, done)
+        for rows, multiply in self.multiply.items():
+            case = code.append_basic_block(f"of_{rows}")
+            switch.add_case(code.number(rows), case)
+            code.position_at_end(case)
+            code.call(multiply, arguments)
+            code.branch(done)
+        code.position_at_end(done)
+
+
+def _ceiling(code: VectorBuilder, value: ir.Value, step: int) -> ir.Value:
+    """Return the number of parts of at most `step`."""
+    return code.udiv(code.plus(value, step - 1), code.number(step))
+
+
+def _share(
+    code: VectorBuilder, whole: ir.Value, number: ir.Value, parts: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Return the start and stop of one of equal parts."""
+    start, stop = (code.udiv(code.times(whole, edge), parts) for edge in (number, code.plus(number, 1)))
+    return start, stop
+
+
+@lru_cache
+def compiled_products(target: Target) -> Compiled:
+    """Return the functions, compiled once."""
+    module = ir.Module("medha_cpu_products")
+    _Emitter(module, target)
+    return Compiled(module)
