@@ -19,7 +19,7 @@ from medha.declared import DeclaredModel, to_text
 from medha.wire.messages import Readiness
 from medha_cli.runs import KEYS
 from medha_process.launch import controller_part, rank_part, router_part
-from medha_process.part_settings import ControllerSettings, LogLevel, RankSettings
+from medha_process.part_settings import ControllerSettings, LogLevel, RankSettings, RouterEndpoints
 from medha_process.router_settings import RouterSettings
 from medha_process.supervision.supervisor import Part
 
@@ -46,7 +46,14 @@ class RunFiles:
         folder = self.directory / "models"
         folder.mkdir(exist_ok=True)
         classes = tuple(one.name for one in replica.spec.service_classes)
-        model = DeclaredModel(name=replica.spec.model.name, service_classes=classes, replicas=1)
+        named = replica.spec.model
+        model = DeclaredModel(
+            name=named.name,
+            service_classes=classes,
+            replicas=1,
+            aliases=named.aliases,
+            tool_call_format=named.tool_call_format,
+        )
         (folder / "manifest.json").write_text(to_text([model]), encoding="utf-8")
         return folder
 
@@ -61,7 +68,14 @@ class RunFiles:
 
     def url(self) -> str:
         """Return the router's address; call it only once the router listens."""
-        return str(json.loads(self.router_ready.read_text(encoding="utf-8"))["url"])
+        return self._bound("url")
+
+    def metrics_url(self) -> str:
+        """Return the address of the router's metrics; call it only once the router listens."""
+        return self._bound("metrics_url")
+
+    def _bound(self, field: str) -> str:
+        return str(json.loads(self.router_ready.read_text(encoding="utf-8"))[field])
 
     def readiness(self) -> Readiness:
         """Return the reports of controller and ranks; call it only once all are ready."""
@@ -72,7 +86,8 @@ class RunFiles:
         if not (self.router_ready.exists() and self.ranks_ready.exists()):
             return False
         try:
-            with urllib.request.urlopen(self.url() + "/ready", timeout=READY_TIMEOUT_SECONDS) as answer:  # noqa: S310 (our own URL)
+            url = self.metrics_url().removesuffix("/metrics") + "/ready"
+            with urllib.request.urlopen(url, timeout=READY_TIMEOUT_SECONDS) as answer:  # noqa: S310 (our own URL)
                 return bool(answer.status == 200)
         except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
             return False
@@ -86,8 +101,13 @@ def write_parts(
     record: Path | None,
     log_level: LogLevel,
     trace: Path | None = None,
+    api_keys: Path | None = None,
+    tls: tuple[Path, Path] | None = None,
 ) -> tuple[tuple[Part, ...], ...]:
-    """Write each part's settings, and return the parts in the order in which they are asked to stop."""
+    """Write each part's settings, and return the parts in the order in which they are asked to stop.
+
+    `tls` names the files of a certificate and its key.
+    """
     spec, shape = replica.spec, replica.spec.parallelism
     router_control, router_tokens = files.endpoint("router-control"), files.endpoint("router-tokens")
     rank_control, rank_tokens = files.endpoint("rank-control"), files.endpoint("rank-tokens")
@@ -95,6 +115,8 @@ def write_parts(
     router = RouterSettings(
         host=spec.router.host,
         port=spec.router.port,
+        metrics_host=spec.router.metrics_host,
+        metrics_port=spec.router.metrics_port,
         control_endpoint=router_control,
         tokens_endpoint=router_tokens,
         key_file=keys.router,
@@ -102,10 +124,15 @@ def write_parts(
         ready_file=str(files.router_ready),
         scratch_directory=str(files.directory),
         models_directory=str(files.declare(replica)),
+        api_keys_file=None if api_keys is None else api_keys.absolute(),
+        tls_certificate_file=None if tls is None else tls[0].absolute(),
+        tls_key_file=None if tls is None else tls[1].absolute(),
         max_body_bytes=quantity_bytes(spec.router.max_body_bytes),
         max_waiting=spec.router.max_waiting,
         allowed_hosts=spec.router.allowed_hosts,
         allowed_origins=spec.router.allowed_origins,
+        traces_endpoint=spec.traces.endpoint,
+        traces_ratio=spec.router.trace_ratio,
         drain_seconds=spec.lifecycle.drain_seconds,
         log_level=log_level,
     )
@@ -113,8 +140,7 @@ def write_parts(
         replica=replica.metadata.name,
         spec=spec,
         model_directory=model,
-        router_control=router_control,
-        router_tokens=router_tokens,
+        routers=(RouterEndpoints(control=router_control, tokens=router_tokens),),
         router_key_file=keys.router_public,
         enrolment_file=keys.enrolment,
         rank_control=rank_control,

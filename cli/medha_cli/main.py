@@ -16,6 +16,7 @@ from rich.console import Console
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
 
 _COMMANDS = {
+    "keys": ("medha_cli.keys_command", "Make, list and remove the API keys of a router's clients."),
     "model": ("medha_cli.model_command", "Make and inspect checkpoints."),
     "plan": ("medha_cli.plan_command", "Find the grids of GPUs that meet latency targets, and their cost."),
     "profile": ("medha_cli.profile_command", "Measure the time of steps on this machine, for the predictor."),

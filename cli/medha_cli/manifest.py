@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -29,11 +30,15 @@ class _StrictLoader(yaml.SafeLoader):
 def read_manifest(path: Path) -> MedhaReplica:
     """Return the replica of `path`; relative paths of model and profile are resolved from the manifest's folder.
 
+    The directory of a checkpoint stands for a manifest that names it and nothing else.
+
     Raises:
         ConfigInvalid: the file cannot be read, is not YAML, does not hold exactly one document, or is not a valid
             `MedhaReplica`, or names an invalid profile. The text starts with the file, and with the line where YAML
             knows it.
     """
+    if (path / "config.json").is_file():
+        return replica_of_checkpoint(path)
     documents = read_documents(path)
     if len(documents) != 1:
         raise ConfigInvalid(
@@ -56,7 +61,10 @@ def read_documents(path: Path) -> list[object]:
             YAML knows it.
     """
     if path.is_dir():
-        raise ConfigInvalid(_directory_help(path))
+        raise ConfigInvalid(
+            f"{path} is a directory without config.json; name a file that describes a {KIND} (for the smallest one, see "
+            "examples/tiny.yaml), or the directory of a checkpoint"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,21 +79,17 @@ def read_documents(path: Path) -> list[object]:
         raise ConfigInvalid(f"{path}: is not YAML: {error}") from error
 
 
-def _directory_help(path: Path) -> str:
-    """Return the error for a directory given as manifest; for a checkpoint, with a manifest to paste."""
-    text = f"{path} is a directory; name a file that describes a {KIND}"
-    if not (path / "config.json").is_file():
-        return f"{text} (for the smallest one, see examples/tiny.yaml)"
-    model = path.resolve()
+def replica_of_checkpoint(directory: Path) -> MedhaReplica:
+    """Return a replica that serves a checkpoint directory, named as the directory is, with the defaults of a manifest."""
+    model = Path(os.path.abspath(directory))
     name = re.sub(r"[^a-z0-9]+", "-", model.name.lower()).strip("-") or "model"
     document = {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "metadata": {"name": name},
+        "metadata": {"name": name[:253].rstrip("-")},
         "spec": {"model": {"name": model.name or name, "source": {"path": str(model)}}},
     }
-    lines = yaml.safe_dump(document, sort_keys=False).rstrip()
-    return f"{text}. For this checkpoint, write {name}.yaml with these lines, then: medha up {name}.yaml\n\n{lines}\n"
+    return parse_replica(document)
 
 
 def model_directory(replica: MedhaReplica) -> Path:

@@ -11,14 +11,20 @@ import click
 
 from medha.metric_catalogue import reference_page
 from medha_cli.main import main
+from medha_router.field_page import fields_page
 
 _ROOT = Path(__file__).resolve().parents[2]  # the pages are written in a checkout, never in an installation
-_FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers")
+_FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers", "release")
 
 
 def pages() -> dict[str, str]:
     """Return the content of each generated page, by file name in `docs/`."""
-    return {"cli.md": cli_page(), "metrics.md": reference_page(), "modules.md": modules_page()}
+    return {
+        "cli.md": cli_page(),
+        "http-fields.md": fields_page(),
+        "metrics.md": reference_page(),
+        "modules.md": modules_page(),
+    }
 
 
 def cli_page() -> str:

@@ -106,11 +106,11 @@ class Target:
         return Snapshot(status=status, router=self._router())
 
     def _router(self) -> RouterStatus | None:
-        url = self._run.router_url() if self._run is not None else None
+        url = self._run.router_metrics_url() if self._run is not None else None
         if url is None:
             return None
         try:
-            return router_status(fetch(f"{url}/metrics").decode())
+            return router_status(fetch(url).decode())
         except (OSError, ImportError, ValueError):
             return None
 

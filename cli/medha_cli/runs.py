@@ -52,9 +52,9 @@ class Run:
         """Return its controller's address; None until all ranks were ready once. Changes with a new controller."""
         return _url(self.directory / "ranks-ready.json", "metrics_url", "/metrics")
 
-    def router_url(self) -> str | None:
-        """Return its router's address; None until it listens."""
-        return _url(self.directory / "router-ready.json", "url", "")
+    def router_metrics_url(self) -> str | None:
+        """Return the address of its router's metrics; None until it listens."""
+        return _url(self.directory / "router-ready.json", "metrics_url", "")
 
 
 def _url(path: Path, field: str, suffix: str) -> str | None:

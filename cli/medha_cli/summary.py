@@ -15,19 +15,31 @@ from medha.wire.messages import RankReady, Readiness
 
 
 def summary(
-    replica: MedhaReplica, url: str, dtype: str, readiness: Readiness, process_ids: dict[str, int]
+    replica: MedhaReplica,
+    url: str,
+    metrics_url: str,
+    dtype: str,
+    readiness: Readiness,
+    process_ids: dict[str, int],
+    *,
+    needs_key: bool,
 ) -> list[RenderableType]:
     """Return the start table and the examples; `readiness` names at least one rank."""
     return [
         Text(),
-        start_table(replica, url, dtype, readiness, process_ids),
+        start_table(replica, url, metrics_url, dtype, readiness, process_ids),
         Text(),
-        Text(examples(url, replica)),
+        Text(examples(url, replica, needs_key=needs_key)),
     ]
 
 
 def start_table(
-    replica: MedhaReplica, url: str, dtype: str, readiness: Readiness, process_ids: dict[str, int]
+    replica: MedhaReplica,
+    url: str,
+    metrics_url: str,
+    dtype: str,
+    readiness: Readiness,
+    process_ids: dict[str, int],
 ) -> Table:
     """Return the table of the replica's address, configuration and capacity. Bytes are those of the fullest rank."""
     spec, shape, ranks = replica.spec, replica.spec.parallelism, readiness.ranks
@@ -53,25 +65,31 @@ def start_table(
             f"activations {_bytes(max(rank.activation_bytes for rank in ranks))}, "
             f"KV {_bytes(max(rank.kv_bytes for rank in ranks))}",
         ),
-        ("Metrics", f"{url}/metrics (requests), {readiness.metrics_url} (scheduling)"),
+        ("Page", f"{metrics_url.removesuffix('/metrics')}/ui"),
+        ("Metrics", f"{metrics_url} (requests)\n{readiness.metrics_url} (scheduling)"),
         ("Processes", ", ".join(f"{part} {pid}" for part, pid in process_ids.items())),
     ):
         table.add_row(Text(what), Text(value))
     return table
 
 
-def examples(url: str, replica: MedhaReplica) -> str:
-    """Return the same chat through curl and through the openai client, ready to paste."""
+def examples(url: str, replica: MedhaReplica, *, needs_key: bool) -> str:
+    """Return the same chat through curl and through the openai client, ready to paste.
+
+    An API key is taken from OPENAI_API_KEY, as the client does by itself.
+    """
+    header = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if needs_key else ""
+    argument = "" if needs_key else ', api_key="none"'
     name = replica.spec.model.name
     body = json.dumps(
         {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
     )
     return f"""\
-curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
+curl -N {url}/v1/chat/completions{header} -H 'Content-Type: application/json' -d '{body}'
 
 python3 - <<'PY'
 from openai import OpenAI
-client = OpenAI(base_url="{url}/v1", api_key="none")
+client = OpenAI(base_url="{url}/v1"{argument})
 messages = [{{"role": "user", "content": "Hello!"}}]
 for chunk in client.chat.completions.create(model={name!r}, messages=messages, max_tokens=32, stream=True):
     print(chunk.choices[0].delta.content or "", end="", flush=True)

@@ -102,7 +102,8 @@ def heading(snapshot: Snapshot) -> list[Text]:
         line(
             ("Requests ", "bold"), f"{core.running:,} running, {core.waiting:,} waiting{elsewhere}",
             ("   Prefill ahead ", "bold"), span(core.pending_prefill_seconds),
-            ("   Steps ", "bold"), f"{core.correction:.2f} x profile",
+            ("   Decodes ", "bold"), f"{core.decode_correction:.2f}",
+            ("   Prefills ", "bold"), f"{core.prefill_correction:.2f} x profile",
         ),
         line(
             ("Tokens/s ", "bold"), f"{status.prefill_tokens_per_second:,.0f} prefill, "

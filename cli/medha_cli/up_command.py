@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import sys
@@ -16,8 +17,10 @@ from pathlib import Path
 import click
 from rich.console import Console, RenderableType
 
+from medha.api.fields import ENDPOINT_PATTERN
 from medha.api.replica import MedhaReplica
 from medha.errors import ConfigInvalid, PartFailed
+from medha_cli.keys_command import read_keys
 from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.result_files import require_writable
@@ -28,6 +31,7 @@ from medha_process.host_resources import free_port, raise_file_limit
 from medha_process.part_settings import LogLevel
 from medha_process.supervision.supervisor import StopRequests, supervise
 from medha_process.supervision.supervisor_output import end_if_unread
+from medha_traces.switch import destination, require_installed
 from medha_worker.checkpoints.preflight import require_possible
 from medha_worker.host_memory import host_free_bytes
 
@@ -50,9 +54,29 @@ _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers"
     help="Write what every rank does to this file, for ui.perfetto.dev; up to 256 MiB.",
 )
 @click.option(
+    "--otlp",
+    metavar="URL",
+    help="Send traces of requests to this OpenTelemetry collector, such as http://127.0.0.1:4318 (docs/traces.md).",
+)
+@click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
     help="Keep sockets and settings in this directory, and leave it there; by default it is temporary.",
+)
+@click.option(
+    "--api-keys",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of API keys, as `medha keys` writes it. Without it, requests need no key.",
+)
+@click.option(
+    "--tls-certificate",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Certificate chain (PEM); clients are then served by TLS. Both files are read again when they change.",
+)
+@click.option(
+    "--tls-key",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Private key of --tls-certificate (PEM, without a password).",
 )
 @click.option(
     "--log-level",
@@ -66,10 +90,17 @@ def command(
     port: int | None,
     record: Path | None,
     trace: Path | None,
+    otlp: str | None,
     run_dir: Path | None,
+    api_keys: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
     log_level: LogLevel,
 ) -> None:
     """Serve the MedhaReplica that FILE describes on this machine, until Ctrl-C.
+
+    FILE may also be the directory of a checkpoint. It is then served under the directory's name, with the defaults of
+    a manifest.
 
     Starts a router, a replica controller and the ranks, shows their logs, and prints the URL with examples once
     requests are answered. Ctrl-C lets open requests finish and stops everything; a second Ctrl-C kills.
@@ -80,17 +111,28 @@ def command(
     Examples:
       medha up examples/tiny.yaml
       medha up examples/tiny.yaml --port 0
+      medha up ~/models/Qwen3-8B --port 8080
       medha up examples/tiny.yaml --record events.jsonl --log-level debug
       medha up examples/grid.yaml --trace trace.json
+      medha up examples/tiny.yaml --otlp http://127.0.0.1:4318
+      medha up examples/tiny.yaml --api-keys keys.yaml
     """
-    replica = _with_port(read_manifest(file), port)
+    replica = _with_traces(_with_port(read_manifest(file), port), otlp)
     directory = model_directory(replica)
-    _require_installed()
+    _require_installed(replica)
     _require_free_port(replica)
+    if (tls_certificate is None) != (tls_key is None):
+        raise ConfigInvalid("--tls-certificate and --tls-key belong together: give both, or neither")
+    for option, path in (("--tls-certificate", tls_certificate), ("--tls-key", tls_key)):
+        if path is not None and not path.is_file():
+            raise ConfigInvalid(f"{option} is {path}, which is no file; name a file in PEM")
+    if api_keys is not None:
+        read_keys("--api-keys", api_keys)  # what is wrong is reported now, and not in the router's log
     require_possible(replica.spec, directory, host_free_bytes(1))
     raise_file_limit()  # for the parts too, which inherit it
     console = Console(highlight=False)
-    _warn_of_strangers(console, replica)
+    if api_keys is None:
+        _warn_of_strangers(console, replica)
     with (
         StopRequests() as requests,  # as long as anything is to be removed
         _run_directory(run_dir) as run,
@@ -102,12 +144,27 @@ def command(
                 require_writable(option, output, inputs=[file])
         replica_files = RunFiles(run)
         groups = write_parts(
-            replica, directory, replica_files, record=record, trace=trace, log_level=log_level
+            replica,
+            directory,
+            replica_files,
+            record=record,
+            trace=trace,
+            api_keys=api_keys,
+            tls=None if tls_certificate is None or tls_key is None else (tls_certificate, tls_key),
+            log_level=log_level,
         )
 
         def ready_summary(process_ids: dict[str, int]) -> list[RenderableType]:
             dtype = checkpoint_dtype(directory, replica.spec.model.dtype)
-            return summary(replica, replica_files.url(), dtype, replica_files.readiness(), process_ids)
+            urls = (replica_files.url(), replica_files.metrics_url())
+            return summary(
+                replica,
+                *urls,
+                dtype,
+                replica_files.readiness(),
+                process_ids,
+                needs_key=api_keys is not None,
+            )
 
         state = supervise(
             groups,
@@ -125,19 +182,38 @@ def command(
 
 
 def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
-    """Return the replica with the requested port. A free one is chosen here, so that a restarted router keeps it."""
-    port = replica.spec.router.port if port is None else port
-    if port == 0:
-        port = free_port(replica.spec.router.host)
-    router = replica.spec.router.model_copy(update={"port": port})
+    """Return the replica with the requested port. Free ones are chosen here, so that a restarted router keeps them."""
+    given = replica.spec.router
+    port = given.port if port is None else port
+    router = given.model_copy(
+        update={
+            "port": port or free_port(given.host),
+            "metrics_port": given.metrics_port or free_port(given.metrics_host),
+        }
+    )
     return replica.model_copy(update={"spec": replica.spec.model_copy(update={"router": router})})
 
 
-def _require_installed() -> None:
+def _with_traces(replica: MedhaReplica, endpoint: str | None) -> MedhaReplica:
+    """Return the replica with another collector for its traces, if one is named."""
+    if endpoint is None:
+        return replica
+    if re.fullmatch(ENDPOINT_PATTERN, endpoint) is None:
+        raise ConfigInvalid(
+            f"--otlp is {endpoint!r}; give the base URL of a collector, such as http://127.0.0.1:4318"
+        )
+    traces = replica.spec.traces.model_copy(update={"endpoint": endpoint})
+    return replica.model_copy(update={"spec": replica.spec.model_copy(update={"traces": traces})})
+
+
+def _require_installed(replica: MedhaReplica) -> None:
     extras = {extra for module, extra in _NEEDED.items() if importlib.util.find_spec(module) is None}
     if extras:
         wanted = ",".join(sorted(extras))
         raise ConfigInvalid(f"parts of Medha are not installed; add them: pip install 'medha[{wanted}]'")
+    traces = destination(replica.spec.traces.endpoint, os.environ)
+    if traces is not None:
+        require_installed(traces)
 
 
 def _warn_of_strangers(console: Console, replica: MedhaReplica) -> None:
@@ -147,15 +223,20 @@ def _warn_of_strangers(console: Console, replica: MedhaReplica) -> None:
     if all(ip_address(address).is_loopback for address in addresses):
         return
     text = (
-        f"warning: router.host is {host}: anybody who reaches port {port} of this machine can use the model and read /metrics, because "
-        "the router asks for no key; set it to 127.0.0.1, or let only a proxy that asks for keys reach the port"
+        f"warning: router.host is {host}: anybody who reaches port {port} of this machine can use the model, because "
+        "the router asks for no key; set it to 127.0.0.1, or pass --api-keys"
     )
     console.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
 def _require_free_port(replica: MedhaReplica) -> None:
     """Report a taken port now, in words, rather than in the router's log later."""
-    host, port = replica.spec.router.host, replica.spec.router.port
+    router = replica.spec.router
+    _require_free("host", "port", router.host, router.port)
+    _require_free("metricsHost", "metricsPort", router.metrics_host, router.metrics_port)
+
+
+def _require_free(host_field: str, port_field: str, host: str, port: int) -> None:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family) as probe:
@@ -163,8 +244,8 @@ def _require_free_port(replica: MedhaReplica) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigInvalid(
-            f"spec.router: cannot listen on {host} port {port}: {error.strerror or error}; stop what uses it, "
-            "set spec.router.port, or pass --port 0 for a free one"
+            f"spec.router: cannot listen on {host} port {port}: {error.strerror or error}; stop what uses it, or set "
+            f"spec.router.{host_field} or spec.router.{port_field} (0 or --port 0: a free one)"
         ) from error
 
 

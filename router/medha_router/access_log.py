@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from medha_router.probe_paths import PROBE_PATHS
+
 log = logging.getLogger("medha.router")
 
 _SANE = re.compile(r"[A-Za-z0-9._:+=/@-]{1,128}")  # no `~`: it counts attempts in the names of sequences
-_ROUTINE = ("/health", "/ready", "/metrics")
+_ROUTINE = (*PROBE_PATHS, "/metrics")
 """Paths that are requested every few seconds; logged at `debug`."""
 _MOST_PATH_CHARACTERS = 200
 _MOST_MODEL_CHARACTERS = 200
@@ -32,12 +34,16 @@ class Entry:
     request_id: str
     is_clients: bool
     """True if the client chose the id; another request may then have the same id."""
+    key_name: str | None = None
+    """Name of the API key; None if there was no valid one."""
     model: str | None = None
     outcome: str | None = None
     """The outcome: `stop`, `length`, `cancelled`, or the code of the error."""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     ttft_seconds: float | None = None
+    trace_id: str | None = None
+    """Trace that the request is a part of; None if it is not traced."""
 
     @classmethod
     def of(cls, scope: Scope) -> Entry:
@@ -53,10 +59,12 @@ class Entry:
     def fields(self) -> str:
         values = {
             "id": self.request_id,
+            "key": self.key_name,
             "model": None if self.model is None else _plain(self.model)[:_MOST_MODEL_CHARACTERS],
             "outcome": self.outcome,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
+            "trace": self.trace_id,
             "ttft_seconds": None if self.ttft_seconds is None else f"{self.ttft_seconds:.3f}",
         }
         return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from medha.errors import RequestInvalid
-from medha.routing.router_core import Fail
+from medha.routing.router_events import Fail
 
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 
@@ -23,24 +23,35 @@ class ApiError(Exception):
     model: str | None = None
     """Model that the request named, whether or not it exists; None if it was not read."""
     service_tier: str | None = None
+    limit: str | None = None
+    """Limit of the client's API key that the request exceeds."""
 
     @property
     def is_ours(self) -> bool:
-        """True if the server failed the client: the request might have been served."""
-        return self.status == 429 or self.status >= 500
+        """True if the server failed the client: the request might have been served. A key's limit is the client's own."""
+        return (self.status == 429 and self.limit is None) or self.status >= 500
 
-    def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status) or _type(self.status),
-                "param": self.param,
-                "code": self.code,
-            }
+    def body(self, request_id: str | None = None) -> dict[str, Any]:
+        """Return OpenAI's error object, with the id of the request if it has one."""
+        error = {
+            "message": self.message,
+            "type": _TYPES.get(self.status) or _type(self.status),
+            "param": self.param,
+            "code": self.code,
         }
+        return {"error": error if request_id is None else {**error, "request_id": request_id}}
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+        headers = {}
+        if self.retry_after_seconds is not None:
+            headers["Retry-After"] = str(self.retry_after_seconds)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.limit is not None:
+            headers["x-medha-limit"] = self.limit
+            if self.retry_after_seconds is None:
+                headers["x-should-retry"] = "false"  # OpenAI's clients would try again by themselves
+        return headers
 
     def fields(self) -> dict[str, Any]:
         """Return the fields for another process: `ApiError(**fields)` is this error again."""
@@ -62,10 +73,8 @@ class ApiError(Exception):
                 return cls(404, fail.detail, "model", "model_not_found")
             case "overloaded":
                 return cls(429, fail.detail, code="overloaded", retry_after_seconds=fail.retry_after_seconds)
-            case "unavailable":
-                return cls(503, fail.detail, code="unavailable", retry_after_seconds=fail.retry_after_seconds)
-            case "out_of_memory":
-                return cls(503, fail.detail, code="out_of_memory")
+            case "unavailable" | "out_of_memory" | "grammar_late":
+                return cls(503, fail.detail, code=fail.kind, retry_after_seconds=fail.retry_after_seconds)
             case "internal":
                 return cls(500, fail.detail, code="internal_error")
 

@@ -4,41 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp
 
 from medha.metric_catalogue import UNKNOWN_MODEL
+from medha.routing.joining import awaited, may_accept
+from medha.routing.waiting_room import WaitingRoom
 from medha.slo import FALLBACK_TERMS
 from medha.wire.messages import ServiceClassTerms
 from medha_process.router_settings import RouterSettings
 from medha_router.access_log import AccessLog, Entry
 from medha_router.api_error import ApiError
-from medha_router.bodies import Bodies, BodyLimits, ClientGone
+from medha_router.authentication import Authentication, key_of
+from medha_router.bodies import Bodies, Body, BodyLimits, ClientGone
 from medha_router.connections import Connections
 from medha_router.event_streams import (
     DONE,
     EventStream,
+    PacedResponse,
     error_response,
     event,
     json_response,
     while_connected,
 )
 from medha_router.generation import Generation, Piece
-from medha_router.openai_requests import shown
+from medha_router.key_accounts import Account, KeyAccounts
 from medha_router.openai_responses import Answers, usage
+from medha_router.openapi import document, page
 from medha_router.origin_policy import SitePolicy, Sites
-from medha_router.prepare import Endpoint, Plan, Prepared
+from medha_router.prepare import Catalog, Endpoint, Generating, Plan, Prepared, model_of
+from medha_router.probe_paths import PROBE_PATHS
 from medha_router.replica_link import ReplicaLink
+from medha_router.request_model import shown
+from medha_router.request_spans import RequestSpans, TracedRequests, no_phase
+from medha_router.response_objects import ResponseObjects
 from medha_router.router_metrics import Observer
 from medha_router.tokenizing import Tokenizing
+from medha_router.ui import Ui
+from medha_router.unsupported_paths import explanation
+from medha_router.waiting_requests import WaitingRequests
+from medha_router.watched_files import WatchedFiles
+from medha_traces.attribute_names import RECEIVE, ROOM, TOKENISE
 
+TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+"""Headers with a request's own TTFT target, ours first; ours is also that of the Gateway API Inference Extension."""
+TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+"""Headers in which a gateway names an objective, which counts if a service class has that name."""
+_MOST_TTFT_TARGET_SECONDS = 86400.0
+"""Largest TTFT target of a request's own. Until a request is late, smaller ones overtake it if KV is short."""
+VERSION = version("medha")
+_NO_OTHER_SITE = "default-src 'none'; style-src 'unsafe-inline'"
 _EARLY_ERROR_SECONDS = 0.5
 """Longest time until a stream's status is sent; an error before then still gets its own status."""
 
@@ -53,7 +78,12 @@ class HttpApi:
         link: ReplicaLink,
         observer: Observer,
         connections: Connections,
+        accounts: KeyAccounts,
+        watched: Sequence[WatchedFiles[Any]],
+        spans: RequestSpans | None = None,
     ) -> None:
+        """Serve the router's components; `watched` are the files whose validity the metrics show."""
+        self._phase = no_phase if spans is None else spans.phase
         self._bodies = Bodies(
             BodyLimits(settings.max_body_bytes, settings.large_body_bytes, settings.body_seconds),
             settings.bodies_budget_bytes,
@@ -62,9 +92,22 @@ class HttpApi:
         self._link = link
         self._observer = observer
         self._connections = connections
+        self._accounts = accounts
+        self._watched = watched
         self._started = int(datetime.now(UTC).timestamp())
+        self._join_seconds = settings.join_seconds
+        self._began_at = asyncio.get_running_loop().time()
+        self._has_joined = False
+        self.leaving = False
+        """Set when the router stops: it should get no new requests."""
+        room = WaitingRoom(settings.waiting_room_budget_bytes, settings.waiting_room_seconds)
+        self._waiting_requests = WaitingRequests(room, self._is_awaited, observer.waiting_room_refused)
         self.draining = False
+        """Set when the router no longer serves requests of new connections."""
         self.open_requests = 0
+        described = document(VERSION)
+        self._openapi = json_response(described)
+        self._docs = HTMLResponse(page(described), headers={"Content-Security-Policy": _NO_OTHER_SITE})
 
     # Generation -----------------------------------------------------------------------------------
 
@@ -74,54 +117,78 @@ class HttpApi:
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, "completions")
 
-    async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
-        if self.draining:
+    async def responses(self, request: Request) -> Response:
+        return await self._generate(request, "responses")
+
+    async def _generate(self, request: Request, endpoint: Generating) -> Response:
+        if self.draining and request.scope["state"]["is_late"]:
             error = ApiError(503, "this router is stopping", code="unavailable", retry_after_seconds=1)
             self._count_refusal(endpoint, error)
             raise error
+        account = self._accounts.account(key_of(request.scope))
+        try:
+            account.begin()
+        except ApiError as error:
+            self._count_refusal(endpoint, error)
+            raise
         self.open_requests += 1
         entry = Entry.of(request.scope)
         handed_over = False  # to a stream, which outlives this call
         try:
-            generation, answers, headers = await self._start(request, endpoint)
+            generation, answers, headers = await self._start(request, endpoint, account)
             pieces = generation.pieces()
             try:
                 if generation.plan.stream:
                     first = await while_connected(request.receive, _soon(pieces))
-                    events = self._events(generation, answers, pieces, first)
+                    if isinstance(answers, ResponseObjects):
+                        events = self._response_events(generation, answers, pieces, first)
+                    else:
+                        events = self._events(generation, answers, pieces, first, entry.request_id)
                     handed_over = True
-                    return EventStream(events, headers, lambda: self._end(generation, entry))
+                    return EventStream(events, headers, lambda: self._end(generation, entry, account))
                 whole = await while_connected(request.receive, _collect(pieces))
                 total = _usage(generation)
+                if generation.scored_prompts:  # the answer may be large
+                    return await asyncio.to_thread(
+                        lambda: json_response(answers.whole(whole, total), headers)
+                    )
                 return json_response(answers.whole(whole, total), headers)
             finally:
                 if not handed_over:
                     _close(generation, entry)
         except ApiError as error:
             entry.outcome = error.code
-            return error_response(error)
+            return error_response(error, entry.request_id)
         except ClientGone:
             entry.outcome = "cancelled"
             return Response(status_code=499)  # nobody receives it; nginx's code for a closed connection
         finally:
             if not handed_over:
                 self.open_requests -= 1
+                account.end()
 
-    def _end(self, generation: Generation, entry: Entry) -> None:
+    def _end(self, generation: Generation, entry: Entry, account: Account) -> None:
         _close(generation, entry)
         self.open_requests -= 1
+        account.end()
 
     async def _start(
-        self, request: Request, endpoint: Endpoint
-    ) -> tuple[Generation, Answers, dict[str, str]]:
+        self, request: Request, endpoint: Generating, account: Account
+    ) -> tuple[Generation, Answers | ResponseObjects, dict[str, str]]:
         arrived_at = asyncio.get_running_loop().time()
         try:
-            ttft_target = _milliseconds(request, "x-slo-ttft-ms")
-            requested_tpot = _milliseconds(request, "x-slo-tpot-ms")
-            prepared = await self._prepare(request, endpoint)
+            ttft_target = _milliseconds(request, TTFT_HEADERS)
+            requested_tpot = _milliseconds(request, TPOT_HEADERS)
+            if ttft_target is not None or requested_tpot is not None:
+                account.require_own_targets()
+            if ttft_target is not None:
+                ttft_target = min(ttft_target, _MOST_TTFT_TARGET_SECONDS)
+            prepared = await self._prepare(request, endpoint, account)
             plan = prepared.plan
             assert plan is not None
-            terms = self._service_class(plan)
+            terms = self._service_class(plan, account, request)
+            bundle = self._tokenizing.bundle(plan.digest)
+            account.charge_prompts(sum(len(prompt) for prompt in prepared.prompts), plan.model)
         except ClientGone:
             self._observer.request_ended(UNKNOWN_MODEL, endpoint, "cancelled")
             raise
@@ -129,9 +196,8 @@ class HttpApi:
             self._count_refusal(endpoint, error)
             raise
         tpot_target = None if requested_tpot is None else max(requested_tpot, terms.tpot_floor_seconds)
-        prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
-        request_id = f"{prefix}-{Entry.of(request.scope).unique_id}"
-        bundle = self._tokenizing.bundle(plan.digest)
+        prefix = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}[endpoint]
+        request_id = f"{prefix}{Entry.of(request.scope).unique_id}"
         generation = Generation(
             request_id,
             prepared,
@@ -142,25 +208,65 @@ class HttpApi:
             bundle,
             self._observer,
             arrived_at,
+            account,
         )
-        answers = Answers(request_id, int(datetime.now(UTC).timestamp()), plan, bundle)
+        created = int(datetime.now(UTC).timestamp())
+        answers: Answers | ResponseObjects
+        if endpoint == "responses":
+            answers = ResponseObjects(request_id, created, plan, terms.name)
+        else:
+            answers = Answers(request_id, created, plan, bundle, generation.scored_prompts)
         headers = {
             "x-medha-service-class": terms.name,
             "x-medha-tpot-target-ms": f"{generation.tpot_target_seconds * 1000:g}",
         }
         if ttft_target is not None:
-            headers["x-medha-ttft-target-ms"] = f"{ttft_target * 1000:g}"
+            headers["x-medha-ttft-target-ms"] = f"{ttft_target * 1000:.10g}"
         return generation, answers, headers
 
-    async def _prepare(self, request: Request, endpoint: Endpoint) -> Prepared:
-        body = self._bodies.open()
+    async def _prepare(self, request: Request, endpoint: Endpoint, account: Account) -> Prepared:
+        body = self._bodies.open(self._body_owner(request, account))
         try:
-            await body.receive(request)
+            with self._phase(RECEIVE):
+                await body.receive(request)
+            await self._await_replica(request, body)
             work = self._tokenizing.prepare(endpoint, body, self._link.catalog())
         except BaseException:
             body.release()
             raise
-        return await while_connected(request.receive, work)
+        with self._phase(TOKENISE):
+            return await while_connected(request.receive, work)
+
+    @staticmethod
+    def _body_owner(request: Request, account: Account) -> str:
+        """Return whose share of the room a request takes: that of its key, or else of its address."""
+        return account.owner("" if request.client is None else request.client.host)
+
+    async def _await_replica(self, request: Request, body: Body) -> None:
+        """Let a request wait, untokenised, for the first replica of a model of which some are expected.
+
+        Raises:
+            ApiError: 503, it may not wait, or none came in time.
+            ClientGone: the client went away.
+        """
+        if not self._waiting_requests.room.is_open or not self._link.catalog().unavailable or self.draining:
+            return
+        requested = await asyncio.to_thread(model_of, body.content)
+        if requested is None or not self._is_awaited(model := self._link.catalog().name(requested)):
+            return
+        id_ = Entry.of(request.scope).unique_id
+        work = self._waiting_requests.wait(id_, model, len(body.content))
+        with self._phase(ROOM):
+            await while_connected(request.receive, work)
+
+    def _is_awaited(self, model: str) -> bool:
+        core = self._link.core
+        return core.is_expected(model, asyncio.get_running_loop().time()) and not core.is_served(model)
+
+    def drain(self) -> None:
+        """Serve no requests of new connections, and end those that wait for a replica: another router may serve them."""
+        self.draining = True
+        self._waiting_requests.end_all("this router is stopping")
 
     def _count_refusal(self, endpoint: Endpoint, error: Exception) -> None:
         """Count a request that failed before it became sequences; a bug counts as the client's internal error."""
@@ -174,19 +280,21 @@ class HttpApi:
             named = told.service_tier
             self._observer.never_tokenised(model, named if named in classes else classes[0])
 
-    def _service_class(self, plan: Plan) -> ServiceClassTerms:
-        """Return the class that `service_tier` names.
+    def _service_class(self, plan: Plan, account: Account, request: Request) -> ServiceClassTerms:
+        """Return the class that `service_tier` names, or else the objective in a gateway's header.
 
-        `auto`, `default` and none mean the first class, unless a class has that name.
+        `auto`, `default` and none mean the first class that the API key may use, unless a class has that name. An
+        objective that is no class has a meaning for the gateway only.
         """
         cards = self._link.core.cards(plan.model)
         classes = next((card.service_classes for card in cards if card.service_classes), (FALLBACK_TERMS,))
-        wanted = plan.service_tier or "auto"
+        objective = next((request.headers[name] for name in OBJECTIVE_HEADERS if name in request.headers), "")
+        is_class = any(terms.name == objective for terms in classes)
+        wanted = plan.service_tier or (objective if is_class else "auto")
+        chosen = account.service_class(wanted, (terms.name for terms in classes), plan.model)
         for terms in classes:
-            if terms.name == wanted:
+            if terms.name == chosen:
                 return terms
-        if wanted in ("auto", "default"):
-            return classes[0]
         known = ", ".join(dict.fromkeys(("auto", "default", *(terms.name for terms in classes))))
         message = f"`service_tier` is {shown(wanted)}; this model has {known}"
         raise ApiError(400, message, "service_tier", "invalid_value", model=plan.model)
@@ -197,6 +305,7 @@ class HttpApi:
         answers: Answers,
         pieces: AsyncIterator[Piece],
         first: asyncio.Task[Piece],
+        request_id: str,
     ) -> AsyncGenerator[bytes]:
         opened: set[int] = set()
         try:
@@ -214,10 +323,29 @@ class HttpApi:
             if generation.plan.include_usage:
                 yield event(answers.usage_chunk(_usage(generation)))
         except ApiError as error:
-            yield event(error.body())
+            yield event(error.body(request_id))
         finally:
             first.cancel()
         yield DONE
+
+    async def _response_events(
+        self,
+        generation: Generation,
+        answers: ResponseObjects,
+        pieces: AsyncIterator[Piece],
+        first: asyncio.Task[Piece],
+    ) -> AsyncGenerator[bytes]:
+        try:
+            yield answers.begin()
+            async for piece in _resumed(first, pieces):
+                content = answers.text(piece)
+                if content:
+                    yield content
+            yield answers.end(_usage(generation))
+        except ApiError as error:
+            yield answers.failed(error)
+        finally:
+            first.cancel()
 
     # Other endpoints ------------------------------------------------------------------------------
 
@@ -228,36 +356,74 @@ class HttpApi:
         return await self._answer(request, "detokenize")
 
     async def _answer(self, request: Request, endpoint: Endpoint) -> Response:
+        account = self._accounts.account(key_of(request.scope))
+        account.begin()
         try:
-            prepared = await self._prepare(request, endpoint)
+            prepared = await self._prepare(request, endpoint, account)
         except ClientGone:
             Entry.of(request.scope).outcome = "cancelled"
             return Response(status_code=499)
-        return Response(prepared.answer, media_type="application/json")
+        finally:
+            account.end()
+        assert prepared.answer is not None
+        room = self._bodies.open(self._body_owner(request, account))  # the answer may be larger than the body
+        self._bodies.grow(room, len(prepared.answer))
+        return PacedResponse(prepared.answer, room.release)
 
     async def models(self) -> Response:
-        names = sorted(self._link.catalog().models)
-        return json_response({"object": "list", "data": [self._model(name) for name in names]})
+        catalog = self._link.catalog()
+        aliases = (alias for alias, model in catalog.aliases.items() if model in catalog.models)
+        names = sorted({*catalog.models, *aliases})
+        return json_response({"object": "list", "data": [self._model(name, catalog) for name in names]})
 
     async def model(self, model: str) -> Response:
-        self._link.catalog().terms(model)
-        return json_response(self._model(model))
+        catalog = self._link.catalog()
+        catalog.terms(catalog.name(model))
+        return json_response(self._model(model, catalog))
 
-    def _model(self, name: str) -> dict[str, object]:
-        terms = self._link.catalog().models[name]
+    def _model(self, name: str, catalog: Catalog) -> dict[str, object]:
+        """Return OpenAI's object of a served model, with vLLM's fields; `name` may be an alias."""
+        own_name = catalog.name(name)
         return {
             "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "medha",
-            "max_model_len": terms.max_model_len,
+            "root": own_name,
+            "parent": None,
+            "max_model_len": catalog.models[own_name].max_model_len,
         }
+
+    async def version(self) -> Response:
+        return json_response({"version": VERSION})
+
+    async def openapi(self) -> Response:
+        return self._openapi
+
+    async def docs(self) -> Response:
+        return self._docs
 
     async def health(self) -> Response:
         return json_response({"status": "ok"})
 
+    async def accepting(self) -> Response:
+        if self.leaving:
+            raise ApiError(503, "this router is stopping", code="unavailable")
+        if not self._has_joined:
+            waited = asyncio.get_running_loop().time() - self._began_at
+            declared, cards = self._link.core.declared, self._link.core.cards()
+            self._has_joined = may_accept(declared, cards, waited, self._join_seconds)
+            if not self._has_joined:
+                missing = awaited(declared, cards)
+                named = ", ".join(f"{count} of model `{name}`" for name, count in missing.items()) or "any"
+                text = (
+                    f"waiting for replicas to join: {named}; for {self._join_seconds - waited:.0f} s at most"
+                )
+                raise ApiError(503, text, code="unavailable")
+        return json_response({"status": "accepting"})
+
     async def ready(self) -> Response:
-        if self.draining:
+        if self.leaving:
             raise ApiError(503, "this router is stopping", code="unavailable")
         if not self._link.core.ready:
             raise ApiError(503, "no ready replica is known", code="unavailable")
@@ -265,27 +431,36 @@ class HttpApi:
 
     async def metrics(self) -> Response:
         core = self._link.core
+        guests = self._waiting_requests.room.by_model()
         self._observer.snapshot(
             core.cards(),
             core.known_models(),
             requests_open=self.open_requests,
             sequences_open=core.open,
-            sequences_waiting=core.waiting,
-            waiting_by_model=core.waiting_by_model(),
+            waiting=self._link.history.waiting(),
             connections_open=self._connections.open,
             bodies_bytes=self._bodies.held_bytes,
+            large_bodies_waiting=self._tokenizing.waiting_bodies,
+            waiting_room_bytes=self._waiting_requests.room.held_bytes,
+            waiting_room_by_model=guests,
+            open_by_key=self._accounts.open_requests(),
+            files_valid={files.what: files.is_valid for files in self._watched},
         )
+        for model, work in core.works(guests, asyncio.get_running_loop().time()).items():
+            self._observer.show_demand(model, work, core.demand(model, work))
         content = generate_latest(self._observer.registry)
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def build_app(api: HttpApi, sites: SitePolicy) -> ASGIApp:
-    """Return the ASGI application. Every response carries `X-Request-Id`; every error is an OpenAI error object."""
-    # No redirects: their target would be taken from the Host header.
-    app = FastAPI(title="Medha", openapi_url=None, redirect_slashes=False)
+def build_app(
+    api: HttpApi, sites: SitePolicy, accounts: KeyAccounts, spans: RequestSpans | None = None
+) -> ASGIApp:
+    """Return the application for clients; `spans` is None unless their requests are traced."""
+    app = _bare_app(api)
     for path, post in (
         ("/v1/chat/completions", api.chat_completions),
         ("/v1/completions", api.completions),
+        ("/v1/responses", api.responses),
         ("/tokenize", api.tokenize),
         ("/detokenize", api.detokenize),
     ):
@@ -293,37 +468,14 @@ def build_app(api: HttpApi, sites: SitePolicy) -> ASGIApp:
     for path, get in (
         ("/v1/models", api.models),
         ("/v1/models/{model:path}", api.model),
-        ("/health", api.health),
-        ("/ready", api.ready),
-        ("/metrics", api.metrics),
+        ("/version", api.version),
+        ("/openapi.json", api.openapi),
+        ("/docs", api.docs),
     ):
         app.add_api_route(path, get, methods=["GET", "HEAD"])
-
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        Entry.of(request.scope).outcome = error.code
-        return error_response(error)
-
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
-        if error.status_code == 405 and request.method == "OPTIONS":
-            return Response(status_code=204, headers={"Allow": ", ".join([*allowed, "OPTIONS"])})
-        code = "method_not_allowed" if error.status_code == 405 else "not_found"
-        Entry.of(request.scope).outcome = code
-        message = f"{error.detail}: {request.method} {request.url.path}"
-        response = error_response(ApiError(error.status_code, message, code=code))
-        if error.status_code == 405:
-            response.headers["Allow"] = ", ".join([*allowed, "OPTIONS"])
-        return response
-
-    async def on_bug(_request: Request, _error: Exception) -> Response:
-        return error_response(ApiError(500, "internal error of the router", code="internal_error"))
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_bug)
-    if sites.origins:
+    if accounts.required:
+        app.add_middleware(Authentication, accounts=accounts)
+    if sites.origins:  # outside of the keys: a browser asks for permission without one, and reads a 401
         app.add_middleware(
             CORSMiddleware,
             allow_origins=sorted(sites.origins),
@@ -331,7 +483,56 @@ def build_app(api: HttpApi, sites: SitePolicy) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["*"],
         )
+    guarded = Sites(app, sites)
+    return AccessLog(guarded if spans is None else TracedRequests(guarded, spans.source))
+
+
+def build_metrics_app(api: HttpApi, ui: Ui, sites: SitePolicy) -> ASGIApp:
+    """Return the application for scrapers, probes and the page `/ui`, which has a port of its own."""
+    app = _bare_app(api)
+    app.add_api_route("/metrics", api.metrics, methods=["GET", "HEAD"])
+    ui.add_to(app)
     return AccessLog(Sites(app, sites))
+
+
+def _bare_app(api: HttpApi) -> FastAPI:
+    """Return an application that has the pages for probes, and whose errors are all OpenAI error objects."""
+    # No redirects: their target would be taken from the Host header.
+    app = FastAPI(title="Medha", openapi_url=None, redirect_slashes=False)
+    for path, get in zip(PROBE_PATHS, (api.health, api.ready, api.accepting), strict=True):
+        app.add_api_route(path, get, methods=["GET", "HEAD"])
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        entry = Entry.of(request.scope)
+        entry.outcome = error.code
+        return error_response(error, entry.request_id)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": ", ".join([*allowed, "OPTIONS"])})
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        reason = explanation(request.url.path) if error.status_code == 404 else None
+        if reason is not None:
+            code, message = "unsupported_endpoint", f"{request.method} {request.url.path}: {reason}"
+        entry = Entry.of(request.scope)
+        entry.outcome = code
+        response = error_response(ApiError(error.status_code, message, code=code), entry.request_id)
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join([*allowed, "OPTIONS"])
+        return response
+
+    async def on_bug(request: Request, _error: Exception) -> Response:
+        error = ApiError(500, "internal error of the router", code="internal_error")
+        return error_response(error, Entry.of(request.scope).request_id)
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_bug)
+    return app
 
 
 def _close(generation: Generation, entry: Entry) -> None:
@@ -356,7 +557,8 @@ async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:
         whole = choices.setdefault(piece.index, Piece(piece.index))
         texts.setdefault(piece.index, []).append(piece.text)
         whole.tokens += piece.tokens
-        whole.finish_reason = piece.finish_reason
+        whole.parts += piece.parts
+        whole.finish_reason, whole.ends_with_calls = piece.finish_reason, piece.ends_with_calls
     for index, whole in choices.items():
         whole.text = "".join(texts[index])
     return [choices[index] for index in sorted(choices)]
@@ -385,15 +587,16 @@ async def _soon(pieces: AsyncIterator[Piece]) -> asyncio.Task[Piece]:
     return first
 
 
-def _milliseconds(request: Request, header: str) -> float | None:
-    """Return the client's own target from a header, in seconds; None if the header is absent.
+def _milliseconds(request: Request, headers: Sequence[str]) -> float | None:
+    """Return the client's own target from the first of these headers that is present, in seconds, or None.
 
     Raises:
         ApiError: the header is not a positive number.
     """
-    given = request.headers.get(header)
-    if given is None:
+    header = next((name for name in headers if name in request.headers), None)
+    if header is None:
         return None
+    given = request.headers[header]
     try:
         seconds = float(given) / 1000
     except ValueError:

@@ -2,18 +2,20 @@
 
 Every byte of a body counts from its arrival until the body is tokenised (`Bodies`), so that neither slow
 clients nor many clients at once can fill the memory. A part of the room is reserved for small bodies, so that
-large bodies can only keep out other large bodies.
+large bodies can only keep out other large bodies. One owner (an API key, or else an address) cannot take all of
+the room from the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from medha_process.router_settings import large_body_budget
+from medha_process.router_settings import large_body_budget, owner_body_budget
 from medha_router.api_error import ApiError
 
 LEAST_BYTES_PER_SECOND = 32 * 2**10
@@ -42,10 +44,12 @@ class Bodies:
         """`budget_bytes` is the most that all bodies together may hold."""
         self.limits = limits
         self._budget_bytes = budget_bytes
+        self._held_by_owner: Counter[str] = Counter()
         self.held_bytes = 0
 
-    def open(self) -> Body:
-        return Body(self)
+    def open(self, owner: str) -> Body:
+        """Return a new body; `owner` stands for the client that sends it."""
+        return Body(self, owner)
 
     def grow(self, body: Body, more: int) -> None:
         """Reserve room for `more` bytes of a body.
@@ -58,15 +62,31 @@ class Bodies:
         if self.held_bytes + more > room:
             message = "the bodies of too many requests are being received and tokenised; try again later"
             raise ApiError(429, message, code="overloaded", retry_after_seconds=5)
+        if self._held_by_owner[body.owner] + more > owner_body_budget(room):
+            message = (
+                "too many bytes of your own requests are being received and tokenised; wait until some of them have begun, "
+                "and send fewer at once"
+            )
+            raise ApiError(429, message, code="overloaded", retry_after_seconds=5)
         self.held_bytes += more
+        self._held_by_owner[body.owner] += more
         body.held_bytes += more
+
+    def shrink(self, body: Body) -> None:
+        """Free the room of a body."""
+        self.held_bytes -= body.held_bytes
+        self._held_by_owner[body.owner] -= body.held_bytes
+        body.held_bytes = 0
+        if not self._held_by_owner[body.owner]:
+            del self._held_by_owner[body.owner]
 
 
 class Body:
     """A request body: the bytes received so far, and the room that it takes until `release`."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: Bodies, owner: str) -> None:
         self._bodies = bodies
+        self.owner = owner
         self.held_bytes = 0
         self.content = bytearray()
 
@@ -103,8 +123,7 @@ class Body:
 
     def release(self) -> None:
         """Free the body's room; safe to call more than once."""
-        self._bodies.held_bytes -= self.held_bytes
-        self.held_bytes = 0
+        self._bodies.shrink(self)
         self.content = bytearray()
 
     def _too_large(self) -> ApiError:

@@ -7,17 +7,22 @@ The environment (sandbox, block trimming, loop controls, `tojson`, `raise_except
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from medha.errors import CheckpointInvalid, RequestInvalid
+
+_END_MARK = "\ue000end of the message to continue\ue000 "
+"""Mark behind the text of a message that is to be continued; its last space shows whether the template trims messages."""
+_TESTS_CONTENT = re.compile(r"""content(['"]\])?\s+is\s+(not\s+)?none""")
 
 
 class _GenerationTag(Extension):
@@ -73,23 +78,29 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
             self._template = environment.from_string(source)
+            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except (jinja2.TemplateSyntaxError, SyntaxError) as error:  # the latter: in Python made of it
             raise CheckpointInvalid(
                 f"the chat template has an error in line {error.lineno}: {error}"
             ) from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
         self._knows_developer = "developer" in source
+        self._knows_null = _TESTS_CONTENT.search(source) is not None
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation.
+        """Return the prompt text of a conversation; with `continue_final_message`, it ends with the last message's text.
 
-        For templates that do not know it, the role `developer` becomes `system`; OpenAI treats the two alike.
+        For templates that do not know them, the role `developer` becomes `system`, which OpenAI treats alike, and null as
+        the content of a message with calls becomes the empty text.
 
         Raises:
             RequestInvalid: the template does not accept these messages.
@@ -99,18 +110,63 @@ class ChatTemplate:
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in messages
             ]
+        if not self._knows_null:
+            messages = [
+                {**message, "content": ""} if message["content"] is None else message for message in messages
+            ]
+        if continue_final_message:
+            messages = _marked(messages)
         try:
-            return self._template.render(
+            text = self._template.render(
                 **{
                     **self._special_tokens,
                     "tools": None,
                     "documents": None,
                     **(variables or {}),
+                    **({} if tools is None else {"tools": tools}),
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
         # A template is a program that comes with the model: any error that it raises concerns these messages.
         except Exception as error:
-            text = f"the model's chat template does not accept these messages: {error}"
-            raise RequestInvalid(text, param="messages", code="invalid_messages") from error
+            told = f"the model's chat template does not accept these messages: {error}"
+            raise RequestInvalid(told, param="messages", code="invalid_messages") from error
+        return _before_mark(text) if continue_final_message else text
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with the end of the last one's text marked.
+
+    Raises:
+        RequestInvalid: the last message has no text.
+    """
+    last = messages[-1]
+    if not str(last["content"] or "").strip():
+        raise RequestInvalid(
+            "`continue_final_message` is true, but the last message has no text to continue; give it a `content`, or set "
+            "`continue_final_message` to false",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    return [*messages[:-1], {**last, "content": f"{last['content']}{_END_MARK}"}]
+
+
+def _before_mark(text: str) -> str:
+    """Return a rendered conversation up to the marked end of its last message.
+
+    Where the template trims messages, spaces before the mark go too, as in `transformers`.
+
+    Raises:
+        RequestInvalid: the template leaves out the end of that message.
+    """
+    place = text.rfind(_END_MARK.strip())
+    if place < 0:
+        raise RequestInvalid(
+            "`continue_final_message` is true, but the model's chat template does not show the last message as it is; "
+            "set `continue_final_message` to false",
+            param="continue_final_message",
+            code="invalid_messages",
+        )
+    before = text[:place]
+    return before if text.startswith(_END_MARK, place) else before.rstrip()

@@ -7,6 +7,13 @@ A connection has `head_seconds` to send the head (request line and headers) of a
 keep-alive timeout closes one that is idle between two requests. Requests are not pipelined: data that arrives
 during an answer is dropped, and the connection closes after that answer; the client has to send the request
 again (RFC 9112, section 9.3.2). So no client can queue work or memory behind a long generation.
+
+Output that a client does not take waits in the kernel (256 KiB) and in the transport's buffer, up to its
+high-water mark (64 KiB) or one answer, and whoever produces more waits, too. A connection is cut if the client
+takes none of it for `output_seconds`, or takes it too slowly.
+
+A router that stops ends its connections with their next answers (`Connection: close`). A client that has one open,
+and was not notified that it ends, is served by it until the router has gone.
 """
 
 from __future__ import annotations
@@ -14,8 +21,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Any
 
 import httptools
@@ -23,6 +31,7 @@ from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from medha_router.api_error import ApiError
+from medha_router.bodies import LEAST_BYTES_PER_SECOND
 
 log = logging.getLogger("medha.router")
 
@@ -40,18 +49,32 @@ def connection_limit(wanted: int, file_limit: int) -> int:
 class Connections:
     """The open connections of one router, limited in total and per address.
 
-    One address may hold at most three quarters of them, so that a single client cannot lock out all others.
+    One address may hold at most three quarters of them, so that a single client cannot lock out all others. A trusted
+    proxy may hold all, because its connections are those of many clients.
     """
 
-    def __init__(self, limit: int, head_seconds: float, count_refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        head_seconds: float,
+        output_seconds: float,
+        count_refused: Callable[[str], None],
+        trusted_proxies: Sequence[IPv4Network | IPv6Network] = (),
+    ) -> None:
         """Bound the connections.
 
         `count_refused` is called with the reason for each connection that is closed for its own fault or for
         lack of room.
         """
+        self._trusted_proxies = trusted_proxies
         self.limit = limit
         self.head_seconds = head_seconds
+        self.output_seconds = output_seconds
         self.count_refused = count_refused
+        self.leaving = False
+        """Set once each answer must be the last one of its connection, so that clients turn to other routers."""
+        self.draining = False
+        """Set once new connections come too late: their requests are not served any more."""
         self._limit_by_address = max(1, limit - limit // 4)
         self._by_address: Counter[str] = Counter()
         self._refused = 0
@@ -62,7 +85,7 @@ class Connections:
 
     def enter(self, address: str) -> bool:
         """Count a new connection; return False if there is no room for it."""
-        if self.open < self.limit and self._by_address[address] < self._limit_by_address:
+        if self.open < self.limit and self._by_address[address] < self._limit_of(address):
             self._by_address[address] += 1
             return True
         self.count_refused("too_many")
@@ -77,6 +100,12 @@ class Connections:
                 self._refused,
             )
         return False
+
+    def _limit_of(self, address: str) -> int:
+        if not self._trusted_proxies or not address:  # a peer that is gone already has no address
+            return self._limit_by_address
+        is_proxy = any(ip_address(address) in network for network in self._trusted_proxies)
+        return self.limit if is_proxy else self._limit_by_address
 
     def leave(self, address: str) -> None:
         self._by_address[address] -= 1
@@ -95,23 +124,38 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._all = connections
         self._address: str | None = None  # address under which it is counted
+        self._is_late = connections.draining
+        self._is_open = False
         self._deaf = False  # incoming data is dropped
         self._in_body = False
         self._headers = 0
         self._unused_bytes = 0  # bytes since the parser last used some
         self._timer: asyncio.TimerHandle | None = None
+        self._output_timer: asyncio.TimerHandle | None = None  # runs while output waits for the client
 
     @property
     def _answering(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
 
+    # Before it is open ----------------------------------------------------------------------------
+
+    def is_counted_for(self, address: str) -> None:
+        """Note that its address has entered already; unless it opens, `leave_unless_open` must follow."""
+        self._address = address
+
+    def leave_unless_open(self) -> None:
+        if not self._is_open and self._address is not None:
+            self._all.leave(self._address)
+            self._address = None
+
     # Called by asyncio ----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._is_open = True
         address = self.client[0] if self.client else ""
-        if not self._all.enter(address):
+        if self._address is None and not self._all.enter(address):
             message = "this router has no room for more connections; try again later"
             self._write(ApiError(503, message, code="overloaded", retry_after_seconds=1))
             self._close()
@@ -122,6 +166,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_timer()
+        self._stop_output_timer()
         if self._address is not None:
             self._all.leave(self._address)
             self._address = None
@@ -147,6 +192,16 @@ class Connection(HttpToolsProtocol):
         elif self._timer is None and not self._in_body and not self._answering:
             self._expect_head()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_output()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_output_timer()
+        if not self._answering:  # nobody writes more, so this is not called again
+            self._watch_output()
+
     # Called by httptools --------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -154,6 +209,8 @@ class Connection(HttpToolsProtocol):
             self._refuse("pipelined", None)
             raise _Stop
         self._headers = 0
+        if not self.flow.write_paused:  # what waits will grow by the next answer, although the client reads
+            self._stop_output_timer()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -183,13 +240,45 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._watch_output()
         if self._in_body and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._timer = self.loop.call_later(_DISCARD_SECONDS, self._close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self._all.leaving:
+            cycle.keep_alive = False
+        cycle.scope["state"]["is_late"] = self._is_late
         is_old = cycle.scope["http_version"] == "1.0"
         super()._start_asgi_task(cycle, _until_closed(cycle, app) if is_old else app)
+
+    # Output that waits ----------------------------------------------------------------------------
+
+    def _watch_output(self) -> None:
+        """Cut the connection unless the client takes what waits for it."""
+        waiting_bytes = self.transport.get_write_buffer_size()
+        if waiting_bytes and self._output_timer is None:
+            patience = self._all.output_seconds
+            due = self.loop.time() + patience + waiting_bytes / LEAST_BYTES_PER_SECOND
+            self._output_timer = self.loop.call_later(patience, self._poll_output, waiting_bytes, due)
+
+    def _poll_output(self, former_bytes: int, due: float) -> None:
+        self._output_timer = None
+        waiting_bytes = self.transport.get_write_buffer_size()
+        if not waiting_bytes:
+            return
+        if waiting_bytes >= former_bytes or self.loop.time() > due:
+            self._all.count_refused("unread")
+            self.transport.abort()
+            return
+        self._output_timer = self.loop.call_later(
+            self._all.output_seconds, self._poll_output, waiting_bytes, due
+        )
+
+    def _stop_output_timer(self) -> None:
+        if self._output_timer is not None:
+            self._output_timer.cancel()
+            self._output_timer = None
 
     # Endings --------------------------------------------------------------------------------------
 
@@ -234,6 +323,7 @@ class Connection(HttpToolsProtocol):
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)
+        self._watch_output()
 
     def _close(self) -> None:
         self._deaf = True

@@ -7,14 +7,13 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from medha.declared import DeclaredModel, from_text, merged
+from medha.declared import DeclaredModel, from_text, merged, usable_aliases
 from medha.errors import ConfigInvalid
+from medha_router.watched_files import FileState, file_state
 
 log = logging.getLogger("medha.router")
 
 _POLL_SECONDS = 2.0
-_Signature = tuple[int, int, int]
-"""Inode, modification time and size; a ConfigMap's volume gives a changed file a new inode."""
 
 
 class DeclaredFiles:
@@ -22,7 +21,7 @@ class DeclaredFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: dict[str, _Signature] = {}
+        self._seen: dict[str, FileState] = {}
         self._models: dict[str, tuple[DeclaredModel, ...]] = {}
 
     def changed(self) -> tuple[DeclaredModel, ...] | None:
@@ -30,18 +29,19 @@ class DeclaredFiles:
 
         Otherwise return None.
         """
-        found = {
-            path.name: signature for path in self._paths() if (signature := _signature(path)) is not None
-        }
+        found = {path.name: state for path in self._paths() if (state := file_state(path)) is not None}
         if found == self._seen:
             return None
         for name in self._models.keys() - found.keys():
             del self._models[name]
-        for name, signature in found.items():
-            if self._seen.get(name) != signature:
+        for name, state in found.items():
+            if self._seen.get(name) != state:
                 self._read(name)
         self._seen = found
-        return merged(model for name in sorted(self._models) for model in self._models[name])
+        models = merged(model for name in sorted(self._models) for model in self._models[name])
+        for problem in usable_aliases(models)[1]:
+            log.error("an alias is not served: %s; change one of the manifests", problem)
+        return models
 
     def _paths(self) -> list[Path]:
         try:
@@ -71,11 +71,3 @@ class DeclaredFiles:
             models = self.changed()
             if models is not None:
                 report(models)
-
-
-def _signature(path: Path) -> _Signature | None:
-    try:
-        status = path.stat()
-    except OSError:  # it was just removed
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

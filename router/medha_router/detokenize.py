@@ -8,27 +8,11 @@ from __future__ import annotations
 
 import codecs
 import json
-import re
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from medha.errors import CheckpointInvalid
-from medha.wire.bundle_digest import Spelling, spelling_of
-
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte alphabet: printable bytes keep their character, the others are mapped to U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet.update({chr(0x100 + rank): byte for rank, byte in enumerate(others)})
-    return alphabet
-
-
-_BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
+from medha.wire.token_bytes import spelled_bytes
 
 
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
@@ -37,29 +21,10 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     Raises:
         CheckpointInvalid: the tokenizer has an unknown decoder.
     """
-    try:
-        spelling = spelling_of(json.loads(tokenizer.to_str())["decoder"])
-    except CheckpointInvalid as error:
-        raise CheckpointInvalid(f"tokenizer.json: {error}") from error
-    bytes_of = _byte_level_bytes if spelling.byte_level else _spaced_bytes
     # By id: the library decodes an added token to its normalized form, which the vocabulary does not contain.
-    table = {}
-    for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
-        table[number] = bytes_of(tokenizer.id_to_token(number) or token, spelling)
-    return table
-
-
-def _byte_level_bytes(token: str, _: Spelling) -> bytes:
-    try:
-        return bytes([_BYTE_LEVEL_ALPHABET[character] for character in token])
-    except KeyError:  # an added token is literal text
-        return token.encode("utf-8")
-
-
-def _spaced_bytes(token: str, spelling: Spelling) -> bytes:
-    if spelling.byte_tokens and _BYTE_TOKEN.fullmatch(token):
-        return bytes([int(token[3:5], 16)])
-    return token.replace(spelling.space, " ").encode("utf-8")
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = {number: tokenizer.id_to_token(number) or token for token, number in vocabulary.items()}
+    return spelled_bytes(tokens, json.loads(tokenizer.to_str())["decoder"])
 
 
 class TextStream:

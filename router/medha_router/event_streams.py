@@ -15,6 +15,7 @@ from medha_router.api_error import ApiError
 from medha_router.bodies import ClientGone
 
 _KEEP_ALIVE_SECONDS = 15.0
+_PIECE_BYTES = 64 * 2**10
 _T = TypeVar("_T")
 
 
@@ -23,13 +24,13 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T] | asyncio.Future[_T]) -> _T:
     """Return the result of `work`, which is cancelled if the client goes away.
 
     Raises:
         ClientGone: the client went away.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.ensure_future(work)
     watch = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -96,11 +97,39 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def error_response(error: ApiError) -> Response:
+class PacedResponse(Response):
+    """An answer that may be large: it is written as fast as the client takes it.
+
+    Without that, a copy of the whole answer waits in the transport's buffer.
+    """
+
+    def __init__(self, content: bytes, end: Callable[[], None]) -> None:
+        """`end` is called once, when the answer is written, or its client has gone."""
+        super().__init__(content, media_type="application/json")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        try:
+            await while_connected(receive, self._send_all(send))
+        except ClientGone:
+            pass
+        finally:
+            self._end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        content = memoryview(self.body)
+        for start in range(0, len(content), _PIECE_BYTES):
+            piece = bytes(content[start : start + _PIECE_BYTES])
+            is_last = start + _PIECE_BYTES >= len(content)
+            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+
+
+def error_response(error: ApiError, request_id: str) -> Response:
     headers = error.headers()
     if error.status == 408:
         headers["Connection"] = "close"  # the rest of the request may never come
-    return Response(to_json(error.body()), error.status, headers, "application/json")
+    return Response(to_json(error.body(request_id)), error.status, headers, "application/json")
 
 
 def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Response:

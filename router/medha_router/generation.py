@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from math import isfinite
 
-from medha.routing.router_core import Arrive, Deliver, Fail, NewSequence
-from medha.wire.messages import ServiceClassTerms, TokenLogprob
+from medha.routing.router_events import Arrive, Deliver, Fail, NewSequence
+from medha.timeline import Began
+from medha.wire.frames import TokenIds
+from medha.wire.messages import PromptLogprobs, ServiceClassTerms, TokenLogprob
 from medha_router.api_error import ApiError
 from medha_router.detokenize import StopStrings, TextStream
+from medha_router.key_accounts import Account
+from medha_router.outcome_queue import MOST_WAITING_TOKENS, Unread
 from medha_router.prepare import Plan, Prepared
 from medha_router.replica_link import ReplicaLink
 from medha_router.router_metrics import Observer
 from medha_router.tokenizer_bundle import Bundle
+from medha_router.tool_call_text import CallPart
+from medha_router.tool_formats import FORMATS
+from medha_router.tool_use import reader_of
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,34 @@ class ShownToken:
 
 @dataclass
 class Piece:
-    """New output of choice `index`; the piece with a finish reason is its last."""
+    """New output of choice `index`; the piece with a finish reason is its last.
+
+    Where functions may be called, `parts` has text and calls in their order, and `text` the text alone.
+    """
 
     index: int
     text: str = ""
+    parts: list[str | CallPart] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
+    ends_with_calls: bool = False
+    """The output has ended with whole calls of functions."""
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt's token ids, int32 [n], and the log-probabilities of all but the first."""
+
+    ids: TokenIds
+    scores: PromptLogprobs
+
+    def tokens(self) -> Iterator[tuple[int, TokenLogprob, int]]:
+        """Yield (token, log-probabilities, rank) of every token but the first."""
+        scores, width = self.scores, self.scores.alternatives
+        for index, (token, logprob) in enumerate(zip(self.ids[1:].tolist(), scores.logprobs, strict=True)):
+            places = slice(index * width, (index + 1) * width)
+            top = tuple(zip(scores.top_ids[places], scores.top_logprobs[places], strict=True))
+            yield token, TokenLogprob(logprob, top), scores.ranks[index]
 
 
 @dataclass
@@ -63,34 +93,39 @@ class ChoiceOutput:
         self._decoded_characters = 0
         self._shown_characters = 0
         self._pending: list[ShownToken] = []  # tokens whose text is still held back
+        self._hidden_ids = bundle.special_ids if plan.skip_special_tokens else frozenset[int]()
+        self._calls = None
+        if plan.tools is not None:
+            self._calls = reader_of(plan.tools)
+            marks = FORMATS[plan.tools.format].marks
+            self._hidden_ids -= set(bundle.special_ids_of(marks).values())
 
     def feed(self, delivered: Deliver) -> Piece | None:
         """Return what can be shown now; None if everything is held back."""
         piece = Piece(self.index)
+        if self._plan.computes_only:
+            return self._finish(piece, "length")
         for position, token in enumerate(delivered.tokens):
             self.output_tokens += 1
             ends_here = delivered.finish_reason == "stop" and position == len(delivered.tokens) - 1
-            if ends_here:
-                break  # a stop token is counted, not shown
-            if delivered.logprobs:
+            if delivered.logprobs and (not ends_here or self._plan.echo_logprobs):
                 self._pending.append(
                     ShownToken(token, delivered.logprobs[position], self._decoded_characters)
                 )
-            hidden = self._plan.skip_special_tokens and token in self._bundle.special_ids
+            if ends_here:
+                break  # a stop token is counted, not shown; beside an echo, clients count tokens from the end
+            hidden = token in self._hidden_ids
             text = "" if hidden else self._stream.feed(self._bundle.token_bytes.get(token, b""))
-            if self._show(piece, text):
+            if self._show(piece, text) or (self._calls is not None and self._calls.is_done):
                 return self._finish(piece, "stop")
         if delivered.finish_reason is not None:
             if self._show(piece, self._stream.end()):
                 return self._finish(piece, "stop")
-            piece.text += self._stops.end()
+            self._add(piece, self._stops.end())
             return self._finish(piece, delivered.finish_reason)
-        if not piece.text:
-            return None
-        self._shown_characters += len(piece.text)
         piece.tokens = [shown for shown in self._pending if shown.offset < self._shown_characters]
         self._pending = self._pending[len(piece.tokens) :]
-        return piece
+        return piece if piece.text or piece.parts or piece.tokens else None
 
     def _show(self, piece: Piece, text: str) -> bool:
         """Add the part of `text` that may be shown; return whether a stop string ended the choice."""
@@ -98,12 +133,27 @@ class ChoiceOutput:
         # As in vLLM, a stop string counts if it ends after `min_tokens`, wherever it begins.
         may_end = self.output_tokens > self._plan.sampling.min_tokens
         shown, stopped = self._stops.feed(text, may_end=may_end)
-        piece.text += shown
+        self._add(piece, shown)
         return stopped
+
+    def _add(self, piece: Piece, text: str) -> None:
+        """Add text of the output, from which calls are taken."""
+        self._shown_characters += len(text)
+        if self._calls is None:
+            piece.text += text
+        elif text:
+            self._add_parts(piece, self._calls.feed(text))
+
+    @staticmethod
+    def _add_parts(piece: Piece, parts: list[str | CallPart]) -> None:
+        piece.parts += parts
+        piece.text += "".join(part for part in parts if isinstance(part, str))
 
     def _finish(self, piece: Piece, reason: str) -> Piece:
         self.finished = True
-        self._shown_characters += len(piece.text)
+        if self._calls is not None:
+            self._add_parts(piece, self._calls.end())
+            piece.ends_with_calls = self._calls.calls > 0 and not self._calls.is_open and reason == "stop"
         by_stop_string = reason == "stop" and self._shown_characters < self._decoded_characters
         piece.tokens = [
             shown for shown in self._pending if not by_stop_string or shown.offset < self._shown_characters
@@ -140,10 +190,12 @@ class Generation:
         bundle: Bundle,
         observer: Observer,
         arrived_at: float,
+        account: Account,
     ) -> None:
         """Submit the sequences.
 
-        `arrived_at` is of the loop's clock; targets are the client's own, None where it gave none.
+        `arrived_at` is of the loop's clock; targets are the client's own, None where it gave none. `account` has been
+        charged for the prompts.
         """
         plan = prepared.plan
         assert plan is not None
@@ -158,6 +210,7 @@ class Generation:
         self._link = link
         self._observer = observer
         self._arrived_at = arrived_at
+        self._account = account
         self._first_token_at: float | None = None
         self._outcome: str | None = None
         self._is_our_failure = False
@@ -169,15 +222,28 @@ class Generation:
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self._token_times: dict[str, TokenTimes] = {}  # by sequence, from its first token on
         self._slowest_per_token_seconds: float | None = None
+        self._scoring: dict[
+            str, int
+        ] = {}  # sequences whose prompt's log-probabilities are to come -> its number
+        unscored = replace(plan.sampling, prompt_logprobs=None)
         for prompt_index, ids in enumerate(prepared.prompts):
-            prompt = f"{request_id}/{prompt_index}"
-            prompts[prompt] = ids
             own_seed = prompt_seed(seed, prompt_index)
             for sample in range(plan.samples):
                 index = prompt_index * plan.samples + sample
                 name = f"{request_id}-{index}"
-                sequences.append(NewSequence(name, prompt, len(ids), own_seed, plan.sampling, sample))
+                # The first sample's are those of all, but in a stream none can wait for them. A sequence that asks for
+                # them shares no KV, so its prompt has a name of its own.
+                scores = plan.sampling.prompt_logprobs is not None and (sample == 0 or plan.stream)
+                prompt = f"{request_id}/{prompt_index}" + (f"/scored-{sample}" if scores else "")
+                prompts[prompt] = ids
+                if scores:
+                    self._scoring[name] = prompt_index
+                sampling = plan.sampling if scores else unscored
+                sequences.append(NewSequence(name, prompt, len(ids), own_seed, sampling, sample))
                 self._choices[name] = ChoiceOutput(index, plan, bundle)
+        self.scored_prompts: dict[int, ScoredPrompt] = {}
+        """Log-probabilities of the prompts' tokens by number of the prompt, if they are asked for and have come."""
+        self._prompts = prepared.prompts if self._scoring else ()
         self._arrive = Arrive(
             plan.model,
             plan.digest,
@@ -185,10 +251,22 @@ class Generation:
             terms.name,
             ttft_target_seconds,
             tpot_target_seconds,
-            plan.cache_salt,
+            account.cache_salt(plan.cache_salt),
+            account.owner(request_id),
         )
         self._ttft_target = link.core.ttft_target_seconds(self._arrive, self._longest_prompt)
         observer.accepted(plan.model, self.prompt_tokens)
+        for new in sequences:
+            began = Began(
+                new.id,
+                new.prompt_length,
+                terms.name,
+                plan.model,
+                account.key_name,
+                self._ttft_target if isfinite(self._ttft_target) else None,
+                self.tpot_target_seconds,
+            )
+            link.timeline.take(began, arrived_at)
         self._outcomes = link.submit(self._arrive, prompts)
 
     @property
@@ -219,33 +297,57 @@ class Generation:
         open_choices = len(self._choices)
         reason = ""
         while open_choices:
-            outcome = await self._outcomes.get()
+            try:
+                arrived = await self._outcomes.get()
+            except Unread as unread:
+                self._outcome = "client_too_slow"
+                text = f"the client did not read: {MOST_WAITING_TOKENS} tokens of output were waiting for it; read faster"
+                raise ApiError(408, text, code=self._outcome) from unread
+            outcome = arrived.outcome
             if isinstance(outcome, Fail):
                 error = ApiError.from_fail(outcome)
                 self._outcome = error.code or "internal_error"
                 self._is_our_failure = error.is_ours
                 raise error
             choice = self._choices[outcome.id]
+            if outcome.tokens and outcome.id in self._scoring:
+                self._keep_scores(outcome)
             if choice.finished:
                 continue
             if outcome.tokens:
-                self._observe_tokens(outcome.id)
-            if outcome.tokens:
+                self._observe_tokens(outcome.id, arrived.at)
                 self._observe_cached(choice.index // self.plan.samples, outcome.cached_tokens)
             before = choice.output_tokens
             piece = choice.feed(outcome)
             self._observer.output(self.plan.model, choice.output_tokens - before)
+            self._account.charge_output(choice.output_tokens - before)
             if piece is None:
                 continue
             if piece.finish_reason is not None:
                 open_choices -= 1
                 reason = piece.finish_reason
                 if outcome.finish_reason is None:
-                    self._link.abandon(outcome.id)  # a stop string ended it: the replica does not know
+                    self._link.abandon(
+                        outcome.id, "stop"
+                    )  # a stop string ended it: the replica does not know
                 self._observe_sequence(outcome.id, reason)
             yield piece
         self._outcome = reason
         self._observe_request()
+
+    def _keep_scores(self, delivered: Deliver) -> None:
+        """Keep the log-probabilities of a sequence's prompt, which come with its first token.
+
+        Raises:
+            ApiError: the replica has sent none.
+        """
+        prompt_index = self._scoring.pop(delivered.id)
+        ids, scores = self._prompts[prompt_index], delivered.prompt_logprobs
+        if scores is None or len(scores.logprobs) != len(ids) - 1:
+            self._outcome = "internal_error"
+            text = "the replica sent no log-probabilities of the prompt; it may be of an earlier release"
+            raise ApiError(500, text, code=self._outcome)
+        self.scored_prompts[prompt_index] = ScoredPrompt(ids, scores)
 
     def _observe_cached(self, prompt_index: int, cached_tokens: int) -> None:
         """Count how much of a prompt was cached, as reported with the first token of its first sample to get one."""
@@ -253,13 +355,20 @@ class Generation:
             self._cached_tokens[prompt_index] = cached_tokens
             self._observer.prompt_cached(self.plan.model, self._prompt_lengths[prompt_index], cached_tokens)
 
-    def _observe_tokens(self, sequence_id: str) -> None:
-        now = asyncio.get_running_loop().time()
+    def _observe_tokens(self, sequence_id: str, now: float) -> None:
         model, service_class = self.plan.model, self.terms.name
         if self._first_token_at is None:
             self._first_token_at = now
             seconds = now - self._arrived_at
-            self._observer.first_token(model, service_class, self._longest_prompt, seconds, self._ttft_target)
+            self._observer.first_token(
+                model,
+                service_class,
+                self._longest_prompt,
+                seconds,
+                self._ttft_target,
+                is_beside_long=self._link.history.is_beside_long(sequence_id),
+            )
+            self._account.ttft_attained(seconds <= self._ttft_target)
         times = self._token_times.get(sequence_id)
         if times is None:
             self._token_times[sequence_id] = TokenTimes(now, now)
@@ -293,8 +402,10 @@ class Generation:
         if self._outcome is None:
             self._outcome = "cancelled"
         if self._is_our_failure:  # a failure of ours counts as a miss of the next target
-            broken = (
-                self._observer.ttft_attained if self._first_token_at is None else self._observer.tpot_attained
-            )
+            if self._first_token_at is None:
+                broken = self._observer.ttft_attained
+                self._account.ttft_attained(False)
+            else:
+                broken = self._observer.tpot_attained
             broken(self.plan.model, self.terms.name, self._longest_prompt, False)
         self._observer.request_ended(self.plan.model, self.plan.endpoint, self._outcome)

@@ -2,7 +2,7 @@
 
 Unknown fields are ignored, as in vLLM and SGLang. Fields known to OpenAI, vLLM or SGLang are never ignored: a
 field that asks for something that is not served gets a 400 that names it, its value and what to do. A client
-that asks for tools must not get plain text.
+that asks for images must not get plain text.
 """
 
 from __future__ import annotations
@@ -12,17 +12,31 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, to_json
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from medha.errors import RequestInvalid
+from medha_router.conversations import (
+    ChatMessage,
+    InputItem,
+    Message,
+    chat_for_template,
+    input_for_template,
+)
+from medha_router.request_model import INT32_MAX, RequestModel, shown
+from medha_router.tool_requests import (
+    ChatToolChoice,
+    ChatTools,
+    ResponseToolChoice,
+    ResponseTools,
+    WordChoice,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_CACHE_SALT_CHARACTERS = 1024
-_INT32_MAX = 2**31 - 1
 
 
 def _stop_list(value: object) -> object:
@@ -32,24 +46,19 @@ def _stop_list(value: object) -> object:
     return value
 
 
-class _Request(BaseModel):
-    # strict: "5" is not a number and true not an integer, as in OpenAI's API; NaN and infinity are never meant.
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class StreamOptions(_Request):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(_Request):
+class GenerationRequest(RequestModel):
     """The fields that chat and text completions have in common."""
 
     model: Annotated[str, Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
@@ -75,15 +84,27 @@ class GenerationRequest(_Request):
     ) = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     user: str | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0, le=_INT32_MAX)]], Field(max_length=256)] | None
+        Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=256)] | None
     ) = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     service_tier: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    # OpenAI's, vLLM's and SGLang's fields for a grammar of the output: `medha_router.structured_output` reads them.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     @abstractmethod
     def requested_logprobs(self) -> int | None:
@@ -93,63 +114,87 @@ class GenerationRequest(_Request):
         return self.max_tokens
 
 
-class TextPart(_Request):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Request):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: text parts are joined by newlines, as in vLLM."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        for field in ("name", "tool_call_id"):
-            if getattr(self, field) is not None:
-                message[field] = getattr(self, field)
-        return message
-
-
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: ChatTools | None = None
+    tool_choice: WordChoice | ChatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def messages_for_template(self) -> list[Message]:
+        return chat_for_template(self.messages)
 
     def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def requested_max_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(GenerationRequest):
     prompt: Any  # checked by hand in `prepare`: pydantic would try four types on millions of ids
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
     def requested_logprobs(self) -> int | None:
         return self.logprobs
 
 
-class TokenizeRequest(_Request):
+class ResponsesRequest(GenerationRequest):
+    """A request of OpenAI's Responses API: one text that answers a conversation."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    metadata: dict[str, str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Those of the other endpoints have no place in the answer, or another name here.
+    max_tokens: None = None
+    n: Literal[1] | None = None
+    prompt_logprobs: None = None
+    response_format: None = None
+    text: dict[str, Any] | None = None
+    tools: ResponseTools | None = None
+    tool_choice: WordChoice | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def requested_logprobs(self) -> int | None:
+        return None
+
+    def requested_max_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    def messages_for_template(self) -> list[Message]:
+        """Return the conversation, with the instructions as its first message."""
+        before: list[Message] = (
+            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        )
+        if isinstance(self.input, str):
+            return [*before, {"role": "user", "content": self.input}]
+        return before + input_for_template(self.input)
+
+
+class TokenizeRequest(RequestModel):
     model: Annotated[str, Field(min_length=1)]
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: ChatTools | None = None
+
+    def messages_for_template(self) -> list[Message]:
+        return chat_for_template(self.messages or [])
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(RequestModel):
     model: Annotated[str, Field(min_length=1)]
     tokens: Any
 
@@ -168,13 +213,13 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "audio": _ONLY_NULL,
         "best_of": _ONLY_NULL,  # or the value of `n`
         "echo": _OFF,
-        "function_call": (None, "none"),
+        "function_call": (None, "none", "auto"),
         "functions": _EMPTY_LIST,
         "max_completion_tokens": _ONLY_NULL,
         "messages": _ONLY_NULL,
         "modalities": (None, ["text"]),
         "moderation": _ONLY_NULL,
-        "parallel_tool_calls": (None, True, False),  # about tools, which are not served
+        "parallel_tool_calls": (None, True, False),  # about tools, which are not served here
         "prediction": _ONLY_NULL,
         "prompt": _ONLY_NULL,
         "prompt_cache_options": _ONLY_NULL,
@@ -183,7 +228,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "response_format": (None, {"type": "text"}),
         "store": _OFF,
         "suffix": (None, ""),
-        "tool_choice": (None, "none"),
+        "tool_choice": (None, "none", "auto"),
         "tools": _EMPTY_LIST,
         "top_logprobs": (None, 0),
         "verbosity": (None, "medium"),
@@ -273,13 +318,33 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Known fields that an endpoint may not serve, and the values with which they ask for nothing."""
 
+_HARMLESS_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "access_programs": _ONLY_NULL,
+        "background": _OFF,
+        "context_management": _EMPTY_LIST,
+        "conversation": _ONLY_NULL,
+        "image": _ONLY_NULL,
+        "include": _EMPTY_LIST,
+        "max_tool_calls": _ONLY_NULL,
+        "previous_response_id": _ONLY_NULL,
+        "text": _ONLY_NULL,
+        "truncation": (None, "disabled"),
+    }
+)
+"""The same of fields that only the Responses API has."""
+
 _FIXES: Mapping[str, str] = MappingProxyType(
     {
         "add_special_tokens": "the chat template adds them; leave it out",
         "best_of": "make it equal to `n`, or leave it out",
+        "function_call": "OpenAI has replaced it by `tool_choice`: use that, with `tools`",
+        "functions": "OpenAI has replaced it by `tools`: use that",
         "extra_key": "use `cache_salt` to keep caches apart, or leave it out",
         "max_completion_tokens": "use `max_tokens`",
+        "conversation": "this server keeps no state: send the whole conversation in `input`",
         "no_stop_trim": "use `include_stop_str_in_output`",
+        "previous_response_id": "this server keeps no state: send the whole conversation in `input`",
         "reasoning_effort": "where the model's template knows it, put it into `chat_template_kwargs`; else leave it out",
         "request_id": "use the header x-request-id",
         "rid": "use the header x-request-id",
@@ -287,19 +352,54 @@ _FIXES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def is_known(kind: type[_Request], field: str) -> bool:
+def is_known(kind: type[RequestModel], field: str) -> bool:
     """Return whether a field is served, refused, or accepted because it asks for nothing; others are ignored."""
-    return field in kind.model_fields or field in _HARMLESS or field in _HINTS
+    return field in kind.model_fields or field in _harmless(kind) or field in _HINTS
 
 
-def refuse_unsupported(kind: type[_Request], body: Mapping[str, Any]) -> None:
+def _harmless(kind: type[RequestModel]) -> Mapping[str, tuple[Any, ...]]:
+    return {**_HARMLESS, **_HARMLESS_IN_RESPONSES} if kind is ResponsesRequest else _HARMLESS
+
+
+KINDS: Mapping[str, type[RequestModel]] = MappingProxyType(
+    {
+        "/v1/chat/completions": ChatRequest,
+        "/v1/completions": CompletionRequest,
+        "/v1/responses": ResponsesRequest,
+        "/tokenize": TokenizeRequest,
+        "/detokenize": DetokenizeRequest,
+    }
+)
+"""The kind of request that each path takes."""
+
+Fate = Literal["served", "label", "ignored"] | tuple[Any, ...]
+"""What becomes of a field; a tuple has the values with which it asks for nothing."""
+
+
+def known_fields() -> list[str]:
+    """Return every field that some path knows, sorted."""
+    served = {field for kind in KINDS.values() for field in kind.model_fields}
+    return sorted({*served, *_HARMLESS, *_HARMLESS_IN_RESPONSES, *_HINTS})
+
+
+def fate_of(kind: type[RequestModel], field: str) -> Fate:
+    """Return what becomes of a known field in a request of this kind."""
+    if field in kind.model_fields:
+        return _ONLY_NULL if kind.model_fields[field].annotation is type(None) else "served"
+    if field in _HINTS:
+        return "label"
+    return _harmless(kind).get(field, "ignored")
+
+
+def refuse_unsupported(kind: type[RequestModel], body: Mapping[str, Any]) -> None:
     """Refuse a body with fields that are not served.
 
     Raises:
         RequestInvalid: names the first field that asks for something that is not served.
     """
+    harmless_here = _harmless(kind)
     for field, value in body.items():
-        harmless = _HARMLESS.get(field)
+        harmless = harmless_here.get(field)
         if harmless is None or field in kind.model_fields or _is_among(value, harmless):
             continue
         if field == "best_of" and _is_among(value, (body.get("n") or 1,)):
@@ -317,11 +417,36 @@ def refuse_unsupported(kind: type[_Request], body: Mapping[str, Any]) -> None:
             param="stream_options.include_obfuscation",
             code="unsupported_parameter",
         )
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        return
-    for index, message in enumerate(messages):
-        _refuse_unsupported_message(message, f"messages.{index}")
+    tools = body.get("tools")
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        _refuse_unsupported_tool(tool, f"tools.{index}")
+    name = "input" if kind is ResponsesRequest else "messages"
+    messages = body.get(name)
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if name == "input":
+            _refuse_unsupported_item(message, f"input.{index}")
+        _refuse_unsupported_message(message, f"{name}.{index}")
+
+
+def _refuse_unsupported_tool(tool: object, where: str) -> None:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise RequestInvalid(
+            f'`{where}.type` is {shown(kind)}; this server runs no tools of its own: describe it by the type "function", and '
+            "run it where the client runs",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+
+
+def _refuse_unsupported_item(item: object, where: str) -> None:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if isinstance(kind, str) and kind not in ("message", "function_call", "function_call_output"):
+        raise RequestInvalid(
+            f"`{where}.type` is {shown(kind)}; this server accepts messages, and calls of functions with their outputs",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
 
 
 def _is_among(value: object, values: tuple[Any, ...]) -> bool:
@@ -329,26 +454,27 @@ def _is_among(value: object, values: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in values)
 
 
-def shown(value: object) -> str:
-    """Return a value of a request in JSON, as its client wrote it, truncated."""
-    text = to_json(value).decode()
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
 def _refuse_unsupported_message(message: object, where: str) -> None:
     if not isinstance(message, dict):
         return
-    for field in ("tool_calls", "function_call", "audio", "refusal"):
+    if message.get("role") == "function":
+        raise RequestInvalid(
+            f'`{where}.role` is "function", which this server does not support; OpenAI has replaced it by "tool": use that',
+            param=f"{where}.role",
+            code="unsupported_parameter",
+        )
+    for field in ("function_call", "audio", "refusal"):
         if message.get(field):
+            fix = "use `tool_calls`" if field == "function_call" else "leave it out"
             raise RequestInvalid(
-                f"`{where}.{field}` is {shown(message[field])}, which this server does not support; leave it out",
+                f"`{where}.{field}` is {shown(message[field])}, which this server does not support; {fix}",
                 param=f"{where}.{field}",
                 code="unsupported_parameter",
             )
     content = message.get("content")
     for part_index, part in enumerate(content if isinstance(content, list) else []):
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
             raise RequestInvalid(
                 f"`{where}.content.{part_index}.type` is {shown(kind)}; this server accepts text only",
                 param=f"{where}.content.{part_index}.type",
@@ -356,7 +482,7 @@ def _refuse_unsupported_message(message: object, where: str) -> None:
             )
 
 
-RequestKind = TypeVar("RequestKind", bound=_Request)
+RequestKind = TypeVar("RequestKind", bound=RequestModel)
 
 
 _EXPECTED: Mapping[str, str] = MappingProxyType(
@@ -368,6 +494,8 @@ _EXPECTED: Mapping[str, str] = MappingProxyType(
         "list_type": "a list",
         "model_attributes_type": "an object",
         "model_type": "an object",
+        "none_required": "null, because this endpoint does not serve it",
+        "too_short": "a list that is not empty",
         "string_too_short": "a text that is not empty",
         "string_type": "a text",
     }
@@ -399,10 +527,14 @@ def validate(kind: type[RequestKind], body: Mapping[str, Any]) -> RequestKind:
         raise RequestInvalid(message, param=where or None, code="invalid_value") from error
 
 
+_BRANCHES = ("str", "TextPart", "InputPart", "ChatToolChoice", "ResponseToolChoice")
+"""Names of pydantic's branches of unions."""
+
+
 def _where(location: tuple[int | str, ...]) -> tuple[str, ...]:
     """Return a field's path as a client knows it: names and indices, without pydantic's branches and key marks."""
     path = [str(part) for part in location if isinstance(part, int) or part.replace("_", "").isalnum()]
-    return tuple(part for part in path if part not in ("str", "TextPart"))
+    return tuple(part for part in path if part not in _BRANCHES)
 
 
 def _expected(problem: ErrorDetails) -> str:

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from medha_router.access_log import Entry
 from medha_router.api_error import ApiError
 from medha_router.event_streams import error_response
+from medha_router.probe_paths import PROBE_PATHS
 
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-_OPEN_PATHS = ("/health", "/ready")
 """Paths without a check of the name: probes call pods by their addresses, and the answers are of no use to a page."""
 
 
@@ -52,7 +52,7 @@ class SitePolicy:
     def refusal(self, path: str, hosts: list[str], origins: list[str]) -> ApiError | None:
         """Return the error of a request with this path and these `Host` and `Origin` headers; None if it is allowed."""
         for host in hosts:
-            if path not in _OPEN_PATHS and not self._is_own(_name(host)):
+            if path not in PROBE_PATHS and not self._is_own(host_name(host)):
                 text = (
                     f"the Host header is {host[:200]!r}, which is not a name of this server: use localhost or 127.0.0.1, "
                     "or add the name to `router.allowedHosts`"
@@ -79,7 +79,7 @@ class SitePolicy:
         return port is not None and any(host.lower() in same for host in hosts)
 
 
-def _name(host: str) -> str:
+def host_name(host: str) -> str:
     """Return the name or address in a Host header, without its port; empty if it is malformed."""
     try:
         return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
@@ -103,6 +103,6 @@ class Sites:
             error = self._policy.refusal(scope["path"], given[b"host"], given[b"origin"])
             if error is not None:
                 Entry.of(scope).outcome = error.code
-                await error_response(error)(scope, receive, send)
+                await error_response(error, Entry.of(scope).request_id)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

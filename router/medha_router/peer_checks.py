@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import pairwise
-from math import isfinite, ulp
+from math import inf, isfinite, ulp
 
 from medha.errors import WireInvalid
-from medha.wire.messages import Announce, Emit
+from medha.wire.messages import BEATS, Announce, Emit, ProgressReport, RouterUse
 
 POSITIVE = ulp(0.0)
 """The smallest number greater than 0."""
 REMEMBERED_TOKENS = 8  # connections of one replica that are remembered
 REMEMBERED = 1000
-"""Number of replaced identities that are remembered; messages of a closed connection may still arrive for a moment."""
+"""Number of identities that were replaced, or have ended, that are remembered; messages of a closed connection may still arrive for a moment."""
 
 
 class Peers:
@@ -65,6 +65,23 @@ class Peers:
         heard.append(identity)
         return self._cards.get(identity)
 
+    def forget(self, identity: bytes) -> None:
+        """Forget a control connection that has ended; does nothing if it was replaced or never announced a replica.
+
+        Names come and go with the revisions of models. Nothing is sent to the replica until it announces itself again,
+        on another connection: messages of this one that still arrive must not displace its successor.
+        """
+        card = self._cards.pop(identity, None)
+        if card is None:
+            return
+        del self._control[card.replica]
+        self._replaced.append(identity)
+        heard = self._tokens.get(card.replica)
+        if heard is not None and identity in heard:
+            heard.remove(identity)
+        if not heard:
+            self._tokens.pop(card.replica, None)
+
     def is_whole(self, replica: str) -> bool:
         """Return whether both links of the present connection have been heard."""
         return self._control.get(replica) in self._tokens.get(replica, ())
@@ -78,6 +95,15 @@ class Peers:
         if identity not in self._cards:
             raise WireInvalid(f"{identity[:80]!r} has not announced itself", reason="peer")
         return self._cards[identity]
+
+    def beating(self, identity: bytes) -> str | None:
+        """Return the replica whose heartbeats come under an identity; None if its present control link is another."""
+        return self.replica(identity.removesuffix(BEATS)) if identity.endswith(BEATS) else None
+
+    def replica(self, identity: bytes) -> str | None:
+        """Return the replica whose present control link has an identity; None if there is none."""
+        card = self._cards.get(identity)
+        return None if card is None else card.replica
 
     def identity(self, replica: str) -> bytes:
         """Return the identity under which a replica is addressed, on either link."""
@@ -113,19 +139,61 @@ def require_plausible(card: Announce) -> None:
             (f"{terms.name:.80}'s {name}", getattr(terms, name), 0)
             for name in (
                 "default_output_tokens",
+                "expected_output_tokens",
                 "ttft_factor",
                 "tpot_target_seconds",
                 "tpot_floor_seconds",
             )
         ]
         numbers.append((f"{terms.name:.80}'s ttft_floor_seconds", terms.ttft_floor_seconds, POSITIVE))
+        if terms.max_wait_seconds is not None:
+            numbers.append((f"{terms.name:.80}'s max_wait_seconds", terms.max_wait_seconds, POSITIVE))
     for point in card.prefill_points:
         numbers += [("prefill_points", number, POSITIVE) for number in point]
+    for lane in card.lanes:
+        numbers += [
+            ("lanes.kv_tokens_free", lane.kv_tokens_free, 0),
+            ("lanes.pending_prefill_seconds", lane.pending_prefill_seconds, 0),
+        ]
+    numbers += [
+        ("tokens_per_lane", card.tokens_per_lane, 0),
+        ("order.demoted_share", card.order.demoted_share, POSITIVE),
+        ("order.grace_seconds", card.order.grace_seconds, 0),
+    ]
+    for key, seconds in card.work_ahead:
+        numbers += [("work_ahead", key, -inf), ("work_ahead", seconds, 0)]
     for name, number, bound in numbers:
         if not (isfinite(number) and number >= bound):
             raise WireInvalid(f"replica {card.replica:.80} announces {name} {number}")
+    if not all(
+        before[0] <= after[0] and before[1] <= after[1] for before, after in pairwise(card.work_ahead)
+    ):
+        raise WireInvalid(f"replica {card.replica:.80} announces work_ahead that decreases")
     if not all(before[0] < after[0] for before, after in pairwise(card.prefill_points)):
         raise WireInvalid(f"replica {card.replica:.80} announces prefill_points that do not increase")
+
+
+def require_plausible_use(report: RouterUse) -> None:
+    """Check the numbers of another router's report.
+
+    Raises:
+        WireInvalid: a number that no router reports.
+    """
+    for use in report.keys:
+        numbers = (use.requests, use.tokens, use.open_requests, use.requests_level, use.tokens_level)
+        if not all(isfinite(number) and number >= 0 for number in numbers):
+            raise WireInvalid(f"router {report.router:.80} reports {numbers} for the API key {use.key:.80}")
+
+
+def require_plausible_progress(report: ProgressReport) -> None:
+    """Check the numbers of a report of progress.
+
+    Raises:
+        WireInvalid: a number that no replica reports.
+    """
+    numbers = (report.began_seconds, *(number for one in report.chunks for number in (one.tokens, one.lane)))
+    if not all(isfinite(number) and number >= 0 for number in numbers):
+        raise WireInvalid(f"a report of progress has the numbers {numbers[:20]}")
 
 
 def require_in_vocabulary(emit: Emit, vocab_size: int) -> None:
@@ -134,10 +202,18 @@ def require_in_vocabulary(emit: Emit, vocab_size: int) -> None:
     Raises:
         WireInvalid: a token that the model does not have, or log-probabilities that are not one for each token.
     """
+    scored = emit.prompt_logprobs
     named = (*emit.tokens, *(token for one in emit.logprobs for token, _ in one.top))
+    named += scored.top_ids if scored is not None else ()
     if any(not 0 <= token < vocab_size for token in named):
         raise WireInvalid(f"{emit.id:.80} has a token outside of 0 .. {vocab_size - 1}")
     if len(emit.logprobs) not in (0, len(emit.tokens)) or emit.cached_tokens < 0:
         raise WireInvalid(
             f"{emit.id:.80}: {len(emit.logprobs)} log-probabilities of {len(emit.tokens)} tokens"
         )
+    if scored is not None:
+        columns = (len(scored.ranks), len(scored.top_logprobs), scored.alternatives * len(scored.logprobs))
+        if columns != (len(scored.logprobs), len(scored.top_ids), len(scored.top_ids)):
+            raise WireInvalid(
+                f"{emit.id:.80}: columns of {columns} numbers for {len(scored.logprobs)} tokens of the prompt"
+            )

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from pydantic_core import from_json, to_json
 
+from medha.declared import AUTO
 from medha.errors import RequestInvalid
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Sampling
 from medha_router.api_error import ApiError
 from medha_router.openai_requests import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    ResponsesRequest,
     TokenizeRequest,
     refuse_unsupported,
-    shown,
     validate,
 )
+from medha_router.request_model import shown
+from medha_router.structured_output import grammar_of
 from medha_router.tokenizer_bundle import Bundle, SamplingDefaults
+from medha_router.tool_use import ToolPlan, ToolUse, shown_in_response, template_of_tools, tool_use
 
-Endpoint = Literal["chat", "completions", "tokenize", "detokenize"]
+Generating = Literal["chat", "completions", "responses"]
+Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize"]
 
 _COMPLETION_DEFAULT_TOKENS = 16
 """Default `max_tokens` of /v1/completions, as in OpenAI's API and vLLM."""
+MOST_PROMPT_LOGPROBS = 2**17
+"""Largest number of log-probabilities of prompt tokens in one answer; each alternative counts as one, too."""
+MOST_MESSAGES = 2**15
+"""Largest number of messages of a conversation, and of the parts of their contents together."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class ModelTerms:
     max_model_len: int
     longest_request_tokens: int
     vocab_size: int
+    tool_call_format: str = AUTO
+    """The form of the model's calls of functions, as its manifest names it."""
 
     @property
     def longest(self) -> int:
@@ -53,6 +64,12 @@ class Catalog:
 
     models: Mapping[str, ModelTerms]
     unavailable: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of models, as alias -> model."""
+
+    def name(self, requested: str) -> str:
+        """Return the own name of the model that a client asks for."""
+        return requested if requested in self.models else self.aliases.get(requested, requested)
 
     def terms(self, model: str) -> ModelTerms:
         """Return the terms of `model`.
@@ -68,11 +85,29 @@ class Catalog:
         raise ApiError(404, f"The model `{model[:200]}` does not exist.", "model", "model_not_found")
 
 
+_MODEL_FIELD = re.compile(rb'"model"\s*:')
+
+
+def model_of(body: bytes | bytearray) -> str | None:
+    """Return the model that a body names, None if it names none or is no JSON object.
+
+    Only a body with such a field is parsed. Parsing holds the interpreter lock, so call this only where it matters.
+    """
+    if _MODEL_FIELD.search(body) is None:
+        return None
+    try:
+        fields = from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError:
+        return None
+    model = fields.get("model") if isinstance(fields, dict) else None
+    return model if isinstance(model, str) else None
+
+
 @dataclass(frozen=True)
 class Plan:
     """A generation request, checked and with its defaults filled in."""
 
-    endpoint: Literal["chat", "completions"]
+    endpoint: Generating
     model: str
     digest: str
     sampling: Sampling
@@ -86,6 +121,18 @@ class Plan:
     skip_special_tokens: bool
     service_tier: str | None
     cache_salt: str
+    computes_only: bool = False
+    """The prompt is computed and nothing is shown of the token that is sampled after it (`max_tokens: 0`)."""
+    echo: tuple[str, ...] | None = None
+    """Texts of the prompts, with which the outputs begin."""
+    echo_logprobs: bool = False
+    """Log-probabilities of the prompt's tokens go before those of the output."""
+    shown_fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of the request that a response of the Responses API shows again."""
+    prompt_logprobs: int | None = None
+    """Number of alternatives in the answer's own list of the prompt's log-probabilities, vLLM's `prompt_logprobs`."""
+    tools: ToolPlan | None = None
+    """The calls of functions that the output may have."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +158,18 @@ def prepare(
         ApiError: the request is invalid, or its model is unknown or not served now; names the requested model and tier.
     """
     fields = _parse(body)
+    if isinstance(requested := fields.get("model"), str):
+        fields["model"] = catalog.name(requested)
     try:
+        for name in ("messages", "input"):
+            _check_messages(fields.get(name), name)
         match endpoint:
             case "chat":
                 return _prepare_chat(fields, catalog, bundle_of, max_samples)
             case "completions":
                 return _prepare_completion(fields, catalog, bundle_of, max_samples)
+            case "responses":
+                return _prepare_response(fields, catalog, bundle_of)
             case "tokenize":
                 return _tokenize(fields, catalog, bundle_of)
             case "detokenize":
@@ -125,6 +178,26 @@ def prepare(
         raise _naming(ApiError.from_invalid(error), fields) from error
     except ApiError as error:
         raise _naming(error, fields) from error
+
+
+def _check_messages(messages: object, name: str) -> None:
+    """Refuse a conversation with too many messages and parts, before each of them costs time and memory.
+
+    Raises:
+        RequestInvalid: it has too many.
+    """
+    if not isinstance(messages, list):
+        return
+    count = len(messages)
+    if count <= MOST_MESSAGES:
+        contents = (message.get("content") for message in messages if isinstance(message, dict))
+        count += sum(len(content) for content in contents if isinstance(content, list))
+    if count > MOST_MESSAGES:
+        text = (
+            f"`{name}` has {count} messages and parts of messages; this server takes up to {MOST_MESSAGES}: join some of "
+            "them, or send the prompt to /v1/completions"
+        )
+        raise RequestInvalid(text, param=name, code="too_many_messages")
 
 
 def _naming(error: ApiError, fields: Mapping[str, Any]) -> ApiError:
@@ -154,15 +227,35 @@ def _prepare_chat(
     if request.top_logprobs and not request.logprobs:
         text = f"`top_logprobs` is {request.top_logprobs}, which needs `logprobs: true`; add that, or leave it out"
         raise RequestInvalid(text, param="top_logprobs", code="invalid_value")
+    _check_samples(request, 1, max_samples)
     terms = catalog.terms(request.model)
     bundle = bundle_of(terms.digest)
-    text = bundle.render(
-        [message.for_template() for message in request.messages],
-        add_generation_prompt=request.add_generation_prompt is not False,
-        variables=request.chat_template_kwargs,
-    )
+    use = tool_use(request, bundle, terms.tool_call_format)
+    text = _rendered(request, bundle, None if use is None else use.shown)
     prompt = _encode(bundle, text, terms, "messages", add_special_tokens=False)
-    return _plan("chat", request, [prompt], terms, bundle, max_samples, "messages")
+    return _plan("chat", request, [prompt], terms, bundle, "messages", use)
+
+
+def _rendered(
+    request: ChatRequest | TokenizeRequest, bundle: Bundle, tools: list[dict[str, Any]] | None
+) -> str:
+    """Return the prompt text of a conversation; if its last message is to be continued, it ends inside that."""
+    assert request.messages is not None
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise RequestInvalid(
+            "`continue_final_message` is true, and so is `add_generation_prompt`, which begins a new message; set "
+            "`add_generation_prompt` to false",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    return bundle.render(
+        request.messages_for_template(),
+        add_generation_prompt=request.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+        variables=request.chat_template_kwargs,
+        tools=tools,
+    )
 
 
 def _prepare_completion(
@@ -181,7 +274,49 @@ def _prepare_completion(
             prompts.append(_encode(bundle, prompt, terms, "prompt", add_special_tokens=special))
         else:
             prompts.append(_token_ids(prompt, terms.vocab_size, "prompt"))
-    return _plan("completions", request, prompts, terms, bundle, max_samples, "prompt")
+    prepared = _plan("completions", request, prompts, terms, bundle, "prompt")
+    if not request.echo:
+        return prepared
+    assert prepared.plan is not None
+    texts = (
+        one if isinstance(one, str) else _text_of(ids, bundle, skip_special=prepared.plan.skip_special_tokens)
+        for one, ids in zip(given, prompts, strict=True)
+    )
+    plan = replace(prepared.plan, echo=tuple(texts), echo_logprobs=request.logprobs is not None)
+    return replace(prepared, plan=plan)
+
+
+def _text_of(ids: TokenIds, bundle: Bundle, *, skip_special: bool) -> str:
+    """Return the text of token ids as a text of its own, without special tokens if `skip_special`."""
+    hidden = bundle.special_ids if skip_special else frozenset[int]()
+    return bundle.decode([token for token in ids.tolist() if token not in hidden])
+
+
+def _prepare_response(
+    fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle]
+) -> Prepared:
+    refuse_unsupported(ResponsesRequest, fields)
+    request = validate(ResponsesRequest, fields)
+    terms = catalog.terms(request.model)
+    bundle = bundle_of(terms.digest)
+    use = tool_use(request, bundle, terms.tool_call_format)
+    text = bundle.render(
+        request.messages_for_template(),
+        variables=request.chat_template_kwargs,
+        tools=None if use is None else use.shown,
+    )
+    prompt = _encode(bundle, text, terms, "input", add_special_tokens=False)
+    prepared = _plan("responses", request, [prompt], terms, bundle, "input", use)
+    assert prepared.plan is not None
+    shown_fields = {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "user": request.user,
+        "text": {"format": {"type": "text"}, **(request.text or {})},
+        **shown_in_response(request),
+    }
+    return replace(prepared, plan=replace(prepared.plan, shown_fields=shown_fields))
 
 
 def _prompt_list(prompt: object) -> list[str | list[Any]]:
@@ -252,18 +387,20 @@ def _check_samples(request: GenerationRequest, prompts: int, max_samples: int) -
 
 
 def _plan(
-    endpoint: Literal["chat", "completions"],
+    endpoint: Generating,
     request: GenerationRequest,
     prompts: list[TokenIds],
     terms: ModelTerms,
     bundle: Bundle,
-    max_samples: int,
     param: str,
+    use: ToolUse | None = None,
 ) -> Prepared:
-    _check_samples(request, len(prompts), max_samples)
     if request.stream_options is not None and not request.stream:
         text = "`stream_options` is allowed only with `stream: true`"
         raise RequestInvalid(text, param="stream_options", code="invalid_value")
+    scored = _scored_prompts(request)
+    if scored is not None:
+        _check_prompt_logprobs(request, prompts, scored)
     longest = 0
     for prompt in prompts:
         if not len(prompt):
@@ -271,7 +408,12 @@ def _plan(
         longest = max(longest, len(prompt))
     if longest >= terms.longest:
         raise _too_long(terms, str(longest), None, param)
-    sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param)
+    if use is not None and isinstance(request, (ChatRequest, ResponsesRequest)):
+        grammar = use.grammar(request, bundle)
+    else:
+        grammar = grammar_of(request, bundle.grammar_check)
+    sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param, grammar)
+    sampling = replace(sampling, prompt_logprobs=scored)
     options = request.stream_options
     plan = Plan(
         endpoint=endpoint,
@@ -288,8 +430,34 @@ def _plan(
         skip_special_tokens=request.skip_special_tokens is not False,
         service_tier=request.service_tier,
         cache_salt=request.cache_salt or "",
+        computes_only=request.requested_max_tokens() == 0,
+        prompt_logprobs=request.prompt_logprobs,
+        tools=None if use is None else use.plan,
     )
     return Prepared(plan, tuple(prompts))
+
+
+def _scored_prompts(request: GenerationRequest) -> int | None:
+    """Return the number of alternatives to each prompt token whose log-probabilities are asked for; None: they are not."""
+    asked = [request.prompt_logprobs]
+    if isinstance(request, CompletionRequest) and request.echo:
+        asked.append(request.logprobs)
+    return max((one for one in asked if one is not None), default=None)
+
+
+def _check_prompt_logprobs(request: GenerationRequest, prompts: list[TokenIds], alternatives: int) -> None:
+    """Refuse log-probabilities of prompts that no answer can hold, or that cannot be shown where they are asked for."""
+    param = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
+    if request.stream and request.prompt_logprobs is not None:
+        text = f"`prompt_logprobs` is {request.prompt_logprobs}, and a stream has no place for them; set `stream` to false"
+        raise RequestInvalid(text, param=param, code="invalid_value")
+    wanted = sum(map(len, prompts)) * (1 + alternatives)
+    if wanted > MOST_PROMPT_LOGPROBS:
+        text = (
+            f"`{param}` asks for {wanted} log-probabilities of prompt tokens and of their alternatives; one answer has "
+            f"at most {MOST_PROMPT_LOGPROBS}: send fewer or shorter prompts, or ask for fewer alternatives"
+        )
+        raise RequestInvalid(text, param=param, code="invalid_value")
 
 
 def _sampling(
@@ -299,6 +467,7 @@ def _sampling(
     terms: ModelTerms,
     defaults: SamplingDefaults,
     param: str,
+    grammar: str,
 ) -> Sampling:
     room = terms.longest - prompt_tokens
     max_tokens = request.requested_max_tokens()
@@ -307,6 +476,8 @@ def _sampling(
     if max_tokens is None:
         fallback = _COMPLETION_DEFAULT_TOKENS if endpoint == "completions" else defaults.max_new_tokens
         max_tokens = None if fallback is None else min(fallback, room)
+    if max_tokens == 0:
+        max_tokens = 1  # sampled with the last chunk anyway, and not shown
     min_tokens = request.min_tokens or 0
     if min_tokens > (room if max_tokens is None else max_tokens):
         text = f"`min_tokens` is {min_tokens}, more than the output may have"
@@ -333,6 +504,7 @@ def _sampling(
         ignore_eos=bool(request.ignore_eos),
         min_tokens=min_tokens,
         max_tokens=max_tokens,
+        grammar=grammar,
     )
 
 
@@ -344,12 +516,10 @@ def _tokenize(fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str
     if (request.prompt is None) == (request.messages is None):
         raise RequestInvalid("give either `prompt` or `messages`", param="prompt", code="invalid_value")
     if request.messages is not None:
-        messages: list[ChatMessage] = request.messages
-        text = bundle.render(
-            [message.for_template() for message in messages],
-            add_generation_prompt=request.add_generation_prompt is not False,
-            variables=request.chat_template_kwargs,
-        )
+        tools = [tool.function.for_template() for tool in request.tools or ()]
+        if tools:
+            template_of_tools(bundle)
+        text = _rendered(request, bundle, tools or None)
         special = bool(request.add_special_tokens)
     else:
         text = request.prompt or ""

@@ -5,40 +5,89 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
+from typing import Any
 
 import click
 import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
+from medha.api_keys import ApiKeys
 from medha.errors import PartFailed
 from medha_process.host_resources import raise_file_limit
 from medha_process.part_process import begin_part, end_with_parent, log_failure, settings_option
 from medha_process.router_settings import RouterSettings
 from medha_process.watchdog import BEAT_SECONDS, Watchdog
-from medha_router.app import HttpApi, build_app
+from medha_router.app import HttpApi, build_app, build_metrics_app
 from medha_router.connections import Connection, Connections, connection_limit
-from medha_router.origin_policy import SitePolicy
+from medha_router.key_accounts import KeyAccounts
+from medha_router.origin_policy import SitePolicy, is_loopback
 from medha_router.replica_link import ReplicaLink
+from medha_router.request_spans import RequestSpans
 from medha_router.router_metrics import Observer
+from medha_router.tls import following_context, server_context
+from medha_router.tls_listener import TlsListener
 from medha_router.tokenizing import Tokenizing
+from medha_router.ui import Ui
+from medha_router.watched_files import WatchedFiles
+from medha_traces.switch import start
 
 log = logging.getLogger("medha.router")
 
 _STUCK_SECONDS = 30.0  # after this time without running, the event loop is stuck; a busy one runs sooner
+_METRICS_CONNECTIONS = 64
+"""Connections of scrapers and probes; clients cannot take them."""
 _BACKLOG = 2048
 """Connections that the kernel queues until they are accepted; uvicorn's own default."""
+_UNREAD_BYTES = 128 * 2**10
+"""Output that the kernel keeps for a client that does not read; it would let that grow to megabytes. Linux doubles it."""
 
 
 class _Server(uvicorn.Server):
-    """Runs uvicorn without its signal handlers: a stop drains first, and `/ready` must answer 503 meanwhile."""
+    """Runs uvicorn without its signal handlers: a stop drains first, and `/ready` must answer 503 meanwhile.
+
+    With a certificate, connections are TLS; a handshake has as long as a request's head.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        certificate: WatchedFiles[ssl.SSLContext] | None,
+    ) -> None:
+        super().__init__(config)
+        self._connections = connections
+        self._certificate = certificate
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        certificate = self._certificate
+        if certificate is None:
+            await super().startup(sockets)
+            return
+        await super().startup(
+            []
+        )  # uvicorn's own listeners have neither a context that changes nor a limit in time
+        context = following_context(lambda: certificate.content)
+
+        def connect() -> Connection:
+            return self.config.http_protocol_class(  # type: ignore[call-arg, return-value]  # as uvicorn calls it
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        for listener in sockets or []:
+            server = TlsListener(listener, self._connections, context, connect)
+            self.servers.append(server)  # type: ignore[arg-type]  # uvicorn only closes them
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -49,15 +98,22 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # connections inherit it
     listener.bind((host, port))
     listener.listen(_BACKLOG)  # connections before uvicorn accepts are queued, not refused
     return listener
 
 
-def _announce_bound(settings: RouterSettings, listener: socket.socket, link: ReplicaLink) -> None:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+def _url(host: str, listener: socket.socket, scheme: str = "http") -> str:
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _announce_bound(
+    settings: RouterSettings, listener: socket.socket, metrics_listener: socket.socket, link: ReplicaLink
+) -> None:
     bound = {
-        "url": f"http://{host}:{listener.getsockname()[1]}",
+        "url": _url(settings.host, listener, "http" if settings.tls_key_file is None else "https"),
+        "metrics_url": f"{_url(settings.metrics_host, metrics_listener)}/metrics",
         "control": link.control_endpoint,
         "tokens": link.tokens_endpoint,
     }
@@ -69,10 +125,46 @@ def _announce_bound(settings: RouterSettings, listener: socket.socket, link: Rep
         unfinished.rename(target)  # atomic: readers see a complete file
 
 
+def _sites(listener: socket.socket, settings: RouterSettings) -> SitePolicy:
+    return SitePolicy.of(listener.getsockname()[0], settings.allowed_hosts, settings.allowed_origins)
+
+
+def _scraped_sites(listener: socket.socket, settings: RouterSettings) -> SitePolicy:
+    """Return the policy of the port for metrics: scrapers call a pod by its address, whatever names clients may use."""
+    address = listener.getsockname()[0]
+    return SitePolicy.of(address, settings.allowed_hosts if is_loopback(address) else (), ())
+
+
+def _server(
+    app: ASGIApp,
+    connections: Connections,
+    settings: RouterSettings,
+    certificate: WatchedFiles[ssl.SSLContext] | None = None,
+    trusted_proxies: Sequence[IPv4Network | IPv6Network] = (),
+) -> _Server:
+    proxies = [str(network) for network in trusted_proxies]
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, connections),  # type: ignore[arg-type]  # uvicorn only calls it
+        timeout_keep_alive=settings.idle_seconds,  # type: ignore[arg-type]  # it may be a fraction
+        ws="none",
+        lifespan="off",
+        proxy_headers=bool(proxies),  # a client could choose its address with them
+        forwarded_allow_ips=proxies,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
+    return _Server(config, connections, certificate)
+
+
 async def serve(settings: RouterSettings, file_limit: int) -> int:
-    """Serve until SIGTERM, then drain; or until SIGUSR1, then end at once.
+    """Serve until SIGTERM, then leave and drain; or until SIGUSR1, then end at once.
 
     Returns the exit status: 1 if a bug ended it.
+
+    Raises:
+        ConfigInvalid: the file of API keys, or the certificate, cannot be used; or traces are on and cannot be made.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -85,10 +177,20 @@ async def serve(settings: RouterSettings, file_limit: int) -> int:
 
     loop.add_signal_handler(signal.SIGUSR1, end_now)
 
+    keys = _api_keys(settings)
+    certificate = _certificate(settings)
     observer = Observer(CollectorRegistry())
     tokenizing = Tokenizing(settings, observer.tokenized)
-    with _listen(settings.host, settings.port) as listener:
-        link = ReplicaLink(settings, tokenizing, observer)
+    source = start(
+        settings.traces_endpoint, settings.traces_ratio, "medha-router", os.environ, observer.spans_lost
+    )
+    spans = None if source is None else RequestSpans(source)
+    with (
+        _listen(settings.host, settings.port) as listener,
+        _listen(settings.metrics_host, settings.metrics_port) as metrics_listener,
+    ):
+        accounts = KeyAccounts(None if keys is None else keys.content, observer, loop.time)
+        link = ReplicaLink(settings, tokenizing, observer, accounts, spans)
         limit = connection_limit(settings.max_connections, file_limit)
         if limit < settings.max_connections:
             log.warning(
@@ -97,41 +199,80 @@ async def serve(settings: RouterSettings, file_limit: int) -> int:
                 limit,
                 settings.max_connections,
             )
-        connections = Connections(limit, settings.head_seconds, observer.http_refused)
-        api = HttpApi(settings, tokenizing, link, observer, connections)
-        address = listener.getsockname()[0]
-        sites = SitePolicy.of(address, settings.allowed_hosts, settings.allowed_origins)
-        config = uvicorn.Config(
-            build_app(api, sites),
-            http=partial(Connection, connections),  # type: ignore[arg-type]  # uvicorn only calls it
-            timeout_keep_alive=settings.idle_seconds,  # type: ignore[arg-type]  # it may be a fraction
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=1,
+        connections = Connections(
+            limit,
+            settings.head_seconds,
+            settings.output_seconds,
+            observer.http_refused,
+            settings.trusted_proxies,
         )
-        server = _Server(config)
+        watched: list[WatchedFiles[Any]] = [files for files in (keys, certificate) if files is not None]
+        api = HttpApi(settings, tokenizing, link, observer, connections, accounts, watched, spans)
+        app = build_app(api, _sites(listener, settings), accounts, spans)
+        server = _server(app, connections, settings, certificate, settings.trusted_proxies)
+        metrics_connections = Connections(
+            _METRICS_CONNECTIONS, settings.head_seconds, settings.output_seconds, observer.http_refused
+        )
+        ui = Ui(link)
+        metrics_app = build_metrics_app(api, ui, _scraped_sites(metrics_listener, settings))
+        # Nobody is trusted there: `/ui` is answered to this machine only, for which a proxy could let anybody pass.
+        metrics_server = _server(metrics_app, metrics_connections, settings)
         link.start()
-        beating = asyncio.create_task(_keep_alive(Watchdog()))
+        background = [asyncio.create_task(_keep_alive(Watchdog()))]
+        if keys is not None:
+            follow = partial(_follow, keys, accounts)
+            background.append(asyncio.create_task(keys.watch(follow)))
+        if certificate is not None:
+            background.append(asyncio.create_task(certificate.watch(lambda: None)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        _announce_bound(settings, listener, link)
+        serving_metrics = asyncio.create_task(metrics_server.serve(sockets=[metrics_listener]))
+        _announce_bound(settings, listener, metrics_listener, link)
 
         stopping = asyncio.create_task(stop.wait())
         broken = asyncio.create_task(link.broken.wait())
-        await asyncio.wait((serving, stopping, broken), return_when=asyncio.FIRST_COMPLETED)
-        api.draining = True
+        await asyncio.wait((serving, serving_metrics, stopping, broken), return_when=asyncio.FIRST_COMPLETED)
+        api.leaving = connections.leaving = True
         if stop.is_set():
             log.info("stopping; %d requests are open", api.open_requests)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(end.wait(), settings.leave_seconds)
+        connections.draining = True
+        api.drain()
+        if stop.is_set():
             await _drained(api, settings.drain_seconds, end)
         link.end_all("this router is stopping")
-        server.should_exit = True
-        await serving
-        for task in (stopping, broken, beating):
+        ui.end()
+        server.should_exit = metrics_server.should_exit = True
+        await asyncio.gather(serving, serving_metrics)
+        for task in (stopping, broken, *background):
             task.cancel()
         await link.close()
         tokenizing.close()
+        if source is not None:
+            source.close()
     return 1 if link.broken.is_set() else 0
+
+
+def _api_keys(settings: RouterSettings) -> WatchedFiles[ApiKeys] | None:
+    path = settings.api_keys_file
+    if path is None:
+        return None
+    keys = WatchedFiles("API keys", (path,), lambda: ApiKeys.from_text(path.read_bytes(), str(path)))
+    log.info("%d API keys in %s", len(keys.content.keys), path)
+    return keys
+
+
+def _certificate(settings: RouterSettings) -> WatchedFiles[ssl.SSLContext] | None:
+    certificate, key = settings.tls_certificate_file, settings.tls_key_file
+    if certificate is None or key is None:
+        return None
+    return WatchedFiles("TLS certificate", (certificate, key), partial(server_context, certificate, key))
+
+
+def _follow(keys: WatchedFiles[ApiKeys], accounts: KeyAccounts) -> None:
+    """Accept the keys of a file that has changed."""
+    log.info("%d API keys are in force", len(keys.content.keys))
+    accounts.replace(keys.content)
 
 
 async def _drained(api: HttpApi, limit_seconds: float, end: asyncio.Event) -> None:
@@ -162,4 +303,5 @@ def main(settings_file: Path) -> None:
         try:
             sys.exit(uvloop.run(serve(settings, raise_file_limit())))
         except OSError as error:
-            raise PartFailed(f"cannot listen on {settings.host}:{settings.port}: {error}") from error
+            places = f"{settings.host}:{settings.port} or {settings.metrics_host}:{settings.metrics_port}"
+            raise PartFailed(f"cannot listen on {places}: {error}") from error

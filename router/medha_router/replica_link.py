@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import zmq
@@ -26,57 +27,112 @@ from medha.declared import DeclaredModel
 from medha.errors import CheckpointInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
 from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, marks
-from medha.routing.router_core import (
+from medha.routing.replica_demand import DemandTerms
+from medha.routing.router_core import RouterCore
+from medha.routing.router_events import (
     Abandon,
     Arrive,
     BundleKnown,
     Declared,
     Deliver,
+    DropBundle,
     Fail,
     LinkLost,
     Received,
     Reject,
-    RouterCore,
     RouterEvent,
-    RoutingLimits,
     Send,
     SendPrompt,
 )
+from medha.routing.routing_limits import RoutingLimits
+from medha.timeline import Timeline
 from medha.wire.bundle_digest import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
 from medha.wire.frames import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
-from medha.wire.messages import Announce, BundlePart, Emit, Failed, Message, Refused, Submit, Tick, Tokens
+from medha.wire.messages import (
+    Announce,
+    BundlePart,
+    Emit,
+    Failed,
+    Heartbeat,
+    Message,
+    ProgressReport,
+    Refused,
+    RouterLost,
+    RouterUse,
+    Tick,
+    Tokens,
+    WatchProgress,
+)
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair, read_tokens
-from medha_links.sockets import TOKENS_FRAME_BYTES, Authenticator, bind
+from medha_links.sockets import TOKENS_FRAME_BYTES, Authenticator, bind, connection_of
 from medha_process.router_settings import RouterSettings
 from medha_router.declared import DeclaredFiles
-from medha_router.peer_checks import Peers, require_in_vocabulary, require_plausible
+from medha_router.key_accounts import KeyAccounts
+from medha_router.outcome_queue import OutcomeQueue
+from medha_router.peer_checks import (
+    Peers,
+    require_in_vocabulary,
+    require_plausible,
+    require_plausible_progress,
+    require_plausible_use,
+)
 from medha_router.prepare import Catalog, ModelTerms
+from medha_router.request_spans import RequestSpans, TracedTimeline
 from medha_router.router_metrics import Observer
+from medha_router.sequence_history import SequenceHistory
 from medha_router.tokenizing import Tokenizing
 
 log = logging.getLogger("medha.router")
 
 _TICK_SECONDS = 0.25
+_MESSAGES_IN_A_TURN = 16
+_WATCH_SECONDS = 4.0
+"""Time for which replicas report the progress of requests after the last one who watched."""
+_PASSED_ON_BY = 2
+"""Replicas that get each report for other routers; the next report goes to others, in case one has lost a router."""
+_Received = TypeVar("_Received")
 
-Outcome = Deliver | Fail
-"""The results that arrive for a sequence."""
+
+async def in_turns(receive: Callable[[], Awaitable[_Received]]) -> AsyncIterator[_Received]:
+    """Yield what `receive` returns, for ever; other tasks run in between even if there is always more at once."""
+    while True:
+        for _ in range(_MESSAGES_IN_A_TURN):
+            yield await receive()
+        await asyncio.sleep(0)
 
 
 class ReplicaLink:
     """Executes the commands of RouterCore."""
 
-    def __init__(self, settings: RouterSettings, tokenizing: Tokenizing, observer: Observer) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        tokenizing: Tokenizing,
+        observer: Observer,
+        accounts: KeyAccounts,
+        spans: RequestSpans | None = None,
+    ) -> None:
+        """`accounts` are shared with other routers, by way of the replicas; `spans` is None unless requests are traced."""
         self.core = RouterCore(
             RoutingLimits(
                 max_waiting=settings.max_waiting,
                 silence_seconds=settings.silence_seconds,
                 unserved_seconds=settings.unserved_seconds,
-            )
+            ),
+            DemandTerms(start_seconds=settings.replica_start_seconds),
         )
+        now = asyncio.get_running_loop().time()
+        self._spans = spans
+        self.timeline = Timeline(now) if spans is None else TracedTimeline(now, spans)
+        """The bars of the last sequences, for the page `/ui`."""
+        self.history = SequenceHistory(self.timeline)
+        self._watched_until = self._asked_at = -inf  # by somebody with the page open; of replicas
         self._hasher = PrefixHasher(MARK_BLOCK_TOKENS, secrets.token_bytes(32))
         self._tokenizing = tokenizing
         self._observer = observer
+        self._accounts = accounts
+        self._reports = 0
         self._drops = Drops(log, observer.message_dropped)
         keys = KeyPair.read(settings.key_file)
         enrolled = [KeyPair.of_token(token).public for token in read_tokens(settings.enrolment_file)]
@@ -94,9 +150,12 @@ class ReplicaLink:
         folder = settings.models_directory
         self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
         self._peers = Peers()
+        self._descriptors: dict[
+            bytes, int
+        ] = {}  # of the connection of each control identity (`connection_of`)
         self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are being received
         self._prompts: dict[str, TokenIds] = {}
-        self._outcomes: dict[str, asyncio.Queue[Outcome]] = {}  # by sequence
+        self._outcomes: dict[str, OutcomeQueue] = {}  # by sequence
         self._tasks: set[asyncio.Task[None]] = set()
         self.broken = asyncio.Event()
         """Set when a bug ended one of the loops: the process must not continue with only part of them."""
@@ -147,12 +206,17 @@ class ReplicaLink:
             known = models.get(card.model)
             longest = max(card.longest_request_tokens, known.longest_request_tokens if known else 0)
             length = max(card.max_model_len, known.max_model_len if known else 0)  # some replica takes it
-            models[card.model] = ModelTerms(card.digest, length, longest, card.vocab_size)
-        return Catalog(models, tuple(name for name in self.core.known_models() if name not in models))
+            tool_calls = self.core.tool_call_format(card.model)
+            models[card.model] = ModelTerms(card.digest, length, longest, card.vocab_size, tool_calls)
+        unavailable = tuple(name for name in self.core.known_models() if name not in models)
+        return Catalog(models, unavailable, self.core.aliases)
 
-    def submit(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> asyncio.Queue[Outcome]:
-        """Start sequences; their results arrive in the returned queue. End with `release`."""
-        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+    def submit(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> OutcomeQueue:
+        """Start sequences; their results arrive in the returned queue. End with `release`.
+
+        If the queue is not emptied and becomes too long, all of them end with an error.
+        """
+        outcomes = OutcomeQueue()
         self._prompts.update(prompts)
         if len(self.core.cards(arrive.model)) > 1:  # else there is no choice
             arrive = self._marked(arrive, prompts)
@@ -168,10 +232,10 @@ class ReplicaLink:
         sequences = tuple(replace(new, prefix=prefixes[new.prompt]) for new in arrive.sequences)
         return replace(arrive, sequences=sequences)
 
-    def abandon(self, sequence_id: str) -> None:
+    def abandon(self, sequence_id: str, outcome: Literal["cancelled", "stop"] = "cancelled") -> None:
         """Cancel a sequence whose rest is not needed; no more results of it arrive."""
         self._outcomes.pop(sequence_id, None)
-        self._handle(Abandon(sequence_id))
+        self._handle(Abandon(sequence_id, outcome))
 
     def release(self, arrive: Arrive) -> None:
         """Free what a client request holds, however it ended."""
@@ -180,32 +244,48 @@ class ReplicaLink:
                 self.abandon(new.id)
         for prompt in {new.prompt for new in arrive.sequences}:
             self._prompts.pop(prompt, None)
+        now = asyncio.get_running_loop().time()
+        self.history.forget((new.id for new in arrive.sequences), now)
 
     def end_all(self, detail: str) -> None:
         """End every open sequence with an error, and cancel it on its replica."""
         for sequence_id, outcomes in list(self._outcomes.items()):
             self.abandon(sequence_id)
-            outcomes.put_nowait(Fail(sequence_id, "unavailable", detail, 1))
+            outcomes.put(Fail(sequence_id, "unavailable", detail, 1), asyncio.get_running_loop().time())
+
+    def _end_unread(self, outcomes: OutcomeQueue) -> None:
+        """End the sequences of a client request whose output nobody takes."""
+        for sequence_id in [one for one, queue in self._outcomes.items() if queue is outcomes]:
+            self.abandon(sequence_id)
 
     # Events in, commands out ----------------------------------------------------------------------
 
     def _handle(self, event: RouterEvent) -> None:
         loop = asyncio.get_running_loop()
-        for command in self.core.handle(event, loop.time()):
+        now = loop.time()
+        commands = self.core.handle(event, now)
+        for fact in self.history.fold(event, commands, now):
+            self._observer.happened(fact)
+        for command in commands:
             match command:
                 case Deliver() | Fail():
+                    if isinstance(command, Fail) and command.kind == "internal":
+                        log.warning("sequence %s ends: %s", command.id, command.detail)
                     ends = isinstance(command, Fail) or command.finish_reason is not None
                     outcomes = (
                         self._outcomes.pop(command.id, None) if ends else self._outcomes.get(command.id)
                     )
-                    if outcomes is not None:
-                        outcomes.put_nowait(command)
+                    if outcomes is not None and not outcomes.put(command, now):
+                        loop.call_soon(self._end_unread, outcomes)  # not before these commands are done
                 case SendPrompt():
                     self._send_prompt(command)
                 case Send(replica=replica, message=message):
-                    if isinstance(message, Submit) and "~" in message.id:
-                        self._observer.resubmitted()
+                    if self._spans is not None:
+                        message = self._spans.forwarded(command, self.core)
                     self._send(self._control, replica, encode(message))
+                case DropBundle(digest=digest):
+                    self._tokenizing.drop_bundle(digest)
+                    log.info("dropped bundle %s, which no replica has announced for long", digest[:12])
                 case Reject(replica=replica, reason=reason):
                     log.warning("replica %s is not used: %s", replica, reason)
 
@@ -246,14 +326,59 @@ class ReplicaLink:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            for name, link in self._links.items():
-                self._observer.connections_refused(name, link.connections.refused())
+            self._observer.connections_refused("tokens", self._links["tokens"].connections.refused())
+            self._end_connections()
             self._handle(Tick())
+            self._report_use()
+            self._ask_for_progress()
+
+    def _report_use(self) -> None:
+        """Send the use of API keys to a few replicas, which pass it on to the other routers."""
+        report = self._accounts.due_report()
+        names = sorted(card.replica for card in self.core.cards())
+        if report is None or not names:
+            return
+        for _ in range(min(_PASSED_ON_BY, len(names))):
+            self._reports += 1
+            self._send(self._control, names[self._reports % len(names)], encode(report))
+
+    def watch(self) -> None:
+        """Note that somebody watches: replicas report the progress of requests for a while."""
+        self._watched_until = asyncio.get_running_loop().time() + _WATCH_SECONDS
+        self._ask_for_progress()
+
+    def _ask_for_progress(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._watched_until or now - self._asked_at < _WATCH_SECONDS / 2:
+            return
+        self._asked_at = now
+        ask = encode(WatchProgress(_WATCH_SECONDS))
+        for card in self.core.cards():
+            if card.reports_progress:
+                self._send(self._control, card.replica, ask)
+
+    def _end_connections(self) -> None:
+        """Lose the replicas whose control connections have ended: they lose their requests, too, and then connect again."""
+        refused, ended = self._links["control"].connections.refused_and_ended()
+        self._observer.connections_refused("control", refused)
+        for identity in [one for one, descriptor in self._descriptors.items() if descriptor in ended]:
+            del self._descriptors[identity]
+            self._parts = {key: parts for key, parts in self._parts.items() if key[0] != identity}
+            replica = self._peers.replica(identity)
+            if replica is not None:
+                log.warning("the connection of replica %s has ended", replica)
+                self._handle(LinkLost(replica))
+                self._peers.forget(identity)
+
+    def _connected(self, identity: bytes, descriptor: int) -> None:
+        """Record on which connection a peer was heard."""
+        if self._descriptors.get(identity) != descriptor:
+            self._end_connections()  # first, because this descriptor may be that of one that has ended
+            self._descriptors[identity] = descriptor
 
     async def _receive_tokens(self) -> None:
         """Receive `Announce`s, the only messages on this link: they identify the replica of a connection."""
-        while True:
-            frames = await self._tokens.recv_multipart()
+        async for frames in in_turns(self._tokens.recv_multipart):
             try:
                 identity, message, _ = self._read(frames)
                 if not isinstance(message, Announce):
@@ -266,8 +391,9 @@ class ReplicaLink:
                 self._handle(Received(card.replica, card))
 
     async def _receive_control(self) -> None:
-        while True:
-            frames = await self._control.recv_multipart()
+        async for received in in_turns(lambda: self._control.recv_multipart(copy=False)):
+            frames = [frame.bytes for frame in received]
+            self._connected(frames[0], connection_of(received[0]))
             try:
                 self._take(*self._read(frames))
             except WireInvalid as error:
@@ -293,11 +419,27 @@ class ReplicaLink:
                     self._handle(LinkLost(card.replica))
                 if self._peers.is_whole(card.replica):
                     self._handle(Received(card.replica, card))
+            case Heartbeat() as beat:
+                replica = self._peers.beating(identity)
+                if replica is not None:  # else it is about to announce itself, or was replaced
+                    self._handle(Received(replica, beat))
             case Emit() | Refused() | Failed() as answer:
                 card = self._peers.card(identity)
                 if isinstance(answer, Emit):
                     require_in_vocabulary(answer, card.vocab_size)
                 self._handle(Received(card.replica, answer))
+            case ProgressReport() as progress:
+                card = self._peers.card(identity)
+                require_plausible_progress(progress)
+                self.history.progress(card.replica, progress, asyncio.get_running_loop().time())
+            case RouterUse() as report:
+                self._peers.card(identity)
+                require_plausible_use(report)
+                for served in self._accounts.heard(report):
+                    self._handle(served)
+            case RouterLost(router=router):
+                self._peers.card(identity)
+                self._accounts.lost(router)
             case BundlePart() as part if payload is not None:
                 self._bundle_part(identity, part, payload)
             case other:

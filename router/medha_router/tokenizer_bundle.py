@@ -15,6 +15,8 @@ from medha.wire.bundle_digest import bundle_digest
 from medha.wire.frames import TokenIds
 from medha_router.chat_template import ChatTemplate
 from medha_router.detokenize import token_bytes
+from medha_router.grammar_check import GrammarCheck
+from medha_router.whole_tokens import WholeTokens, encode_text
 
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -35,8 +37,8 @@ class SamplingDefaults:
 class Bundle:
     """Converts text to token ids and back, for one model. Immutable, so threads may share it."""
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Load the tokenizer, chat template and defaults.
+    def __init__(self, files: Mapping[str, bytes], grammar_check: GrammarCheck | None = None) -> None:
+        """Load the tokenizer, chat template and defaults; `grammar_check` checks the grammars of its requests.
 
         Raises:
             CheckpointInvalid: `tokenizer.json` is missing, or a file cannot be read.
@@ -56,17 +58,33 @@ class Bundle:
         special_tokens = _special_tokens(config, _json_object(files, "special_tokens_map.json"))
         source = _template_source(files, config)
         self.chat_template = ChatTemplate(source, special_tokens) if source is not None else None
+        with_tools = _tool_template_source(files, config)
+        self.tool_template = (
+            self.chat_template if with_tools is None else ChatTemplate(with_tools, special_tokens)
+        )
+        """The template of conversations with tools."""
         self.defaults = _sampling_defaults(_json_object(files, "generation_config.json"))
         self.token_bytes = token_bytes(self._tokenizer)
         self.longest_token_bytes = max(map(len, self.token_bytes.values()))
         added = self._tokenizer.get_added_tokens_decoder()
+        self.grammar_check = grammar_check or GrammarCheck()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._special_by_text = {token.content: number for number, token in added.items() if token.special}
+        self._whole_tokens = WholeTokens.of(self._tokenizer, self.token_bytes)
+        self._around = None if self._whole_tokens is None else _around(self._tokenizer)
+
+    def special_ids_of(self, texts: Sequence[str]) -> dict[str, int]:
+        """Return the ids of those texts that are special tokens."""
+        return {text: self._special_by_text[text] for text in texts if text in self._special_by_text}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """Return the token ids of `text`, int32 [n]."""
-        # This call of the library lets other threads run meanwhile; `encode` does not.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return np.asarray(encoding.ids, dtype=np.int32)
+        if self._whole_tokens is not None and not add_special_tokens:
+            return self._whole_tokens.encode(text)
+        if self._whole_tokens is not None and self._around is not None:
+            before, after = self._around
+            return np.concatenate((before, self._whole_tokens.encode(text), after))
+        return encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return `ids` as a whole text, with special tokens and without the leading space that some tokenizers add.
@@ -85,13 +103,25 @@ class Bundle:
         Raises:
             RequestInvalid: the model has no chat template, or it does not accept these messages.
         """
-        if self.chat_template is None:
+        template = self.chat_template if options.get("tools") is None else self.tool_template
+        if template is None:
             raise RequestInvalid(
                 "this model has no chat template; use /v1/completions",
                 param="messages",
                 code="no_chat_template",
             )
-        return self.chat_template.render(messages, **options)
+        return template.render(messages, **options)
+
+
+def _around(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds] | None:
+    """Return the special tokens before and after each text, None if they cannot be told from its own tokens."""
+    plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    length = len(plain)
+    places = [at for at in range(len(whole) - length + 1) if whole[at : at + length] == plain]
+    if len(places) != 1:
+        return None
+    before, after = whole[: places[0]], whole[places[0] + length :]
+    return np.asarray(before, dtype=np.int32), np.asarray(after, dtype=np.int32)
 
 
 def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -113,6 +143,14 @@ def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> s
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _tool_template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+    """Return the template that is named `tool_use`, which `transformers` prefers where there are tools."""
+    template = config.get("chat_template")
+    if "chat_template.jinja" in files or not isinstance(template, list):
+        return None
+    return next((str(entry["template"]) for entry in template if entry["name"] == "tool_use"), None)
 
 
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:

@@ -2,9 +2,15 @@
 
 Small bodies go to a thread. Large ones go to a separate process: parsing 20 MB of JSON, rendering it and
 listing its millions of ids would hold the interpreter, and with it `/health`, for hundreds of milliseconds.
+They wait for a process in the order of `medha_router.body_queue`. A body whose client has gone waits no longer;
+if it is long and at work, its process is killed, and another one is started when it is needed.
+
 The memory of a process is freed when it ends, and a request that crashes it affects no other request. A
 process that is lost during a request, or takes too long, is killed, and the request is retried once on
 another process.
+
+A grammar that is not known yet is checked while its request holds no thread (`medha_router.check_queue`); the request is
+then prepared once more.
 
 The two ends of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, then raw bytes); no pickle.
 """
@@ -15,14 +21,15 @@ import asyncio
 import logging
 import os
 import queue
+import shutil
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Timer
 from typing import IO, Any
@@ -32,11 +39,14 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from medha.errors import RequestInvalid
-from medha.wire.frames import tokens_from_frame, tokens_to_frame
+from medha.wire.frames import tokens_to_frame
 from medha_process.part_process import end_with_parent
 from medha_process.router_settings import RouterSettings
 from medha_router.api_error import ApiError
 from medha_router.bodies import Body
+from medha_router.body_queue import LONG_BYTES, BodyQueue
+from medha_router.check_queue import CheckQueue
+from medha_router.grammar_check import GrammarCheck, Unchecked
 from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
 from medha_router.tokenizer_bundle import Bundle
 
@@ -48,6 +58,24 @@ _CATALOG = TypeAdapter(Catalog)
 _MOST_SECONDS_PER_BYTE = 1e-5  # for each byte of a body, beyond `tokenize_seconds`
 
 
+@dataclass(eq=False)
+class _Job:
+    """A large body on its way through the queue and a process."""
+
+    endpoint: Endpoint
+    body: Body
+    catalog: Catalog
+    outcome: asyncio.Future[Prepared]
+    process: _Process | None = None
+    """The process that works on it now."""
+    is_withdrawn: bool = False
+    """True once nobody waits for the outcome."""
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.body.content) >= LONG_BYTES
+
+
 class Tokenizing:
     """Bundles by digest, and the threads and processes that use them."""
 
@@ -57,10 +85,18 @@ class Tokenizing:
         self._bundles: dict[str, Bundle] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="medha-bundles-", dir=settings.scratch_directory)
         self._threads = ThreadPoolExecutor(settings.tokenize_threads, "tokenize")
+        self._grammar_check = GrammarCheck(waits=False)
+        self._checks = CheckQueue(self._grammar_check.learn)
         self._large_threads = ThreadPoolExecutor(settings.tokenize_processes, "tokenize-large")
         self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()  # idle ones
         self._started: set[_Process] = set()  # all of them, idle or not
+        self._queue: BodyQueue[_Job] = BodyQueue(settings.tokenize_processes)
         self._closed = False
+
+    @property
+    def waiting_bodies(self) -> int:
+        """Number of large bodies that wait for a process."""
+        return self._queue.waiting
 
     async def add_bundle(self, files: Mapping[str, bytes]) -> str:
         """Load a bundle and return its digest.
@@ -73,59 +109,121 @@ class Tokenizing:
         return bundle.digest
 
     def _load(self, files: Mapping[str, bytes]) -> Bundle:
-        bundle = Bundle(files)
+        bundle = Bundle(files, self._grammar_check)
         folder = Path(self._folder.name) / bundle.digest
         folder.mkdir(exist_ok=True)
         for name, content in files.items():
             (folder / name).write_bytes(content)
         return bundle
 
+    def drop_bundle(self, digest: str) -> None:
+        """Forget a bundle; requests that were prepared with it keep it."""
+        self._bundles.pop(digest, None)
+        shutil.rmtree(Path(self._folder.name) / digest, ignore_errors=True)
+
     def bundle(self, digest: str) -> Bundle:
-        return self._bundles[digest]
-
-    def prepare(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Coroutine[Any, Any, Prepared]:
-        """Start preparing a request, and return a coroutine that waits for the result.
-
-        The body is released when no thread needs it any more. If the coroutine is cancelled, that may be
-        later.
+        """Return a loaded bundle.
 
         Raises:
-            ApiError: from the coroutine; the error for the client.
+            ApiError: 503, it has been dropped.
         """
-        large = len(body.content) > self._settings.large_body_bytes
-        loop = asyncio.get_running_loop()
-        if large:
-            job = self._large_threads.submit(self._prepare_in_process, endpoint, body, catalog)
-        else:
-            job = self._threads.submit(self._prepare_here, endpoint, body, catalog)
-        job.add_done_callback(lambda _: loop.call_soon_threadsafe(body.release))
-        return self._outcome(job, "process" if large else "thread")
+        bundle = self._bundles.get(digest)  # at once, because threads call this
+        if bundle is None:
+            raise _gone()
+        return bundle
 
-    async def _outcome(self, job: Future[Prepared], place: str) -> Prepared:
+    def prepare(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> asyncio.Future[Prepared]:
+        """Start preparing a request, and return the future result, or the ApiError for the client.
+
+        The body is released when neither a thread nor a process needs it any more. Cancelling the future withdraws the
+        body: it waits no longer, and if it is long, work on it ends.
+        """
         loop = asyncio.get_running_loop()
-        started = loop.time()
+        is_large = len(body.content) > self._settings.large_body_bytes
+        outcome: asyncio.Future[Prepared]
+        if is_large:
+            outcome = self._enqueue(endpoint, body, catalog)
+        else:
+            outcome = loop.create_task(self._prepare_small(endpoint, body, catalog))
+        place, started = "process" if is_large else "thread", loop.time()
+        outcome.add_done_callback(lambda _: self._observe_seconds(place, loop.time() - started))
+        return outcome
+
+    async def _prepare_small(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Prepared:
+        loop = asyncio.get_running_loop()
+        work: Future[Prepared] | None = None
+        answers: dict[bytes, str] = {}
         try:
-            return await asyncio.wrap_future(job)
+            while True:
+                try:
+                    work = self._threads.submit(self._prepare_here, endpoint, body, catalog, dict(answers))
+                    return await asyncio.wrap_future(work)
+                except Unchecked as unchecked:
+                    for question in unchecked.questions:
+                        answers[question] = await self._checks.learn(question, body.owner)
+        finally:
+            if work is None or work.done():
+                body.release()
+            else:  # the client has gone while a thread reads the body
+                work.add_done_callback(lambda _: loop.call_soon_threadsafe(body.release))
+
+    def _prepare_here(
+        self, endpoint: Endpoint, body: Body, catalog: Catalog, answers: Mapping[bytes, str]
+    ) -> Prepared:
+        try:
+            with self._grammar_check.given(answers):
+                return prepare(endpoint, body.content, catalog, self.bundle, self._settings.max_samples)
         except RequestInvalid as error:
             raise ApiError.from_invalid(error) from error
-        finally:
-            self._observe_seconds(place, loop.time() - started)
 
-    def _prepare_here(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Prepared:
-        return prepare(endpoint, body.content, catalog, self.bundle, self._settings.max_samples)
+    # Large bodies, on the event loop ----------------------------------------------------------------
 
-    def _prepare_in_process(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Prepared:
-        header = {
-            "endpoint": endpoint,
-            "catalog": _CATALOG.dump_python(catalog),
-            "max_samples": self._settings.max_samples,
-        }
+    def _enqueue(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> asyncio.Future[Prepared]:
+        loop = asyncio.get_running_loop()
+        job = _Job(endpoint, body, catalog, loop.create_future())
+        self._queue.add(job, len(body.content), body.owner, loop.time())
+        job.outcome.add_done_callback(lambda outcome: self._withdraw(job) if outcome.cancelled() else None)
+        self._start_waiting()
+        return job.outcome
+
+    def _start_waiting(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._closed and (job := self._queue.start_next()) is not None:
+            work = self._large_threads.submit(self._prepare_in_process, job)
+            work.add_done_callback(lambda work, job=job: loop.call_soon_threadsafe(self._finish, job, work))  # type: ignore[misc]
+
+    def _finish(self, job: _Job, work: Future[Prepared]) -> None:
+        self._queue.remove(job)
+        job.body.release()
+        if not job.outcome.done():
+            error = work.exception()
+            if error is None:
+                job.outcome.set_result(work.result())
+            else:
+                job.outcome.set_exception(error)
+        self._start_waiting()
+
+    def _withdraw(self, job: _Job) -> None:
+        if self._queue.is_waiting(job):
+            self._queue.remove(job)
+            job.body.release()
+            return
+        job.is_withdrawn = True
+        process = job.process
+        if process is not None and job.is_long:
+            process.kill()  # its thread then ends the job
+
+    # Large bodies, in a thread ----------------------------------------------------------------------
+
+    def _prepare_in_process(self, job: _Job) -> Prepared:
         try:
-            return self._attempt(header, body.content)
+            return self._attempt(job)
         except (OSError, EOFError) as error:
+            if job.is_withdrawn:
+                raise
             _log.warning("a tokenising process was lost, so its request goes to another one: %s", error)
         try:
-            return self._attempt(header, body.content)
+            return self._attempt(job)
         except (OSError, EOFError) as error:  # most likely out of memory
             message = (
                 "tokenising this request failed twice; it may be too large for the router's memory or take too long: send "
@@ -133,26 +231,42 @@ class Tokenizing:
             )
             raise ApiError(500, message, code="internal_error") from error
 
-    def _attempt(self, header: dict[str, Any], body: bytearray) -> Prepared:
+    def _attempt(self, job: _Job) -> Prepared:
         """Prepare a request in an idle process.
 
         Raises:
             ApiError: the error for the client.
-            OSError, EOFError: the process was lost, or took too long, and was killed.
+            OSError, EOFError: the process was lost, or took too long, and was killed; or nobody waits for the outcome.
         """
         if self._closed:
             raise EOFError("the router is stopping")
         process = self._idle_process()
+        header = {
+            "endpoint": job.endpoint,
+            "catalog": _CATALOG.dump_python(job.catalog),
+            "max_samples": self._settings.max_samples,
+        }
+        job.process = process
+        if job.is_withdrawn:  # since it began; from here on, a withdrawal kills the process
+            self._processes.put(process)
+            raise EOFError("the client has gone")
         try:
-            prepared = process.prepare(header, body)
+            prepared = process.prepare(header, job.body.content)
         except (OSError, EOFError):
             self._end(process)
             raise
         except ApiError:
-            self._processes.put(process)
+            self._hand_back(process, job)
             raise
-        self._processes.put(process)
+        self._hand_back(process, job)
         return prepared
+
+    def _hand_back(self, process: _Process, job: _Job) -> None:
+        job.process = None
+        if job.is_withdrawn and job.is_long:  # it may be about to be killed
+            self._end(process)
+        else:
+            self._processes.put(process)
 
     def _idle_process(self) -> _Process:
         while not self._processes.empty():
@@ -174,6 +288,7 @@ class Tokenizing:
         for process in list(self._started):
             process.kill()  # so that no thread waits for a busy one
         self._threads.shutdown(cancel_futures=True)
+        self._checks.close()
         self._large_threads.shutdown(cancel_futures=True)
         for process in self._started:
             process.end()
@@ -206,7 +321,10 @@ class _Process:
         if "plan" not in answer:
             return Prepared(answer=bytes(payload))
         ends = np.cumsum(answer["lengths"])[:-1]
-        prompts = np.split(tokens_from_frame(memoryview(payload)), ends)
+        ids = np.frombuffer(payload, dtype="<i4").astype(
+            np.int32, copy=False
+        )  # of any length, unlike a frame
+        prompts = np.split(ids, ends)
         return Prepared(_PLAN.validate_python(answer["plan"]), tuple(prompts))
 
     @property
@@ -222,6 +340,12 @@ class _Process:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def _gone() -> ApiError:
+    """Return the error of a request whose bundle was dropped before it was prepared: nothing has served it for long."""
+    text = "no replica serves this version of the model any more; try again"
+    return ApiError(503, text, code="unavailable", retry_after_seconds=1)
 
 
 def _write(pipe: IO[bytes], header: dict[str, Any], payload: bytes | bytearray) -> None:
@@ -258,9 +382,15 @@ def _serve(bundles_folder: Path, router: int) -> None:
     bundles: dict[str, Bundle] = {}
 
     def bundle_of(digest: str) -> Bundle:
+        for dropped in [one for one in bundles if not (bundles_folder / one).exists()]:
+            del bundles[dropped]
         if digest not in bundles:
             folder = bundles_folder / digest
-            bundles[digest] = Bundle({path.name: path.read_bytes() for path in folder.iterdir()})
+            try:
+                files = {path.name: path.read_bytes() for path in folder.iterdir()}
+            except OSError as error:
+                raise _gone() from error
+            bundles[digest] = Bundle(files)
         return bundles[digest]
 
     source = os.fdopen(os.dup(0), "rb", buffering=0)

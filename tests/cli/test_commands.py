@@ -19,7 +19,7 @@ from medha.cost.cost_profile import Profile
 from medha.errors import ConfigInvalid
 from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.main import main
-from medha_cli.manifest import read_manifest
+from medha_cli.manifest import model_directory, read_manifest
 from medha_worker.checkpoints.preflight import require_possible
 
 REPLICA = {
@@ -158,6 +158,36 @@ def test_a_port_in_use_is_named_before_anything_starts(manifest: Path) -> None:
     assert "--port 0" in result.stderr
 
 
+@pytest.mark.parametrize("endpoint", ["collector:4318", "http://user:password@collector", "grpc://collector"])
+def test_a_collector_that_is_no_base_url_is_refused(manifest: Path, endpoint: str) -> None:
+    result = medha("up", manifest, "--otlp", endpoint)
+    assert result.exit_code == 2
+    assert f"--otlp is {endpoint!r}; give the base URL of a collector" in result.stderr
+
+
+def test_traces_that_cannot_be_made_are_refused_before_anything_starts(
+    manifest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medha_traces.switch._MODULES", ("opentelemetry_that_is_not_there",))
+    assert "medha[traces]" not in medha("up", manifest).stderr
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    result = medha("up", manifest)
+    assert result.exit_code == 2
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT asks for traces" in result.stderr
+    assert "pip install 'medha[traces]'" in result.stderr
+
+
+def test_the_parts_of_medha_up_get_the_collector_of_the_manifest(manifest: Path, tmp_path: Path) -> None:
+    text = "  traces: {endpoint: 'http://collector:4318'}\n  router: {traceRatio: 0.5}\n"
+    manifest.write_text(TEXT + text)
+    replica = read_manifest(manifest)
+    write_parts(replica, tmp_path, RunFiles(tmp_path), record=None, log_level="info")
+    router = json.loads((tmp_path / "router.json").read_text())
+    assert (router["traces_endpoint"], router["traces_ratio"]) == ("http://collector:4318", 0.5)
+    controller = json.loads((tmp_path / "controller.json").read_text())
+    assert controller["spec"]["traces"]["endpoint"] == "http://collector:4318"
+
+
 def test_a_run_directory_too_long_for_a_socket_is_refused(checkpoint_manifest: Path, tmp_path: Path) -> None:
     result = medha("up", checkpoint_manifest, "--port", "0", "--run-dir", tmp_path / ("long" * 30))
     assert result.exit_code == 2
@@ -244,18 +274,20 @@ def test_a_grid_of_more_ranks_than_memory_can_hold_is_refused(checkpoint_manifes
         require_possible(replica.spec, checkpoint_manifest.parent / "model", 8 * 2**30)
 
 
-def test_a_directory_instead_of_a_manifest_is_answered_with_a_manifest_for_it(
+def test_the_directory_of_a_checkpoint_stands_for_a_manifest_that_names_it(
     checkpoint_manifest: Path, tmp_path: Path
 ) -> None:
-    model = checkpoint_manifest.parent / "model"
-    result = medha("up", model)
-    assert result.exit_code == 2
-    assert f"{model} is a directory; name a file that describes a MedhaReplica." in result.stderr
-    (tmp_path / "written.yaml").write_text(result.stderr.partition("\n\n")[2])
-    assert read_manifest(tmp_path / "written.yaml").spec.model.source.path == str(model)
+    model = tmp_path / "Qwen3-8B_v2"
+    model.symlink_to(checkpoint_manifest.parent / "model")
+    replica = read_manifest(model)
+    assert (replica.metadata.name, replica.spec.model.name) == ("qwen3-8b-v2", "Qwen3-8B_v2")
+    assert model_directory(replica) == model
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     result = medha("up", tmp_path)
     assert result.exit_code == 2
-    assert f"{tmp_path} is a directory; name a file that describes a MedhaReplica" in result.stderr
+    assert f"{tmp_path} is a directory without config.json" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--record", "--trace"])
@@ -293,9 +325,9 @@ def test_the_parts_get_what_the_manifest_declares(tmp_path: Path) -> None:
     )  # removed with the run, even after a router was killed
     assert controller["record_file"] == str(Path.cwd() / "events")
     assert controller["spec"] == rank["spec"] == replica.spec.model_dump(mode="json", by_alias=True)
-    assert (controller["router_control"], controller["router_tokens"]) == (
-        router["control_endpoint"], router["tokens_endpoint"],
-    )  # fmt: skip
+    assert controller["routers"] == [
+        {"control": router["control_endpoint"], "tokens": router["tokens_endpoint"]}
+    ]
     assert {settings["log_level"] for settings in (router, controller, rank)} == {"debug"}
 
 

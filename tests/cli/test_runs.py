@@ -155,7 +155,7 @@ def test_the_addresses_of_a_run_are_those_that_its_parts_have_written_last(tempo
     run = directory(temporary)
     with announced(run, "grid"):
         found = find(None, None)
-        assert (found.telemetry_url(), found.router_url()) == (None, None)
+        assert (found.telemetry_url(), found.router_metrics_url()) == (None, None)
         for port in (1, 2):  # a controller that is replaced listens elsewhere
             (run / "ranks-ready.json").write_text(
                 json.dumps({"metrics_url": f"http://127.0.0.1:{port}/metrics"})

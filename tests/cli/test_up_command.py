@@ -8,6 +8,7 @@ import pty
 import re
 import resource
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import trustme
 from click.testing import CliRunner
 
 from medha_cli.main import main
@@ -118,6 +120,48 @@ def test_it_shows_a_url_that_answers_and_stops_on_ctrl_c_without_a_trace(up: Up,
     assert f'"id":"{answer["id"]}-0"' in record
     assert answer["id"].startswith("chatcmpl-my-trace-7-")
     assert "POST /v1/chat/completions 200 id=my-trace-7 model=tiny outcome=" in up.output
+
+
+def test_clients_with_keys_are_served_by_tls_and_share_no_cached_prompt(
+    manifest: Path, tmp_path: Path
+) -> None:
+    file, certificate, key = (tmp_path / name for name in ("keys.yaml", "tls.crt", "tls.key"))
+    alice, bob = (
+        CliRunner().invoke(main, ["keys", "add", name, "--file", str(file)]).stdout.strip()
+        for name in ("alice", "bob")
+    )
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    certificate.write_bytes(issued.cert_chain_pems[0].bytes())
+    key.write_bytes(issued.private_key_pem.bytes())
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    options = ("--api-keys", str(file), "--tls-certificate", str(certificate), "--tls-key", str(key))
+    running = Up(manifest, tmp_path, *options)
+    try:
+        url = re.search(r"https://127\.0\.0\.1:\d+", running.output)
+        assert url
+        with httpx.Client(base_url=url[0], verify=trusting, timeout=60) as http:
+
+            def cached(secret: str) -> int:
+                body = {"model": "tiny", "prompt": list(range(5, 205)), "max_tokens": 1}
+                answer = http.post(
+                    "/v1/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
+                )
+                return int(
+                    answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                )
+
+            assert (cached(alice), cached(bob)) == (0, 0)
+            assert cached(alice) == cached(bob) > 0
+            assert http.get("/v1/models").status_code == 401
+        running.process.send_signal(signal.SIGINT)
+        assert running.end() == 0
+    finally:
+        clear(running)
+    for secret in (alice, bob):
+        assert secret not in running.output
+    assert " key=alice " in running.output
 
 
 def test_it_does_not_compute_on_the_cpu_if_its_manifest_names_a_gpu_that_is_not_there(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import threading
@@ -26,13 +27,16 @@ from medha.wire.messages import (
     BundlePart,
     Cancel,
     Emit,
+    Extent,
     FetchBundle,
     Message,
+    PromptLogprobs,
     Refused,
     ServiceClassTerms,
     Submit,
     TokenLogprob,
     Tokens,
+    WatchProgress,
 )
 from medha_links.key_files import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Opened, connect
@@ -97,6 +101,7 @@ class Script:
     hold: bool = False  # emit the tokens and leave the sequence open
     delay_seconds: float = 0.0
     cached_tokens: int = 0  # of the prompt, reported with the first token of each sequence
+    is_earlier_release: bool = False  # it knows nothing of log-probabilities of prompts
 
 
 @dataclass
@@ -111,12 +116,12 @@ class ScriptedReplica:
     """Fields of its announcements that differ from the usual ones."""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
+    watches: list[WatchProgress] = field(default_factory=list)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     salts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
-        self.connections = 0
         self._orders: list[tuple[str, Any]] = []
         self._stop = threading.Event()
         self.card = Announce(
@@ -148,6 +153,9 @@ class ScriptedReplica:
         self._stop.set()
         self._thread.join()
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def order(self, what: str, value: Any = None) -> None:
         """Have the replica's own thread `announce`, `send` a message, send `raw` frames, or `reconnect`."""
         self._orders.append((what, value))
@@ -162,8 +170,9 @@ class ScriptedReplica:
         server = read_public_key(self.router.keys.router_public)
 
         def dial() -> list[Opened[zmq.Socket[bytes]]]:
-            self.connections += 1
-            identity = f"{self.name}/{self.connections}".encode()
+            identity = (
+                f"{self.name}/{secrets.token_hex(8)}".encode()
+            )  # none is used twice, as by a controller
             endpoints = (self.router.control, self.router.tokens)
             return [connect(context, endpoint, identity, keys, server) for endpoint in endpoints]
 
@@ -237,6 +246,8 @@ class ScriptedReplica:
                     control.send_multipart(encode(answer))
                     if self.script.delay_seconds:
                         time.sleep(self.script.delay_seconds)
+            case WatchProgress():
+                self.watches.append(message)
             case Cancel():
                 with self.changed:
                     self.cancels.append(message.id)
@@ -254,7 +265,24 @@ class ScriptedReplica:
             top = ((7, -0.5), (8, -1.5), (9, float("-inf")))
             logprobs = tuple(TokenLogprob(-0.25, top) for _ in part) if script.logprobs else ()
             cached_tokens = script.cached_tokens if start == 0 else 0
-            yield Emit(submit.id, part, script.finish if last else None, logprobs, cached_tokens)  # type: ignore[arg-type]
+            finish: Any = script.finish if last else None
+            scored = self._scored(submit) if start == 0 and not script.is_earlier_release else None
+            yield Emit(submit.id, part, finish, logprobs, cached_tokens, scored)
+
+    @staticmethod
+    def _scored(submit: Submit) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt's tokens: -1, -2, ..., each as the third; the two before it are tokens 7 and 8."""
+        asked, count = submit.sampling.prompt_logprobs, submit.prompt_length - 1
+        if asked is None:
+            return None
+        places = range(1, count + 1)
+        return PromptLogprobs(
+            (Extent(1, count),),
+            tuple(-float(place) for place in places),
+            (3,) * count,
+            tuple(token for _ in places for token in (7, 8, 9)[:asked]),
+            tuple(-0.25 * (rank + 1) for _ in places for rank in range(asked)),
+        )
 
 
 @dataclass
@@ -266,6 +294,7 @@ class Router:
     control: str
     tokens: str
     http: httpx.Client
+    metrics_http: httpx.Client  # of the port for metrics
     keys: KeyFiles
     log: Path  # what it wrote to stderr
 
@@ -285,7 +314,7 @@ class Router:
         return url.host, url.port
 
     def metric(self, line_start: str) -> float:
-        lines = self.http.get("/metrics").text.splitlines()
+        lines = self.metrics_http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
 
 
@@ -321,11 +350,13 @@ def start_router(folder: Path, *, file_limit: int | None = None, **settings: Any
         time.sleep(0.02)
     bound = json.loads(ready.read_text())
     client = httpx.Client(base_url=bound["url"], timeout=30)
-    return Router(process, bound["url"], bound["control"], bound["tokens"], client, keys, log)
+    metrics_client = httpx.Client(base_url=bound["metrics_url"].removesuffix("/metrics"), timeout=30)
+    return Router(process, bound["url"], bound["control"], bound["tokens"], client, metrics_client, keys, log)
 
 
 def stop_router(router: Router) -> int:
     router.http.close()
+    router.metrics_http.close()
     router.process.terminate()
     return router.process.wait(timeout=20)
 

@@ -124,8 +124,11 @@ def test_a_client_that_leaves_its_stream_is_logged_as_such(served: Served, bundl
 
 def test_probes_and_scrapes_are_not_logged(served: Served) -> None:
     router, _ = served
-    for path in ("/health", "/ready", "/metrics", "/v1/models"):
-        assert router.http.get(path, headers={"x-request-id": "probe"}).status_code == 200
+    headers = {"x-request-id": "probe"}
+    for path in ("/health", "/ready", "/metrics"):
+        assert router.metrics_http.get(path, headers=headers).status_code == 200
+    for path in ("/health", "/ready", "/v1/models"):
+        assert router.http.get(path, headers=headers).status_code == 200
     assert " GET /v1/models 200 " in line_of(router, "probe")
 
 

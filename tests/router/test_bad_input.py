@@ -23,7 +23,8 @@ GOOD_TEXT: dict[str, Any] = {"model": MODEL, "prompt": "Hello"}
 def assert_error(answer: httpx.Response, status: int, param: str | None, code: str | None = None) -> None:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code", "request_id"}
+    assert error["request_id"] == answer.headers["x-request-id"]
     assert error["message"]
     assert error["param"] == param, error
     assert answer.headers["x-request-id"]
@@ -38,7 +39,7 @@ CHAT_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}, 5]}, "messages.1"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ({"model": 5}, "model"),
     ({"model": ""}, "model"),
     ({"temperature": -1}, "temperature"),
@@ -47,7 +48,8 @@ CHAT_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -7}, "top_k"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"max_tokens": -5}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
@@ -89,21 +91,25 @@ def test_a_wrong_chat_field_is_named(router: Router, change: dict[str, Any], par
 
 
 UNSUPPORTED_ROWS: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"tools": [{"type": "function"}]}, "tools"),
-    (CHAT, {"tool_choice": "auto"}, "tool_choice"),
+    (TEXT, {"tools": [{"type": "function"}]}, "tools"),
+    (TEXT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    (CHAT, {"function_call": {"name": "f"}}, "function_call"),
     (CHAT, {"audio": {"voice": "x"}}, "audio"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
-    (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+    (CHAT, {"echo": True}, "echo"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+        "messages.0.function_call",
+    ),
+    (CHAT, {"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages.0.role"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type",
     ),
-    (TEXT, {"echo": True}, "echo"),
+    (TEXT, {"continue_final_message": True}, "continue_final_message"),
     (TEXT, {"suffix": "x"}, "suffix"),
     (TEXT, {"best_of": 3}, "best_of"),
     (TEXT, {"best_of": 3, "n": 2}, "best_of"),
@@ -120,11 +126,9 @@ UNSUPPORTED_ROWS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"prompt": "x"}, "prompt"),
     (CHAT, {"add_special_tokens": True}, "add_special_tokens"),
     ("/tokenize", {"return_token_strs": True}, "return_token_strs"),
-    ("/tokenize", {"continue_final_message": True}, "continue_final_message"),
 ]
 UNSERVED: dict[str, Any] = {
-    "regex": "a+", "ebnf": "root ::= x", "json_schema": "{}", "structural_tag": "{}", "guided_json": {}, "guided_regex": "a",
-    "structured_outputs": {"regex": "a"}, "priority": 3, "return_token_ids": True, "detokenize": False,
+    "structural_tag": "{}", "guided_decoding_backend": "xgrammar", "priority": 3, "return_token_ids": True, "detokenize": False,
     "length_penalty": 0.5, "lora_path": "x", "reasoning_effort": "low", "verbosity": "low", "store": True, "moderation": {},
     "prompt_cache_retention": "24h", "prompt_cache_options": {}, "request_id": "x", "rid": "x", "extra_key": "x",
     "use_beam_search": True, "spaces_between_special_tokens": False, "include_reasoning": False, "separate_reasoning": True,
@@ -185,11 +189,11 @@ SAYS = [
     ),
     (CHAT, {"stream": "yes"}, '`stream` is "yes"; it must be true or false'),
     (CHAT, {"max_tokens": True}, "`max_tokens` is true; it must be an integer"),
-    (CHAT, {"max_tokens": 0}, "`max_tokens` is 0; it must be greater than or equal to 1"),
+    (CHAT, {"max_tokens": -1}, "`max_tokens` is -1; it must be greater than or equal to 0"),
     (
         CHAT,
-        {"tools": [{"type": "function"}]},
-        '`tools` is [{"type":"function"}], which this server does not support',
+        {"functions": [{"name": "f"}]},
+        '`functions` is [{"name":"f"}], which this server does not support here; OpenAI has replaced it by `tools`: use that',
     ),
     (CHAT, {"logit_bias": {"5": None}}, "`logit_bias.5` is null; it must be a number"),
     (CHAT, {"top_logprobs": 3}, "`top_logprobs` is 3, which needs `logprobs: true`"),
@@ -355,7 +359,7 @@ def test_unknown_paths_and_methods_get_the_error_object(router: Router) -> None:
         assert answer.headers["allow"] == allowed
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", f"/v1/models/{MODEL}"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", f"/v1/models/{MODEL}"])
 def test_head_is_get_without_the_body_and_options_names_the_methods(router: Router, path: str) -> None:
     head = router.http.head(path)
     assert (head.status_code, head.content) == (200, b"")

@@ -1,5 +1,6 @@
 """Chat templates render as `transformers` renders them."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from medha.errors import CheckpointInvalid, RequestInvalid
 from medha_router.chat_template import ChatTemplate
+from medha_router.openai_requests import ChatRequest, validate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES: list[dict[str, Any]] = [
@@ -63,6 +65,121 @@ def test_text_is_that_of_transformers(name: str, add_generation_prompt: bool) ->
     template = ChatTemplate(TEMPLATES[name], SPECIAL)
     text = template.render(MESSAGES, add_generation_prompt=add_generation_prompt, variables=variables)
     assert text == expected[0]
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Wetter, <b>überall</b>",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
+]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "call_123", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "n": [1, 2.5]}}},
+            {"id": "call_456", "type": "function", "function": {"name": "time", "arguments": {}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_123", "name": "weather", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "call_456", "name": "time", "content": "noon"},
+]  # fmt: skip
+TOOL_TEMPLATES = {
+    "hermes": """{%- if tools %}{{- '<tools>' }}{% for tool in tools %}{{- "\\n" + (tool | tojson) }}{% endfor %}{{- '</tools>' }}
+{%- endif %}{%- for message in messages %}{%- if message.role == 'tool' %}
+{{- '<tool_response>' + message.content + '</tool_response>' }}{%- else %}{{- message.role + ':' }}
+{%- if message.content %}{{- message.content }}{%- endif %}
+{%- for tool_call in message.tool_calls %}{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+{{- '<tool_call>\\n{"name": "' ~ tool_call.name ~ '", "arguments": ' ~ (tool_call.arguments | tojson) ~ '}\\n</tool_call>' }}
+{%- endfor %}{%- endif %}{%- endfor %}""",
+    "llama": """{%- for message in messages %}{%- if 'tool_calls' in message %}{%- for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "parameters": ' }}{{- call.function.arguments | tojson }}{{- "}" }}{%- endfor %}
+{%- elif message.role == "tool" %}{{- "ipython:" ~ (message.content | tojson) }}{%- else %}{{- message.content | trim }}{%- endif %}
+{%- endfor %}{%- for t in tools or [] %}{{- t | tojson(indent=4) }}{%- endfor %}""",
+    "mistral": """{%- for message in messages %}{%- if message.tool_calls is defined and message.tool_calls is not none %}
+{{- "[TOOL_CALLS][" }}{%- for tool_call in message.tool_calls %}{%- set out = tool_call.function | tojson %}
+{{- out[:-1] }}{{- ', "id": "' + tool_call.id[-9:] + '"}' }}{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}{{- "]" }}
+{%- elif message.role == "tool" %}{{- '[TOOL_RESULTS]{"content": ' + message.content|string + ', "call_id": "' + message.tool_call_id + '"}' }}
+{%- else %}{{- message["content"] }}{%- endif %}{%- endfor %}""",
+    "content that is none": """{% for message in messages %}{% if message['content'] is none %}{% for call in message['tool_calls'] %}
+{{ call['function']['arguments'] | items | list }}{% endfor %}{% else %}{{ message['content'] + (message.name or '') }}{% endif %}
+{% endfor %}{{ tools is not none }}""",
+}
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no tools"])
+def test_tools_and_calls_are_shown_as_transformers_shows_them(
+    name: str, tools: list[dict[str, Any]] | None
+) -> None:
+    source = TOOL_TEMPLATES[name]
+    expected, _ = render_jinja_template([CALLED], tools=tools, chat_template=source, **SPECIAL)
+    template = ChatTemplate(source, SPECIAL)
+    assert template.render(CALLED, add_generation_prompt=False, tools=tools) == expected[0]
+    assert template.knows_tools == ("tools" in source)
+
+
+def test_a_request_reaches_the_template_in_the_form_that_transformers_documents() -> None:
+    arguments = [json.dumps(call["function"]["arguments"]) for call in CALLED[1]["tool_calls"]]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": text}}
+        for call, text in zip(CALLED[1]["tool_calls"], arguments, strict=True)
+    ]
+    sent = [CALLED[0], {**CALLED[1], "tool_calls": calls}, *({**one, "name": None} for one in CALLED[2:])]
+    request = validate(ChatRequest, {"model": "m", "messages": sent, "tools": TOOLS})
+    assert request.messages_for_template() == CALLED
+    assert [tool.function.for_template() for tool in request.tools or ()] == TOOLS
+
+
+def test_arguments_that_are_no_object_stay_the_text_that_a_model_wrote() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    sent = {"model": "m", "messages": [{"role": "assistant", "tool_calls": [call]}]}
+    (message,) = validate(ChatRequest, sent).messages_for_template()
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+CONTINUED = (
+    TEMPLATES["chatml"],
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}",
+    "{% for m in messages %}[{{ m.content }}]{% endfor %}Hi. behind",
+)
+
+
+@pytest.mark.parametrize("last", ["Hi.", "  Hi. \n", "</s>", "a|im_end|b"])
+@pytest.mark.parametrize("source", CONTINUED)
+def test_a_message_that_is_continued_ends_the_text_as_in_transformers(source: str, last: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": last}]
+    expected, _ = render_jinja_template(
+        [messages], chat_template=source, continue_final_message=True, **SPECIAL
+    )
+    template = ChatTemplate(source, SPECIAL)
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "said"),
+    [
+        (TEMPLATES["chatml"], " ", "the last message has no text"),
+        ("{{ messages[0].content }}", "Hi.", "does not show the last message"),
+    ],
+)
+def test_what_cannot_be_continued_is_the_clients_error(source: str, content: str, said: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    with pytest.raises(RequestInvalid, match=said) as caught:
+        ChatTemplate(source, SPECIAL).render(messages, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
 
 
 def test_a_template_that_objects_is_the_clients_error_and_says_why() -> None:

@@ -142,8 +142,8 @@ def test_bodies_under_way_count_from_their_first_byte_and_leave_room_for_small_o
     narrow: Router,
 ) -> None:
     with ExitStack() as stack:
-        for _ in range(2):
-            upload = stack.enter_context(dial(narrow))
+        for address in ("127.0.0.1", "127.0.0.2"):
+            upload = stack.enter_context(dial(narrow, address))
             upload.sendall(head("/v1/completions", MI) + b" " * (MI - 1))
         wait_for(lambda: narrow.metric("medha_router_body_bytes") == 2 * MI - 2, "not counted")
         third = stack.enter_context(dial(narrow))
@@ -234,7 +234,9 @@ def test_connections_are_bounded_together_and_by_address(tmp_path: Path) -> None
                 assert read_answer(other)[0] == 200
             with dial(router, "127.0.0.4") as ninth:
                 assert read_to_end(ninth).startswith(b"HTTP/1.1 503 ")
-        wait_for(lambda: router.metric("medha_router_http_connections") == 1, "closed ones count")
+            assert router.metric("medha_router_http_connections") == 8, "scrapers have a port of their own"
+            assert router.metrics_http.get("/health").status_code == 200, "and so have probes"
+        wait_for(lambda: router.metric("medha_router_http_connections") == 0, "closed ones count")
         assert router.metric('medha_router_http_refusals_total{reason="too_many"}') == 2
 
 

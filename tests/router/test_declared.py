@@ -7,10 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from medha.declared import DeclaredModel, to_text
+from medha.declared import DeclaredModel, to_text, usable_aliases
 from medha_router.declared import DeclaredFiles
 
 A, B = (DeclaredModel(name=name, service_classes=("default",), replicas=1) for name in "ab")
+
+
+def test_an_alias_that_two_models_claim_is_not_used_and_the_log_names_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    claims = {"a": ("b", "fast", "mine"), "b": ("fast",)}
+    models = tuple(DeclaredModel(name=name, aliases=aliases) for name, aliases in claims.items())
+    (tmp_path / "one.json").write_text(to_text(models))
+    found = DeclaredFiles(tmp_path).changed()
+    assert found is not None
+    assert usable_aliases(found)[0] == {"mine": "a"}
+    assert "model 'a' has the alias 'b', which is the name of a model" in caplog.text
+    assert "the models 'a' and 'b' have the same alias 'fast'" in caplog.text
 
 
 def write(folder: Path, name: str, *models: DeclaredModel) -> None:

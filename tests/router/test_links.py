@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
+import httpx
 import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
@@ -16,13 +20,21 @@ from hypothesis import strategies as st
 
 from medha.wire.frames import encode
 from medha.wire.messages import (
+    BEATS,
     Announce,
     BundlePart,
     Cancel,
     Emit,
     Failed,
+    Heartbeat,
+    KeyUse,
+    LaneLoad,
     Message,
+    PolicyTerms,
+    ProgressReport,
     Refused,
+    RouterLost,
+    RouterUse,
     ServiceClassTerms,
     TokenLogprob,
 )
@@ -35,7 +47,17 @@ from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router,
 
 BODY = {"model": MODEL, "prompt": "x"}
 ACCEPTS: dict[str, tuple[type[Message], ...]] = {
-    "control": (Announce, Emit, Refused, Failed, BundlePart),
+    "control": (
+        Announce,
+        Heartbeat,
+        Emit,
+        Refused,
+        Failed,
+        BundlePart,
+        ProgressReport,
+        RouterUse,
+        RouterLost,
+    ),
     "tokens": (Announce,),
 }
 
@@ -96,7 +118,15 @@ def test_after_all_that_the_router_serves(attacked: Router, speaker: ScriptedRep
         pytest.param(Emit("x", (1,), logprobs=(TokenLogprob(0.0, ((-1, 0.0),)),)), "state", id="of no token"),
         pytest.param(Emit("x", (1,), cached_tokens=-1), "state", id="fewer than none cached"),
         pytest.param(BundlePart("00", "tokenizer.json", 0), "state", id="a bundle that was not announced"),
-        pytest.param(Cancel("a"), "unexpected", id="a message that only routers send"),
+        pytest.param(
+            RouterUse("b", 1, (KeyUse("k", 1, 1, -1, 0),)), "state", id="fewer than no tokens of a key"
+        ),
+        pytest.param(
+            RouterUse("b", 1, (KeyUse("k", 1, 1, 1, 0, float("nan")),)),
+            "state",
+            id="a level that is no number",
+        ),
+        pytest.param(Cancel("a"), "unexpected", id="a message that only routers send to replicas"),
     ],
 )
 def test_impossible_messages_of_a_replica_are_dropped_and_counted(
@@ -115,6 +145,11 @@ def test_impossible_messages_of_a_replica_are_dropped_and_counted(
         {"kv_tokens_free": -1},
         {"vocab_size": 0},
         {"waiting_limit": -1},
+        {"lanes": (LaneLoad(-1, 0.0),)},
+        {"lanes": (LaneLoad(1, math.inf),)},
+        {"work_ahead": ((1.0, 2.0), (2.0, 1.0))},
+        {"work_ahead": ((math.nan, 2.0),)},
+        {"order": PolicyTerms(demoted_share=0.0)},
         {"prefill_points": ((512, 1.0), (256, 2.0))},
         {"prefill_points": ((512, float("inf")),)},
         {"prefill_points": ((0, 1.0), (512, 2.0))},
@@ -202,6 +237,107 @@ def test_a_replica_that_connects_again_is_sent_what_it_may_have_lost(
         assert replica.submits[1].tokens == late.tokens + 3
     finally:
         replica.stop()
+        assert stop_router(router) == 0
+
+
+def test_a_replica_whose_connection_ends_is_lost_at_once_and_its_stream_continues_on_another(
+    tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    """Nobody waits for its silence, which counts after an hour here."""
+    router = start_router(tmp_path, drain_seconds=1, silence_seconds=3600)
+    tokens = say(bundle, "Hello there, dog.")
+    replicas = [ScriptedReplica(router, bundle_files, name, Script(tokens[:3], hold=True)) for name in "ab"]
+    try:
+        wait_for(lambda: router.metric("medha_router_replicas{") == 2, "they are not ready")
+        with router.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+            pieces = [json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"] for _ in range(2)]
+            first, other = sorted(replicas, key=lambda one: not one.submits)
+            other.script = Script(tokens)
+            first.stop()
+            pieces += [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
+        assert "".join(pieces) == "Hello there, dog."
+        (submit,) = other.submits
+        assert submit.tokens == first.submits[0].tokens + 3
+    finally:
+        for replica in replicas:
+            replica.stop()
+        assert stop_router(router) == 0
+
+
+def test_a_request_that_replicas_die_of_is_refused_by_name_before_it_gets_to_the_fourth(
+    tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    router = start_router(tmp_path, drain_seconds=1)
+    fleet = [ScriptedReplica(router, bundle_files, name, Script(hold=True)) for name in "abcd"]
+    answers: list[httpx.Response] = []
+    client = Thread(target=lambda: answers.append(router.post("/v1/completions", BODY, timeout=60)))
+    try:
+        wait_for(lambda: router.metric("medha_router_replicas{") == 4, "they are not ready")
+        client.start()
+
+        def who_has_it() -> list[ScriptedReplica]:
+            return [one for one in fleet if one.submits and one.is_alive()]
+
+        for _ in range(3):
+            wait_for(lambda: bool(who_has_it()), "it is not sent")
+            who_has_it()[0].stop()
+        client.join()
+        (answer,) = answers
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (500, "internal_error")
+        assert re.search(r"3 times in a row, a replica was lost that had request \S+, ", error["message"])
+        assert len([one for one in fleet if one.submits]) == 3
+        left = next(one for one in fleet if one.is_alive())
+        left.script = Script(say(bundle, "Hello"))
+        assert router.post("/v1/completions", BODY).json()["choices"][0]["text"] == "Hello"
+    finally:
+        for one in fleet:
+            one.stop()
+        assert stop_router(router) == 0
+
+
+def test_heartbeats_keep_a_replica_that_announces_nothing_any_more(
+    tmp_path: Path, bundle_files: dict[str, bytes]
+) -> None:
+    router = start_router(tmp_path, drain_seconds=1, silence_seconds=1)
+    real = ScriptedReplica(router, bundle_files)  # whose bundle makes the router know the others
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    keys = KeyPair.of_token(read_tokens(router.keys.enrolment)[0])
+    server = read_public_key(router.keys.router_public)
+    opened = {
+        name: [
+            connect(context, endpoint, f"{name}/1{end}".encode(), keys, server)
+            for endpoint, end in ((router.control, ""), (router.tokens, ""), (router.control, BEATS.decode()))
+        ]
+        for name in ("silent", "beating")
+    }
+
+    def is_heard(name: str) -> bool:
+        return f'replica="{name}"' in router.metrics_http.get("/metrics").text
+
+    def beats_until(done: Callable[[], bool], what: str) -> None:
+        def beat_and_look() -> bool:
+            opened["beating"][2].socket.send_multipart(encode(Heartbeat()))
+            return done()
+
+        wait_for(beat_and_look, what)
+
+    try:
+        router.wait_ready()
+        for name, links in opened.items():
+            for link in links[:2]:
+                link.socket.send_multipart(encode(replace(real.card, replica=name, draining=True)))
+        beats_until(lambda: is_heard("silent") and is_heard("beating"), "they are not heard")
+        beats_until(lambda: not is_heard("silent"), "a silent replica is kept")
+        assert is_heard("beating")
+        wait_for(lambda: not is_heard("beating"), "a replica whose heartbeats have ended is kept")
+    finally:
+        for links in opened.values():
+            for link in links:
+                link.close(0)
+        context.term()
+        real.stop()
         assert stop_router(router) == 0
 
 

@@ -159,6 +159,17 @@ def test_samples_share_one_prompt_and_come_in_order(client: openai.OpenAI, repli
     assert len({submit.seed for submit in replica.submits}) == 1
 
 
+def test_all_sequences_of_a_request_have_one_owner_and_other_requests_have_others(
+    client: openai.OpenAI, replica: ScriptedReplica
+) -> None:
+    client.completions.create(model=MODEL, prompt=["one", "two"], n=2)
+    client.completions.create(model=MODEL, prompt="three")
+    owners = [submit.owner for submit in replica.submits]
+    assert owners[0]
+    assert owners == [owners[0]] * 4 + [owners[4]]
+    assert owners[0] != owners[4]
+
+
 def test_several_prompts_are_indexed_as_openai_indexes_them(
     client: openai.OpenAI, replica: ScriptedReplica
 ) -> None:
@@ -294,6 +305,43 @@ def test_slo_targets_are_clamped_passed_on_and_returned(router: Router, replica:
     body = {"model": MODEL, "prompt": "x", "service_tier": "batch"}
     assert router.post("/v1/completions", body).headers["x-medha-service-class"] == "batch"
     assert replica.submits[1].service_class == "batch"
+    distant = router.post("/v1/completions", body, headers={"x-slo-ttft-ms": "1e12"})
+    assert distant.headers["x-medha-ttft-target-ms"] == "86400000"
+    assert replica.submits[2].deadline_after_seconds == 86400.0
+
+
+def test_llm_ds_headers_set_targets_where_ours_are_missing(router: Router, replica: ScriptedReplica) -> None:
+    theirs = {"x-llm-d-slo-ttft-ms": "1500", "x-llm-d-slo-tpot-ms": "30"}
+    body = {"model": MODEL, "prompt": "x"}
+    router.post("/v1/completions", body, headers=theirs)
+    router.post("/v1/completions", body, headers={**theirs, "x-slo-ttft-ms": "700"})
+    targets = [(one.deadline_after_seconds, one.tpot_target_seconds) for one in replica.submits]
+    assert targets == [(1.5, 0.03), (0.7, 0.03)]
+    refused = router.post("/v1/completions", body, headers={"x-llm-d-slo-ttft-ms": "soon"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-llm-d-slo-ttft-ms")
+
+
+@pytest.mark.parametrize(
+    ("headers", "tier", "used"),
+    [
+        ({"x-llm-d-inference-objective": "batch"}, None, "batch"),
+        ({"x-gateway-inference-objective": "batch"}, None, "batch"),
+        (
+            {"x-llm-d-inference-objective": "interactive", "x-gateway-inference-objective": "batch"},
+            None,
+            "interactive",
+        ),
+        ({"x-llm-d-inference-objective": "batch"}, "interactive", "interactive"),
+        ({"x-llm-d-inference-objective": "somebody else's"}, None, "interactive"),
+        ({"x-llm-d-inference-fairness-id": "batch"}, None, "interactive"),
+    ],
+)
+def test_a_gateways_objective_names_a_class_unless_the_request_names_one(
+    router: Router, replica: ScriptedReplica, headers: dict[str, str], tier: str | None, used: str
+) -> None:
+    body = {"model": MODEL, "prompt": "x", "service_tier": tier}
+    assert router.post("/v1/completions", body, headers=headers).headers["x-medha-service-class"] == used
+    assert [one.service_class for one in replica.submits] == [used]
 
 
 @pytest.mark.parametrize("stream", [True, False])

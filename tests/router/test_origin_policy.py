@@ -54,7 +54,7 @@ def test_on_loopback_it_is_called_by_the_names_of_this_machine(router: Router, h
 )
 def test_on_loopback_other_names_are_refused_for_they_are_rebound(router: Router, host: str) -> None:
     assert code(router, Host=host) == "forbidden_host"
-    assert router.http.get("/metrics", headers={"Host": host}).status_code == 403
+    assert router.metrics_http.get("/metrics", headers={"Host": host}).status_code == 403
     assert router.http.get("/health", headers={"Host": host}).status_code == 200, "a probe"
 
 
@@ -121,3 +121,13 @@ def test_names_that_are_given_are_the_only_ones_beside_those_of_the_machine(tmp_
             assert router.http.get("/v1/models", headers={"Host": host}).status_code == status
     assert SitePolicy.of("0.0.0.0", ["chat.example"], []).refusal("/v1/models", ["10.0.0.5"], []) is not None
     assert SitePolicy.of("0.0.0.0", [], []).refusal("/v1/models", ["10.0.0.5"], []) is None
+
+
+def test_scrapers_call_a_pod_by_its_address_whatever_names_clients_may_use(tmp_path: Path) -> None:
+    with running_router(tmp_path, allowed_hosts=["chat.example"], metrics_host="0.0.0.0") as router:
+        for path in ("/metrics", "/health"):
+            answer = router.metrics_http.get(path, headers={"Host": "10.1.2.3:9403"})
+            assert answer.status_code == 200
+        assert router.http.get("/v1/models", headers={"Host": "10.1.2.3:8000"}).status_code == 403
+        refused = router.metrics_http.get("/metrics", headers={"Host": "10.1.2.3:9403", "Origin": EVIL})
+        assert refused.status_code == 403

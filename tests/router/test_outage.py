@@ -28,7 +28,8 @@ def declare(folder: Path, **replicas: int) -> Path:
     """Write what the operator writes for models with so many replicas each."""
     folder.mkdir(exist_ok=True)
     models = (
-        DeclaredModel(name=name, service_classes=CLASSES, replicas=count) for name, count in replicas.items()
+        DeclaredModel(name=name, service_classes=CLASSES, replicas=count, aliases=(f"{name}/latest",))
+        for name, count in replicas.items()
     )
     (folder / "installation.json").write_text(to_text(models), encoding="utf-8")
     return folder
@@ -62,8 +63,28 @@ def replica(router: Router, bundle_files: dict[str, bytes]) -> Iterator[Scripted
     wait_for(lambda: router.http.get("/ready").status_code == 503, "the replica is still heard")
 
 
+def test_a_model_is_served_under_its_alias_too_and_answers_with_its_own_name(
+    router: Router, replica: ScriptedReplica, bundle: Bundle
+) -> None:
+    replica.script = Script(tokens=say(bundle, "Hi"))
+    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
+    alias = f"{MODEL}/latest"
+    assert client.completions.create(model=alias, prompt="x").model == MODEL
+    assert router.post("/tokenize", {"model": alias, "prompt": "x"}).json()["count"] > 0
+    listed = {model.id: model.model_dump()["root"] for model in client.models.list()}
+    assert listed == {MODEL: MODEL, alias: MODEL}
+    assert client.models.retrieve(alias).model_dump()["root"] == MODEL
+    with pytest.raises(openai.NotFoundError, match=f"`{MODEL}/older` does not exist"):
+        client.models.retrieve(f"{MODEL}/older")
+
+
+def test_an_alias_of_a_model_without_a_replica_is_an_outage(router: Router) -> None:
+    assert router.http.get(f"/v1/models/{MODEL}/latest").status_code == 503
+    assert router.post("/v1/completions", {"model": f"{MODEL}/latest", "prompt": "x"}).status_code == 503
+
+
 def scraped(router: Router) -> str:
-    return router.http.get("/metrics").text
+    return router.metrics_http.get("/metrics").text
 
 
 def missed(router: Router, service_class: str) -> float:

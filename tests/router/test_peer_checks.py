@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from medha.errors import WireInvalid
-from medha.wire.messages import Announce
+from medha.wire.messages import BEATS, Announce
 from medha_router.peer_checks import Peers
 
 CARD = Announce(
@@ -39,6 +39,51 @@ def test_it_does_once_nothing_is_heard_of_the_successor(peers: Peers) -> None:
     peers.received_on_tokens(CARD.replica, OLD)
     assert peers.received_on_control(replace(CARD, epoch=7), OLD, is_alive=False) == NEW
     assert peers.is_whole(CARD.replica)
+
+
+def test_nothing_is_left_of_replicas_that_have_gone() -> None:
+    peers = Peers()
+    for index in range(5):
+        card, identity = replace(CARD, replica=f"tests/{index}"), f"tests/{index}/one".encode()
+        peers.received_on_tokens(card.replica, identity)
+        peers.received_on_control(card, identity)
+        peers.forget(identity)
+        peers.forget(identity)
+    assert (peers._control, peers._tokens, peers._cards) == ({}, {}, {})
+
+
+def test_a_replica_that_is_back_is_not_forgotten_with_its_former_connection(peers: Peers) -> None:
+    again = b"tests/grid/again"
+    peers.received_on_tokens(CARD.replica, again)
+    peers.forget(NEW)
+    assert not peers.is_whole(CARD.replica)
+    assert peers.received_on_control(CARD, again) is None
+    assert peers.is_whole(CARD.replica), "its token link was heard before"
+    peers.received_on_control(CARD, b"tests/grid/third")
+    peers.forget(again)
+    assert peers.identity(CARD.replica) == b"tests/grid/third"
+
+
+def test_late_messages_of_a_connection_that_has_ended_do_not_displace_its_successor(peers: Peers) -> None:
+    """A router that was stopped reads the new connection of a replica before what its old one has left."""
+    again = b"tests/grid/again"
+    peers.forget(NEW)
+    peers.received_on_tokens(CARD.replica, again)
+    assert peers.received_on_control(CARD, again) is None
+    with pytest.raises(WireInvalid, match="replaced"):
+        peers.received_on_control(CARD, NEW)
+    with pytest.raises(WireInvalid, match="replaced"):
+        peers.received_on_tokens(CARD.replica, NEW)
+    assert peers.identity(CARD.replica) == again
+    assert peers.is_whole(CARD.replica)
+
+
+def test_heartbeats_count_for_the_present_connection_only(peers: Peers) -> None:
+    assert peers.beating(NEW + BEATS) == CARD.replica
+    assert peers.beating(NEW) is None, "a control link sends none"
+    assert peers.beating(OLD + BEATS) is None
+    peers.received_on_control(replace(CARD, epoch=9), b"tests/grid/again")
+    assert peers.beating(NEW + BEATS) is None
 
 
 @pytest.mark.parametrize("epoch", [8, 9])

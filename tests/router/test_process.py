@@ -40,6 +40,15 @@ def test_without_a_replica_it_lives_is_not_ready_and_answers_503(lone_router: Ro
     assert lone_router.http.get("/v1/models").json()["data"] == []
 
 
+def test_metrics_have_a_port_of_their_own_and_it_serves_no_client(lone_router: Router) -> None:
+    assert lone_router.http.get("/metrics").status_code == 404
+    for path in ("/metrics", "/health"):
+        assert lone_router.metrics_http.get(path).status_code == 200
+    assert lone_router.metrics_http.get("/ready").status_code == 503
+    for path in ("/v1/models", "/v1/completions", "/tokenize"):
+        assert lone_router.metrics_http.post(path, json=BODY).status_code == 404
+
+
 def test_it_follows_its_replica_refuses_when_full_and_drains(
     lone_router: Router, bundle_files: dict[str, bytes], bundle: Bundle
 ) -> None:

@@ -46,18 +46,23 @@ class Served:
         response = httpx.get(self.url + path, timeout=30)
         return response.status_code, response.text
 
+    def address(self, what: str) -> str:
+        """Host and port of the metrics of `requests` (the router) or `scheduling` (the controller), as printed."""
+        (address,) = re.findall(rf"http://(\S+)/metrics\s+\({what}\)", "".join(self.lines))
+        return str(address)
+
+    def router_metrics(self) -> str:
+        return httpx.get(f"http://{self.address('requests')}/metrics", timeout=30).text
+
     def metric(self, name: str) -> float:
         """The sum of all samples of one name on the router's /metrics."""
-        found = re.findall(
-            rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE
-        )
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self.router_metrics(), re.MULTILINE)
         assert found, f"no sample of {name}"
         return sum(map(float, found))
 
     def controller_page(self) -> str:
         """The controller's own /metrics."""
-        (url,) = re.findall(r"(http://\S+/metrics)\s+\(scheduling\)", "".join(self.lines))
-        return httpx.get(url).text
+        return httpx.get(f"http://{self.address('scheduling')}/metrics").text
 
     def rank_samples(self, *, is_idle: bool = False) -> dict[tuple[str, str, str], float]:
         """Samples of ranks, by metric, rank and value of the other label.
@@ -111,7 +116,7 @@ class Served:
             if not any(map(self.metric, held)):
                 return
             time.sleep(0.1)
-        pytest.fail("requests or KV blocks are still held:\n" + self.get("/metrics")[1])
+        pytest.fail("requests or KV blocks are still held:\n" + self.router_metrics())
 
     def interrupt(self) -> int:
         self.process.send_signal(signal.SIGINT)
@@ -135,7 +140,7 @@ def write_manifest(path: Path, checkpoint: Path, port: int, **spec: object) -> P
 
 
 def start(manifest: Path, port: int, checkpoint: Path, *options: str) -> Served:
-    """Start `medha up` and wait until it serves."""
+    """Start `medha up` and wait until it serves, and has printed its addresses."""
     process = subprocess.Popen(
         [sys.executable, "-m", "medha_cli.main", "up", str(manifest), *options],
         stdout=subprocess.PIPE,
@@ -154,7 +159,7 @@ def start(manifest: Path, port: int, checkpoint: Path, *options: str) -> Served:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         try:
-            if served.get("/ready")[0] == 200:
+            if served.get("/ready")[0] == 200 and "Ctrl-C drains" in "".join(served.lines):
                 return served
         except httpx.TransportError:
             pass  # the router does not listen yet

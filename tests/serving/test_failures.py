@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -20,13 +21,22 @@ from situations.recording import record
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
-BODY = {"model": MODEL, "prompt": "go on", "temperature": 1, "seed": 5, "ignore_eos": True, "stream": True}
+PROMPT = {"model": MODEL, "prompt": "go on", "temperature": 1, "seed": 5, "stream": True}
+BODY = PROMPT | {"ignore_eos": True}
+ROWS = {"type": "array", "items": {"enum": ["red", "green", {"n": 1}]}, "minItems": 1000}
+GUIDED = PROMPT | {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "rows", "schema": ROWS}}
+}
+"""No stream here is long enough to complete its schema."""
 
 
-GRIDS = ((1, 1, 1), (1, 2, 2))
+GRIDS = (
+    pytest.param((1, 1, 1), id="one rank"),
+    pytest.param((1, 2, 2), id="four ranks", marks=pytest.mark.long),  # CI has the grids of test_recovery
+)
 
 
-@pytest.fixture(scope="module", params=GRIDS, ids=["one rank", "four ranks"])
+@pytest.fixture(scope="module", params=GRIDS)
 def replica(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -55,11 +65,13 @@ def processes(served: Served, module: str) -> list[psutil.Process]:
     return sorted(found, key=lambda part: part.create_time())
 
 
-def streamed(served: Served, tokens: int, kill: psutil.Process | None = None, after: int = 0) -> str:
+def streamed(
+    served: Served, tokens: int, body: dict[str, object], kill: psutil.Process | None = None, after: int = 0
+) -> str:
     """The text of one stream; `kill` dies once `after` pieces have come."""
     pieces = []
     with httpx.stream(
-        "POST", served.url + "/v1/completions", json=BODY | {"max_tokens": tokens}, timeout=60
+        "POST", served.url + "/v1/completions", json=body | {"max_tokens": tokens}, timeout=60
     ) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -72,21 +84,67 @@ def streamed(served: Served, tokens: int, kill: psutil.Process | None = None, af
 
 
 @pytest.mark.parametrize(("module", "which"), [("medha_worker.rank", -1), ("medha_worker.controller", 0)])
-def test_a_stream_goes_on_with_the_same_text_when_a_part_dies(
-    replica: Served, module: str, which: int
-) -> None:
+def test_streams_go_on_with_the_same_texts_when_a_part_dies(replica: Served, module: str, which: int) -> None:
     """The router resubmits it to the next epoch with its seed and the sampled tokens; sampling is keyed by position."""
-    undisturbed = streamed(replica, 400)
+    undisturbed = [streamed(replica, 400, body) for body in (BODY, GUIDED)]
     victim = processes(replica, module)[which]
-    assert streamed(replica, 400, kill=victim, after=40) == undisturbed
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(streamed, replica, 400, BODY)
+        guided = streamed(replica, 400, GUIDED, kill=victim, after=40)
+    assert [beside.result(), guided] == undisturbed
+    assert not victim.is_running()
+    replica.wait_idle()
+
+
+ROWS = {
+    "type": "object",
+    "properties": {"rows": {"type": "array", "items": {"type": "integer"}, "minItems": 40}},
+    "required": ["rows"],
+}
+CALL = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "go on"}],
+    "tools": [{"type": "function", "function": {"name": "store", "parameters": ROWS, "strict": True}}],
+    "tool_choice": "required",
+    "max_tokens": 300,
+    "seed": 5,
+    "stream": True,
+}
+
+
+def call_deltas(served: Served, kill: psutil.Process | None = None) -> list[tuple[str | None, str]]:
+    """The name and the arguments of one streamed call; `kill` dies in the middle of it."""
+    deltas: list[tuple[str | None, str]] = []
+    with httpx.stream("POST", served.url + "/v1/chat/completions", json=CALL, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for call in event["choices"][0]["delta"].get("tool_calls", ()):
+                    assert call["index"] == 0
+                    deltas.append((call["function"].get("name"), call["function"]["arguments"]))
+                if kill is not None and len(deltas) == 30:
+                    os.kill(kill.pid, signal.SIGKILL)
+    return deltas
+
+
+def test_a_call_goes_on_with_the_same_arguments_when_a_rank_dies_in_the_middle_of_it(replica: Served) -> None:
+    undisturbed = call_deltas(replica)
+    assert [name for name, _ in undisturbed if name] == ["store"]
+    assert "".join(text for _, text in undisturbed).startswith("{")
+    victim = processes(replica, "medha_worker.rank")[-1]
+    moved = call_deltas(replica, kill=victim)
+    assert "".join(text for _, text in moved) == "".join(text for _, text in undisturbed)
+    assert [name for name, _ in moved if name] == ["store"]
     assert not victim.is_running()
     replica.wait_idle()
 
 
 def test_a_router_that_dies_breaks_its_connections_and_frees_what_they_held(replica: Served) -> None:
+    guided = streamed(replica, 40, GUIDED)
     (router,) = processes(replica, "medha_router")
     with pytest.raises(httpx.HTTPError):
-        streamed(replica, 3000, kill=router, after=3)
+        streamed(replica, 3000, GUIDED, kill=router, after=3)
     end = time.monotonic() + 30
     while time.monotonic() < end:
         try:
@@ -95,11 +153,11 @@ def test_a_router_that_dies_breaks_its_connections_and_frees_what_they_held(repl
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    assert len(streamed(replica, 20)) > 0
+    assert streamed(replica, 40, GUIDED) == guided
     replica.wait_idle()
 
 
-@pytest.mark.parametrize("replica", GRIDS[:1], indirect=True, ids=["one rank"])
+@pytest.mark.parametrize("replica", GRIDS[:1], indirect=True)
 def test_steps_that_take_longer_than_predicted_are_seen_as_such(replica: Served) -> None:
     (controller,) = processes(replica, "medha_worker.controller")
     run = Run(Path(controller.cmdline()[-1]).parent, "tiny", replica.process.pid)

@@ -10,7 +10,7 @@ import pytest
 from medha.scheduler.controller import STATE_HASH_EVERY_STEPS
 
 from .conftest import MODEL, free_port, start, stop, write_manifest
-from .test_failures import processes, streamed
+from .test_failures import BODY, processes, streamed
 
 FORK = """
 import sys
@@ -34,7 +34,7 @@ if any(argument.endswith("/rank-1.json") for argument in sys.orig_argv):
 """Python runs it as each process begins; that of rank 1 takes a block of KV which nobody has given to anybody."""
 
 
-@pytest.mark.parametrize("parallelism", [{"kv": 2}, {"stream": 2}])
+@pytest.mark.parametrize("parallelism", [{"kv": 2}, pytest.param({"stream": 2}, marks=pytest.mark.long)])
 def test_a_fork_of_one_rank_ends_its_epoch_soon_and_nothing_else(
     parallelism: dict[str, int], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,8 +49,8 @@ def test_a_fork_of_one_rank_ends_its_epoch_soon_and_nothing_else(
     served = start(manifest, port, checkpoint)
     try:
         ranks = [process.pid for process in processes(served, "medha_worker.rank")]
-        text = streamed(served, 400)  # parts somewhere in here
-        assert streamed(served, 400) == text
+        text = streamed(served, 400, BODY)  # parts somewhere in here
+        assert streamed(served, 400, BODY) == text
         assert [process.pid for process in processes(served, "medha_worker.rank")] == ranks
     finally:
         stop(served)

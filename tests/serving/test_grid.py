@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
-from .test_serving import reference_text, text_of
+from .test_serving import assert_reference_logprobs, reference_text, text_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grid.yaml"
 SHAPES = [
@@ -84,6 +84,16 @@ def test_the_text_of_a_grid_is_transformers_text(grid: Served) -> None:
     assert found == [reference_text(grid, prompt, 24) for prompt in PROMPTS]
 
 
+def test_the_log_probabilities_of_a_prompt_on_a_grid_are_those_of_transformers(grid: Served) -> None:
+    """In several chunks, and on all lanes."""
+    prompt = text_of(900, seed=9)
+    with openai.OpenAI(base_url=grid.url + "/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=1, temperature=0, echo=True, logprobs=1
+        )
+    assert_reference_logprobs(grid, prompt, answer.choices[0])
+
+
 @pytest.mark.parametrize("grid", SHAPES[:1], indirect=True)
 def test_a_prompt_that_passes_one_lanes_share_is_on_both_lanes_of_the_example(grid: Served) -> None:
     prompt, before = text_of(1500, seed=1), grid.blocks_by_lane()
@@ -101,18 +111,22 @@ def test_every_rank_of_the_example_reports_what_it_waits_for(grid: Served) -> No
     def spent(rank: int, part: str) -> bool:
         return samples.get(("medha_rank_step_seconds", str(rank), part), 0.0) > 0
 
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        samples = grid.rank_samples()
-        if all(spent(rank, "exchange") for rank in range(8)):
-            break
-        time.sleep(0.2)
-    for rank in range(8):
+    def missing(rank: int) -> list[str]:
         owns, is_later = rank < 4, rank // 2 % 2 == 1
         expected = {"forward", "exchange"}
         if owns:  # a lane that helps may have no rows of its own
             expected |= {"all_reduce", "receive", "gather"} if is_later else {"all_reduce", "send"}
-        assert [part for part in expected if not spent(rank, part)] == [], rank
+        return sorted(part for part in expected if not spent(rank, part))
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        samples = grid.rank_samples()
+        if not any(missing(rank) for rank in range(8)):
+            break
+        time.sleep(0.2)  # each rank reports for itself
+    assert {rank: parts for rank in range(8) if (parts := missing(rank))} == {}
+    for rank in range(8):
+        is_later = rank // 2 % 2 == 1
         assert is_later or not spent(rank, "gather"), "only the last stage has logits"
         assert samples["medha_rank_estimated_flops", str(rank), ""] > 0
         assert samples["medha_rank_memory_bytes", str(rank), "used"] > 0

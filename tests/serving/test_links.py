@@ -72,7 +72,7 @@ def wait_for_metric(read: Callable[[], float], least: float, what: str) -> None:
 
 
 def test_strangers_get_nowhere_are_counted_and_change_nobodys_text(replica: Watched) -> None:
-    undisturbed = streamed(replica, 200)
+    undisturbed = streamed(replica, 200, BODY)
     routers = replica.metric("medha_router_refused_connections_total")
     controllers = replica.controllers("medha_refused_connections_total")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -96,7 +96,7 @@ def test_strangers_get_nowhere_are_counted_and_change_nobodys_text(replica: Watc
             ):  # refused already: ZeroMQ does not try again, and nothing more can be sent
                 socket.send_multipart(fault, flags=zmq.NOBLOCK)
     try:
-        assert streamed(replica, 200) == undisturbed
+        assert streamed(replica, 200, BODY) == undisturbed
         wait_for_metric(
             lambda: replica.metric("medha_router_refused_connections_total"), routers + 6, "router"
         )
@@ -116,7 +116,7 @@ def test_strangers_get_nowhere_are_counted_and_change_nobodys_text(replica: Watc
 def test_who_holds_a_ranks_key_and_talks_nonsense_is_counted_and_changes_nobodys_text(
     replica: Watched,
 ) -> None:
-    undisturbed = streamed(replica, 200)
+    undisturbed = streamed(replica, 200, BODY)
     before = replica.controllers("medha_dropped_messages_total")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     keys, server = KeyPair.read(replica.keys.ranks), read_public_key(replica.keys.controller_public)
@@ -125,7 +125,7 @@ def test_who_holds_a_ranks_key_and_talks_nonsense_is_counted_and_changes_nobodys
     for frames in ([b"\x80\x04\x95"], [b"{}", b"x"], encode(RankHello(0, "me")), [b'{"v":7}']):
         opened.socket.send_multipart(frames)
     try:
-        assert streamed(replica, 200) == undisturbed
+        assert streamed(replica, 200, BODY) == undisturbed
         wait_for_metric(
             lambda: replica.controllers("medha_dropped_messages_total"), before + 4, "not counted"
         )
@@ -169,7 +169,7 @@ def test_kv_is_free_within_ten_seconds_of_the_routers_end_whatever_waited(
         time.sleep(0.1)
     for thread in asking:
         thread.join()
-    assert len(streamed(replica, 20)) > 0
+    assert len(streamed(replica, 20, BODY)) > 0
     replica.wait_idle()
 
 
@@ -181,7 +181,7 @@ def test_keys_are_the_owners_alone_outlive_a_part_and_never_leave_their_files(re
     (controller,) = processes(replica, "medha_worker.controller")
     os.kill(controller.pid, signal.SIGKILL)
     controller.wait(timeout=20)
-    assert len(streamed(replica, 20)) > 0
+    assert len(streamed(replica, 20, BODY)) > 0
     assert {path: path.read_text().strip() for path in files} == contents
     settings = "".join(path.read_text() for path in replica.run.glob("*.json"))
     said = [*replica.lines, settings]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,41 @@ def test_logprobs_are_those_of_the_sampled_tokens(client: openai.OpenAI) -> None
         assert len(token.top_logprobs) == 3
         assert token.logprob == token.top_logprobs[0].logprob <= 0  # greedy draws the most probable
         assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+
+
+def test_the_log_probabilities_of_a_prompt_are_those_of_transformers_though_it_is_cached(
+    served: Served, client: openai.OpenAI
+) -> None:
+    """`lm-eval` asks like this for the likelihood of a text; such a prompt takes no KV from the cache."""
+    prompt = text_of(300, seed=5)
+    client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)  # now it is cached
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=1, temperature=0, echo=True, logprobs=1
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert_reference_logprobs(served, prompt, answer.choices[0])
+
+
+def assert_reference_logprobs(served: Served, prompt: str, choice: openai.types.CompletionChoice) -> None:
+    """Compare the log-probabilities of a prompt's tokens, and the likeliest ones, with transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(served.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(served.checkpoint, dtype=torch.float32)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        natural = torch.log_softmax(model(ids).logits[0], dim=-1)
+    assert choice.text.startswith(prompt)
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    count = ids.shape[1]
+    wanted = natural[:-1].gather(1, ids[0, 1:, None]).flatten().tolist()
+    assert logprobs.token_logprobs[1:count] == pytest.approx(wanted, abs=1e-4)
+    best = [max(top.values()) for top in logprobs.top_logprobs[1:count]]
+    assert best == pytest.approx(natural[:-1].max(dim=-1).values.tolist(), abs=1e-4)
+    assert len(logprobs.token_logprobs) == count + 1
 
 
 def test_greedy_text_equals_transformers(served: Served, client: openai.OpenAI) -> None:
@@ -334,7 +370,10 @@ def test_64_chats_that_name_no_max_tokens_run_at_once(served: Served) -> None:
             tasks = [asyncio.create_task(one()) for _ in range(64)]
             for _ in range(64):
                 await asyncio.wait_for(started.acquire(), timeout=100)
-            most = int(served.metric("medha_replica_sequences_running"))
+            end = time.monotonic() + 10  # what a replica runs is announced twice a second
+            while most < 64 and time.monotonic() < end:
+                await asyncio.sleep(0.1)
+                most = max(most, int(served.metric("medha_replica_sequences_running")))
             release.set()
             await asyncio.gather(*tasks)
 

