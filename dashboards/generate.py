@@ -28,6 +28,8 @@ class Panel:
     kind: str = "timeseries"
     steps: tuple[tuple[str, float | None], ...] = ()
     """Colours and the values from which they hold."""
+    minimum: int | None = 0
+    """Least value of the axis where the unit is a share; None: it may be negative, and follows the data."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def _panel(number: int, panel: Panel, position: dict[str, int]) -> dict[str, Any
     if panel.kind == "timeseries":
         defaults["custom"] = {"fillOpacity": 8, "showPoints": "never"}
     if panel.unit == "percentunit":
-        defaults |= {"min": 0, "max": 1}
+        defaults |= {"max": 1} if panel.minimum is None else {"min": panel.minimum, "max": 1}
     if panel.steps:
         steps = [{"color": color, "value": value} for color, value in panel.steps]
         defaults["thresholds"] = {"mode": "absolute", "steps": steps}
@@ -114,7 +116,6 @@ def _variable(name: str, query: str) -> dict[str, Any]:
         "type": "query",
         "datasource": _SOURCE,
         "query": {"query": query, "refId": name},
-        "definition": query,
         "refresh": 2,
         "multi": True,
         "includeAll": True,
@@ -153,6 +154,19 @@ _R = '{namespace=~"$namespace", model=~"$model"}'
 _N = '{namespace=~"$namespace"}'
 _TTFT, _TPOT = "medha_request_ttft_attainment_total", "medha_request_tpot_attainment_total"
 
+
+def _slack() -> dict[str, str]:
+    """Return legend -> query for what is left of its target when a request's first token comes, as a share of the target.
+
+    It is 1 minus TTFT divided by the target, so the least slack belongs to the largest quotient.
+    """
+    quotients = _quantiles("medha_request_ttft_target_ratio", _R, "", (0.99, 0.5))
+    return {
+        legend: f"1 - {query}"
+        for legend, query in zip(("the least 1 %", "median"), quotients.values(), strict=True)
+    }
+
+
 SLO = Dashboard(
     name="slo",
     title="SLO",
@@ -179,12 +193,29 @@ SLO = Dashboard(
             Panel("In the router", "Do requests wait for a replica?", "short", {"requests": f"sum(medha_router_requests_open{_N})", "sequences": f"sum(medha_router_sequences_open{_N})", "sequences that wait": f"sum(medha_router_sequences_waiting{_N})"}),
         ],
         "Replicas": [
-            Panel("Replicas", "How many replicas can serve, and how many should?", "short", {"{{model}} {{state}}": f"sum by (model, state) (medha_router_replicas{_R})", "{{model}} wanted": f"max by (model) (medha_router_replicas_desired{_R})"}),
+            Panel("Replicas", "How many replicas can serve, and how many should?", "short", {"{{model}} {{state}}": f"max by (model, state) (medha_router_replicas{_R})", "{{model}} wanted": f"max by (model) (medha_router_replicas_desired{_R})"}),
+            Panel("Replicas needed", "How many replicas does the load need, and for what?", "short", {"{{model}} {{reason}}": f"sum by (model, reason) (medha_deployment_desired_replicas{_R})"}),
+            Panel("Missed deadlines, predicted", "By how many seconds will requests that wait miss their targets, in sum?", "s", {"{{model}}": f"sum by (model) (medha_deployment_missed_deadline_seconds_predicted{_R})"}),
             Panel("KV in use", "Is memory the bottleneck?", "percentunit", {"{{replica}}": f"max by (replica) (medha_replica_kv_used_ratio{_R})"}),
             Panel("Prefill ahead", "How long would a new prompt wait?", "s", {"{{replica}}": f"max by (replica) (medha_replica_pending_prefill_seconds{_R})"}),
-            Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{replica}} running": f"sum by (replica) (medha_replica_sequences_running{_R})", "{{replica}} waiting": f"sum by (replica) (medha_replica_sequences_waiting{_R})"}),
-            Panel("Resubmitted", "Are replicas or ranks lost?", "short", {"sequences a second": f"sum(rate(medha_router_resubmissions_total{_N}[$__rate_interval]))"}),
+            Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{replica}} running": f"max by (replica) (medha_replica_sequences_running{_R})", "{{replica}} waiting": f"max by (replica) (medha_replica_sequences_waiting{_R})"}),
             Panel("Tokenising", "Does the router itself delay requests?", "s", _quantiles("medha_router_tokenize_seconds", _N, "place")),
+        ],
+        "Deadlines": [
+            Panel("Short prompts beside long ones", "Do short requests wait while a long prefill is in flight on their replica? The two pairs of lines should be close.", "s", _quantiles("medha_short_prompt_ttft_seconds", _R, "beside_long")),
+            Panel("Slack at the first token", "Share of its target that a request has left when its first token comes. Below 0, it is late.", "percentunit", _slack(), minimum=None),
+            Panel("First token after forwarding", "When was the first token expected, as the replica's load promised when the request was forwarded, and when did it come?", "s", {f"{legend} observed": query for legend, query in _quantiles("medha_forwarded_ttft_observed_seconds", _R).items()} | {f"{legend} predicted": query for legend, query in _quantiles("medha_forwarded_ttft_predicted_seconds", _R).items()}),
+            Panel("First token, observed divided by predicted", "For which prompts does the router expect too much or too little? More urgent requests that arrive later, and a wait for KV, bring them above 1.", "short", _quantiles("medha_forwarded_ttft_prediction_error_ratio", _R, "prompt_tokens", (0.5,))),
+        ],
+        "Queue": [
+            Panel("Waiting in the router, by class", "Which class waits for a replica with room?", "short", {"{{model}} {{service_class}}": f"sum by (model, service_class) (medha_router_sequences_waiting{_R})"}),
+            Panel("Waiting in the router, by API key", "Whose requests wait?", "short", {"{{key}} {{service_class}}": f"sum by (key, service_class) (medha_key_sequences_waiting{_N})"}),
+            Panel("First tokens in time, by API key", "Does the load of one key make another's requests late?", "percentunit", {"{{key}}": _share("medha_key_ttft_attainment_total", _N, "key")}),
+        ],
+        "Failovers": [
+            Panel("Submitted again", "Are replicas or ranks lost, or are requests refused?", "short", {"{{reason}}": _rate("medha_router_resubmissions_total", _R, "reason")}),
+            Panel("Pauses of streams that continued", "How long does a client see nothing when its stream leaves a replica?", "s", _quantiles("medha_stream_pause_seconds", _R, "resumed")),
+            Panel("Streams that continued", "Why did they leave their replica, and where did they continue?", "short", {"{{reason}} {{resumed}}": _rate("medha_stream_pause_seconds_count", _R, "reason, resumed")}),
         ],
         "Links": [
             Panel("Messages dropped", "Do versions or clocks disagree?", "short", {"{{link}} {{reason}}": _rate("medha_router_dropped_messages_total", _N, "link, reason")}),
@@ -218,6 +249,9 @@ REPLICA = Dashboard(
         "Memory": [
             Panel("KV in use", "Is the KV pool full?", "percentunit", {"{{pod}}": f"max by (pod) (medha_kv_used_ratio{_P})"}),
             Panel("KV blocks", "How many are free, cached, reserved and used?", "short", {"{{lane}} {{state}}": f"sum by (lane, state) (medha_kv_blocks{_P})"}),
+            Panel("Held for growth", "How many free blocks are held for answers that outgrow the expected output?", "short", {"{{pod}}": f"max by (pod) (medha_kv_growth_blocks{_P})"}),
+            Panel("Output, divided by expected", "Is KV reserved for about as much output as comes? Above 1, sequences need more than they reserved.", "short", _quantiles("medha_output_expected_ratio", _P, "service_class", (0.5, 0.9, 0.99))),
+            Panel("Stepped aside", "How often does a sequence give its KV back, and compute it again, because others have outgrown theirs?", "short", {"{{service_class}}": _rate("medha_sequences_stepped_aside_total", _P, "service_class")}),
             Panel("Prefix cache", "Which share of prompt tokens was not computed again?", "percentunit", {"{{pod}}": f"{_rate('medha_prefix_cache_hit_tokens_total', _P, 'pod')} / {_rate('medha_prefix_cache_queried_tokens_total', _P, 'pod')}"}),
         ],
         "Sequences": [

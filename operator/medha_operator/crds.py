@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+import medha
 from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec
 from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
@@ -286,7 +287,11 @@ def _crd(
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{plural}.{GROUP}",
-            "labels": {"app.kubernetes.io/name": "medha", "app.kubernetes.io/part-of": "medha"},
+            "labels": {
+                "app.kubernetes.io/name": "medha",
+                "app.kubernetes.io/part-of": "medha",
+                "app.kubernetes.io/version": medha.__version__,
+            },
         },
         "spec": {
             "group": GROUP,

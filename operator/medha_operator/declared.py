@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from medha.api.replica import LifecycleSpec, MedhaReplicaSpec
-from medha.declared import DeclaredModel, merged, to_text
+from medha.declared import AUTO, DeclaredModel, merged, to_text, usable_aliases
 from medha_operator.index import Index
 from medha_operator.kube.client import Cluster
 from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, MANAGER, REPLICA, ROUTER, Key, Manifest
@@ -26,6 +26,8 @@ from medha_operator.replica.plan import RecordEvent
 
 NAME_CONFLICT = "NameConflict"
 """Reason of the event at a router whose ConfigMap would have the name of somebody else's."""
+ALIAS_CONFLICT = "AliasConflict"
+"""Reason of the event at a router for which two models claim one name."""
 _RETRY_SECONDS = 2.0
 """Seconds between checks for a router that does not exist yet, or for the end of an earlier one's
 ConfigMap."""
@@ -53,8 +55,13 @@ class _Lifecycle(_Part):
     ready_seconds: float = LifecycleSpec().ready_seconds
 
 
+class _Model(_Named):
+    aliases: tuple[str, ...] = ()
+    tool_call_format: str = AUTO
+
+
 class _Spec(_Part):
-    model: _Named
+    model: _Model
     router_ref: _Router | None = None
     service_classes: tuple[_Named, ...] = ()
     suspend: bool = False
@@ -67,6 +74,8 @@ class Declaration:
 
     router: RouterSite
     model: str
+    aliases: tuple[str, ...]
+    tool_call_format: str
     service_classes: tuple[str, ...]
     replicas: int
     counts_from: float
@@ -94,6 +103,8 @@ def declaration(document: Document) -> Declaration | None:
     return Declaration(
         router=RouterSite(name=read.router_ref.name, namespace=namespace),
         model=read.model.name,
+        aliases=read.model.aliases,
+        tool_call_format=read.model.tool_call_format,
         service_classes=tuple(one.name for one in read.service_classes) or _DEFAULT_CLASSES,
         replicas=0 if read.suspend else replicas,
         counts_from=seconds(metadata["creationTimestamp"]) + read.lifecycle.ready_seconds,
@@ -111,6 +122,8 @@ def models_of(
     models = merged(
         DeclaredModel(
             name=one.model,
+            aliases=one.aliases,
+            tool_call_format=one.tool_call_format,
             service_classes=one.service_classes,
             replicas=one.replicas if one.counts_from <= now else 0,
         )
@@ -156,6 +169,10 @@ async def publish_models(
     declared = (one for one in map(declaration, resources) if one is not None)
     models, changes_in = models_of(router, declared, now)
     again = min(settings.resync_seconds, changes_in if changes_in is not None else settings.resync_seconds)
+    problems = usable_aliases(models)[1]
+    if problems:
+        told = f"{'; '.join(problems)}: no such alias is served, so change one of the resources"
+        await record_event(deployment, RecordEvent(ALIAS_CONFLICT, told, is_warning=True))
     entry, text = entry_name(settings), to_text(models) if models else None
     key = models_key(router)
     found = await cluster.get(CONFIG_MAP, key.namespace, key.name)

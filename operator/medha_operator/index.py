@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from medha_operator.definitions import without_newer_defaults
 from medha_operator.deployment.observed_deployment import (
     DEPLOYMENT_LABEL,
     MAY_DRAIN,
@@ -290,7 +291,8 @@ def _resource(document: Document) -> Entry:
         concerns.append(
             Key(DEPLOYMENT.name, metadata["namespace"], stem)
         )  # it has a name of that deployment's, whoever owns it
-    return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=_stored(document))
+    known = without_newer_defaults(document)
+    return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=_stored(known))
 
 
 def _child(document: Document) -> Entry:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+import medha
+
 
 class RouterSite(BaseModel):
     """A router of this installation, for which the operator makes keys."""
@@ -22,9 +24,9 @@ class OperatorSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    worker_image: str = "medha-worker:0.1.0"
+    worker_image: str = f"medha-worker:{medha.__version__}"
     """Image of pods without an accelerator, if their replica names none."""
-    gpu_worker_image: str = "medha-worker-gpu:0.1.0"
+    gpu_worker_image: str = f"medha-worker-gpu:{medha.__version__}"
     """Image of pods with an accelerator, if their replica names none."""
     image_pull_policy: str = "IfNotPresent"
     namespaces: tuple[str, ...] = ()
@@ -44,6 +46,9 @@ class OperatorSettings(BaseModel):
     lease_seconds: float = Field(default=15.0, gt=1)
     metrics_port: int = Field(default=9402, ge=0, le=65535)
     """Port at which Prometheus scrapes the operator."""
+    traces_endpoint: str | None = None
+    """Base URL of the OpenTelemetry collector for replicas that name none; None: they make no traces. It is in
+    pods from their next revision on."""
     metrics_from: tuple[dict[str, Any], ...] = ()
     """Peers that may read the metrics of replicas, in the form of a NetworkPolicy's rule; if empty,
     everybody may."""

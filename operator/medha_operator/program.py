@@ -17,8 +17,10 @@ from pathlib import Path
 
 from prometheus_client import make_wsgi_app
 
+import medha
 from medha_links.bounded_http import BoundedWsgiServer
 from medha_operator.declared import Declarations, models_key
+from medha_operator.definitions import OPENAPI_PATH, missing_fields
 from medha_operator.index import Index
 from medha_operator.kube.client import ApiError, Cluster, Fenced
 from medha_operator.kube.kinds import DEPLOYMENT, GANGS, NODE, REPLICA, ROUTER, Key, Kind
@@ -34,6 +36,8 @@ from medha_process.host_resources import raise_file_limit
 _log = logging.getLogger(__name__)
 
 _REFUSED_SECONDS = 5.0
+_DEFINITIONS_SECONDS = 2.0
+_SHOWN_FIELDS = 10
 
 
 def read_settings() -> OperatorSettings:
@@ -77,10 +81,16 @@ class Program:
         """
         telemetry = self._telemetry
         raise_file_limit()
-        server = BoundedWsgiServer("0.0.0.0", self._settings.metrics_port, make_wsgi_app(telemetry.registry))
-        server.start("metrics")
         limit = write_seconds(self._settings.lease_seconds)
         cluster = await Cluster.connect(self._tenure.covers, telemetry.wrote, limit)
+        try:
+            await wait_for_definitions(cluster)
+        except BaseException:
+            await cluster.close()
+            raise
+        # The readiness probe asks for metrics: until there are definitions, a rollout keeps the operator before this one.
+        server = BoundedWsgiServer("0.0.0.0", self._settings.metrics_port, make_wsgi_app(telemetry.registry))
+        server.start("metrics")
         lease = Lease(cluster, self._tenure, self._holder, self._settings)
         reconciler = Reconciler(
             cluster, self.index, self._settings, telemetry, holder=self._holder, now=_unix_seconds
@@ -178,6 +188,36 @@ class Program:
             return "changed" if result.writes else "unchanged"
         self._telemetry.failed(key.kind, reason)
         return "failed"
+
+
+async def wait_for_definitions(cluster: Cluster) -> None:
+    """Wait until the API server's definitions have every field of this version; log which they have not."""
+    reported: list[str] = []
+    while True:
+        try:
+            missing = missing_fields(await cluster.describe(OPENAPI_PATH))
+        except ApiError as error:
+            if error.status == 403:
+                _log.warning(
+                    "the definitions of the API server cannot be checked, goes on without: %s", error
+                )
+                return
+            _log.warning(
+                "the definitions of the API server: %s; asked again in %g s", error, _DEFINITIONS_SECONDS
+            )
+            missing = reported
+        else:
+            if not missing:
+                return
+            if missing != reported:
+                _log.error(
+                    "the API server's definitions are older than this operator, %s, or not there: they lack %s%s. Apply those "
+                    "of this version, by `helm upgrade` or `kubectl apply --server-side -f crds/`. Until then nothing is "
+                    "reconciled",
+                    medha.__version__, ", ".join(missing[:_SHOWN_FIELDS]), ", ..." * (len(missing) > _SHOWN_FIELDS),
+                )  # fmt: skip
+            reported = missing
+        await asyncio.sleep(_DEFINITIONS_SECONDS)
 
 
 def _unix_seconds() -> float:

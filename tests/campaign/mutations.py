@@ -46,6 +46,7 @@ _DEPLOYMENT: Fields = {"replicas": 1, "template": {"spec": _REPLICA}}
 
 _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     # field -> (valid values, invalid values)
+    "model.aliases": ([["chat"], ["chat", "org/chat"]], ["chat", [""], ["a", "a"], ["m"]]),
     "model.ropeScaling": ([{"type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}], ["yarn"]),
     "model.source.huggingFace.repository": (["a/b", "gpt2"], ["a b", "a/b/c"]),
     "model.source.huggingFace.cache.hostPath": (["/cache/a", "/cache/b"], ["cache", ""]),
@@ -89,6 +90,10 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "lifecycle.restart.backoffSeconds": ([1.0, 60], [0, 86401]),
     "lifecycle.restart.backoffLimitSeconds": ([60, 3600], [0, 29]),
     "lifecycle.readySeconds": ([60, 1200], [0]),
+    "traces.endpoint": (
+        ["http://collector:4318", "https://otel.example/tenant"],
+        ["collector:4318", "http://user:password@collector", "ftp://collector"],
+    ),
     "rollout.maxSurge": ([2, "50%"], ["half", "1000%", -1, 10_001]),
     "rollout.maxUnavailable": ([1, "25%"], ["-1%", True, -1]),
     "replicas": ([2, 3, 0], [-1, 10_001]),
@@ -127,6 +132,7 @@ _BESIDE: dict[str, Fields] = {
     "placement.queue": {"placement": {"gang": "kueue", "queue": "q"}},
     "placement.laneTopology": {"placement": {"laneTopology": {"key": "rack"}}},
     "routerRef": {"routerRef": {"name": "router"}},
+    "traces.headersSecret": {"traces": {"endpoint": "http://collector:4318", "headersSecret": {"name": "s"}}},
 }
 _WHOLE = {"placement.gang": "placement"}
 """Fields that are only meaningful with others -> the field to change instead."""

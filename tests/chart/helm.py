@@ -84,3 +84,8 @@ def rules(helm: Helm, **values: Any) -> dict[str, Any]:
     """The spec of the chart's PrometheusRule."""
     monitoring = {"monitoring": {"rules": {"enabled": True} | values}}
     return dict(find(helm.render(**monitoring), "PrometheusRule", "medha")["spec"])
+
+
+def alert_names(helm: Helm) -> set[str]:
+    """Names of all alerts of the chart."""
+    return {rule["alert"] for group in rules(helm)["groups"] for rule in group["rules"] if "alert" in rule}

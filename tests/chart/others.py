@@ -1,4 +1,5 @@
-"""Definitions of others' resources, as their own modules hold them: Prometheus' operator and the Gateway API."""
+"""Definitions of others' resources, as their own modules hold them: Prometheus' operator, KEDA, and the Gateway API
+with its Inference Extension."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ _FILES = {
         "example/prometheus-operator-crd/monitoring.coreos.com_servicemonitors.yaml",
         "example/prometheus-operator-crd/monitoring.coreos.com_prometheusrules.yaml",
     ),
-    "sigs.k8s.io/gateway-api": ("config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",),
+    "github.com/kedacore/keda/v2": ("config/crd/bases/keda.sh_scaledobjects.yaml",),
+    "sigs.k8s.io/gateway-api": (
+        "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",
+        "config/crd/standard/gateway.networking.k8s.io_backendtlspolicies.yaml",
+    ),
+    "sigs.k8s.io/gateway-api-inference-extension": (
+        "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
+    ),
 }
 
 

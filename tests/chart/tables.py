@@ -37,6 +37,9 @@ EVERYTHING: dict[str, Any] = {
         "topologySpreadConstraints": [
             {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
         ],
+        "tls": {"secretName": "llm-tls"},
+        "waitingRoom": {"seconds": 300},
+        "apiKeys": {"secretName": "llm-keys", "key": "clients.yaml"},
         "service": {"type": "LoadBalancer", "port": 80, "annotations": {"g": "h"}},
         "ingress": {
             "enabled": True,
@@ -50,7 +53,21 @@ EVERYTHING: dict[str, Any] = {
             "annotations": {"i": "j"},
             "parentRefs": [{"name": "gateway", "namespace": "gateways"}],
             "hostnames": ["llm.example"],
+            "backendTls": {"hostname": "llm.example", "caConfigMap": "llm-ca"},
         },
+        "trustedProxies": ["10.0.0.0/8", "2001:db8::1"],
+    },
+    "scaling": {
+        "prometheusAddress": "http://prometheus.monitoring:9090",
+        "deployments": [
+            {"name": "chat", "maxReplicas": 8},
+            {"name": "code", "namespace": "team-a", "model": "org/code", "minReplicas": 2, "maxReplicas": 4},
+        ],
+    },
+    "traces": {
+        "endpoint": "http://collector.monitoring:4318",
+        "ratio": 0.25,
+        "headersSecret": {"name": "collector", "key": "headers"},
     },
     "networkPolicy": {
         "clientsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}],
@@ -62,7 +79,11 @@ EVERYTHING: dict[str, Any] = {
         "monitors": True,
         "labels": {"release": "kube-prometheus-stack"},
         "dashboards": True,
-        "rules": {"enabled": True, "labels": {"team": "search"}},
+        "rules": {
+            "enabled": True,
+            "labels": {"team": "search"},
+            "runbooks": "https://docs.example/runbooks",
+        },
     },
 }
 
@@ -93,11 +114,36 @@ TABLE: dict[str, dict[str, Any]] = {
         },
     },
     "another name": {"fullnameOverride": "serving"},
+    "routers by demand": {"router": {"autoscaling": {"enabled": True}}},
+    "replicas by an external metric": {
+        "scaling": {"by": "hpa", "deployments": [{"name": "chat", "minReplicas": 1, "maxReplicas": 8}]}
+    },
+    "one router": {"router": {"replicas": 1}},
     "no user of ours": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
     "no policies": {"networkPolicy": {"enabled": False}},
     "nothing judged": {"admission": {"enabled": False}},
     "definitions that go": {"crds": {"keep": False}},
     "an Ingress for any host": {"router": {"ingress": {"enabled": True, "hosts": ["*"]}}},
+    "a pool of routers": {
+        "router": {
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
+            "inferencePool": {
+                "enabled": True,
+                "annotations": {"k": "l"},
+                "endpointPicker": {"name": "picker"},
+            },
+        }
+    },
+    "TLS up to routers by authorities that everybody knows": {
+        "router": {
+            "tls": {"secretName": "llm-tls"},
+            "httpRoute": {
+                "enabled": True,
+                "parentRefs": [{"name": "gateway"}],
+                "backendTls": {"hostname": "llm.example"},
+            },
+        }
+    },
     "a stopped router": {"router": {"replicas": 0, "leaveSeconds": 0}},
     "monitoring of the operator": {
         "router": {"enabled": False},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chart.helm import NAMESPACE, Helm, rules
+from chart.helm import NAMESPACE, Helm, alert_names, rules
 from situations.recording import ASKED, Spell, played, situations
 
 Labels = dict[str, str]
@@ -126,8 +126,19 @@ CASES: dict[str, Case] = {
         9,
         (MODEL,),
     ),
-    "one router of two has the replicas": Case(
-        "MedhaNoReplicaServes", (router(Spell("served", 20)), router(Spell("unserved", 20), pod="medha-router-b")), 19
+    "no replica joins one router of two": Case(
+        "MedhaNoReplicaServes",
+        (router(Spell("served", 20)), router(Spell("unserved", 20), pod="medha-router-b")),
+        19,
+        (MODEL,),
+    ),
+    "a router is added, and replicas join it after four minutes": Case(
+        "MedhaNoReplicaServes",
+        (
+            router(Spell("served", 30)),
+            router(Spell(None, 10), Spell("unserved", 4), Spell("served", 16), pod="medha-router-b"),
+        ),
+        16,
     ),
     "its replicas are suspended": Case("MedhaNoReplicaServes", (router(Spell("suspended", 20)),), 19),
     "there never was a router": Case("MedhaNoRouter", (), 6, (PAGES | {"namespace": NAMESPACE},)),
@@ -262,10 +273,6 @@ def test_what_alerts_ask_for_is_what_is_recorded(helm: Helm) -> None:
     assert set(re.findall(r"\bmedha_\w+", queries)) == set(ASKED)
     used = {spell.situation for case in CASES.values() for _, spells in case.processes for spell in spells}
     assert used - {None} == situations()
-
-
-def alert_names(helm: Helm) -> set[str]:
-    return {rule["alert"] for group in rules(helm)["groups"] for rule in group["rules"] if "alert" in rule}
 
 
 def fire_as_expected(

@@ -106,7 +106,7 @@ def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     installer("uninstall", "medha", "-n", NAMESPACE)
     assert uids(accepting) == before
     assert accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}") == replica
-    kinds = "deploy,svc,cm,sa,pdb,netpol,role,rolebinding,clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding,ingress,httproute,podmonitor,servicemonitor,prometheusrule"
+    kinds = "deploy,svc,cm,sa,pdb,netpol,role,rolebinding,clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding,ingress,httproute,backendtlspolicy,inferencepool,podmonitor,servicemonitor,prometheusrule"
     left = accepting.kubectl("get", kinds, "-A", "-l", "app.kubernetes.io/instance=medha", "-o", "name")
     assert "No resources found" in left or left == ""
     install(installer)  # takes the definitions that it left up again

@@ -17,7 +17,7 @@ from medha_operator.replica.revision import begin
 A, B = Owner("llama", "team-a", "a" * 36), Owner("qwen", "team-a", "b" * 36)
 RENDEZVOUS = (5600, 5601, 9400, 9401, 29500, 48173, 65535)
 """Ports within a replica: ours, and some that gloo may choose."""
-PORTS = sorted({*RENDEZVOUS, 22, 53, 443, 5700, 5701, 6443, 8000, 8080, 9402})
+PORTS = sorted({*RENDEZVOUS, 22, 53, 443, 5700, 5701, 6443, 8000, 8080, 9402, 9403})
 
 
 def policy(name: str = "p", namespace: str = "here", **spec: Any) -> Manifest:
@@ -93,7 +93,12 @@ def test_pods_of_a_replica_reach_each_other_on_every_port(site: Site) -> None:
 def test_every_other_connection_that_is_open_is_one_that_is_needed(site: Site) -> None:
     everybody = set(site.ends) - {"world"}
     needed = {
-        "router": {8000: everybody - {"operator"} | {"world"}, 5700: set(), 5701: set()},
+        "router": {
+            8000: everybody - {"operator"} | {"world"},
+            9403: everybody - {"operator"} | {"world"},
+            5700: set(),
+            5701: set(),
+        },
         "operator": {9402: everybody - {"router"} | {"world"}},
     }
     for worker in (*site.a, *site.b):
@@ -119,6 +124,19 @@ def test_the_router_opens_no_connection_and_the_operator_those_to_the_api_server
     assert not is_open(site.policies, site.operator, site.world, 443, "UDP")
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://collector:4318", 4318), ("https://collector.example/otlp", 443), ("http://collector", 80)],
+)
+def test_a_router_that_makes_traces_reaches_its_collector(helm: Helm, endpoint: str, port: int) -> None:
+    site = Site(helm.render(traces={"endpoint": endpoint}))
+    for other in PORTS:
+        assert is_open(site.policies, site.router, site.world, other) == (other in (53, 5353, port))
+    assert is_open(site.policies, site.router, site.world, port)
+    for name_server in (53, 5353):  # of Kubernetes and of OpenShift
+        assert is_open(site.policies, site.router, site.world, name_server, "UDP")
+
+
 def test_replicas_may_go_out_for_their_model(site: Site) -> None:
     assert site.open_ports(site.a[0], site.world) == PORTS
 
@@ -126,7 +144,7 @@ def test_replicas_may_go_out_for_their_model(site: Site) -> None:
 def test_clients_and_scrapers_can_be_named(helm: Helm) -> None:
     site = Site(helm.render(**EVERYTHING))
     assert site.open_ports(site.client, site.router) == [8000]
-    assert site.open_ports(site.prometheus, site.router) == [8000]
+    assert site.open_ports(site.prometheus, site.router) == [9403]
     assert site.open_ports(site.prometheus, site.operator) == [9402]
     assert site.open_ports(site.prometheus, site.a[0]) == [9400]
     for other in (site.client, site.neighbour, site.b[0], site.world):
@@ -141,7 +159,7 @@ def test_clients_and_scrapers_can_be_named(helm: Helm) -> None:
 def test_helm_test_reaches_the_router_and_nothing_else(helm: Helm, values: dict[str, Any]) -> None:
     manifests = helm.render(**values)
     site, asking = Site(manifests), pod("test", NAMESPACE, pods(manifests)["medha-test"])
-    assert site.open_ports(asking, site.router) == [8000]
+    assert 8000 in site.open_ports(asking, site.router)
     assert site.open_ports(asking, site.operator) == site.open_ports(asking, site.a[0]) == []
     assert site.open_ports(asking, site.world) == [53]
     assert site.open_ports(site.client, asking) == []

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
+import medha
 from chart.helm import CHART, NAMESPACE, RELEASE, ROOT, Helm, HelmFailed, Manifest, find, pods
 from chart.tables import EVERYTHING, TABLE
+from medha.api.replica import MedhaReplicaSpec
+from medha.metric_catalogue import ROUTER_METRICS
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.manifests import Owner, pod_templates, router_address
 from medha_process.router_settings import RouterSettings
+from medha_worker.pod.pod_parts import ROUTER_CONTROL_PORT, ROUTER_TOKENS_PORT
 
 
 def program(path: Path) -> Any:
@@ -110,11 +115,67 @@ def test_the_router_can_read_its_settings(helm: Helm) -> None:
     document = settings(helm.render(router={"drainSeconds": 120}), "medha-router")
     read = RouterSettings.model_validate(document)
     assert (read.host, read.port, read.drain_seconds) == ("0.0.0.0", 8000, 120)
+    assert read.api_keys_file is None
     left = RouterSettings.model_fields.keys() - document.keys()
     assert left == {
         "ready_file", "large_body_bytes", "silence_seconds", "tokenize_seconds", "unserved_seconds",
-        "max_bodies_bytes", "max_connections", "head_seconds", "body_seconds", "idle_seconds",
+        "max_bodies_bytes", "max_connections", "head_seconds", "body_seconds", "idle_seconds", "output_seconds",
     }  # fmt: skip
+
+
+def test_the_router_finds_the_api_keys_where_their_secret_is_mounted(helm: Helm) -> None:
+    manifests = helm.render(router={"apiKeys": {"secretName": "llm-keys", "key": "clients.yaml"}})
+    read = RouterSettings.model_validate(settings(manifests, "medha-router"))
+    pod = pods(manifests)["medha-router"]["spec"]
+    (volume,) = [
+        each["name"] for each in pod["volumes"] if each.get("secret", {}).get("secretName") == "llm-keys"
+    ]
+    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == volume]
+    assert "subPath" not in mount, "such a file would never change"
+    assert read.api_keys_file == Path(mount["mountPath"]) / "clients.yaml"
+
+
+def test_routers_and_replicas_send_traces_to_the_collector_that_is_named(helm: Helm) -> None:
+    plain = helm.render()
+    assert RouterSettings.model_validate(settings(plain, "medha-router")).traces_endpoint is None
+    assert OperatorSettings.model_validate(settings(plain, "medha-operator")).traces_endpoint is None
+    assert "env" not in pods(plain)["medha-router"]["spec"]["containers"][0]
+
+    url = "https://collector.example:4318/tenant"
+    manifests = helm.render(traces={"endpoint": url, "ratio": 0.1, "headersSecret": {"name": "collector"}})
+    read = RouterSettings.model_validate(settings(manifests, "medha-router"))
+    assert (read.traces_endpoint, read.traces_ratio) == (url, 0.1)
+    operator = OperatorSettings.model_validate(settings(manifests, "medha-operator"))
+    assert operator.traces_endpoint == url
+    (router,) = pods(manifests)["medha-router"]["spec"]["containers"]
+    secret = {"name": "collector", "key": "headers"}
+    assert router["env"] == [{"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": {"secretKeyRef": secret}}]
+
+    own = {"traces": {"endpoint": "http://mine:4318", "headersSecret": {"name": "mine", "key": "h"}}}
+    for traces, expected in (({}, [url, None]), (own, ["http://mine:4318", {"name": "mine", "key": "h"}])):
+        spec = {"model": {"name": "m", "source": {"path": "/m"}}, **traces}
+        owner = Owner("r", "team", "0123456789")
+        (template,) = pod_templates(owner, MedhaReplicaSpec.model_validate(spec), "0", operator)
+        found = {each["name"]: each for each in template["spec"]["containers"][0]["env"]}
+        headers = found.get("OTEL_EXPORTER_OTLP_HEADERS", {}).get("valueFrom", {}).get("secretKeyRef")
+        assert [found["OTEL_EXPORTER_OTLP_ENDPOINT"]["value"], headers] == expected
+
+
+def test_the_router_finds_its_certificate_where_its_secret_is_mounted(helm: Helm) -> None:
+    manifests = helm.render(router={"tls": {"secretName": "llm-tls"}})
+    read = RouterSettings.model_validate(settings(manifests, "medha-router"))
+    pod = pods(manifests)["medha-router"]["spec"]
+    (volume,) = [
+        each["name"] for each in pod["volumes"] if each.get("secret", {}).get("secretName") == "llm-tls"
+    ]
+    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == volume]
+    assert "subPath" not in mount, "such a file would never change"
+    folder = Path(mount["mountPath"])
+    assert (read.tls_certificate_file, read.tls_key_file) == (folder / "tls.crt", folder / "tls.key")
+    (asked,) = pods(manifests)["medha-test"]["spec"]["containers"]
+    assert "https://medha-router" in asked["args"][0]
+    plain = RouterSettings.model_validate(settings(helm.render(), "medha-router"))
+    assert plain.tls_certificate_file is plain.tls_key_file is None
 
 
 def test_the_pods_ports_are_those_of_the_settings(helm: Helm) -> None:
@@ -123,6 +184,7 @@ def test_the_pods_ports_are_those_of_the_settings(helm: Helm) -> None:
     (container,) = pods(manifests)["medha-router"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports["http"] == read.port
+    assert ports["metrics"] == read.metrics_port
     assert read.control_endpoint.endswith(f":{ports['control']}")
     assert read.tokens_endpoint.endswith(f":{ports['tokens']}")
     (operator,) = pods(manifests)["medha-operator"]["spec"]["containers"]
@@ -147,16 +209,139 @@ def test_a_new_version_of_the_chart_alone_replaces_no_pod(helm: Helm) -> None:
             assert not {"helm.sh/chart", "app.kubernetes.io/version"} & pod["metadata"]["labels"].keys()
 
 
-def test_a_router_gets_the_time_to_drain(helm: Helm) -> None:
-    spec = pods(helm.render(router={"drainSeconds": 300, "leaveSeconds": 10}))["medha-router"]["spec"]
+def test_a_router_gets_the_time_to_leave_and_to_drain(helm: Helm) -> None:
+    manifests = helm.render(router={"drainSeconds": 300, "leaveSeconds": 10, "joinSeconds": 90})
+    spec = pods(manifests)["medha-router"]["spec"]
     assert spec["terminationGracePeriodSeconds"] >= 300 + 10 + 10
-    assert spec["containers"][0]["lifecycle"]["preStop"] == {"sleep": {"seconds": 10}}
+    read = RouterSettings.model_validate(settings(manifests, "medha-router"))
+    assert (read.join_seconds, read.leave_seconds, read.drain_seconds) == (90, 10, 300)
 
 
-def test_a_router_is_ready_before_a_replica_has_joined_it(helm: Helm) -> None:
-    """Replicas join through the Service, whose addresses are those of ready pods alone."""
-    (container,) = pods(helm.render())["medha-router"]["spec"]["containers"]
-    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+def test_replicas_find_all_routers_whether_ready_or_not_and_clients_the_ready_ones(helm: Helm) -> None:
+    manifests = helm.render()
+    labels = pods(manifests)["medha-router"]["metadata"]["labels"]
+    links, clients = (find(manifests, "Service", f"medha-router{end}") for end in ("-links", ""))
+    for service in (links, clients):
+        assert service["spec"]["selector"].items() <= labels.items()
+    assert links["spec"]["clusterIP"] == "None"
+    assert links["spec"]["publishNotReadyAddresses"] is True
+    assert {port["port"] for port in links["spec"]["ports"]} == {ROUTER_CONTROL_PORT, ROUTER_TOKENS_PORT}
+    assert "publishNotReadyAddresses" not in clients["spec"]
+    assert [port["name"] for port in clients["spec"]["ports"]] == ["http"]
+    (container,) = pods(manifests)["medha-router"]["spec"]["containers"]
+    probe = container["readinessProbe"]["httpGet"]
+    assert (probe["path"], probe["port"]) == ("/accepting", "metrics")
+
+
+def test_the_name_that_replicas_look_up_is_that_of_the_routers_links(helm: Helm) -> None:
+    reference = {"name": "medha-router", "namespace": NAMESPACE}
+    spec = MedhaReplicaSpec.model_validate(
+        {"model": {"name": "m", "source": {"path": "/m"}}, "routerRef": reference}
+    )
+    address = router_address(Owner("r", "team-a", "u"), spec)
+    assert address == f"medha-router-links.{NAMESPACE}.svc"
+    find(helm.render(), "Service", address.partition(".")[0])
+    longest = helm.render(fullnameOverride="n" * 50)
+    assert all(len(each["metadata"]["name"]) <= 63 for each in longest if each["kind"] == "Service")
+
+
+def test_routers_are_replaced_by_new_ones_that_are_ready_and_requests_of_all_fit_on_two_cores(
+    helm: Helm,
+) -> None:
+    manifests = helm.render()
+    spec = find(manifests, "Deployment", "medha-router")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    requested = {
+        name: pod["spec"]["containers"][0]["resources"]["requests"]["cpu"]
+        for name, pod in pods(manifests).items()
+    }
+    millicores = {name: int(cpu.removesuffix("m")) for name, cpu in requested.items()}
+    # A control plane by kubeadm requests 850m, and one replica of the example 100m for each of its two ranks.
+    assert 850 + 200 + millicores["medha-operator"] + 3 * millicores["medha-router"] <= 1930
+
+
+def test_an_autoscaler_alone_sets_the_number_of_routers(helm: Helm) -> None:
+    manifests = helm.render(
+        router={
+            "replicas": 0, "drainSeconds": 90,
+            "autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 9, "targetCpu": "500m"},
+        },
+        monitoring={"rules": {"enabled": True}},
+    )  # fmt: skip
+    assert "replicas" not in find(manifests, "Deployment", "medha-router")["spec"]
+    found = find(manifests, "HorizontalPodAutoscaler", "medha-router")["spec"]
+    assert found["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "medha-router"}
+    assert (found["minReplicas"], found["maxReplicas"]) == (3, 9)
+    (metric,) = found["metrics"]
+    assert metric["resource"] == {"name": "cpu", "target": {"type": "AverageValue", "averageValue": "500m"}}
+    assert found["behavior"]["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 95}]
+    assert "MedhaNoRouter" in json.dumps(find(manifests, "PrometheusRule", "medha"))
+    assert "HorizontalPodAutoscaler" not in [each["kind"] for each in helm.render()]
+
+
+def test_keda_asks_for_the_sum_of_what_all_routers_need_and_takes_no_answer_for_no_reason(helm: Helm) -> None:
+    manifests = helm.render(**EVERYTHING)
+    found = {name: find(manifests, "ScaledObject", name) for name in ("chat", "code")}
+    assert {one["metadata"]["namespace"] for one in found.values()} == {NAMESPACE, "team-a"}
+    chat, code = found["chat"]["spec"], found["code"]["spec"]
+    assert (chat["minReplicaCount"], chat["maxReplicaCount"], code["minReplicaCount"]) == (0, 8, 2)
+    assert code["scaleTargetRef"] == {
+        "apiVersion": "medha.dev/v1alpha1", "kind": "MedhaDeployment", "name": "code",
+    }  # fmt: skip
+    (trigger,) = code["triggers"]
+    assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+    metric = next(one for one in ROUTER_METRICS if one.name == "medha_deployment_desired_replicas")
+    assert trigger["metadata"] == {
+        "serverAddress": "http://prometheus.monitoring:9090",
+        "query": f'sum({metric.name}{{namespace="{NAMESPACE}", model="org/code"}})',
+        "threshold": "1",
+        "activationThreshold": "0",
+        "ignoreNullValues": "false",
+    }
+
+
+def test_an_autoscaler_reads_the_same_metric_and_adds_up_its_values(helm: Helm) -> None:
+    values = {"by": "hpa", "startSeconds": 60, "downSeconds": 90}
+    chat = {"name": "chat", "minReplicas": 1, "maxReplicas": 3}
+    manifests = helm.render(scaling=values | {"deployments": [chat]})
+    found = find(manifests, "HorizontalPodAutoscaler", "chat")["spec"]
+    (metric,) = found["metrics"]
+    assert metric["external"] == {
+        "metric": {
+            "name": "medha_deployment_desired_replicas",
+            "selector": {"matchLabels": {"namespace": NAMESPACE, "model": "chat"}},
+        },
+        "target": {"type": "AverageValue", "averageValue": "1"},
+    }
+    assert found["behavior"] == {"scaleDown": {"stabilizationWindowSeconds": 90}}
+    assert settings(manifests, "medha-router")["replica_start_seconds"] == 60
+
+
+@pytest.mark.parametrize("by", ["keda", "hpa"])
+def test_names_that_yaml_takes_for_something_else_stay_names(helm: Helm, by: str) -> None:
+    names = ["null", "on"]
+    scaled = [{"name": one, "namespace": "123", "minReplicas": 1, "maxReplicas": 2} for one in names]
+    scaling = {"by": by, "prometheusAddress": "http://prometheus", "deployments": scaled}
+    found = [each for each in helm.render(scaling=scaling) if each["metadata"].get("namespace") == "123"]
+    assert [each["metadata"]["name"] for each in found] == names
+    assert [each["spec"]["scaleTargetRef"]["name"] for each in found] == names
+
+
+def test_at_most_one_router_is_evicted_at_a_time(helm: Helm) -> None:
+    manifests = helm.render()
+    budget = find(manifests, "PodDisruptionBudget", "medha-router")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert (
+        budget["selector"]["matchLabels"].items()
+        <= pods(manifests)["medha-router"]["metadata"]["labels"].items()
+    )
+    spread = pods(manifests)["medha-router"]["spec"]["topologySpreadConstraints"]
+    assert [each["topologyKey"] for each in spread] == [
+        "kubernetes.io/hostname",
+        "topology.kubernetes.io/zone",
+    ]
+    assert {each["whenUnsatisfiable"] for each in spread} == {"ScheduleAnyway"}, "it runs on one node, too"
 
 
 def test_images_are_named_by_registry_tag_or_digest(helm: Helm) -> None:
@@ -169,8 +354,8 @@ def test_images_are_named_by_registry_tag_or_digest(helm: Helm) -> None:
     assert found["gpu_worker_image"] == f"medha-worker-gpu@sha256:{'1' * 64}"
     everything = helm.render(**EVERYTHING)
     found = settings(everything, "medha-operator")
-    assert found["worker_image"] == "registry.example/medha/medha-worker:0.1.0"
-    assert found["gpu_worker_image"] == "registry.example/medha/medha-worker-gpu:0.1.0"
+    assert found["worker_image"] == f"registry.example/medha/medha-worker:{medha.__version__}"
+    assert found["gpu_worker_image"] == f"registry.example/medha/medha-worker-gpu:{medha.__version__}"
     assert pods(everything)["medha-router"]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
 
 
@@ -252,7 +437,83 @@ def test_every_value_is_described_and_has_a_place_in_the_schema() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt key": ({"router": {"replica": 1}}, "replica"),
-    "more routers than replicas can join": ({"router": {"replicas": 2}}, "router/replicas"),
+    "fewer routers than none": ({"router": {"replicas": -1}}, "router/replicas"),
+    "more routers at least than at most": (
+        {"router": {"autoscaling": {"enabled": True, "minReplicas": 7}}},
+        "router.autoscaling.minReplicas is 7, above maxReplicas, 6",
+    ),
+    "an autoscaler that may stop serving": (
+        {"router": {"autoscaling": {"minReplicas": 0}}},
+        "router/autoscaling/minReplicas",
+    ),
+    "a scaler that knows no Prometheus": (
+        {"scaling": {"deployments": [{"name": "chat", "minReplicas": 1, "maxReplicas": 2}]}},
+        "name its address in scaling.prometheusAddress",
+    ),
+    "more replicas at least than at most": (
+        {"scaling": {"by": "hpa", "deployments": [{"name": "chat", "minReplicas": 3, "maxReplicas": 2}]}},
+        "minReplicas of chat is 3, above maxReplicas, 2",
+    ),
+    "zero replicas for which no request would wait": (
+        {"scaling": {"by": "hpa", "deployments": [{"name": "chat", "maxReplicas": 2}]}},
+        "router.waitingRoom.seconds is 0: raise that",
+    ),
+    "zero replicas for which requests would not wait for long enough": (
+        {
+            "router": {"waitingRoom": {"seconds": 119}},
+            "scaling": {"by": "hpa", "deployments": [{"name": "chat", "maxReplicas": 2}]},
+        },
+        r"takes scaling.startSeconds \(120\), but router.waitingRoom.seconds is 119",
+    ),
+    "zero replicas for which KEDA would look too late": (
+        {
+            "router": {"waitingRoom": {"seconds": 134}},
+            "scaling": {"prometheusAddress": "http://p", "deployments": [{"name": "chat", "maxReplicas": 2}]},
+        },
+        r"startSeconds \(120\) and scaling.pollingSeconds \(15\), but router.waitingRoom.seconds is 134",
+    ),
+    "replicas that follow no router": (
+        {"router": {"enabled": False}, "scaling": {"deployments": [{"name": "chat", "maxReplicas": 2}]}},
+        "scaling.deployments needs router.enabled",
+    ),
+    "a model that would end the query": (
+        {"scaling": {"deployments": [{"name": "chat", "model": 'a"} or b', "maxReplicas": 2}]}},
+        "scaling/deployments/0/model",
+    ),
+    "two scalers of one deployment": (
+        {
+            "scaling": {
+                "by": "hpa",
+                "deployments": [
+                    {"name": "chat", "model": "a", "minReplicas": 1, "maxReplicas": 2},
+                    {"name": "chat", "model": "b", "minReplicas": 1, "maxReplicas": 2},
+                ],
+            }
+        },
+        f"two of them have the name {NAMESPACE}/chat",
+    ),
+    "two deployments that would each get all of a model's load": (
+        {
+            "scaling": {
+                "by": "hpa",
+                "deployments": [
+                    {"name": "chat", "minReplicas": 1, "maxReplicas": 2},
+                    {"name": "more", "model": "chat", "minReplicas": 1, "maxReplicas": 2},
+                ],
+            }
+        },
+        "two of them have the model chat",
+    ),
+    "a model that a HorizontalPodAutoscaler cannot select": (
+        {
+            "scaling": {
+                "by": "hpa",
+                "deployments": [{"name": "chat", "model": "org/chat", "minReplicas": 1, "maxReplicas": 2}],
+            }
+        },
+        '"org/chat" cannot be a label\'s value: set scaling.by to keda',
+    ),
+    "a CPU that is none": ({"router": {"autoscaling": {"targetCpu": "70%"}}}, "router/autoscaling/targetCpu"),
     "no replicas": ({"operator": {"replicas": -1}}, "operator/replicas"),
     "a namespace that cannot be": ({"operator": {"namespaces": ["Team A"]}}, "operator/namespaces/0"),
     "some namespaces and all of them": (
@@ -292,6 +553,40 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a digest that is none": ({"router": {"image": {"digest": "latest"}}}, "router/image/digest"),
     "a route to no Gateway": ({"router": {"httpRoute": {"enabled": True}}}, "name at least one Gateway"),
+    "TLS to a router that has none": (
+        {
+            "router": {
+                "httpRoute": {
+                    "enabled": True,
+                    "parentRefs": [{"name": "g"}],
+                    "backendTls": {"hostname": "llm.example"},
+                }
+            }
+        },
+        "the router speaks plain HTTP: set router.tls.secretName too",
+    ),
+    "a pool without a picker": (
+        {"router": {"inferencePool": {"enabled": True}}},
+        "router.inferencePool.endpointPicker.name: name the Service",
+    ),
+    "a pool of encrypted endpoints": (
+        {
+            "router": {
+                "tls": {"secretName": "llm-tls"},
+                "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+            }
+        },
+        "gateways speak plain HTTP to the endpoints of a pool, but router.tls.secretName is set",
+    ),
+    "a failure mode that is none": (
+        {"router": {"inferencePool": {"endpointPicker": {"failureMode": "Open"}}}},
+        "router/inferencePool/endpointPicker/failureMode",
+    ),
+    "proxies by name": ({"router": {"trustedProxies": ["gateway.example"]}}, "router/trustedProxies/0"),
+    "every address a proxy": ({"router": {"trustedProxies": ["0.0.0.0/0"]}}, "router/trustedProxies/0"),
+    "a collector that is no URL": ({"traces": {"endpoint": "collector:4318"}}, "traces/endpoint"),
+    "a collector with a password": ({"traces": {"endpoint": "http://a:b@collector"}}, "traces/endpoint"),
+    "more traces than requests": ({"traces": {"ratio": 10}}, "traces/ratio"),
     "text for a number": ({"operator": {"concurrentReplicas": "many"}}, "operator/concurrentReplicas"),
 }
 

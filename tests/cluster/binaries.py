@@ -44,6 +44,8 @@ class Module:
     """`-X` settings of the linker."""
     sources: tuple[str, ...] = ("go.mod", "go.sum")
     """Files on which the programs depend."""
+    is_for_long_tests: bool = False
+    """Only tests of `make test-long` use it, so nothing builds it before they do."""
 
     def key(self, go_version: str) -> str:
         """Return the digest of everything that the programs depend on."""
@@ -84,7 +86,39 @@ MODULES = (
         {name: f"medha.dev/tests/cluster/pod/{name}" for name in ("pause", "hello")},
         sources=("go.mod", "pause/main.go", "hello/main.go"),
     ),
+    Module(
+        "collector",
+        {"collector": "medha.dev/tests/cluster/collector"},
+        sources=("go.mod", "go.sum", "main.go"),
+        is_for_long_tests=True,
+    ),
+    # Three minutes of processor time, and 62 MB.
+    Module(
+        "prometheus-adapter",
+        {"prometheus-adapter": "sigs.k8s.io/prometheus-adapter/cmd/adapter"},
+        is_for_long_tests=True,
+    ),
+    # Ten minutes of processor time.
+    Module(
+        "keda",
+        {
+            "operator": "github.com/kedacore/keda/v2/cmd/operator",
+            "adapter": "github.com/kedacore/keda/v2/cmd/adapter",
+        },
+        is_for_long_tests=True,
+    ),
     Module("send", {"send": "medha.dev/tests/cluster/send"}, sources=("go.mod", "main.go")),
+    # The last version of the extension that has a picker of its own, beside one for tests of gateways.
+    Module(
+        "endpoint-picker",
+        {"epp": "sigs.k8s.io/gateway-api-inference-extension/cmd/epp"},
+        is_for_long_tests=True,
+    ),
+    Module(
+        "envoy-gateway",
+        {"envoy-gateway": "github.com/envoyproxy/gateway/cmd/envoy-gateway"},
+        is_for_long_tests=True,
+    ),
 )
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler")
 
@@ -181,13 +215,15 @@ def _record_event(text: str) -> None:
 
 
 def main(names: list[str]) -> int:
-    """Build `names`, or everything; a failed build is an error in CI and only a message elsewhere."""
-    every = [name for module in MODULES for name in module.commands]
+    """Build `names` and print their paths, or build everything; a failed build is an error in CI, a message elsewhere."""
+    every = [name for module in MODULES for name in module.commands if not module.is_for_long_tests]
     try:
-        build(names or every)
+        programs = build(names or every)
     except CannotBuild as error:
         _record_event(f"tests that need a cluster cannot run: {error}")
         return 1 if os.environ.get("CI") else 0
+    for name in names:
+        sys.stdout.write(f"{programs[name]}\n")
     return 0
 
 

@@ -216,6 +216,7 @@ def _start_api_server(plane: ControlPlane, network: Network, etcd_url: str, more
     certificate, key = keys.server("kube-apiserver", address, FIRST_SERVICE, "localhost", "127.0.0.1")
     kubelet_certificate, kubelet_key = keys.client("kube-apiserver-kubelet-client", "system:masters")
     accounts = keys.service_accounts()
+    aggregator, aggregator_certificate, aggregator_key = keys.aggregator()
     server = plane.start(
         "kube-apiserver",
         f"--etcd-servers={etcd_url}",
@@ -229,6 +230,14 @@ def _start_api_server(plane: ControlPlane, network: Network, etcd_url: str, more
         f"--kubelet-client-certificate={kubelet_certificate}",
         f"--kubelet-client-key={kubelet_key}",
         "--kubelet-preferred-address-types=InternalIP",
+        f"--requestheader-client-ca-file={aggregator}",
+        f"--proxy-client-cert-file={aggregator_certificate}",
+        f"--proxy-client-key-file={aggregator_key}",
+        "--requestheader-allowed-names=aggregator",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        "--enable-aggregator-routing=true",  # no kube-proxy serves it: it calls pods, not Services
         f"--service-account-key-file={accounts}",
         f"--service-account-signing-key-file={accounts}",
         "--service-account-issuer=https://kubernetes.default.svc",

@@ -1,4 +1,4 @@
-"""Extract the commands that a page shows, so that programs and tests run the same commands as readers."""
+"""Extract the commands and files that a page shows, so that programs and tests use the same ones as readers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,20 @@ def shown(page: Path, heading: str) -> list[list[str]]:
     Raises:
         ValueError: the page has no such heading, or a block does not begin with a command.
     """
+    return [_commands(page, block) for block in blocks(page, heading, "console")]
+
+
+def blocks(page: Path, heading: str, language: str) -> list[str]:
+    """Return the blocks of a language below a heading of a page.
+
+    Raises:
+        ValueError: the page has no such heading.
+    """
     text = page.read_text(encoding="utf-8")
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"{page}: has no heading {heading!r}")
-    return [_commands(page, block) for block in re.findall(r"```console\n(.*?)```", found[1], re.DOTALL)]
+    return re.findall(rf"```{language}\n(.*?)```", found[1], re.DOTALL)
 
 
 def _commands(page: Path, block: str) -> list[str]:

@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSION = "0.1.0"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 TARGETS = ("operator", "router", "worker")
 GPU_TARGET = "worker-gpu"
 """A target that no test builds: it is large, and compiles for long."""

@@ -35,6 +35,17 @@ class Keys:
         # Without an identity, trustme writes critical, empty alternative names, which Go refuses.
         return self._issue(user.replace(":", "-"), ("client.invalid",), user, group)
 
+    def aggregator(self) -> tuple[Path, Path, Path]:
+        """Return authority, certificate and key by which servers of further APIs know the API server that calls them."""
+        authority, name = self._folder / "aggregator-ca.pem", "aggregator"
+        if (
+            not authority.exists()
+        ):  # another authority: whoever has a certificate of it may speak for any user
+            issuer = trustme.CA()
+            issuer.cert_pem.write_to_path(str(authority))
+            self._write(name, issuer.issue_cert("client.invalid", common_name=name))
+        return authority, self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
+
     def service_accounts(self) -> Path:
         """Return the key that signs the tokens of service accounts."""
         path = self._folder / "service-accounts.pem"
@@ -83,9 +94,13 @@ class Keys:
             leaf = self._authority.issue_cert(
                 *identities, common_name=common_name, organization_name=organization
             )
-            certificate.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
-            leaf.private_key_pem.write_to_path(str(key))
+            self._write(name, leaf)
         return certificate, key
+
+    def _write(self, name: str, leaf: trustme.LeafCert) -> None:
+        chain = b"".join(blob.bytes() for blob in leaf.cert_chain_pems)
+        (self._folder / f"{name}.pem").write_bytes(chain)
+        leaf.private_key_pem.write_to_path(str(self._folder / f"{name}-key.pem"))
 
 
 def _data(path: Path) -> str:

@@ -24,11 +24,23 @@ class Operator:
     """A `kopf run` process, its settings and its log."""
 
     def __init__(
-        self, folder: Path, kubeconfig: Path, name: str, *, module: str = "medha_operator", **settings: Any
+        self,
+        folder: Path,
+        kubeconfig: Path,
+        name: str,
+        *,
+        module: str = "medha_operator",
+        checkout: Path | None = None,
+        watched: tuple[str, ...] = (),
+        **settings: Any,
     ) -> None:
+        """Start it; `checkout` holds the sources, by default these, and `watched` are kopf's namespaces, by default all."""
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
-        self._module = module
+        self._arguments = [
+            *("--standalone", "-m", module),
+            *([f"--namespace={one}" for one in watched] or ["--all-namespaces"]),
+        ]
         self.log = folder / f"{name}.log"
         self.metrics_port = free_port("127.0.0.1")
         self.health_port = free_port("127.0.0.1")
@@ -39,12 +51,14 @@ class Operator:
         } | settings
         file = folder / f"{name}.json"
         file.write_text(json.dumps(settings), encoding="utf-8")
+        sources = [] if checkout is None else [checkout / "core", checkout / "operator"]
+        paths = [*map(str, sources), str(_TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         self._environment = os.environ | {
             "KUBECONFIG": str(kubeconfig),
             "MEDHA_OPERATOR_SETTINGS": str(file),
             "MEDHA_POD_NAME": name,
             "MEDHA_POD_NAMESPACE": "default",
-            "PYTHONPATH": os.pathsep.join([str(_TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+            "PYTHONPATH": os.pathsep.join(paths),
         }
         self.process = self._start()
 
@@ -53,7 +67,7 @@ class Operator:
             # `setpriv` kills it when this process dies, however it dies.
             return subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", sys.executable, "-m", "kopf", "run"]  # noqa: RUF005
-                + ["--standalone", "--all-namespaces", "-m", self._module]
+                + self._arguments
                 + [f"--liveness=http://127.0.0.1:{self.health_port}/healthz"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

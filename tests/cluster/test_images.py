@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+import re
 import shutil
 import subprocess
 import sys
@@ -227,14 +228,27 @@ def test_a_place_of_a_cpu_build_is_refused_where_another_torch_is_asked_for(tmp_
     assert "TORCH is 'pypi'; set it to cpu" in done.stderr
 
 
-def test_the_image_for_gpus_gets_all_that_the_worker_needs_and_the_extra_gpu(tmp_path: Path) -> None:
-    assert packages(tmp_path, "gpu").returncode == 3
+def test_the_image_for_gpus_gets_all_that_the_worker_needs_and_the_extras_gpu_and_traces(
+    tmp_path: Path,
+) -> None:
+    assert packages(tmp_path, "gpu,traces").returncode == 3
     wanted = (tmp_path / "requirements.txt").read_text().splitlines()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     own = [line for line in extras["gpu"] if line != "medha[worker]"]
     assert len(own) == len(extras["gpu"]) - 1
-    assert sorted(wanted) == sorted([*project["dependencies"], *extras["worker"], *own])
+    assert sorted(wanted) == sorted([*project["dependencies"], *extras["worker"], *own, *extras["traces"]])
+
+
+def test_every_image_that_serves_requests_can_export_traces() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert sorted(re.findall(r"\./packages (\S+)", text)) == [
+        "gpu,traces",
+        "nvcc",
+        "operator",
+        "router,traces",
+        "worker,traces",
+    ]
 
 
 def test_the_linter_has_nothing_to_say_about_the_dockerfile() -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,63 @@ def edited(path: Path, before: str, after: str) -> str:
     source = path.read_text(encoding="utf-8")
     assert source.count(before) == 1
     return source.replace(before, after)
+
+
+def test_a_rollout_of_the_routers_under_open_streams_refuses_no_request_and_cuts_none(
+    cluster: Cluster,
+) -> None:
+    """Streams that last for a good part of the drain run throughout, and short requests over kept connections."""
+
+    def uids() -> set[str]:
+        pods = medha.get(cluster, "pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=router")["items"]
+        return {pod["metadata"]["uid"] for pod in pods}
+
+    before, ended = uids(), threading.Event()
+    assert len(before) == 2
+    texts: dict[int, set[str]] = {}
+    sent, errors = Counter[int](), list[str]()
+
+    def ask(url: str, tokens: int) -> None:
+        body = {"model": "tiny", "prompt": f"{tokens} tokens", "max_tokens": tokens, "ignore_eos": True}
+        with httpx.Client(base_url=url, timeout=120) as client:
+            while not ended.is_set():
+                sent[tokens] += 1
+                text = ""
+                try:
+                    with client.stream(
+                        "POST", "/v1/completions", json=body | {"stream": True, "temperature": 0}
+                    ) as answer:
+                        lines = list(answer.raise_for_status().iter_lines())
+                    text = "".join(
+                        json.loads(line[6:])["choices"][0]["text"]
+                        for line in lines
+                        if line.startswith("data: {")
+                    )
+                    if "data: [DONE]" not in lines:
+                        errors.append(f"{tokens}: the stream was cut")
+                except (httpx.HTTPError, LookupError) as error:
+                    errors.append(f"{tokens}: {error!r}")
+                texts.setdefault(tokens, set()).add(text)
+
+    with cluster.forward(address(cluster, "medha-router"), 8000) as port:
+        threads = [
+            threading.Thread(target=ask, args=(f"http://127.0.0.1:{port}", tokens))
+            for tokens in (4, 5, 400, 500)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            eventually(lambda: len(texts), lambda found: found == len(threads), READY_SECONDS)
+            cluster.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/medha-router")
+            cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/medha-router", "--timeout=180s")
+            eventually(uids, lambda now: len(now) == 2 and not now & before, READY_SECONDS)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+    assert errors == []
+    assert all(sent[tokens] > 1 for tokens in texts)
+    assert {tokens: len(found) for tokens, found in texts.items()} == dict.fromkeys(texts, 1)
 
 
 def test_a_chart_that_is_uninstalled_and_installed_again_finds_the_replica_and_its_router_serves_it(

@@ -66,6 +66,19 @@ def test_service_classes_are_named_in_their_order_and_models_by_name() -> None:
     assert found == (model("a", 1), model("m", 1, "chat", "batch"))
 
 
+def test_aliases_are_published_with_their_model() -> None:
+    named = {"name": "m", "source": {"path": "x"}, "aliases": ["m-latest"]}
+    (found,) = declared(replica("r", model=named), replica("s"))
+    assert (found.name, found.replicas, found.aliases) == ("m", 2, ("m-latest",))
+
+
+def test_the_form_of_calls_is_published_and_auto_gives_way_to_what_a_manifest_names() -> None:
+    named = {"name": "m", "source": {"path": "x"}, "toolCallFormat": "hermes"}
+    (found,) = declared(replica("r"), replica("s", model=named))
+    assert (found.replicas, found.tool_call_format) == (2, "hermes")
+    assert declared(replica("r"))[0].tool_call_format == "auto"
+
+
 def test_replicas_of_a_deployment_count_with_it_and_suspended_ones_not_at_all() -> None:
     child = replica("d-0")
     child["metadata"]["ownerReferences"] = [
@@ -178,6 +191,16 @@ def test_somebody_elses_config_map_is_left_alone_and_reported() -> None:
     assert router.cluster.objects[MAP] == theirs
     (notice,) = router.notice
     assert (notice.reason, notice.is_warning) == ("NameConflict", True)
+
+
+def test_an_alias_that_is_another_models_name_is_reported_at_the_router() -> None:
+    other = {"name": "other", "source": {"path": "x"}, "aliases": ["m"]}
+    router = Router(replica(), replica("s", model=other))
+    router.install()
+    router.reconcile()
+    (notice,) = router.notice
+    assert (notice.reason, notice.is_warning) == ("AliasConflict", True)
+    assert "model 'other' has the alias 'm', which is the name of a model" in notice.message
 
 
 def test_that_of_an_earlier_router_of_the_name_is_waited_for() -> None:

@@ -12,6 +12,7 @@ from medha_operator.kube.client import ApiError, Cluster
 from medha_operator.kube.kinds import GANGS, Kind
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.program import Program
+from reconcile.test_definitions import described
 
 Document = dict[str, Any]
 LEASE_SECONDS = 1.5
@@ -42,6 +43,9 @@ class SlowLists:
 
     async def get(self, *_: object) -> None:
         return None
+
+    async def describe(self, _: str) -> Document:
+        return described()
 
     async def write_lease(self, document: Document, *, is_new: bool) -> Document:
         self.writes.append(document["spec"]["holderIdentity"])

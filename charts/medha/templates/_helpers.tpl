@@ -51,6 +51,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if .image.digest -}}@{{ .image.digest }}{{- else -}}:{{ .image.tag | default .root.Chart.AppVersion }}{{- end -}}
 {{- end -}}
 
+{{/* Address of an alert's runbook: [base address, alert]. */}}
+{{- define "medha.runbook" -}}
+{{ printf "%s/%s.md" (trimSuffix "/" (index . 0)) (index . 1) | quote }}
+{{- end -}}
+
 {{/* Security context of every container. */}}
 {{- define "medha.locked" -}}
 allowPrivilegeEscalation: false
@@ -113,6 +118,7 @@ priorityClassName: {{ . }}
   "image_pull_policy" .Values.image.pullPolicy
   "namespaces" (include "medha.namespaces" . | fromJsonArray)
   "gang_apis" .Values.operator.gangApis
+  "traces_endpoint" (default nil .Values.traces.endpoint)
   "metrics_from" (ternary .Values.networkPolicy.metricsFrom (list) .Values.networkPolicy.enabled)
   "routers" (include "medha.routers" . | fromJsonArray)
   "concurrent_replicas" .Values.operator.concurrentReplicas
@@ -131,21 +137,34 @@ priorityClassName: {{ . }}
 {{- $settings := dict
   "host" "0.0.0.0"
   "port" 8000
+  "metrics_host" "0.0.0.0"
+  "metrics_port" 9403
   "control_endpoint" "tcp://0.0.0.0:5700"
   "tokens_endpoint" "tcp://0.0.0.0:5701"
   "key_file" "/etc/medha/keys/router.key"
   "enrolment_file" "/etc/medha/keys/tokens"
   "scratch_directory" "/tmp"
   "models_directory" "/etc/medha/models"
+  "api_keys_file" (ternary (printf "/etc/medha/api-keys/%s" .apiKeys.key) nil (ne .apiKeys.secretName ""))
+  "tls_certificate_file" (ternary "/etc/medha/tls/tls.crt" nil (ne .tls.secretName ""))
+  "tls_key_file" (ternary "/etc/medha/tls/tls.key" nil (ne .tls.secretName ""))
   "max_body_bytes" .maxBodyBytes
   "max_waiting" .maxWaiting
+  "waiting_room_seconds" .waitingRoom.seconds
+  "waiting_room_bytes" .waitingRoom.bytes
+  "replica_start_seconds" $.Values.scaling.startSeconds
   "allowed_hosts" .allowedHosts
   "allowed_origins" .allowedOrigins
+  "trusted_proxies" .trustedProxies
   "max_samples" .maxSamples
   "tokenize_processes" .tokenizeProcesses
   "tokenize_threads" .tokenizeThreads
+  "join_seconds" .joinSeconds
+  "leave_seconds" .leaveSeconds
   "drain_seconds" .drainSeconds
   "log_level" .logLevel
+  "traces_endpoint" (default nil $.Values.traces.endpoint)
+  "traces_ratio" $.Values.traces.ratio
   "exit_with_parent" false
 -}}
 {{- toPrettyJson $settings -}}

@@ -105,6 +105,15 @@ class Cluster:
                 return None
             raise
 
+    async def describe(self, path: str) -> Document:
+        """Return the API server's description of a group of resources; an empty one if it does not know the group."""
+        try:
+            return await self._call("GET", path, seconds=_READ_SECONDS)
+        except ApiError as error:
+            if error.status == 404:
+                return {}
+            raise
+
     async def list(
         self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
     ) -> list[Document]:

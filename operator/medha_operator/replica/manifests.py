@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medha.api.cluster import NO_ACCELERATOR, HubCache, HuggingFaceSource, ResourcesSpec
-from medha.api.replica import MedhaReplicaSpec, ModelSource
+from medha.api.replica import MedhaReplicaSpec, ModelSource, TracesSpec
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import MANAGER, Manifest
 from medha_operator.manifest_overlay import overlaid
@@ -207,9 +207,13 @@ def is_enrolment_copied(owner: Owner, spec: MedhaReplicaSpec) -> bool:
 
 
 def router_address(owner: Owner, spec: MedhaReplicaSpec) -> str:
-    """Return the address of the replica's router; empty if it names none."""
+    """Return the name that has the addresses of all pods of the replica's router; empty if it names none.
+
+    It is that of a headless Service beside the router's own one, which has ready pods only: replicas join a router
+    before it is ready, so that it does not get requests before.
+    """
     router = spec.router_ref
-    return "" if router is None else f"{router.name}.{router.namespace or owner.namespace}.svc"
+    return "" if router is None else f"{router.name}-links.{router.namespace or owner.namespace}.svc"
 
 
 def controller_revision(owner: Owner, revision: Revision) -> Manifest:
@@ -354,6 +358,7 @@ def _worker(
             # ever.
             *([{"name": "MEDHA_ROUTER", "value": router_address(owner, spec)}] if spec.router_ref else []),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
+            *_traces(spec.traces, settings),
             *_nccl(spec.resources),
         ],
         "ports": [
@@ -485,6 +490,18 @@ def _resources(spec: MedhaReplicaSpec, *, with_devices: bool = True) -> Manifest
         devices[wanted.accelerator] = str(spec.parallelism.tensor)
     limits, requests = dict(wanted.limits) | devices, dict(wanted.requests) | devices
     return {name: entry for name, entry in (("limits", limits), ("requests", requests)) if entry}
+
+
+def _traces(traces: TracesSpec, settings: OperatorSettings) -> list[Manifest]:
+    """Return OpenTelemetry's variables for the controller of a replica; none if it has no collector."""
+    endpoint = traces.endpoint or settings.traces_endpoint
+    if endpoint is None:
+        return []
+    found: list[Manifest] = [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": endpoint}]
+    if traces.headers_secret is not None:
+        key = {"name": traces.headers_secret.name, "key": traces.headers_secret.key}
+        found.append({"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": {"secretKeyRef": key}})
+    return found
 
 
 def _nccl(resources: ResourcesSpec) -> list[Manifest]:
