@@ -29,7 +29,7 @@ FROM build AS operator-packages
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages operator
 
 FROM build AS router-packages
-RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages router
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages router,traces
 
 FROM build AS worker-packages
 # Which torch: `cpu` takes a CPU build where pip is offered one, else PyPI's for CUDA without what only a GPU needs;
@@ -39,11 +39,11 @@ ARG TORCH=cpu
 ARG TORCH_INDEX_URL=
 ARG TORCH_FIND_LINKS=
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=bind,source=.docker,target=/src/.docker \
-    ./packages worker "${TORCH}"
+    ./packages worker,traces "${TORCH}"
 
 FROM build AS worker-gpu-packages
 # FlashInfer looks for compiled kernels in `aot` of its package.
-RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages gpu \
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages gpu,traces \
     && ln -s /opt/medha/aot /opt/medha/lib/python3.*/site-packages/flashinfer/data/
 
 FROM build AS nvcc-packages

@@ -8,19 +8,20 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-SHARED = ("harness", "served", "random_llama")
+SHARED = ("harness", "served", "random_llama", "convoy_trace", "fleet", "chaos_accounts", "autoscale_page")
 """Modules that the scripts import from their own folder. It is not on the path of tests, where a package is called `campaign`, too."""
 
 
 def benchmark(name: str) -> ModuleType:
     """Execute `benchmarks/<name>.py` anew, and not under its own name: packages of ours are called so."""
-    for shared in SHARED:
-        if shared not in sys.modules:
-            _load(shared, shared)
     return _load(f"benchmark_{name}", name)
 
 
 def _load(module_name: str, name: str) -> ModuleType:
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    for shared in SHARED:
+        if f"\nfrom {shared} import " in text and shared not in sys.modules:
+            _load(shared, shared)
     spec = importlib.util.spec_from_file_location(module_name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -12,8 +12,11 @@ import pytest
 
 from benchmark import FOLDER, benchmark
 
-HELPERS = {"harness", "served", "scheduler_vllm", "random_llama"}
-"""Files that are not started by hand: the last by `scheduler.py`, in an interpreter that has vLLM."""
+HELPERS = {
+    "harness", "served", "fleet", "random_llama", "autoscale_page", "chaos_accounts", "convoy_trace", "convoy_llama",
+    "scheduler_vllm",
+}  # fmt: skip
+"""Files that are not started by hand: the last two by `convoy.py` and `scheduler.py`, in an interpreter that has the peer."""
 SCRIPTS = sorted(script.stem for script in FOLDER.glob("*.py") if script.stem not in HELPERS)
 WITHOUT_CLAIMS = {"campaign", "fit_lengths", "long"}
 MEASURING = sorted(set(SCRIPTS) - WITHOUT_CLAIMS)
@@ -56,6 +59,17 @@ def test_a_script_says_in_its_help_how_it_is_called(name: str, helps: dict[str, 
     if name in MEASURING:
         assert "--quick" in options
         assert "--json FILE" in options
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(set(MEASURING) - {"gpu"}))
+def test_a_quick_run_ends_and_writes_its_claims(name: str, tmp_path: Path) -> None:
+    """`gpu.py` needs a GPU; `test_gpu_check.py` runs its parts."""
+    target = tmp_path / "found.json"
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--json", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert json.loads(target.read_text(encoding="utf-8"))["claims"]
 
 
 def calls(name: str) -> set[str]:

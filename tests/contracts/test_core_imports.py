@@ -14,6 +14,9 @@ ALLOWED = {
 """Without I/O, clock, randomness or threads."""
 ALSO = {
     ("api", "pydantic"): "manifests are validated there",
+    ("api_keys.py", "pydantic"): "API keys are read from files",
+    ("api_keys.py", "yaml"): "which are YAML",
+    ("api_keys.py", "hmac"): "for a comparison in constant time",
     ("cost/cost_profile.py", "pydantic"): "profiles are read from files",
     ("declared.py", "pydantic"): "the models that manifests name are read from a ConfigMap",
     ("scheduler/status_report.py", "pydantic"): "the status goes over HTTP",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("core", "worker", "router", "operator", "sim", "cli", "papers")
+FOLDERS = ("core", "worker", "router", "operator", "sim", "cli", "papers", "release")
 MOST_HEADLESS_SHARE = 0.05
 """Now and then such a line is the clearest one."""
 HEADLESS = re.compile(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers", "benchmarks")
+FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers", "release", "benchmarks")
 MOST_EQUAL_LINES = 12
 """Blank lines and comments do not count, nor does indentation."""
 

@@ -41,7 +41,7 @@ def heavy(names: set[str]) -> list[str]:
     return sorted(name for name in names if name.startswith(HEAVY))
 
 
-@pytest.mark.parametrize("extra", ["operator", "router", "sim"])
+@pytest.mark.parametrize("extra", ["operator", "router", "sim", "traces"])
 def test_an_extra_without_a_model_requires_no_torch(extra: str) -> None:
     assert heavy(requirements("medha", frozenset({extra}))) == []
 
@@ -53,7 +53,14 @@ def test_the_search_for_torch_finds_it_where_it_is_required() -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["router/medha_router", "operator/medha_operator", "sim/medha_sim", "core/medha", "core/medha_process"],
+    [
+        "router/medha_router",
+        "operator/medha_operator",
+        "sim/medha_sim",
+        "core/medha",
+        "core/medha_process",
+        "core/medha_traces",
+    ],
 )
 def test_importing_every_module_of_a_package_without_a_model_loads_no_torch(package: str) -> None:
     folder = ROOT / package

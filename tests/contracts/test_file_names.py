@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers")
+FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers", "release")
 SPECIAL = {"__init__.py", "__main__.py"}
 
 

@@ -16,7 +16,9 @@ FOLDERS = ("core", "worker", "router", "operator", "sim", "cli", "papers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CONTRACTS = [contract["name"] for contract in PROJECT["tool"]["importlinter"]["contracts"]]
 
-LAYERS, CORE, NO_TORCH, MODEL, KERNELS, LOOP, CORE_WINGS, WORKER_WINGS, PROCESS_WINGS, *OTHERS = range(12)
+LAYERS, CORE, NO_TORCH, TRACES, MODEL, KERNELS, LOOP, CORE_WINGS, WORKER_WINGS, PROCESS_WINGS, *OTHERS = (
+    range(13)
+)
 OPERATOR_WINGS, SIMULATOR, PAPERS = OTHERS
 VIOLATIONS = [
     (LAYERS, "core/medha/slo.py", "import medha_worker"),
@@ -34,6 +36,8 @@ VIOLATIONS = [
     (NO_TORCH, "core/medha_process/launch.py", "import torch"),
     (NO_TORCH, "sim/medha_sim/__init__.py", "import transformers"),
     (NO_TORCH, "cli/medha_cli/up_command.py", "import medha_worker.rank.process"),
+    (TRACES, "router/medha_router/app.py", "import opentelemetry.trace"),
+    (TRACES, "core/medha_traces/sequence_spans.py", "def late():\n    import opentelemetry"),
     (MODEL, "worker/medha_worker/model/transformer.py", "import zmq"),
     (MODEL, "worker/medha_worker/model/kv_cache.py", "import psutil"),
     (MODEL, "worker/medha_worker/kernels/torch_attention.py", "import pydantic"),

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = vars(benchmark("long"))
 PARTS = {
     "medha": "core", "medha_links": "core", "medha_cli": "cli", "medha_operator": "operator", "medha_router": "router",
-    "medha_papers": "papers", "medha_process": "core", "medha_sim": "sim", "medha_worker": "worker",
+    "medha_papers": "papers", "medha_process": "core", "medha_sim": "sim", "medha_traces": "core", "medha_worker": "worker",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 THIS = "tests/contracts/test_words.py"
-CODE = ("core", "worker", "router", "operator", "sim", "cli", "papers", "dashboards", "charts")
+CODE = ("core", "worker", "router", "operator", "sim", "cli", "papers", "release", "dashboards", "charts")
 TEXTS = (
     "docs",
     "charts",
