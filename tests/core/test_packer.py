@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from medha.cost.predictor import Predictor, Work
 from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate
-from medha.scheduler.step_builder import pack
+from medha.scheduler.step_builder import MOST_MISSES, pack
 from medha.topology import Topology
 from medha.wire.messages import StepProfile
 
@@ -316,6 +316,16 @@ def test_kv_is_asked_for_only_by_those_that_find_space_and_most_urgent_first() -
     packed = pack(Batch(TOKEN_IS_A_MILLISECOND), None, iter(waiting), LIMITS, place)
     assert asked == ["a", "none left", "large"]
     assert packed.chunks == {"a": 60, "large": 40}
+
+
+@pytest.mark.parametrize("decodes", [0, 1])
+def test_a_step_without_decodes_is_given_up_for_nobody_who_gets_no_kv(decodes: int) -> None:
+    """Without a step no event may come, so that the one behind all who get no KV would wait for ever."""
+    waiting = [replace(prefill(f"waits {index}", 20), waits=True) for index in range(2 * MOST_MISSES)]
+    batch = Batch(TOKEN_IS_A_MILLISECOND)
+    batch.add_decodes(0, 100 * decodes, decodes)
+    packed = pack(batch, None, iter([*waiting, prefill("runs", 30)]), LIMITS, lambda _: False)
+    assert packed.chunks == ({} if decodes else {"runs": 30})
 
 
 def test_a_part_that_turns_out_to_be_cached_is_not_computed() -> None:

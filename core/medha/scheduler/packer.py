@@ -246,6 +246,7 @@ class Space:
         self._long_lanes: set[int] = set()  # lanes with a long prefill in this step
         self._continuing: set[int] = set()  # lanes on which a long prompt has more to compute after this step
         self._tokens_left = dict.fromkeys(batch.lanes, limits.max_chunk_tokens)
+        self._has_decodes = self.packed.predicted_seconds > 0
         self._set_budget(head[0] if head else None)
 
     def _set_budget(self, first: PrefillCandidate | None) -> None:
@@ -266,6 +267,11 @@ class Space:
         if first is not None and fair > packed.budget_seconds:
             floor = batch.efficient_seconds(first, limits, fair, FAIR_SHARE, targets.between_seconds)
             packed.budget_seconds = max(packed.budget_seconds, floor)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the step has neither decodes nor chunks."""
+        return not (self._has_decodes or self.packed.chunks)
 
     @property
     def is_full(self) -> bool:

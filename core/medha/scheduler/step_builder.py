@@ -26,7 +26,10 @@ Place = Callable[[PrefillCandidate], bool]
 """Gives KV to a waiting prefill and updates it; returns False if it gets none or cannot take part in the step."""
 
 MOST_MISSES = 10
-"""Consecutive prefills without space after which a step counts as full (paper B bounds its skips, too)."""
+"""Consecutive prefills without space after which a step counts as full (paper B bounds its skips, too).
+
+A step that would be empty goes on: without it no event may come, and those behind would wait for ever.
+"""
 MOST_ORDERS = 4
 """Most selections of candidates for a step; each later one follows admissions that used up others' KV."""
 _USUAL_STEP_TOKENS = 512
@@ -55,6 +58,7 @@ def pack(
     prefills: Iterator[PrefillCandidate],
     limits: Limits,
     place: Place,
+    admits: Sequence[Admit] = (),
 ) -> Packed:
     """Add prefill chunks to a step that already holds its decodes.
 
@@ -63,15 +67,18 @@ def pack(
         targets: targets of the running decodes; None if there are none.
         prefills: most urgent first; read only as far as the step has space.
         place: gives KV to those that wait.
+        admits: the admits that the step carries; `place` appends to them.
     """
     head = list(islice(prefills, 2))
     space = Space(batch, targets, head, limits)
-    choose_and_place(chain(head, prefills), space, place)
+    choose_and_place(chain(head, prefills), space, place, admits)
     give_back(space, place)
     return space.close()
 
 
-def choose_and_place(prefills: Iterable[PrefillCandidate], space: Space, place: Place) -> None:
+def choose_and_place(
+    prefills: Iterable[PrefillCandidate], space: Space, place: Place, admits: Sequence[Admit]
+) -> None:
     """Phase 1: take prefills into a step, most urgent first, and give KV to those that wait.
 
     A request gets KV only in the step that computes its first chunk, so each prefill is given its chunk before
@@ -83,7 +90,7 @@ def choose_and_place(prefills: Iterable[PrefillCandidate], space: Space, place: 
             continue
         taken = _take(prefill, space.share_seconds(prefill), space, place)
         misses = 0 if taken else misses + 1
-        if space.is_full or misses == MOST_MISSES:
+        if space.is_full or (misses >= MOST_MISSES and (admits or not space.is_empty)):
             return
 
 
@@ -143,7 +150,7 @@ class StepBuilder:
             return self._place(prefill, lanes, admits)
 
         batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
-        packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place)
+        packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place, admits)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]
         entries = self._decode_entries(decodes)
