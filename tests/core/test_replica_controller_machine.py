@@ -102,7 +102,8 @@ class Lanes:
         self.log: list[tuple[float, ControllerEvent]] = []
         self.commands: list[Any] = []
 
-    def apply(self, step: Step, ended: set[str]) -> None:
+    def apply(self, step: Step, ended: set[str], *, is_last: bool) -> None:
+        """Check a step and take it; `is_last`: no other step came behind it, of the same event."""
         assert step.step_id == self.steps
         assert step.epoch == self.epoch
         self.steps += 1
@@ -110,7 +111,7 @@ class Lanes:
         for lane in step.lanes:
             here = [moving for moving in self.moving if lane in moving.step.lanes]
             if self.config.topology.stream == 1 and here:
-                self._check_ahead(step, here)
+                self._check_ahead(step, here, is_last=is_last)
                 continue
             assert len(here) < self.config.topology.stream
             assert all(moving.stage > 0 for moving in here), f"stage 0 of lane {lane} is taken"
@@ -156,7 +157,7 @@ class Lanes:
         assert there < admit.tokens, "the last token is computed anew, to draw from it"
         self.sequences[admit.id] = Sequence(admit, there, admit.tokens)
 
-    def _check_ahead(self, step: Step, here: list[Moving]) -> None:
+    def _check_ahead(self, step: Step, here: list[Moving], *, is_last: bool) -> None:
         """Of a step behind one whose tokens are still drawn: it has decodes alone, and nothing prefills."""
         (moving,) = here
         assert moving.step.lanes == step.lanes
@@ -166,6 +167,8 @@ class Lanes:
         for entry in step.entries:
             sequence = self.sequences[entry.id]
             assert sequence.next_position >= sequence.admit.tokens
+        if not is_last:
+            return  # the controller has gone on since, so that it no longer shows what this step chose from
         for request in self.controller.requests():
             has_place = not request.waits or self.controller._admission.has_place(request)
             has_place = has_place and not request.stalls
@@ -398,7 +401,7 @@ class ControllerMachine(RuleBasedStateMachine):
                 age_seconds=age,
                 sampling=Sampling(max_tokens=max_tokens, grammar=grammar),
                 block_hashes=hashes,
-                owner="ab"[family == 0],
+                owner="abc"[family % 3],
             )
             self.open[id_] = submit
             self.emitted[id_] = 0
@@ -478,10 +481,13 @@ class ControllerMachine(RuleBasedStateMachine):
         lanes.log.append((self.now, event))
         commands = lanes.controller.handle(event, self.now)
         lanes.commands.append(commands)
-        for command in commands:
+        last_step = max(
+            (index for index, each in enumerate(commands) if isinstance(each, Step)), default=None
+        )
+        for index, command in enumerate(commands):
             match command:
                 case Step():
-                    lanes.apply(command, ended=set(self.endings))
+                    lanes.apply(command, ended=set(self.endings), is_last=index == last_step)
                 case Emit():
                     assert command.id in self.open, f"{command.id} has ended"
                     self.emitted[command.id] += len(command.tokens)
