@@ -314,7 +314,7 @@ class Router:
         wait_for(ready.exists, "the router", self.log)
         found = json.loads(ready.read_text())
         self.url: str = found["url"]
-        self.metrics_url: str = found["metrics_url"]
+        self.metrics_url: str = found.get("metrics_url", f"{self.url}/metrics")  # before, one port had both
         self.probes_url = self.metrics_url.removesuffix("/metrics")
         self.addresses: list[tuple[str, int]] = []
         for link in LINKS:
