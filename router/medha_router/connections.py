@@ -13,7 +13,7 @@ high-water mark (64 KiB) or one answer, and whoever produces more waits, too. A 
 takes none of it for `output_seconds`, or takes it too slowly.
 
 A router that stops ends its connections with their next answers (`Connection: close`). A client that has one open,
-and was not notified that it ends, is served by it until the router has gone.
+and was not notified that it ends, is served by it until the router has gone: no earlier than a second after such an answer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from ipaddress import IPv4Network, IPv6Network, ip_address
+from math import inf
 from typing import Any
 
 import httptools
@@ -75,6 +76,8 @@ class Connections:
         """Set once each answer must be the last one of its connection, so that clients turn to other routers."""
         self.draining = False
         """Set once new connections come too late: their requests are not served any more."""
+        self.kept_at = -inf
+        """Time on the loop's clock at which an answer last left its connection open for another request."""
         self._limit_by_address = max(1, limit - limit // 4)
         self._by_address: Counter[str] = Counter()
         self._refused = 0
@@ -241,6 +244,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_output()
+        if not self.transport.is_closing():
+            self._all.kept_at = self.loop.time()
         if self._in_body and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._timer = self.loop.call_later(_DISCARD_SECONDS, self._close)

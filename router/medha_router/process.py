@@ -48,6 +48,8 @@ log = logging.getLogger("medha.router")
 _STUCK_SECONDS = 30.0  # after this time without running, the event loop is stuck; a busy one runs sooner
 _METRICS_CONNECTIONS = 64
 """Connections of scrapers and probes; clients cannot take them."""
+_NEXT_REQUEST_SECONDS = 1.0
+"""Time that a client gets to send its next request over a connection that its last answer left open."""
 _BACKLOG = 2048
 """Connections that the kernel queues until they are accepted; uvicorn's own default."""
 _UNREAD_BYTES = 128 * 2**10
@@ -239,7 +241,7 @@ async def serve(settings: RouterSettings, file_limit: int) -> int:
         connections.draining = True
         api.drain()
         if stop.is_set():
-            await _drained(api, settings.drain_seconds, end)
+            await _drained(api, connections, settings.drain_seconds, end)
         link.end_all("this router is stopping")
         ui.end()
         server.should_exit = metrics_server.should_exit = True
@@ -275,10 +277,13 @@ def _follow(keys: WatchedFiles[ApiKeys], accounts: KeyAccounts) -> None:
     accounts.replace(keys.content)
 
 
-async def _drained(api: HttpApi, limit_seconds: float, end: asyncio.Event) -> None:
+async def _drained(api: HttpApi, connections: Connections, limit_seconds: float, end: asyncio.Event) -> None:
+    """Wait until no request is open, and none is on its way over a connection that its client may still use."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_seconds
-    while api.open_requests and loop.time() < deadline and not end.is_set():  # noqa: ASYNC110 - a plain count is enough
+    while loop.time() < deadline and not end.is_set():
+        if not api.open_requests and loop.time() > connections.kept_at + _NEXT_REQUEST_SECONDS:
+            return
         await asyncio.sleep(0.02)
     if api.open_requests:
         reason = "this router must end at once" if end.is_set() else "the drain time is over"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +133,38 @@ def test_a_connection_that_was_open_before_the_drain_gets_one_more_answer_and_a_
     held.join()
     assert answers[0].json()["choices"][0]["text"] == "Hello!"
     assert router.process.wait(timeout=20) == 0
+
+
+def test_the_last_answer_of_a_drain_is_followed_by_the_next_request_of_its_client(
+    tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    """The answer was begun before the stop, so it has not told its client that the connection ends."""
+    router = start_router(tmp_path, drain_seconds=30)
+    replica = ScriptedReplica(router, bundle_files)
+    replica.script = Script(tokens=say(bundle, "Hello"), hold=True)
+    router.wait_ready()
+    answers: list[httpx.Response] = []
+
+    def ask_twice() -> None:
+        with httpx.Client(base_url=router.url, timeout=30) as kept:
+            answers.append(kept.post("/v1/completions", json=BODY))
+            time.sleep(0.2)  # longer than the router takes to notice that no request is open
+            answers.append(kept.post("/v1/completions", json=BODY))
+
+    client = threading.Thread(target=ask_twice)
+    client.start()
+    replica.wait(lambda: len(replica.submits) == 1)
+    router.process.send_signal(signal.SIGTERM)
+    replica.script = Script(tokens=say(bundle, "Hi"))
+    url = f"{router.url}/v1/completions"
+    wait_for(lambda: httpx.post(url, json=BODY, timeout=30).status_code == 503, "it never drains")
+    replica.order("send", Emit(replica.submits[0].id, say(bundle, "!"), "length"))
+    client.join()
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert ["connection" in answer.headers for answer in answers] == [False, True]
+    assert router.process.wait(timeout=20) == 0
+    replica.stop()
+    stop_router(router)
 
 
 def test_a_router_told_to_end_at_once_does_not_wait(tmp_path: Path) -> None:
