@@ -99,12 +99,22 @@ def apply(cluster: Cluster, document: Document) -> None:
 
 
 def install(cluster: Cluster, chart: Path = CHART, *arguments: str) -> str:
-    """Run `helm upgrade --install` for replicas in `default`; wait until operator and router are ready."""
-    return cluster.helm(
-        *("upgrade", "--install", "medha", str(chart), "--namespace", SYSTEM, "--create-namespace"),
-        *("--set", "operator.namespaces={default}", "--set", f"admission.hostPaths={{{MODELS},{TORCH}}}"),
-        *("--set", "image.pullPolicy=Never", "--wait", "--timeout", "150s", *arguments),
-    )
+    """Run `helm upgrade --install` for replicas in `default`; wait until operator and router are ready.
+
+    Raises:
+        AssertionError: it failed; the message shows the pods, their events and their logs.
+    """
+    try:
+        return cluster.helm(
+            *("upgrade", "--install", "medha", str(chart), "--namespace", SYSTEM, "--create-namespace"),
+            *("--set", "operator.namespaces={default}", "--set", f"admission.hostPaths={{{MODELS},{TORCH}}}"),
+            *("--set", "image.pullPolicy=Never", "--wait", "--timeout", "150s", *arguments),
+        )
+    except AssertionError as error:
+        logs = ("logs", "--selector=app.kubernetes.io/name=medha", "--prefix", "--tail=20")
+        looks = (("get", "pods", "-o", "wide"), ("get", "events"), logs)
+        seen = [cluster.kubectl("--namespace", SYSTEM, *look, check=False) for look in looks]
+        raise AssertionError("\n".join([str(error), *seen])) from None
 
 
 # --- observed state ---------------------------------------------------------------------------------------

@@ -284,13 +284,16 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     name = f"docker.io/library/medha-operator:{VERSION}-next"
     cluster.nodes[0].import_image(write_changed(tmp_path / "next.tar", archives["operator"], name, changed))
     chart = Path(shutil.copytree(medha.CHART, tmp_path / "medha"))
-    definition = chart / "templates" / "crds" / "medhareplicas.yaml"
+    definitions = chart / "templates" / "crds"
     column = "    - name: Revision\n      type: string\n      jsonPath: .status.revision\n"
     marker = "    additionalPrinterColumns:\n"
-    definition.write_text(edited(definition, marker, marker + column))
-    property_, indent = "              threads:\n", " " * 14
-    added = f"{indent}lookahead:\n{indent}  type: integer\n{indent}  default: 2\n"
-    definition.write_text(edited(definition, property_, added + property_))
+    for definition, depth in (("medhareplicas.yaml", 14), ("medhadeployments.yaml", 22)):
+        path, indent = definitions / definition, " " * depth
+        property_ = f"{indent}threads:\n"
+        added = f"{indent}lookahead:\n{indent}  type: integer\n{indent}  default: 2\n"
+        path.write_text(edited(path, property_, added + property_))
+    replicas = definitions / "medhareplicas.yaml"
+    replicas.write_text(edited(replicas, marker, marker + column))
 
     medha.install(cluster, chart, "--set", f"operator.image.tag={VERSION}-next")
     assert "REVISION" in cluster.kubectl("get", "medhareplicas").splitlines()[0]
