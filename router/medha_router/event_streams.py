@@ -68,17 +68,20 @@ class EventStream(Response):
         self._events = events
         self._end = end
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with aclosing(self._events):
-                await while_connected(receive, self._send_all(send))
+                await while_connected(receive, self._send_all(send, is_head=scope["method"] == "HEAD"))
         except ClientGone:
             pass
         finally:
             self._end()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, *, is_head: bool) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if is_head:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         step: asyncio.Future[bytes] | None = None
         try:
             while True:

@@ -83,10 +83,16 @@ class GrammarCheck:
             PartFailed: the process that checks was lost twice.
         """
         with self._lock:
-            answer = self._answers[_key(question)] = self._asked(question)
+            answer = self._asked(question)
+            self.keep({question: answer})
+        return answer
+
+    def keep(self, answers: Mapping[bytes, str]) -> None:
+        """Keep answers by question; only one thread at a time may call this."""
+        for question, answer in answers.items():
+            self._answers[_key(question)] = answer
             if len(self._answers) > KEPT_ANSWERS:
                 del self._answers[next(iter(self._answers))]
-        return answer
 
     @contextmanager
     def given(self, answers: Mapping[bytes, str]) -> Iterator[None]:

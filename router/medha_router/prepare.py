@@ -51,6 +51,8 @@ class ModelTerms:
     vocab_size: int
     tool_call_format: str = AUTO
     """The form of the model's calls of functions, as its manifest names it."""
+    follows_grammars: bool = True
+    """A ready replica can follow a grammar. If none can, a request that needs one ends with an error later on."""
 
     @property
     def longest(self) -> int:
@@ -409,7 +411,7 @@ def _plan(
     if longest >= terms.longest:
         raise _too_long(terms, str(longest), None, param)
     if use is not None and isinstance(request, (ChatRequest, ResponsesRequest)):
-        grammar = use.grammar(request, bundle)
+        grammar = use.grammar(request, bundle, is_followed=terms.follows_grammars)
     else:
         grammar = grammar_of(request, bundle.grammar_check)
     sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param, grammar)

@@ -207,7 +207,12 @@ class ReplicaLink:
             longest = max(card.longest_request_tokens, known.longest_request_tokens if known else 0)
             length = max(card.max_model_len, known.max_model_len if known else 0)  # some replica takes it
             tool_calls = self.core.tool_call_format(card.model)
-            models[card.model] = ModelTerms(card.digest, length, longest, card.vocab_size, tool_calls)
+            follows = (known is not None and known.follows_grammars) or (
+                card.follows_grammars and card.ends_texts
+            )
+            models[card.model] = ModelTerms(
+                card.digest, length, longest, card.vocab_size, tool_calls, follows
+            )
         unavailable = tuple(name for name in self.core.known_models() if name not in models)
         return Catalog(models, unavailable, self.core.aliases)
 

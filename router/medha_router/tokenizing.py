@@ -9,8 +9,8 @@ The memory of a process is freed when it ends, and a request that crashes it aff
 process that is lost during a request, or takes too long, is killed, and the request is retried once on
 another process.
 
-A grammar that is not known yet is checked while its request holds no thread (`medha_router.check_queue`); the request is
-then prepared once more.
+A grammar that is not known yet is checked while its request holds neither a thread nor a process
+(`medha_router.check_queue`); the request is then prepared once more, if its body is large with another turn in the queue.
 
 The two ends of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, then raw bytes); no pickle.
 """
@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Timer
 from typing import IO, Any
@@ -66,6 +66,10 @@ class _Job:
     body: Body
     catalog: Catalog
     outcome: asyncio.Future[Prepared]
+    answers: dict[bytes, str] = field(default_factory=dict)
+    """Checks of its grammars, by question."""
+    checks: asyncio.Task[None] | None = None
+    """The wait for checks of its grammars; it is then neither in the queue nor in a process."""
     process: _Process | None = None
     """The process that works on it now."""
     is_withdrawn: bool = False
@@ -159,13 +163,22 @@ class Tokenizing:
                     work = self._threads.submit(self._prepare_here, endpoint, body, catalog, dict(answers))
                     return await asyncio.wrap_future(work)
                 except Unchecked as unchecked:
-                    for question in unchecked.questions:
-                        answers[question] = await self._checks.learn(question, body.owner)
+                    await self._learn(unchecked, answers, body.owner)
         finally:
             if work is None or work.done():
                 body.release()
             else:  # the client has gone while a thread reads the body
                 work.add_done_callback(lambda _: loop.call_soon_threadsafe(body.release))
+
+    async def _learn(self, unchecked: Unchecked, answers: dict[bytes, str], owner: str) -> None:
+        """Wait for checks in the turn of an owner, and add their answers.
+
+        Raises:
+            ApiError: too many wait.
+            PartFailed: one cannot be made.
+        """
+        for question in unchecked.questions:
+            answers[question] = await self._checks.learn(question, owner)
 
     def _prepare_here(
         self, endpoint: Endpoint, body: Body, catalog: Catalog, answers: Mapping[bytes, str]
@@ -181,10 +194,13 @@ class Tokenizing:
     def _enqueue(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> asyncio.Future[Prepared]:
         loop = asyncio.get_running_loop()
         job = _Job(endpoint, body, catalog, loop.create_future())
-        self._queue.add(job, len(body.content), body.owner, loop.time())
         job.outcome.add_done_callback(lambda outcome: self._withdraw(job) if outcome.cancelled() else None)
-        self._start_waiting()
+        self._take_turn(job)
         return job.outcome
+
+    def _take_turn(self, job: _Job) -> None:
+        self._queue.add(job, len(job.body.content), job.body.owner, asyncio.get_running_loop().time())
+        self._start_waiting()
 
     def _start_waiting(self) -> None:
         loop = asyncio.get_running_loop()
@@ -194,16 +210,38 @@ class Tokenizing:
 
     def _finish(self, job: _Job, work: Future[Prepared]) -> None:
         self._queue.remove(job)
-        job.body.release()
-        if not job.outcome.done():
-            error = work.exception()
-            if error is None:
-                job.outcome.set_result(work.result())
-            else:
-                job.outcome.set_exception(error)
+        if job.outcome.done():  # nobody waits for it
+            job.body.release()
+        elif isinstance(error := work.exception(), Unchecked):
+            learning = self._learn(error, job.answers, job.body.owner)
+            job.checks = asyncio.get_running_loop().create_task(learning)
+            job.checks.add_done_callback(lambda checks: self._checked(job, checks))
+        else:
+            self._end_job(job, error or work.result())
         self._start_waiting()
 
+    def _checked(self, job: _Job, checks: asyncio.Task[None]) -> None:
+        """Let a large body take another turn, after the checks of its grammars."""
+        job.checks = None
+        if job.outcome.done():
+            job.body.release()
+        elif (error := checks.exception()) is not None:
+            self._end_job(job, error)
+        else:
+            self._take_turn(job)
+
+    @staticmethod
+    def _end_job(job: _Job, result: Prepared | BaseException) -> None:
+        job.body.release()
+        if isinstance(result, BaseException):
+            job.outcome.set_exception(result)
+        else:
+            job.outcome.set_result(result)
+
     def _withdraw(self, job: _Job) -> None:
+        if job.checks is not None:
+            job.checks.cancel()
+            return
         if self._queue.is_waiting(job):
             self._queue.remove(job)
             job.body.release()
@@ -236,6 +274,7 @@ class Tokenizing:
 
         Raises:
             ApiError: the error for the client.
+            Unchecked: its grammars have to be checked first.
             OSError, EOFError: the process was lost, or took too long, and was killed; or nobody waits for the outcome.
         """
         if self._closed:
@@ -245,6 +284,7 @@ class Tokenizing:
             "endpoint": job.endpoint,
             "catalog": _CATALOG.dump_python(job.catalog),
             "max_samples": self._settings.max_samples,
+            "answers": {question.decode(): answer for question, answer in job.answers.items()},
         }
         job.process = process
         if job.is_withdrawn:  # since it began; from here on, a withdrawal kills the process
@@ -255,7 +295,7 @@ class Tokenizing:
         except (OSError, EOFError):
             self._end(process)
             raise
-        except ApiError:
+        except (ApiError, Unchecked):
             self._hand_back(process, job)
             raise
         self._hand_back(process, job)
@@ -318,6 +358,8 @@ class _Process:
             overdue.cancel()
         if "error" in answer:
             raise ApiError(**answer["error"])
+        if "unchecked" in answer:
+            raise Unchecked(*(question.encode() for question in answer["unchecked"]))
         if "plan" not in answer:
             return Prepared(answer=bytes(payload))
         ends = np.cumsum(answer["lengths"])[:-1]
@@ -380,6 +422,7 @@ def _serve(bundles_folder: Path, router: int) -> None:
     """
     end_with_parent(router)
     bundles: dict[str, Bundle] = {}
+    check = GrammarCheck(waits=False)  # all checks are the router's, so that they wait in its queue
 
     def bundle_of(digest: str) -> Bundle:
         for dropped in [one for one in bundles if not (bundles_folder / one).exists()]:
@@ -390,7 +433,7 @@ def _serve(bundles_folder: Path, router: int) -> None:
                 files = {path.name: path.read_bytes() for path in folder.iterdir()}
             except OSError as error:
                 raise _gone() from error
-            bundles[digest] = Bundle(files)
+            bundles[digest] = Bundle(files, check)
         return bundles[digest]
 
     source = os.fdopen(os.dup(0), "rb", buffering=0)
@@ -402,8 +445,13 @@ def _serve(bundles_folder: Path, router: int) -> None:
         except EOFError:
             return
         catalog = _CATALOG.validate_python(header["catalog"])
+        answers = {question.encode(): answer for question, answer in header["answers"].items()}
+        check.keep(answers)
         try:
-            prepared = prepare(header["endpoint"], body, catalog, bundle_of, header["max_samples"])
+            with check.given(answers):
+                prepared = prepare(header["endpoint"], body, catalog, bundle_of, header["max_samples"])
+        except Unchecked as unchecked:
+            _write(sink, {"unchecked": [question.decode() for question in unchecked.questions]}, b"")
         except RequestInvalid as error:
             _write(sink, {"error": ApiError.from_invalid(error).fields()}, b"")
         except ApiError as error:

@@ -92,8 +92,12 @@ class ToolUse:
         }
         return ToolPlan(self.format_name, functions, self.one_call)
 
-    def grammar(self, request: ChatRequest | ResponsesRequest, bundle: Bundle) -> str:
+    def grammar(
+        self, request: ChatRequest | ResponsesRequest, bundle: Bundle, *, is_followed: bool = True
+    ) -> str:
         """Return the grammar of the output, "" if it may be anything.
+
+        Unless grammars are followed, the output has one only if the request cannot be served without.
 
         Raises:
             RequestInvalid: names the field that asks for what cannot be followed.
@@ -106,7 +110,7 @@ class ToolUse:
         )
         if choice.mode == "none" or is_free:
             own = grammar_of(request, check)
-            if own or is_free or request.ignore_eos or request.min_tokens:
+            if own or is_free or request.ignore_eos or request.min_tokens or not is_followed:
                 return own
             return no_calls(self.format, self.special_ids)
         asked = None if answer is None else answer[1]

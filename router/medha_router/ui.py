@@ -27,9 +27,9 @@ from medha.timeline import Timeline
 from medha_router.api_error import ApiError
 from medha_router.event_streams import EventStream, event, json_response
 from medha_router.origin_policy import host_name, is_loopback
+from medha_router.page_updates import PageUpdates
 from medha_router.replica_link import ReplicaLink
 
-UPDATE_SECONDS = 0.5
 MOST_WATCHERS = 8
 """Most event streams at a time; the port has to stay open for scrapers and probes."""
 MEDIA_TYPES = {
@@ -80,6 +80,7 @@ class Ui:
     def __init__(self, link: ReplicaLink) -> None:
         self._link = link
         self._watchers = 0
+        self._updates = PageUpdates(self._update, lambda: link.timeline.change)
         self._ended = asyncio.Event()
         folder = files("medha_router") / "page"
         self._files = {
@@ -92,7 +93,7 @@ class Ui:
         """Add the endpoints to an application."""
         app.add_api_route("/ui", self.page, methods=["GET", "HEAD"])
         app.add_api_route("/ui/state", self.state, methods=["GET", "HEAD"])
-        app.add_api_route("/ui/events", self.events, methods=["GET"])
+        app.add_api_route("/ui/events", self.events, methods=["GET", "HEAD"])
         app.add_api_route("/ui/{name}", self.file, methods=["GET", "HEAD"])
 
     def end(self) -> None:
@@ -125,16 +126,21 @@ class Ui:
         self._watchers -= 1
 
     async def _changes(self) -> AsyncGenerator[bytes]:
-        since, is_whole = 0, True
-        while not self._ended.is_set():
-            self._link.watch()
-            shown = (
-                self._link.timeline.change
-            )  # read before it is sent: what changes meanwhile comes with the next one
-            yield event(self._snapshot(since) | {"whole": is_whole})
-            since, is_whole = shown, False
+        loop = asyncio.get_running_loop()
+        self._link.watch()
+        content, seen = self._updates.first(loop.time())
+        yield content
+        while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), UPDATE_SECONDS)
+                await asyncio.wait_for(self._ended.wait(), self._updates.seconds_left(loop.time()))
+            if self._ended.is_set():
+                return
+            self._link.watch()
+            content, seen = self._updates.next(seen, loop.time())
+            yield content
+
+    def _update(self, since: int | None) -> bytes:
+        return event(self._snapshot(since or 0) | {"whole": since is None})
 
     def _snapshot(self, since: int) -> dict[str, Any]:
         link = self._link

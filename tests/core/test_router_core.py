@@ -73,9 +73,12 @@ POINTS = ((100, 1.0), (10_000, 100.0))  # 10 ms a token; by the class above 800 
 SLOW = tuple((tokens, 10 * seconds) for tokens, seconds in POINTS)
 
 
-def arrive(*ids: str, prompt: str = "p", length: int = 10, **fields: object) -> Arrive:
+def arrive(
+    *ids: str, prompt: str = "p", length: int = 10, grammar: str = "", most: int = 5, **fields: object
+) -> Arrive:
+    sampling = Sampling(max_tokens=most, grammar=grammar)
     sequences = tuple(
-        NewSequence(name, prompt, length, seed=7, sampling=Sampling(max_tokens=5), sample_index=index)
+        NewSequence(name, prompt, length, seed=7, sampling=sampling, sample_index=index)
         for index, name in enumerate(ids)
     )
     return replace(Arrive("m", "d", sequences), **fields)  # type: ignore[arg-type]
@@ -798,6 +801,96 @@ def test_a_grammar_that_is_late_may_be_tried_again_and_one_that_costs_too_much_m
     assert end == Fail("costly", "invalid", "too costly")
 
 
+# --- replicas of an earlier version, which ignore grammars -----------------------------------------------
+
+SINCE = {"follows_grammars": True}
+
+
+def test_a_request_with_a_grammar_goes_to_a_replica_that_follows_it_however_busy_that_is() -> None:
+    core = serving(None, "before", "now")
+    announce(core, replica="now", pending_prefill_seconds=9.0, **SINCE)
+    sent = submits(core.handle(arrive("a-0", "a-1", grammar="g"), 0.0) + core.handle(arrive("b"), 0.0))
+    assert [(replica, submit.id) for replica, submit in sent] == [
+        ("now", "a-0"), ("now", "a-1"), ("before", "b")
+    ]  # fmt: skip
+
+
+def test_a_grammar_that_no_ready_replica_follows_is_an_error_that_says_what_to_upgrade() -> None:
+    core = serving(None, "before", "now")
+    announce(core, replica="now", ready=False, **SINCE)
+    (failure,) = core.handle(arrive("a", grammar="g"), 0.0)
+    assert isinstance(failure, Fail)
+    assert (failure.kind, failure.retry_after_seconds) == ("unavailable", 1)
+    assert "ready replicas of the model `m` are of an earlier version of Medha" in failure.detail
+    assert "upgrade them" in failure.detail
+    assert [submit.id for _, submit in submits(core.handle(arrive("b"), 0.0))] == ["b"]
+    announce(core, replica="before", ready=False)
+    (failure,) = core.handle(arrive("c", grammar="g"), 0.0)
+    assert isinstance(failure, Fail)
+    assert "no ready replica serves" in failure.detail
+
+
+@pytest.mark.parametrize("lanes", [(), (LaneLoad(1000, 0.0),)])
+def test_sequences_that_wait_for_a_replica_that_follows_grammars_keep_no_others_from_the_rest(
+    lanes: tuple[LaneLoad, ...],
+) -> None:
+    core = serving(RoutingLimits(max_waiting=1000))
+    announce(core, replica="now", waiting=2, lanes=lanes, **SINCE)
+    announce(core, waiting=2, lanes=lanes)
+    for number in range(200):
+        core.handle(arrive(f"g{number}", prompt=f"g{number}", grammar="g", deadline_after_seconds=1.0), 0.0)
+    core.handle(arrive("plain", prompt="p"), 0.1)
+    assert core.waiting == 201
+    sent = submits(announce(core, 0.2, waiting=1, lanes=lanes))
+    assert [(replica, submit.id) for replica, submit in sent] == [("r0", "plain")]
+    sent = submits(announce(core, 0.3, replica="now", waiting=1, lanes=lanes, **SINCE))
+    assert [(replica, submit.id) for replica, submit in sent] == [("now", "g0")]
+
+
+def test_a_grammar_is_followed_to_the_end_also_when_the_replica_that_follows_it_is_lost() -> None:
+    core = serving(RoutingLimits(unserved_seconds=60.0, silence_seconds=500.0), "before", "now")
+    announce(core, replica="now", **SINCE)
+    core.handle(arrive("comes back", prompt="p", grammar="g"), 0.0)
+    assert submits(core.handle(LinkLost("now"), 1.0)) == []
+    core.handle(Tick(), 1.5)
+    sent = submits(announce(core, 2.0, replica="now", epoch=2, **SINCE))
+    assert [(replica, submit.id) for replica, submit in sent] == [("now", "comes back~1")]
+    core.handle(Tick(), 2.5)
+    core.handle(arrive("plain", prompt="q"), 3.0)
+    core.handle(LinkLost("now"), 3.0)
+    assert core.handle(Tick(), 4.0) == []
+    assert core.handle(Tick(), 63.0) == []
+    (failure,) = core.handle(Tick(), 64.0)
+    assert isinstance(failure, Fail)
+    assert (failure.id, failure.kind) == ("comes back", "unavailable")
+    assert "upgrade them" in failure.detail
+    assert core.open == 1, "the plain one goes on"
+
+
+def test_of_replicas_that_hold_more_only_those_count_that_follow_the_grammar() -> None:
+    core = serving(None, "before")
+    announce(core, replica="now", longest_request_tokens=100, **SINCE)
+    sent = submits(core.handle(arrive("cut short", most=500, grammar="g"), 0.0))
+    assert [(replica, submit.id) for replica, submit in sent] == [("now", "cut short")]
+    (failure,) = core.handle(arrive("too long", length=200, grammar="g"), 0.0)
+    assert isinstance(failure, Fail)
+    assert failure.kind == "too_long"
+    assert "holds 100 tokens" in failure.detail
+    assert submits(core.handle(arrive("plain", prompt="q", most=500), 0.0))[0][0] == "before"
+
+
+def test_a_sequence_with_a_grammar_that_no_replica_is_left_to_hold_is_too_long() -> None:
+    core = serving(None, "before")
+    announce(core, replica="large", **SINCE)
+    announce(core, replica="small", longest_request_tokens=100, **SINCE)
+    core.handle(arrive("a", length=200, grammar="g"), 0.0)
+    core.handle(LinkLost("large"), 1.0)
+    (failure,) = core.handle(Tick(), 2.0)
+    assert isinstance(failure, Fail)
+    assert (failure.id, failure.kind) == ("a", "too_long")
+    assert "more than 100 tokens" in failure.detail
+
+
 def test_a_sequence_of_a_lost_step_is_not_sent_to_the_same_replica_before_that_announces_itself() -> None:
     core = serving()
     core.handle(arrive("a"), 0.0)
@@ -864,11 +957,13 @@ class FakeReplica:
     ready: bool = True
     policy: str = "lrs"
     lanes: tuple[LaneLoad, ...] = ()
+    follows_grammars: bool = False
     running: dict[str, list[int]] = field(default_factory=dict)  # wire id -> [output so far, length]
 
     def card(self) -> Announce:
         card = replace(CARD, replica=self.name, epoch=self.epoch, ready=self.ready, waiting=len(self.running))
         work = ((-1.0, 0.4), (1.5, 0.4 + len(self.running))) if self.lanes and self.running else ()
+        card = replace(card, follows_grammars=self.follows_grammars)
         return replace(card, order=PolicyTerms(self.policy), lanes=self.lanes, work_ahead=work)
 
 
@@ -885,6 +980,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
     policy = data.draw(st.sampled_from(sorted(POLICIES)))
     lanes = data.draw(st.sampled_from([(), (LaneLoad(1000, 0.0),), (LaneLoad(5, 0.0), LaneLoad(12, 2.0))]))
     replicas = {name: FakeReplica(name, policy=policy, lanes=lanes) for name in ("r0", "r1")}
+    replicas["r1"].follows_grammars = True
     log: list[tuple[RouterEvent, float, list[RouterCommand]]] = []
     received: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
@@ -906,6 +1002,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                         "the prompt goes ahead of the sequence"
                     )
                     assert submit.id not in replicas[name].running
+                    assert replicas[name].follows_grammars or not submit.sampling.grammar
                     replicas[name].running[submit.id] = [submit.tokens - submit.prompt_length, 3]
                 case Send(replica=name, message=Cancel(id=wire_id)):
                     replicas[name].running.pop(wire_id, None)
@@ -958,7 +1055,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                 name = f"s{step}"
                 received[name] = []
                 fields = {"owner": data.draw(st.sampled_from("ab"))}
-                run(arrive(name, prompt=name, **fields))
+                run(arrive(name, prompt=name, grammar=data.draw(st.sampled_from(["", "g"])), **fields))
             case "emit" if running:
                 emit(replica, data.draw(st.sampled_from(running)), data.draw(st.integers(1, 3)))
             case "refuse" if running:

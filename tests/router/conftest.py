@@ -144,6 +144,7 @@ class ScriptedReplica:
                 ServiceClassTerms("interactive", 2.0, 3.0, 0.05, 0.02, 4096),
                 ServiceClassTerms("batch", 60.0, 3.0, 0.5, 0.1, 4096),
             ),
+            follows_grammars=True,
         )
         self.card = replace(self.card, **self.fields)
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from medha_router.body_queue import LONG_BYTES
 from medha_router.prepare import MOST_MESSAGES, Catalog, prepare
 from medha_router.tokenizer_bundle import Bundle
 
-from .conftest import MODEL, Router, Script, ScriptedReplica, running_router, wait_for
+from .conftest import MODEL, Router, Script, ScriptedReplica, running_router, say, wait_for
 from .test_connections import dial, head, read_answer
 
 MI = 2**20
@@ -25,13 +26,20 @@ MI = 2**20
 
 def whole(size: int) -> bytes:
     """A request whose body is a bit over `size` bytes; without a replica it gets 503, but only after its body was read."""
-    body = json.dumps({"model": MODEL, "prompt": "x", "user": "x" * size}).encode()
+    return posted({"model": MODEL, "prompt": "x", "user": "x" * size})
+
+
+def posted(fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields).encode()
     return head("/v1/completions", len(body)) + body
 
 
+def children_of(router: Router) -> list[psutil.Process]:
+    return psutil.Process(router.process.pid).children()
+
+
 def tokenizers(router: Router) -> list[psutil.Process]:
-    children = psutil.Process(router.process.pid).children()
-    return [child for child in children if "medha_router.tokenizing" in child.cmdline()]
+    return [child for child in children_of(router) if "medha_router.tokenizing" in child.cmdline()]
 
 
 @pytest.fixture
@@ -112,6 +120,40 @@ def test_one_address_leaves_room_for_bodies_of_others(tmp_path: Path) -> None:
         other = stack.enter_context(dial(router, "127.0.0.2"))
         other.sendall(whole(MI))
         assert read_answer(other)[0] == 503
+
+
+def test_a_grammar_of_a_large_body_waits_in_the_queue_of_all_and_holds_no_process(
+    tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    settings = {"tokenize_processes": 1, "large_body_bytes": 100_000}
+    with running_router(tmp_path, **settings) as router, ExitStack() as stack:
+        replica = ScriptedReplica(router, bundle_files)
+        stack.callback(replica.stop)
+        replica.script = Script(tokens=say(bundle, "x"))
+        router.wait_ready()
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+        assert router.post("/v1/completions", {**body, "guided_regex": "a"}).status_code == 200
+        (check,) = [one for one in children_of(router) if "medha_router.grammar_check" in one.cmdline()]
+        large = {**body, "user": "x" * 200_000}
+        guided, left = ({**large, "guided_regex": regex} for regex in ("b", "c"))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        check.send_signal(signal.SIGSTOP)
+        try:
+            waits = pool.submit(router.post, "/v1/completions", guided)
+            with dial(router) as gone:
+                gone.sendall(posted(left))
+                wait_for(lambda: router.metric("medha_router_body_bytes") > 400_000, "not received")
+                assert router.post("/v1/completions", large).status_code == 200
+            wait_for(lambda: router.metric("medha_router_body_bytes") < 400_000, "kept for nobody")
+            assert [submit.sampling.grammar != "" for submit in replica.submits] == [True, False]
+        finally:
+            check.send_signal(signal.SIGCONT)
+        assert waits.result().status_code == 200
+        assert "b" in replica.submits[-1].sampling.grammar
+        assert router.post("/v1/completions", {**large, "guided_regex": "("}).status_code == 400
+        (process,) = tokenizers(router)
+        assert process.children() == [], "no checks are made there"
+        assert router.metric("medha_router_body_bytes") == 0
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,11 @@ FILES = {
         ]
     ),
     "declared": files_of("{{ tools | tojson }}{{ messages }}"),
+    "no-end": files_of(TEMPLATE),
+    "before": files_of(TEMPLATE),
 }
+LACKS = {"no-end": {"ends_texts": False}, "before": {"follows_grammars": False}}
+"""What replicas of a model announce that they cannot do."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +116,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         tmp_path_factory.mktemp("router"), large_body_bytes=200_000, models_directory=str(models)
     )
     replicas = {
-        name: ScriptedReplica(router, files, name=f"r-{name}", fields={"model": name})
+        name: ScriptedReplica(router, files, name=f"r-{name}", fields={"model": name, **LACKS.get(name, {})})
         for name, files in FILES.items()
     }
     wait_for(
@@ -425,6 +429,35 @@ def test_a_request_that_holds_the_model_to_calls_has_a_grammar(
         assert word in submit.sampling.grammar
     for word in has_not:
         assert word not in submit.sampling.grammar
+
+
+@pytest.mark.parametrize("model", LACKS)
+def test_calls_are_forbidden_by_no_grammar_where_none_can_be_followed(
+    client: openai.OpenAI, serving: Serving, model: str
+) -> None:
+    replica = serving.script(model, TWO_CALLS)
+    (choice,) = chat(client, model, extra_body={"tools": [STRICT]}, tool_choice="none").choices
+    assert [submit.sampling.grammar for submit in replica.submits] == [""]
+    assert (choice.message.content, choice.message.tool_calls) == (TWO_CALLS, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tool_choice": "required"}, {"tools": [STRICT]}, {"tool_choice": "none", "guided_regex": "a+"}],
+    ids=str,
+)
+def test_what_needs_a_grammar_is_refused_while_all_replicas_are_of_an_earlier_version(
+    client: openai.OpenAI, serving: Serving, fields: dict[str, Any]
+) -> None:
+    replica = serving.script("before", "x")
+    with pytest.raises(openai.InternalServerError) as refused:
+        chat(client, "before", extra_body={"tools": [TOOL], **fields})
+    error = refused.value
+    assert (error.status_code, error.code, error.response.headers["retry-after"]) == (503, "unavailable", "1")
+    assert "model `before` are of an earlier version of Medha, which ignores grammars: upgrade them" in str(
+        error
+    )
+    assert replica.submits == []
 
 
 def test_a_request_with_many_functions_is_prepared_few_times_though_others_displace_its_answers(

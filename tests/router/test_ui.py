@@ -127,6 +127,19 @@ def test_clients_on_other_machines_are_refused_and_open_pages_do_not_hold_up_the
         assert "Cancel" not in open_router.log.read_text()
 
 
+def test_head_has_the_headers_of_get_and_opens_no_stream(router: Router) -> None:
+    for path in ("/ui", "/ui/state", "/ui/events"):
+        url = f"{router.metrics_http.base_url}{path}"
+        with httpx.stream("GET", url, timeout=30) as got:
+            pass
+        for _ in range(MOST_WATCHERS + 1):  # one that stayed open would use up a place
+            head = router.metrics_http.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+        framing = {"content-length", "transfer-encoding"}
+        assert head.headers.keys() - framing == got.headers.keys() - framing
+        assert head.headers["content-type"] == got.headers["content-type"]
+
+
 def test_a_page_too_many_is_refused_and_one_that_closes_makes_room(router: Router) -> None:
     url = f"{router.metrics_http.base_url}/ui/events"
     with httpx.Client(timeout=30) as client:

@@ -17,7 +17,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from .conftest import MODEL, Served
+from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
 NPM_OPENAI = "openai@7.57.0"
 
@@ -122,6 +122,28 @@ def test_responses_call_functions_and_take_their_outputs(client: openai.OpenAI) 
         CLASSES[call.name].model_validate_json(call.arguments)
         history.append(call.model_dump(exclude_none=True))
         history.append({"type": "function_call_output", "call_id": call.call_id, "output": json.dumps(turn)})
+
+
+def test_a_model_without_a_token_that_ends_a_text_answers_unless_a_grammar_is_needed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    endless = tmp_path / "endless"
+    shutil.copytree(checkpoint, endless)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((endless / name).read_text())
+        del config["eos_token_id"]
+        (endless / name).write_text(json.dumps(config))
+    port = free_port()
+    running = start(write_manifest(tmp_path / "tiny.yaml", endless, port), port, endless)
+    try:
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
+            (choice,) = chat(client, tool_choice="none", max_tokens=20).choices
+            assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+            assert choice.message.content
+            with pytest.raises(openai.BadRequestError, match="name no eos_token_id"):
+                chat(client, tool_choice="required")
+    finally:
+        stop(running)
 
 
 SCRIPT = """

@@ -1,4 +1,7 @@
-"""Routers and replicas of the version before and of this one, mixed as in a rollout: every request comes back exactly."""
+"""Routers and replicas of the version before and of this one, mixed as in a rollout: every request comes back exactly.
+
+A request with a grammar goes to a replica of this version, because the version before ignores grammars.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from benchmark import benchmark
@@ -25,6 +29,11 @@ BODIES: list[dict[str, Any]] = [
     }
     for number in range(6)
 ]  # fmt: skip
+ORDER = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["colour", "count"], "additionalProperties": False,
+}  # fmt: skip
 SOURCES = ("core", "worker", "router", "operator", "sim", "cli")
 
 
@@ -110,3 +119,30 @@ def test_each_router_gets_the_same_texts_of_the_replicas_of_each_version(mixed: 
     mixed["replica now"].stop()
     wait_for_replicas(mixed, "router now", 1)
     assert texts(mixed["router now"]) == expected
+
+
+def ask_for_order(router: Any, seed: int) -> httpx.Response:
+    schema = {"type": "json_schema", "json_schema": {"name": "order", "schema": ORDER, "strict": True}}
+    body = {
+        "model": "m", "messages": [{"role": "user", "content": "An order"}], "seed": seed, "max_tokens": 200,
+        "response_format": schema,
+    }  # fmt: skip
+    return httpx.post(f"{router.url}/v1/chat/completions", json=body, timeout=120)
+
+
+def test_a_request_with_a_schema_goes_only_to_a_replica_of_this_version(mixed: dict[str, Any]) -> None:
+    for name in ("replica before", "replica now"):
+        if not mixed[name].is_alive:
+            mixed[name].start()
+    wait_for_replicas(mixed, "router now", 2)
+    for seed in range(8):
+        answer = ask_for_order(mixed["router now"], seed).raise_for_status().json()
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), ORDER)
+    mixed["replica now"].stop()
+    wait_for_replicas(mixed, "router now", 1)
+    refused = ask_for_order(mixed["router now"], 0)
+    assert refused.status_code == 503
+    assert "upgrade them" in refused.json()["error"]["message"]
+    assert texts(mixed["router now"])

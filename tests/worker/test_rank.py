@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -30,7 +29,6 @@ from medha.api.replica import (
     ModelSpec,
     SchedulingSpec,
 )
-from medha.errors import CheckpointInvalid
 from medha.wire.frames import encode, tokens_to_frame
 from medha.wire.messages import (
     Admit,
@@ -56,7 +54,6 @@ from medha_links.sockets import Authenticator, bind
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.link import Link, rank_identity
-from medha_worker.rank.engine import eos_token_ids
 
 from ..frames import frames
 
@@ -458,31 +455,3 @@ def test_a_step_that_is_not_the_next_one_is_a_fault_for_messages_were_lost(
     stage.steps = 2
     stage.send(Step(2, 0, ()))
     assert "step 2 came where 1 was to come" in fault_of(stage)
-
-
-@pytest.mark.parametrize(
-    ("files", "ids"),
-    [
-        pytest.param({"generation_config.json": {"eos_token_id": [1, 3]}}, (1, 3), id="a list"),
-        pytest.param({"config.json": {"eos_token_id": 2}}, (2,), id="the configuration's"),
-        pytest.param(
-            {"generation_config.json": {"eos_token_id": 5}, "config.json": {"eos_token_id": 2}},
-            (5,),
-            id="both",
-        ),
-        pytest.param({"generation_config.json": {}, "config.json": {"eos_token_id": 0}}, (0,), id="zero"),
-        pytest.param({}, (), id="none"),
-    ],
-)
-def test_where_the_ids_that_end_a_text_come_from(
-    tmp_path: Path, files: dict[str, object], ids: tuple[int, ...]
-) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    assert eos_token_ids(tmp_path) == ids
-
-
-def test_an_end_id_that_is_no_id_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
-    with pytest.raises(CheckpointInvalid, match="eos_token_id"):
-        eos_token_ids(tmp_path)

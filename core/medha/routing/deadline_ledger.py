@@ -61,6 +61,7 @@ class Facts:
     tokens: int
     needed_tokens: int  # of KV
     whole_tokens: int = 0  # prompt and the longest output
+    has_grammar: bool = False  # not every replica follows one
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Opening:
     until_key: float = inf
     until_turn: float = -inf
     """An element with a smaller turn need not be within `until_key` and `kv_tokens`."""
+    follows_grammars: bool = True  # elements may have one
 
     def holds(self, tokens: int, whole_tokens: int, needed_tokens: int, *, is_late: bool) -> bool:
         """Return whether an element is within the bounds in tokens."""
@@ -108,8 +110,9 @@ class DeadlineLedger(Generic[_Row]):
         self._rows: list[_Row] = []
         # arrival, deadline, work, remaining, due, revised deadline (seconds); turn
         self._seconds: Floats = np.zeros((7, _FIRST_CAPACITY))
-        # tie, number of the owner, tokens, needed tokens, place in the order, whole tokens, 1 if it is set aside
-        self._counts: Ints = np.zeros((7, _FIRST_CAPACITY), dtype=np.int64)
+        # tie, number of the owner, tokens, needed tokens, place in the order, whole tokens, 1 if it is set aside, 1 if it
+        # has a grammar
+        self._counts: Ints = np.zeros((8, _FIRST_CAPACITY), dtype=np.int64)
         self._order: Ints = np.zeros(0, dtype=np.int64)  # rows, most urgent first; NOWHERE where one has left
         self._place_keys: Floats = np.zeros(0)
         self._newcomers: list[int] = []  # rows that are not in the order yet
@@ -175,6 +178,7 @@ class DeadlineLedger(Generic[_Row]):
             NOWHERE,
             facts.whole_tokens,
             0,
+            facts.has_grammar,
         )
         self._newcomers.append(row)
 
@@ -247,9 +251,10 @@ class DeadlineLedger(Generic[_Row]):
             self._counts[6, : len(self._rows)] = 0
             self._has_aside = False
 
-    def with_tokens(self, least: int) -> list[_Row]:
-        """Return the elements of at least that many tokens."""
-        rows = (self._counts[2, : len(self._rows)] >= least).nonzero()[0]
+    def with_tokens(self, least: int, *, has_grammar: bool) -> list[_Row]:
+        """Return the elements of at least that many tokens, either those with a grammar or the others."""
+        counts = self._counts[:, : len(self._rows)]
+        rows = ((counts[2] >= least) & (counts[7] == has_grammar)).nonzero()[0]
         return [self._rows[row] for row in rows.tolist()]
 
     def next_rows(self, count: int) -> list[_Row]:
@@ -303,6 +308,8 @@ class DeadlineLedger(Generic[_Row]):
         rows = len(self._rows)
         found: Bools = self._counts[2, :rows] < opening.below_tokens
         found &= (sort_keys <= opening.until_key) | (self._seconds[6, :rows] < opening.until_turn)
+        if not opening.follows_grammars:
+            found &= self._counts[7, :rows] == 0
         if opening.most_whole_tokens < opening.cut_whole_tokens:
             whole = self._counts[5, :rows]
             found &= (whole <= opening.most_whole_tokens) | (whole > opening.cut_whole_tokens)

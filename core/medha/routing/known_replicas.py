@@ -11,6 +11,7 @@ import numpy as np
 from medha.routing.deadline_ledger import Opening
 from medha.routing.open_sequences import Key, OpenSequence
 from medha.routing.prefix_memory import PrefixMemory, prefill_seconds
+from medha.routing.router_events import Arrive
 from medha.scheduler.policy import CLOCK_POLICIES, Floats
 from medha.wire.messages import Announce, LaneLoad
 
@@ -56,6 +57,10 @@ class KnownReplica:
     @property
     def serves(self) -> bool:
         return self.card.ready and not self.card.draining
+
+    def follows(self, request: Arrive) -> bool:
+        """Return whether the outputs of a request follow its grammar here, if it has one."""
+        return self.card.follows_grammars or not request.has_grammar
 
     @property
     def has_place(self) -> bool:
@@ -154,20 +159,19 @@ class KnownReplica:
     def opening(self, lookahead_seconds: float, most_tokens: int, *, takes_turns: bool = False) -> Opening:
         """Return what it could begin within `lookahead_seconds`; an idle replica takes what it can ever hold.
 
-        `most_tokens` is what the replica holds of all that serve the model which holds most: a sequence that some
+        `most_tokens` is what the replica holds of all that could take its sequences which holds most: a sequence that some
         replica can hold with all of its output goes to no other.
         A sequence without KV waits for it in the router, where it can go to another replica, until it is late;
         then it claims KV that becomes free in the replica.
         `takes_turns`: not all can be on time, so that the replica, too, begins the owner that attained least.
         """
-        longest = self.card.longest_request_tokens
+        longest, follows = self.card.longest_request_tokens, self.card.follows_grammars
         if not self.card.lanes or self.is_idle:  # an earlier release, or nothing to wait for
-            return Opening(longest, longest, most_tokens)
+            return Opening(longest, longest, most_tokens, follows_grammars=follows)
         berth_tokens = self._most_free_tokens
         until_turn = self._last_turn(lookahead_seconds) if takes_turns else -inf
-        return Opening(
-            longest, longest, most_tokens, berth_tokens, self._last_key(lookahead_seconds), until_turn
-        )
+        until_key = self._last_key(lookahead_seconds)
+        return Opening(longest, longest, most_tokens, berth_tokens, until_key, until_turn, follows)
 
     @property
     def _most_free_tokens(self) -> int:

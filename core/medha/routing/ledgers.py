@@ -13,7 +13,7 @@ from math import ceil, inf
 from medha.routing.deadline_ledger import DeadlineLedger, Facts
 from medha.routing.known_replicas import KnownReplica
 from medha.routing.open_sequences import Key, OpenSequence
-from medha.routing.replica_choice import holding, reservation_tokens
+from medha.routing.replica_choice import able_replicas, reservation_tokens
 from medha.scheduler.owner_places import PLACES_PER_FREE_PLACE
 from medha.wire.messages import PolicyTerms
 
@@ -48,7 +48,7 @@ class Ledgers:
         if ledger is None:
             ledger = self._ledgers[sequence.key] = DeadlineLedger()
             self.follow(sequence.key, serving)
-        able = holding(sequence, serving)
+        able = able_replicas(sequence, serving)
         facts = Facts(
             arrival=sequence.arrived_at,
             deadline=sequence.deadline,
@@ -59,6 +59,7 @@ class Ledgers:
             tokens=sequence.tokens,
             needed_tokens=min((reservation_tokens(sequence, one.card) for one in able), default=0),
             whole_tokens=sequence.whole_tokens,
+            has_grammar=sequence.request.has_grammar,
         )
         ledger.add(sequence, facts)
         self._waiting_of[sequence.owner] += 1
@@ -85,7 +86,7 @@ class Ledgers:
         """Compute the remaining work of some rows again, because caches change; all rows have their turn."""
         ledger = self._ledgers[key]
         for sequence in ledger.next_rows(_REFRESHED_ROWS):
-            ledger.update(sequence, remaining_seconds(sequence, holding(sequence, serving)))
+            ledger.update(sequence, remaining_seconds(sequence, able_replicas(sequence, serving)))
 
     # --- admission ----------------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ class Ledgers:
         ahead = min(
             (
                 replica.seconds_before(key) if replica.card.lanes else replica.seconds_ahead
-                for replica in holding(sequence, serving)
+                for replica in able_replicas(sequence, serving)
             ),
             default=inf,
         )
@@ -120,7 +121,7 @@ class Ledgers:
 
 
 def remaining_seconds(sequence: OpenSequence, able: Sequence[KnownReplica]) -> float:
-    """Return the least prefill that a sequence has left on one of the replicas that can hold it."""
+    """Return the least prefill that a sequence has left on one of the replicas that can serve it."""
     if sequence.shares_prefill:
         return 0.0
     tokens, prefix = sequence.tokens, sequence.new.prefix

@@ -10,7 +10,7 @@ import numpy as np
 from medha.routing.known_replicas import KnownReplica
 from medha.routing.ledgers import Ledgers
 from medha.routing.open_sequences import Key, OpenSequence
-from medha.routing.replica_choice import holding, reservation_tokens
+from medha.routing.replica_choice import able_replicas, reservation_tokens
 from medha.routing.replica_demand import ArrivedWork, DemandTerms, ModelWork, ReplicaSize
 from medha.scheduler.policy import Floats
 
@@ -117,10 +117,14 @@ def _ahead(serving: list[KnownReplica], start_seconds: float) -> Callable[[Float
 
 
 def _kinds(serving: Iterable[KnownReplica]) -> list[KnownReplica]:
-    """Return one of each kind of replicas that reserve the same KV; most are alike, and sequences may be thousands."""
-    return list(
-        {(one.card.service_classes, one.card.longest_request_tokens): one for one in serving}.values()
-    )
+    """Return one of each kind of replicas that reserve the same KV for the same sequences; most are alike, and sequences
+    may be thousands.
+    """
+    cards = [(one, one.card) for one in serving]
+    kinds = {
+        (card.service_classes, card.longest_request_tokens, card.follows_grammars): one for one, card in cards
+    }
+    return list(kinds.values())
 
 
 def _reserved_tokens(
@@ -128,6 +132,6 @@ def _reserved_tokens(
 ) -> int:
     """Return the KV that a sequence has where it is, or the least that a replica would reserve for it."""
     own = None if sequence.replica is None else replicas.get(sequence.replica)
-    able = [own] if own is not None else holding(sequence, kinds)
+    able = [own] if own is not None else able_replicas(sequence, kinds)
     reserved = min((reservation_tokens(sequence, one.card) for one in able), default=sequence.tokens)
     return reserved - sequence.new.prompt_length * sequence.shares_prefill

@@ -21,13 +21,22 @@ LOAD_SECONDS = 1.0
 """Load below which a replica attracts by its cache whatever the mean is, seconds of prefill per lane."""
 
 
-def holding(sequence: OpenSequence, serving: Sequence[KnownReplica]) -> list[KnownReplica]:
-    """Return the replicas that can hold a sequence: with all of its output, if any of those that serve can."""
+def able_replicas(sequence: OpenSequence, serving: Sequence[KnownReplica]) -> list[KnownReplica]:
+    """Return the replicas that follow a sequence's grammar and can hold it: with all of its output, if any can."""
     tokens = sequence.tokens
     whole = sequence.whole_tokens
-    able = [replica for replica in serving if replica.card.longest_request_tokens >= whole]
+    following = [replica for replica in serving if replica.follows(sequence.request)]
+    able = [replica for replica in following if replica.card.longest_request_tokens >= whole]
     # The others would cut the output short.
-    return able or [replica for replica in serving if replica.card.longest_request_tokens > tokens]
+    return able or [replica for replica in following if replica.card.longest_request_tokens > tokens]
+
+
+def ignored_grammar(model: str) -> str:
+    """Return the text of the error for a request with a grammar that no replica follows which serves its model."""
+    return (
+        f"the ready replicas of the model `{model}` are of an earlier version of Medha, which ignores grammars: upgrade "
+        "them, or leave out what asks for a grammar, such as a `response_format` or functions that are `strict` or required"
+    )
 
 
 def choose(

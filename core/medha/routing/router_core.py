@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf
+from typing import NamedTuple
 
 from medha.declared import DeclaredModel
 from medha.routing.deadline_ledger import Opening
@@ -36,7 +37,7 @@ from medha.routing.lost_attempts import (
 from medha.routing.model_work import ModelWorks
 from medha.routing.open_sequences import Key, OpenSequence
 from medha.routing.prefix_memory import prefill_seconds
-from medha.routing.replica_choice import choose, holding, reservation_tokens
+from medha.routing.replica_choice import able_replicas, choose, ignored_grammar, reservation_tokens
 from medha.routing.replica_demand import DemandReason, DemandTerms, ModelWork, replica_demand
 from medha.routing.router_events import (
     Abandon,
@@ -92,7 +93,7 @@ class RouterCore:
         self._bundles: set[str] = set()
         self._unneeded_since: dict[str, float] = {}  # digest of a bundle that nothing needs -> since when
         self._fetch_requested_at: dict[str, float] = {}  # digest -> when it was last requested
-        self._unserved_since: dict[Key, float] = {}
+        self._unserved_since: dict[_Kind, float] = {}
         self._models = KnownModels()
         self._rejected: dict[str, str] = {}  # replica -> reason, so that each is reported once
         self._arrivals = 0
@@ -307,6 +308,8 @@ class RouterCore:
             )
         if self._models and self.known(request.model) is None:
             return "model_not_found", f"The model `{request.model}` does not exist."
+        if self._serving_key((request.model, request.digest)):
+            return "unavailable", ignored_grammar(request.model)
         return "unavailable", f"no ready replica serves the model `{request.model}` now; try again later"
 
     def _abandon(self, sequence_id: str, now: float) -> list[RouterCommand]:
@@ -491,29 +494,36 @@ class RouterCore:
 
     def _end_hopeless(self, now: float) -> list[RouterCommand]:
         """End queued sequences that had no serving replica for too long, or that no remaining replica can hold."""
-        longest: dict[Key, int] = {}
-        recovering: set[Key] = set()
+        longest: dict[_Kind, int] = {}
+        recovering: set[_Kind] = set()
         for replica in self._replicas.values():
-            key = replica.key
-            if self._usable(replica):
-                longest[key] = max(longest.get(key, 0), replica.card.longest_request_tokens)
-            elif not replica.card.ready and not replica.card.draining:
-                recovering.add(key)
-        unserved_since: dict[Key, float] = {}
+            for kind in _kinds(replica.key):
+                if kind.has_grammar and not replica.card.follows_grammars:
+                    continue
+                if self._usable(replica):
+                    longest[kind] = max(longest.get(kind, 0), replica.card.longest_request_tokens)
+                elif not replica.card.ready and not replica.card.draining:
+                    recovering.add(kind)
+        unserved_since: dict[_Kind, float] = {}
         commands: list[RouterCommand] = []
         for key in self._waiting:
             ledger = self._waiting.of(key)
-            limit = longest.get(key)
-            if limit is not None:
-                detail = f"no replica is left that holds more than {limit} tokens"
-                commands += [self._fail(one, "too_long", detail, now) for one in ledger.with_tokens(limit)]
-                continue
-            since = unserved_since[key] = self._unserved_since.get(key, now)
-            limits = self._limits
-            allowed_seconds = limits.recovery_seconds if key in recovering else limits.unserved_seconds
-            if now - since >= allowed_seconds:
-                detail = f"no replica of the model `{key[0]}` came back in {now - since:.0f} s"
-                commands += [self._fail(one, "unavailable", detail, now) for one in ledger.with_tokens(0)]
+            for kind in _kinds(key):
+                limit = longest.get(kind)
+                if limit is not None:
+                    detail = f"no replica is left that holds more than {limit} tokens"
+                    hopeless = ledger.with_tokens(limit, has_grammar=kind.has_grammar)
+                    commands += [self._fail(one, "too_long", detail, now) for one in hopeless]
+                    continue
+                since = unserved_since[kind] = self._unserved_since.get(kind, now)
+                limits = self._limits
+                allowed_seconds = limits.recovery_seconds if kind in recovering else limits.unserved_seconds
+                if now - since >= allowed_seconds:
+                    detail = f"no replica of the model `{key[0]}` came back in {now - since:.0f} s"
+                    if kind._replace(has_grammar=False) in longest:
+                        detail = ignored_grammar(key[0])
+                    hopeless = ledger.with_tokens(0, has_grammar=kind.has_grammar)
+                    commands += [self._fail(one, "unavailable", detail, now) for one in hopeless]
         self._unserved_since = unserved_since
         return commands
 
@@ -536,11 +546,12 @@ class RouterCore:
         commands: list[RouterCommand] = []
         ledger, serving = self._waiting.of(key), self._serving_key(key)
         lookahead = self._limits.lookahead_seconds
-        most_tokens = max(replica.card.longest_request_tokens for replica in serving)
+        most_tokens = _most_tokens(serving)
         takes_turns = ledger.takes_turns(now)
 
         def opening(replica: KnownReplica) -> Opening:
-            return replica.opening(lookahead, most_tokens, takes_turns=takes_turns)
+            most = most_tokens[replica.card.follows_grammars]
+            return replica.opening(lookahead, most, takes_turns=takes_turns)
 
         openings = {replica.card.replica: opening(replica) for replica in with_place}
         missed: list[OpenSequence] = []  # in a row
@@ -548,10 +559,12 @@ class RouterCore:
             if sequence.row == NOWHERE:
                 continue  # it went with another sample of its prompt
             turn, is_late = ledger.turn(sequence), ledger.is_late(sequence, now)
+            able = able_replicas(sequence, serving)
             found = [
                 replica
                 for replica in with_place
-                if openings[replica.card.replica].holds(
+                if replica in able
+                and openings[replica.card.replica].holds(
                     sequence.tokens,
                     sequence.whole_tokens,
                     reservation_tokens(sequence, replica.card),
@@ -587,11 +600,9 @@ class RouterCore:
         serving: list[KnownReplica],
         now: float,
     ) -> KnownReplica | None:
-        able = holding(sequence, serving)
-        able = [replica for replica in replicas if replica in able]
         if is_suspect(sequence, self._limits):
-            able = without_trial(able, self._limits, now)
-        return choose(sequence, able, serving)
+            replicas = without_trial(replicas, self._limits, now)
+        return choose(sequence, replicas, serving)
 
     def _forward_samples(
         self, sequence: OpenSequence, replica: KnownReplica, sort_key: float, now: float
@@ -661,7 +672,7 @@ class RouterCore:
         return replica.serves and replica.card.digest in self._bundles
 
     def _serving(self, request: Arrive) -> list[KnownReplica]:
-        return self._serving_key((request.model, request.digest))
+        return [one for one in self._serving_key((request.model, request.digest)) if one.follows(request)]
 
     def _serving_key(self, key: Key) -> list[KnownReplica]:
         return [
@@ -709,7 +720,7 @@ class RouterCore:
 
     def _wait(self, sequence: OpenSequence) -> float:
         """Let a sequence wait; return the prefill seconds that it has left."""
-        return self._waiting.add(sequence, self._serving(sequence.request))
+        return self._waiting.add(sequence, self._serving_key(sequence.key))
 
     def _unassign(self, sequence: OpenSequence) -> None:
         if sequence.replica is None:
@@ -745,6 +756,26 @@ class RouterCore:
         if kind in ("unavailable", "out_of_memory", "grammar_late"):
             retry_after = 1
         return Fail(sequence.new.id, kind, detail, retry_after)
+
+
+class _Kind(NamedTuple):
+    """The sequences of a key that the same replicas can serve, apart from their length."""
+
+    key: Key
+    has_grammar: bool
+
+
+def _kinds(key: Key) -> tuple[_Kind, _Kind]:
+    return _Kind(key, has_grammar=False), _Kind(key, has_grammar=True)
+
+
+def _most_tokens(serving: Iterable[KnownReplica]) -> dict[bool, int]:
+    """Return the most tokens of a request that any replica holds: of those that follow grammars, and of all."""
+    most = {True: 0, False: 0}
+    for card in (replica.card for replica in serving):
+        for follows in {False, card.follows_grammars}:
+            most[follows] = max(most[follows], card.longest_request_tokens)
+    return most
 
 
 def _identity(card: Announce) -> tuple[str, str, int]:

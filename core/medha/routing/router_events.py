@@ -52,6 +52,11 @@ class Arrive:
     cache_salt: str = ""  # the prompts share KV only with prompts of the same salt
     owner: str = ""  # as in `Submit`
 
+    @property
+    def has_grammar(self) -> bool:
+        """True if the outputs follow a grammar: the sequences differ in their prompts and seeds only."""
+        return bool(self.sequences[0].sampling.grammar)
+
 
 @dataclass(frozen=True, slots=True)
 class Abandon:

@@ -246,6 +246,8 @@ class Announce:
     """Points (key, seconds), ascending: the pending prefill seconds, of all lanes together, of requests whose
     key of the policy is at most that. Keys of `fcfs`, `edf` and `guarded` are relative to now."""
     reports_progress: bool = False  # it understands `WatchProgress`
+    follows_grammars: bool = False  # it reads `Sampling.grammar`; an earlier release samples any text
+    ends_texts: bool = True  # the model has a token that ends a text, without which it can follow no grammar
 
 
 @dataclass(frozen=True, slots=True)

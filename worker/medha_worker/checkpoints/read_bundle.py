@@ -7,6 +7,7 @@ from pathlib import Path
 
 from medha.errors import CheckpointInvalid
 from medha.wire.bundle_digest import BUNDLE_FILES, bundle_digest
+from medha_worker.checkpoints.end_of_text import eos_token_ids
 from medha_worker.checkpoints.tokenizer_files import whole_tokenizer
 from medha_worker.readable import require_readable
 
@@ -15,6 +16,8 @@ from medha_worker.readable import require_readable
 class Bundle:
     digest: str
     files: dict[str, bytes]
+    eos_token_ids: tuple[int, ...]
+    """Ids of the tokens that end a text; routers need to know only whether there is one."""
 
 
 def read_bundle(directory: Path) -> Bundle:
@@ -22,7 +25,7 @@ def read_bundle(directory: Path) -> Bundle:
 
     Raises:
         CheckpointInvalid: there is no tokenizer.json, which every router needs; the tokenizer cannot be
-            served exactly; or a file may not be read.
+            served exactly; a file may not be read; or `eos_token_id` is no id.
     """
     for name in BUNDLE_FILES:
         require_readable(directory / name)
@@ -32,4 +35,4 @@ def read_bundle(directory: Path) -> Bundle:
             f"{directory / 'tokenizer.json'} is missing; fetch the checkpoint with its tokenizer"
         )
     files |= whole_tokenizer(directory)
-    return Bundle(bundle_digest(files), files)
+    return Bundle(bundle_digest(files), files, eos_token_ids(directory))

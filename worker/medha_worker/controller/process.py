@@ -668,6 +668,8 @@ class Controller:
             order=core.policy_terms,
             work_ahead=core.work_ahead(now),
             reports_progress=True,
+            follows_grammars=True,
+            ends_texts=any(one < self._vocab_size for one in self._bundle.eos_token_ids),
         )
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:

@@ -6,23 +6,21 @@ previous KV pool. A replaced rank warms up together with the tensor ranks of its
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
-from medha.errors import CheckpointInvalid
 from medha.hardware import ModelShape
 from medha.topology import Topology
 from medha.wire.messages import Admit, RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
+from medha_worker.checkpoints.end_of_text import eos_token_ids
 from medha_worker.cuda_device import cuda_device
 from medha_worker.device import Device, host_device
 from medha_worker.device_choice import choose_gpu, cuda_facts
@@ -361,26 +359,6 @@ def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> 
         block_tokens=block_tokens,
         dtype=model.dtype,
     )
-
-
-def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the ids that end a sequence: generation_config.json's, which lists all, else config.json's.
-
-    Raises:
-        CheckpointInvalid: `eos_token_id` is neither an id nor a list of ids.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if found is None:
-            continue
-        ids = found if isinstance(found, list) else [found]
-        if not all(isinstance(one, int) and one >= 0 for one in ids):
-            raise CheckpointInvalid(
-                f"{path}: eos_token_id is {found!r}, expected a token id or a list of them"
-            )
-        return tuple(ids)
-    return ()
 
 
 def _every_few_seconds(progress: Progress, clock: Callable[[], float]) -> ReadProgress:
