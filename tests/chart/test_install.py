@@ -96,6 +96,21 @@ def test_an_upgrade_changes_the_definitions_and_keeps_every_replica(
     assert accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}") == replica
 
 
+def test_null_returns_a_value_that_was_set_to_its_default_when_a_release_is_upgraded(
+    installer: Helm, accepting: ControlPlane
+) -> None:
+    def limits() -> tuple[int, int]:
+        found = accepting.kubectl("get", "configmap", "medha-router", "-n", NAMESPACE, "-o", "json")
+        read = json.loads(json.loads(found)["data"]["settings.json"])
+        return read["max_waiting"], read["waiting_room_seconds"]
+
+    install(installer, router={"maxWaiting": 5, "waitingRoom": {"seconds": 60}})
+    assert limits() == (5, 60)
+    nulls = ("--set", "router.waitingRoom=null")
+    install(installer, "--reset-then-reuse-values", *nulls)
+    assert limits() == (5, 0)
+
+
 def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     installer: Helm, accepting: ControlPlane
 ) -> None:
