@@ -162,6 +162,16 @@ def test_what_is_printed_after_an_install_shows_how_a_replica_joins(installer: H
     assert "routerRef: {name: medha-router, namespace: medha-system}" in notes
 
 
+def test_what_is_printed_after_an_install_shows_how_clients_call_a_router_with_tls_and_keys(
+    installer: Helm,
+) -> None:
+    assert "curl http://127.0.0.1:8000/v1/models" in install(installer, "--dry-run=server")
+    secrets = {"tls": {"secretName": "llm-tls"}, "apiKeys": {"secretName": "llm-keys"}}
+    notes = install(installer, "--dry-run=server", router=secrets)
+    assert "curl --insecure https://127.0.0.1:8000/v1/models" in notes
+    assert "Authorization: Bearer" in notes
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
