@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from chart.conftest import OURS
 from chart.helm import CHART, NAMESPACE, Helm, HelmFailed
@@ -109,6 +110,19 @@ def test_null_returns_a_value_that_was_set_to_its_default_when_a_release_is_upgr
     nulls = ("--set", "router.waitingRoom=null")
     install(installer, "--reset-then-reuse-values", *nulls)
     assert limits() == (5, 0)
+
+
+def test_an_upgrade_that_reuses_the_defaults_before_names_the_values_that_they_lack(
+    installer: Helm, tmp_path: Path
+) -> None:
+    before = tmp_path / "medha"
+    shutil.copytree(CHART, before, ignore=shutil.ignore_patterns("templates", "values.schema.json"))
+    defaults = yaml.safe_load((before / "values.yaml").read_text(encoding="utf-8"))
+    del defaults["traces"]
+    (before / "values.yaml").write_text(yaml.safe_dump(defaults), encoding="utf-8")
+    install(installer, chart=before)
+    with pytest.raises(HelmFailed, match="at '': missing property 'traces'"):
+        install(installer, "--reuse-values")
 
 
 def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
