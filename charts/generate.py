@@ -2,7 +2,8 @@
 
 - files/rights.yaml from what the operator says that it may do;
 - templates/crds/ from crds/, with the label and the annotations that let Helm upgrade and keep them;
-- the table of values in README.md, and the descriptions in values.schema.json, from the comments in values.yaml.
+- the table of values in README.md, and the descriptions in values.schema.json, from the comments in values.yaml;
+- what values.schema.json requires, from the defaults in values.yaml.
 """
 
 from __future__ import annotations
@@ -77,14 +78,28 @@ def readme(before: str) -> str:
 
 
 def schema(before: str) -> str:
-    """Return values.schema.json with the descriptions of values.yaml."""
+    """Return values.schema.json with the descriptions of values.yaml, and with all values required that have a default.
+
+    Helm removes what is set to null before it reads the schema. A required value is then refused by name; without that,
+    templates would fail inside of what is missing.
+    """
     document = json.loads(before)
+    required: dict[str, dict[str, None]] = {}
     for value in values():
-        node = document
-        for name in value.path.split("."):
-            node = node["properties"][name]
-        node["description"] = value.meaning
+        parents = value.path.split(".")[:-1]
+        if value.default is not None:
+            for depth, name in enumerate(value.path.split(".")):
+                required.setdefault(".".join(parents[:depth]), {})[name] = None
+        _schema_node(document, value.path)["description"] = value.meaning
+    for path, names in required.items():
+        _schema_node(document, path)["required"] = list(names)
     return json.dumps(document, indent=2) + "\n"
+
+
+def _schema_node(document: Any, path: str) -> Any:
+    for name in path.split(".") if path else []:
+        document = document["properties"][name]
+    return document
 
 
 def crd_templates() -> dict[str, str]:

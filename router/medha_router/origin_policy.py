@@ -20,7 +20,7 @@ from medha_router.event_streams import error_response
 from medha_router.probe_paths import PROBE_PATHS
 
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-"""Paths without a check of the name: probes call pods by their addresses, and the answers are of no use to a page."""
+"""Ports that origins and names leave out."""
 
 
 def is_loopback(address: str) -> bool:
@@ -51,7 +51,7 @@ class SitePolicy:
 
     def refusal(self, path: str, hosts: list[str], origins: list[str]) -> ApiError | None:
         """Return the error of a request with this path and these `Host` and `Origin` headers; None if it is allowed."""
-        for host in hosts:
+        for host in hosts:  # probes call pods by their addresses, and their answers are of no use to a page
             if path not in PROBE_PATHS and not self._is_own(host_name(host)):
                 text = (
                     f"the Host header is {host[:200]!r}, which is not a name of this server: use localhost or 127.0.0.1, "

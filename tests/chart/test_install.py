@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from chart.conftest import OURS
 from chart.helm import CHART, NAMESPACE, Helm, HelmFailed
@@ -96,6 +97,34 @@ def test_an_upgrade_changes_the_definitions_and_keeps_every_replica(
     assert accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}") == replica
 
 
+def test_null_returns_a_value_that_was_set_to_its_default_when_a_release_is_upgraded(
+    installer: Helm, accepting: ControlPlane
+) -> None:
+    def limits() -> tuple[int, int]:
+        found = accepting.kubectl("get", "configmap", "medha-router", "-n", NAMESPACE, "-o", "json")
+        read = json.loads(json.loads(found)["data"]["settings.json"])
+        return read["max_waiting"], read["waiting_room_seconds"]
+
+    install(installer, router={"maxWaiting": 5, "waitingRoom": {"seconds": 60}})
+    assert limits() == (5, 60)
+    nulls = ("--set", "router.waitingRoom=null")
+    install(installer, "--reset-then-reuse-values", *nulls)
+    assert limits() == (5, 0)
+
+
+def test_an_upgrade_that_reuses_the_defaults_before_names_the_values_that_they_lack(
+    installer: Helm, tmp_path: Path
+) -> None:
+    before = tmp_path / "medha"
+    shutil.copytree(CHART, before, ignore=shutil.ignore_patterns("templates", "values.schema.json"))
+    defaults = yaml.safe_load((before / "values.yaml").read_text(encoding="utf-8"))
+    del defaults["traces"]
+    (before / "values.yaml").write_text(yaml.safe_dump(defaults), encoding="utf-8")
+    install(installer, chart=before)
+    with pytest.raises(HelmFailed, match="at '': missing property 'traces'"):
+        install(installer, "--reuse-values")
+
+
 def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     installer: Helm, accepting: ControlPlane
 ) -> None:
@@ -145,6 +174,16 @@ def test_definitions_go_with_the_release_when_asked(installer: Helm, accepting: 
 def test_what_is_printed_after_an_install_shows_how_a_replica_joins(installer: Helm) -> None:
     notes = install(installer, "--dry-run=server")
     assert "routerRef: {name: medha-router, namespace: medha-system}" in notes
+
+
+def test_what_is_printed_after_an_install_shows_how_clients_call_a_router_with_tls_and_keys(
+    installer: Helm,
+) -> None:
+    assert "curl http://127.0.0.1:8000/v1/models" in install(installer, "--dry-run=server")
+    secrets = {"tls": {"secretName": "llm-tls"}, "apiKeys": {"secretName": "llm-keys"}}
+    notes = install(installer, "--dry-run=server", router=secrets)
+    assert "curl --insecure https://127.0.0.1:8000/v1/models" in notes
+    assert "Authorization: Bearer" in notes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from medha_operator.replica.revision import begin
 A, B = Owner("llama", "team-a", "a" * 36), Owner("qwen", "team-a", "b" * 36)
 RENDEZVOUS = (5600, 5601, 9400, 9401, 29500, 48173, 65535)
 """Ports within a replica: ours, and some that gloo may choose."""
-PORTS = sorted({*RENDEZVOUS, 22, 53, 443, 5700, 5701, 6443, 8000, 8080, 9402, 9403})
+PORTS = sorted({*RENDEZVOUS, 22, 53, 443, 5353, 5700, 5701, 6443, 8000, 8080, 9402, 9403})
 
 
 def policy(name: str = "p", namespace: str = "here", **spec: Any) -> Manifest:
@@ -115,12 +115,21 @@ def test_every_other_connection_that_is_open_is_one_that_is_needed(site: Site) -
             assert site.open_ports(source, target) == expected, f"{source_name} -> {target_name}"
 
 
+def are_name_servers_open(policies: list[Manifest], source: End, target: End) -> bool:
+    """Return whether the name servers of Kubernetes (port 53) and of OpenShift (5353) can be reached."""
+    return all(
+        is_open(policies, source, target, port, protocol)
+        for port in (53, 5353)
+        for protocol in ("UDP", "TCP")
+    )
+
+
 def test_the_router_opens_no_connection_and_the_operator_those_to_the_api_server(site: Site) -> None:
     for end in site.ends.values():
         if end is not site.router:
             assert site.open_ports(site.router, end) == []
-    assert site.open_ports(site.operator, site.world) == [53, 443, 6443]
-    assert is_open(site.policies, site.operator, site.world, 53, "UDP")
+    assert site.open_ports(site.operator, site.world) == [53, 443, 5353, 6443]
+    assert are_name_servers_open(site.policies, site.operator, site.world)
     assert not is_open(site.policies, site.operator, site.world, 443, "UDP")
 
 
@@ -133,8 +142,7 @@ def test_a_router_that_makes_traces_reaches_its_collector(helm: Helm, endpoint: 
     for other in PORTS:
         assert is_open(site.policies, site.router, site.world, other) == (other in (53, 5353, port))
     assert is_open(site.policies, site.router, site.world, port)
-    for name_server in (53, 5353):  # of Kubernetes and of OpenShift
-        assert is_open(site.policies, site.router, site.world, name_server, "UDP")
+    assert are_name_servers_open(site.policies, site.router, site.world)
 
 
 def test_replicas_may_go_out_for_their_model(site: Site) -> None:
@@ -161,7 +169,8 @@ def test_helm_test_reaches_the_router_and_nothing_else(helm: Helm, values: dict[
     site, asking = Site(manifests), pod("test", NAMESPACE, pods(manifests)["medha-test"])
     assert 8000 in site.open_ports(asking, site.router)
     assert site.open_ports(asking, site.operator) == site.open_ports(asking, site.a[0]) == []
-    assert site.open_ports(asking, site.world) == [53]
+    assert site.open_ports(asking, site.world) == [53, 5353]
+    assert are_name_servers_open(site.policies, asking, site.world)
     assert site.open_ports(site.client, asking) == []
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import yaml
 
 import medha
+from chart.chart_generator import chart_generator
 from chart.helm import CHART, NAMESPACE, RELEASE, ROOT, Helm, HelmFailed, Manifest, find, pods
 from chart.tables import EVERYTHING, TABLE
 from medha.api.replica import MedhaReplicaSpec
@@ -20,17 +19,6 @@ from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.manifests import Owner, pod_templates, router_address
 from medha_process.router_settings import RouterSettings
 from medha_worker.pod.pod_parts import ROUTER_CONTROL_PORT, ROUTER_TOKENS_PORT
-
-
-def program(path: Path) -> Any:
-    """A script of the repository's, as a module."""
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[path.stem] = module
-    specification.loader.exec_module(module)
-    return module
 
 
 def settings(manifests: list[Manifest], name: str) -> Any:
@@ -123,6 +111,30 @@ def test_the_router_can_read_its_settings(helm: Helm) -> None:
     }  # fmt: skip
 
 
+def test_the_largest_waiting_room_that_the_chart_accepts_is_the_largest_of_a_router(helm: Helm) -> None:
+    manifests = helm.render(router={"maxBodyBytes": 1000, "waitingRoom": {"bytes": 4000}})
+    document = settings(manifests, "medha-router")
+    assert RouterSettings.model_validate(document).waiting_room_budget_bytes == 4000
+    with pytest.raises(ValueError, match="more than half"):
+        RouterSettings.model_validate(document | {"waiting_room_bytes": 4001})
+
+
+@pytest.mark.parametrize(
+    ("operator", "expected"),
+    [
+        ({}, {"matchNames": [NAMESPACE]}),
+        ({"namespaces": ["team-a", "team-b"]}, {"matchNames": ["team-a", "team-b"]}),
+        ({"clusterWide": True}, {"any": True}),
+    ],
+    ids=["its own namespace", "two namespaces", "every namespace"],
+)
+def test_replicas_are_scraped_in_the_namespaces_that_the_operator_manages(
+    helm: Helm, operator: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    manifests = helm.render(operator=operator, monitoring={"monitors": True})
+    assert find(manifests, "PodMonitor", "medha-replicas")["spec"]["namespaceSelector"] == expected
+
+
 def test_the_router_finds_the_api_keys_where_their_secret_is_mounted(helm: Helm) -> None:
     manifests = helm.render(router={"apiKeys": {"secretName": "llm-keys", "key": "clients.yaml"}})
     read = RouterSettings.model_validate(settings(manifests, "medha-router"))
@@ -151,8 +163,12 @@ def test_routers_and_replicas_send_traces_to_the_collector_that_is_named(helm: H
     secret = {"name": "collector", "key": "headers"}
     assert router["env"] == [{"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": {"secretKeyRef": secret}}]
 
-    own = {"traces": {"endpoint": "http://mine:4318", "headersSecret": {"name": "mine", "key": "h"}}}
-    for traces, expected in (({}, [url, None]), (own, ["http://mine:4318", {"name": "mine", "key": "h"}])):
+    mine, key = "http://mine:4318", {"name": "mine", "key": "h"}
+    own = {"traces": {"endpoint": mine, "headersSecret": key}}
+    whole = {
+        "traces": {"endpoint": f"{mine}/v1/traces/"}
+    }  # OpenTelemetry adds this path to what the variable names
+    for traces, expected in (({}, [url, None]), (own, [mine, key]), (whole, [mine, None])):
         spec = {"model": {"name": "m", "source": {"path": "/m"}}, **traces}
         owner = Owner("r", "team", "0123456789")
         (template,) = pod_templates(owner, MedhaReplicaSpec.model_validate(spec), "0", operator)
@@ -411,12 +427,12 @@ def test_a_packaged_chart_renders_the_same(helm: Helm, tmp_path: Path) -> None:
 
 
 def test_generated_files_are_up_to_date() -> None:
-    for path, text in program(ROOT / "charts" / "generate.py").generated().items():
+    for path, text in chart_generator().generated().items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run `make gen`"
 
 
 def test_every_value_is_described_and_has_a_place_in_the_schema() -> None:
-    described = {value.path for value in program(ROOT / "charts" / "generate.py").values()}
+    described = {value.path for value in chart_generator().values()}
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 
@@ -586,6 +602,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "every address a proxy": ({"router": {"trustedProxies": ["0.0.0.0/0"]}}, "router/trustedProxies/0"),
     "a collector that is no URL": ({"traces": {"endpoint": "collector:4318"}}, "traces/endpoint"),
     "a collector with a password": ({"traces": {"endpoint": "http://a:b@collector"}}, "traces/endpoint"),
+    "headers for no collector": (
+        {"traces": {"headersSecret": {"name": "collector"}}},
+        "traces.headersSecret.name is set, but no collector: set traces.endpoint too",
+    ),
+    "more bodies in the waiting room than the router would start with": (
+        {"router": {"maxBodyBytes": 1000, "waitingRoom": {"bytes": 4001}}},
+        "router.waitingRoom.bytes is 4001, more than four times router.maxBodyBytes, 1000",
+    ),
     "more traces than requests": ({"traces": {"ratio": 10}}, "traces/ratio"),
     "text for a number": ({"operator": {"concurrentReplicas": "many"}}, "operator/concurrentReplicas"),
 }

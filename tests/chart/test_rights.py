@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
-from chart.helm import NAMESPACE, Helm, Manifest
+from chart.helm import CHART, NAMESPACE, RELEASE, Helm, Manifest
 from chart.tables import EVERYTHING, TABLE, WITHIN_NAMESPACES
 from medha_operator.operator_settings import OperatorSettings, RouterSite
 from medha_operator.rbac_rules import cluster_rules, gang_rules, lease_rules, namespaced_rules, router_rules
@@ -121,6 +122,13 @@ def test_it_can_be_installed_without_any_right_in_the_cluster_as_a_whole(helm: H
 
 def test_without_roles_of_ours_nothing_is_granted(helm: Helm) -> None:
     assert granted(helm.render(**TABLE["roles made elsewhere"])) == set()
+
+
+def test_roles_for_somebody_else_to_apply_are_in_a_file_of_their_own(helm: Helm) -> None:
+    values = ("--namespace", NAMESPACE, "--show-only", "templates/operator/rbac.yaml")
+    shown = [each for each in yaml.safe_load_all(helm("template", RELEASE, str(CHART), *values)) if each]
+    assert {each["kind"] for each in shown} == {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    assert granted(shown) == granted(helm.render())
 
 
 def test_the_router_has_no_rights(helm: Helm) -> None:

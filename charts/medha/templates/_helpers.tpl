@@ -64,6 +64,14 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
+{{/* Ports of the cluster's DNS, in a NetworkPolicy: it sees the ports of pods, and those of OpenShift's DNS listen on 5353. */}}
+{{- define "medha.dnsPorts" -}}
+{{- range list 53 5353 }}
+- {protocol: UDP, port: {{ . }}}
+- {protocol: TCP, port: {{ . }}}
+{{- end }}
+{{- end -}}
+
 {{/* Where pods may and should run: {root, of, component}. */}}
 {{- define "medha.placement" -}}
 {{- with .of.nodeSelector }}
@@ -134,6 +142,12 @@ priorityClassName: {{ . }}
 {{/* What the router reads: medha_process.router_settings.RouterSettings. */}}
 {{- define "medha.routerSettings" -}}
 {{- with .Values.router -}}
+{{- if and $.Values.traces.headersSecret.name (not $.Values.traces.endpoint) -}}
+{{- fail "traces.headersSecret.name is set, but no collector: set traces.endpoint too" -}}
+{{- end -}}
+{{- if gt (int64 (default 0 .waitingRoom.bytes)) (mul 4 .maxBodyBytes) -}}
+{{- fail (printf "router.waitingRoom.bytes is %d, more than four times router.maxBodyBytes, %d: lower the one or raise the other" (int64 .waitingRoom.bytes) (int64 .maxBodyBytes)) -}}
+{{- end -}}
 {{- $settings := dict
   "host" "0.0.0.0"
   "port" 8000

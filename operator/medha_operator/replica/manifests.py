@@ -497,7 +497,8 @@ def _traces(traces: TracesSpec, settings: OperatorSettings) -> list[Manifest]:
     endpoint = traces.endpoint or settings.traces_endpoint
     if endpoint is None:
         return []
-    found: list[Manifest] = [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": endpoint}]
+    base = endpoint.rstrip("/").removesuffix("/v1/traces")  # OpenTelemetry adds this path to the variable
+    found: list[Manifest] = [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": base}]
     if traces.headers_secret is not None:
         key = {"name": traces.headers_secret.name, "key": traces.headers_secret.key}
         found.append({"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": {"secretKeyRef": key}})
