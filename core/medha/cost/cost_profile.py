@@ -81,8 +81,10 @@ class Operation:
             groups * np.ceil(passes / groups / self.tile_rows) * self.tile_rows * self.compute_seconds_per_row
         )
 
-    def _touched(self, rows: Counts | Seconds) -> Seconds:
+    def _touched(self, rows: Counts | Seconds) -> Seconds | float:
         """Return the expected number of experts that each of `rows` pass; 1 where there are no rows."""
+        if self.experts == 1:
+            return 1.0
         share = touched_share(self.experts, self.experts_per_row, np.asarray(rows, np.float64))
         return np.maximum(1.0, self.experts * share)
 
