@@ -20,7 +20,7 @@ refutes every number here. Nothing in this file was measured on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ from medha.topology import Topology
 from medha_worker.device import Device, InOrder
 from medha_worker.host_memory import HostMemory
 from medha_worker.kernels.name_table import torch_kernels
-from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import captured_sizes
 from medha_worker.profiling.step_counts import Counting, StepCounts
@@ -146,7 +145,7 @@ def counted(case: Case) -> StepCounts:
             counts = counting.counts
             stand_in = Counted(counts)
             plain = torch_kernels(device)
-            kernels = Kernels("counted", stand_in, plain.writer, plain.products, stand_in, plain.race)
+            kernels = replace(plain, name="counted", attention=stand_in, rows=stand_in)
             group = CountedGroup(counts)
             model = model.with_kernels(kernels).in_grid(group, _NoLanes())
             positions = torch.zeros(rows, dtype=torch.int64)

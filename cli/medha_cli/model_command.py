@@ -21,7 +21,10 @@ def command() -> None:
     help="tiny (random, 0.5 M parameters), small (random, 27 M) or needle (finds passkeys).",
 )
 @click.option(
-    "--architecture", default="llama", show_default=True, help="Family: llama, mistral, qwen2 or qwen3."
+    "--architecture",
+    default="llama",
+    show_default=True,
+    help="Family: llama, mistral, qwen2, qwen3, or with experts: mixtral, qwen3_moe.",
 )
 @click.option(
     "--dtype",
@@ -44,6 +47,7 @@ def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int,
       medha model init .medha/tiny
       medha model init .medha/needle --preset needle
       medha model init /tmp/small --preset small --seed 7 --architecture qwen3 --dtype bfloat16
+      medha model init /tmp/experts --architecture mixtral
     """
     from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds
 

@@ -45,6 +45,10 @@ STEP_LAUNCH_SECONDS = 0.5e-3
 """Assumed launch time of a step in each stage: input preparation and the launch of captured graphs."""
 
 
+_EXPERT = "expert_"
+"""Prefix of the operations of experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """An accelerator and its links, according to their data sheets."""
@@ -105,8 +109,18 @@ HARDWARE = {hardware.name: hardware for hardware in (A100, H100, H200)}
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The experts of a model's sparse layers: gated MLPs, of which each token passes a few."""
+
+    layers: int  # that have experts instead of one MLP
+    count: int  # in each of these layers
+    per_token: int
+    intermediate: int  # of one expert
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The dimensions that a decoder's cost depends on: gated MLP, grouped-query attention, RMSNorm."""
+    """The dimensions that a decoder's cost depends on: gated MLP or experts, grouped-query attention, RMSNorm."""
 
     name: str
     layers: int
@@ -119,18 +133,41 @@ class ModelShape:
     dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
     tied_embeddings: bool = False
+    experts: ExpertShape | None = None
 
     @property
     def layer_parameters(self) -> int:
-        """Number of weights of the linear layers of one layer."""
+        """Number of weights of the linear layers of one dense layer."""
         attention = self.hidden * self.head_dim * 2 * (self.query_heads + self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def expert_parameters(self) -> int:
+        """Number of weights of all experts of all layers."""
+        experts = self.experts
+        return (
+            0 if experts is None else 3 * self.hidden * experts.layers * experts.count * experts.intermediate
+        )
+
+    @property
+    def shared_parameters(self) -> int:
+        """Number of weights of all layers but the experts: those that every token passes. Routers are among them."""
+        if self.experts is None:
+            return self.layers * self.layer_parameters
+        replaced = 3 * self.intermediate - self.experts.count
+        return self.layers * self.layer_parameters - self.experts.layers * self.hidden * replaced
+
+    @property
+    def passed_parameters(self) -> float:
+        """Number of weights of all layers that a token passes."""
+        share = 0.0 if self.experts is None else self.experts.per_token / self.experts.count
+        return self.shared_parameters + share * self.expert_parameters
 
     @property
     def parameters(self) -> int:
         """Number of weights of the whole model, without the few of the norms."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * self.layer_parameters + embeddings
+        return self.shared_parameters + self.expert_parameters + embeddings
 
     @property
     def weights_bytes(self) -> int:
@@ -144,7 +181,7 @@ class ModelShape:
     @property
     def linear_flops_per_token(self) -> float:
         """Twice the weights that a token passes, the output head included."""
-        return 2.0 * (self.layers * self.layer_parameters + self.vocab * self.hidden)
+        return 2.0 * (self.passed_parameters + self.vocab * self.hidden)
 
     @property
     def attention_flops_per_pair(self) -> float:
@@ -162,18 +199,26 @@ class ModelShape:
         Some MFU figures count the full square instead.
         """
         head = 2.0 * self.vocab * self.hidden  # for one row: prefill samples once
-        linear = 2.0 * self.layers * self.layer_parameters * tokens
+        linear = 2.0 * self.passed_parameters * tokens
         return linear + head + self.attention_flops_per_pair * tokens * (tokens + 1) / 2
 
 
 LLAMA3_8B = ModelShape("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA3_70B = ModelShape("Llama-3-70B", 80, 8192, 64, 8, 128, 28672, 128256)
 LLAMA31_405B = ModelShape("Llama-3.1-405B", 126, 16384, 128, 8, 128, 53248, 128256)
-MODELS = {model.name: model for model in (LLAMA3_8B, LLAMA3_70B, LLAMA31_405B)}
+MIXTRAL_8X7B = ModelShape(
+    "Mixtral-8x7B", 32, 4096, 32, 8, 128, 14336, 32000, experts=ExpertShape(32, 8, 2, 14336)
+)
+QWEN3_30B_A3B = ModelShape(
+    "Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 6144, 151936, experts=ExpertShape(48, 128, 8, 768)
+)
+MODELS = {model.name: model for model in (LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, MIXTRAL_8X7B, QWEN3_30B_A3B)}
 
 
 def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tuple[Operation, ...]:
     """Return one layer's linear and elementwise operations on one of `tensor` ranks, at the data sheet's full rates.
+
+    Those of dense MLPs and of experts, whose names begin with "expert_", are as if every layer had them.
 
     Raises:
         ConfigInvalid: tensor parallelism does not divide the model's heads.
@@ -185,6 +230,14 @@ def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tupl
         )
     hidden, wide = model.hidden, model.intermediate // tensor
     q_width, kv_width = _widths(model, tensor)
+    experts: tuple[Operation, ...] = ()
+    if model.experts is not None:
+        narrow = model.experts.intermediate // tensor
+        experts = (
+            _experts("expert_gate_up", model, hardware, hidden, 2 * narrow),
+            _experts("expert_down", model, hardware, narrow, hidden),
+            _elementwise("expert_activation", model, hardware, 3 * narrow * model.experts.per_token),
+        )
     return (
         _matrix("qkv", model, hardware, hidden, q_width + 2 * kv_width),
         _matrix("output", model, hardware, q_width, hidden),
@@ -194,6 +247,7 @@ def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tupl
         _elementwise("rope", model, hardware, 2 * (q_width + kv_width)),
         _elementwise("activation", model, hardware, 3 * wide),
         _elementwise("residual", model, hardware, 3 * hidden, times=2),
+        *experts,
     )
 
 
@@ -226,7 +280,9 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
         tensor=tensor,
         launch_seconds=STEP_LAUNCH_SECONDS,
         linear=tuple(
-            _reached(operation, _fraction(model, hardware, tensor, operation.name), hardware)
+            _in_share_of_layers(
+                model, _reached(operation, _fraction(model, hardware, tensor, operation.name), hardware)
+            )
             for operation in layer_operations(model, hardware, tensor)
         ),
         attention=attention,
@@ -261,6 +317,33 @@ def _matrix(name: str, model: ModelShape, hardware: Hardware, inputs: int, outpu
     )
 
 
+def _experts(name: str, model: ModelShape, hardware: Hardware, inputs: int, outputs: int) -> Operation:
+    """Return the products of rows with their experts; each expert has weights of the given size. The router is left out."""
+    assert model.experts is not None
+    count, per_token = model.experts.count, model.experts.per_token
+    one = _matrix(name, model, hardware, inputs, outputs)
+    return replace(
+        one,
+        fixed_seconds=count * one.fixed_seconds,
+        memory_seconds_per_row=per_token * one.memory_seconds_per_row,
+        experts=count,
+        experts_per_row=per_token,
+    )
+
+
+_OF_DENSE_LAYERS = ("gate_up", "down", "activation")
+
+
+def _in_share_of_layers(model: ModelShape, operation: Operation) -> Operation:
+    """Return an operation with its mean time over all layers, if only some have it: dense ones, or those with experts."""
+    sparse = 0.0 if model.experts is None else model.experts.layers / model.layers
+    if operation.name.startswith(_EXPERT):
+        return operation.slowed(sparse, sparse, sparse, sparse)
+    if operation.name in _OF_DENSE_LAYERS and sparse:
+        return operation.slowed(1 - sparse, 1 - sparse, 1 - sparse, 1 - sparse)
+    return operation
+
+
 def _elementwise(name: str, model: ModelShape, hardware: Hardware, values: int, times: int = 1) -> Operation:
     """Return an operation that reads and writes `values` values in all for each row."""
     seconds = values * model.dtype_bytes / hardware.memory_bytes_per_second
@@ -270,9 +353,13 @@ def _elementwise(name: str, model: ModelShape, hardware: Hardware, values: int, 
 def _fraction(
     model: ModelShape, hardware: Hardware, tensor: int, operation: str
 ) -> tuple[float, float, float]:
-    """Return the operation's own measurements, else those of all models on this hardware."""
-    measured = MEASURED.get((hardware.name, model.name, tensor, operation))
-    return measured or POOLED[hardware.fitted_as, operation]
+    """Return the operation's own measurements, else those of all models on this hardware.
+
+    There are none of experts: their products are taken to reach what those of dense layers do.
+    """
+    kind = operation.removeprefix(_EXPERT)
+    measured = MEASURED.get((hardware.name, model.name, tensor, kind))
+    return measured or POOLED[hardware.fitted_as, kind]
 
 
 def _reached(ideal: Operation, fraction: tuple[float, float, float], hardware: Hardware) -> Operation:

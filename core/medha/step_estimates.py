@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
+from medha.cost.touched_experts import touched_share
 from medha.hardware import A100, H100, H200, ModelShape
 
 
@@ -38,21 +41,27 @@ class StepCosts:
     row_flops: float
     sampled_row_flops: float
     pair_flops: float
-    layers_bytes: float
+    layers_bytes: float  # of what every row passes
     head_bytes: float
     key_bytes: float  # of the keys and values of one token
+    experts_bytes: float  # of all experts
+    experts: int  # of a layer; a row passes `experts_per_row` of them
+    experts_per_row: int
 
     @classmethod
     def of(cls, shard: ModelShape) -> Self:
         """Return the costs of a shard, which has the sizes of what one rank holds: layers, heads, columns, head rows."""
-        layers, head = shard.layers * shard.layer_parameters, shard.vocab * shard.hidden
+        head, experts = shard.vocab * shard.hidden, shard.experts
         return cls(
-            row_flops=2.0 * layers,
+            row_flops=2.0 * shard.passed_parameters,
             sampled_row_flops=2.0 * head,
             pair_flops=shard.attention_flops_per_pair,
-            layers_bytes=float(layers * shard.dtype_bytes),
+            layers_bytes=float(shard.shared_parameters * shard.dtype_bytes),
             head_bytes=float(head * shard.dtype_bytes),
             key_bytes=float(shard.kv_bytes_per_token),
+            experts_bytes=float(shard.expert_parameters * shard.dtype_bytes),
+            experts=1 if experts is None else experts.count,
+            experts_per_row=1 if experts is None else experts.per_token,
         )
 
     def flops(self, work: StepWork) -> float:
@@ -66,9 +75,13 @@ class StepCosts:
     def read_bytes(self, work: StepWork) -> float:
         """Return the bytes that a step must read: all weights that it uses once, and each sequence's keys and values once.
 
-        A large chunk really reads keys and values several times, so that its reads are underestimated.
+        Of experts, it reads those that its rows are expected to pass (`touched_share`). A large chunk really reads keys
+        and values several times, so that its reads are underestimated.
         """
         weights = (self.layers_bytes if work.rows else 0.0) + (self.head_bytes if work.sampled_rows else 0.0)
+        if self.experts_bytes:
+            rows = np.array(work.rows, np.float64)
+            weights += self.experts_bytes * float(touched_share(self.experts, self.experts_per_row, rows))
         return weights + self.key_bytes * work.keys
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, inf
@@ -21,7 +21,7 @@ import numpy as np
 
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.errors import ConfigInvalid
-from medha.hardware import Hardware, ModelShape, profile_for
+from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
 from medha.topology import Topology
 
 _LARGEST_CHUNK = 8192
@@ -31,7 +31,12 @@ _CHUNKS = tuple(
     for size in range(step, 8 * step + 1, step)
     if size >= 5 * step or step == 32
 )
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_EXPERT_FIELDS = {
+    "mixtral": (("num_local_experts",), "intermediate_size"),
+    "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
+}
+"""Fields with the number of experts, and with the width of one, of the model types that have experts."""
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FIELDS)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GRID_POINTS = 33  # contexts at which the speed of a prefill is evaluated
 _LONGEST_BATCH = 1 << 16
@@ -274,6 +279,22 @@ def read_shape(config: Path) -> ModelShape:
         dtype_bytes=width,
         kv_dtype_bytes=width,
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+        experts=_read_experts(values, field),
+    )
+
+
+def _read_experts(values: dict[str, Any], field: Callable[[str], int]) -> ExpertShape | None:
+    kind = values.get("model_type")
+    if kind not in _EXPERT_FIELDS:
+        return None
+    counts, width = _EXPERT_FIELDS[kind]
+    step, dense = values.get("decoder_sparse_step") or 1, values.get("mlp_only_layers") or ()
+    layers = range(step - 1, field("num_hidden_layers"), step)
+    return ExpertShape(
+        layers=sum(layer not in dense for layer in layers),
+        count=field(next((name for name in counts if values.get(name)), counts[0])),
+        per_token=field("num_experts_per_tok"),
+        intermediate=field(width),
     )
 
 
@@ -285,8 +306,9 @@ def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
     dtype = values.get("dtype") or values.get("torch_dtype")
     if dtype is not None and str(dtype) not in _DTYPE_BYTES:
         raise ConfigInvalid(f"{path}: dtype is {dtype!r}; it must be one of {', '.join(_DTYPE_BYTES)}")
+    own = _EXPERT_FIELDS[kind][0] if kind in _EXPERT_FIELDS else ()
     for name in ("quantization_config", "num_experts", "num_local_experts", "n_routed_experts"):
-        if values.get(name):
+        if values.get(name) and name not in own:
             raise ConfigInvalid(
                 f"{path}: {name} is {values[name]!r}; choose a dense model that is not quantised"
             )
@@ -370,8 +392,14 @@ def _activation_bytes(model: ModelShape, topology: Topology) -> float:
 
     They are of hidden rows, which tensor parallelism does not split, and of wide rows, which it does.
     """
-    split = (model.query_heads + 2 * model.kv_heads) * model.head_dim + 2 * model.intermediate
-    return _LARGEST_CHUNK * (5 * model.hidden + split / topology.tensor) * model.dtype_bytes
+    whole, wide = 5 * model.hidden, 2 * model.intermediate
+    if (
+        model.experts is not None
+    ):  # a row for each of its experts: as it enters, as it leaves, and in its place again
+        whole += 3 * model.experts.per_token * model.hidden
+        wide = max(wide, 3 * model.experts.per_token * model.experts.intermediate)
+    split = (model.query_heads + 2 * model.kv_heads) * model.head_dim + wide
+    return _LARGEST_CHUNK * (whole + split / topology.tensor) * model.dtype_bytes
 
 
 def _powers(most: int) -> list[int]:

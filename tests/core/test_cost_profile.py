@@ -46,6 +46,17 @@ def test_matrix_products_take_whole_waves_of_the_best_kernels_tiles() -> None:
     assert Operation("gemm", kernels=(large,), fixed_seconds=5.0).seconds(np.array([1])).tolist() == [5.0]
 
 
+def test_a_step_reads_the_experts_that_its_rows_pass_and_fills_tiles_for_each() -> None:
+    """A row passes one of two experts: three rows pass 2 x (1 - 1/8) of them in the mean."""
+    reading = Operation("down", fixed_seconds=100.0, experts=2)
+    assert reading.seconds(np.array([0, 1, 3])).tolist() == [0.0, 50.0, 87.5]
+    tiled = Operation("down", compute_seconds_per_row=1.0, tile_rows=4, experts=2)
+    assert tiled.seconds(np.array([1, 3, 1000])) == pytest.approx([4.0, 7.0, 1000.0])
+    kernel = Kernel(tile_rows=4, tiles_across=1, units=10, wave_seconds=3.0)
+    waves = Operation("down", kernels=(kernel,), experts=2, experts_per_row=2)
+    assert waves.seconds(np.array([1, 20, 21])).tolist() == [3.0, 3.0, 6.0]
+
+
 def test_a_slower_machine_is_slower_in_whole_waves_too() -> None:
     profile = profile_for(LLAMA3_70B, H100, Topology(8))
     counts = np.array([1, 100, 512, 520, 4096])

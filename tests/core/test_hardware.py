@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from medha.cost.predictor import Predictor, Work
+from medha.cost.touched_experts import touched_share
 from medha.errors import ConfigInvalid
 from medha.fitted_hardware import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
 from medha.hardware import (
@@ -18,7 +19,10 @@ from medha.hardware import (
     LLAMA3_8B,
     LLAMA3_70B,
     LLAMA31_405B,
+    MIXTRAL_8X7B,
     MODELS,
+    QWEN3_30B_A3B,
+    ExpertShape,
     Hardware,
     ModelShape,
     layer_operations,
@@ -32,11 +36,25 @@ EACH_HARDWARE = pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDW
 
 @pytest.mark.parametrize(
     ("model", "parameters", "kv_bytes"),
-    [(LLAMA3_8B, 8.03e9, 131_072), (LLAMA3_70B, 70.55e9, 327_680), (LLAMA31_405B, 405.85e9, 516_096)],
+    [
+        (LLAMA3_8B, 8.03e9, 131_072),
+        (LLAMA3_70B, 70.55e9, 327_680),
+        (LLAMA31_405B, 405.85e9, 516_096),
+        (MIXTRAL_8X7B, 46.70e9, 131_072),
+        (QWEN3_30B_A3B, 30.53e9, 98_304),
+    ],
 )
 def test_models_have_their_published_sizes(model: ModelShape, parameters: float, kv_bytes: int) -> None:
     assert model.parameters == pytest.approx(parameters, rel=0.001)
     assert model.kv_bytes_per_token == kv_bytes
+
+
+def test_a_token_passes_a_few_of_all_experts() -> None:
+    """The models' cards: 12.9 and 3.3 billion active parameters, of which the embedding is not multiplied."""
+    for model, active in ((MIXTRAL_8X7B, 12.88e9), (QWEN3_30B_A3B, 3.35e9)):
+        assert model.linear_flops_per_token / 2 + model.vocab * model.hidden == pytest.approx(
+            active, rel=0.01
+        )
 
 
 def test_prefill_flops_are_counted_causally() -> None:
@@ -54,10 +72,15 @@ def test_a_request_is_long_where_attention_passes_the_linear_layers() -> None:
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_the_ranks_of_a_pod_share_the_flops(model: ModelShape, tensor: int) -> None:
     operations = layer_operations(model, A100, tensor)
-    flops = sum(operation.compute_seconds_per_row for operation in operations) * A100.peak_flops * tensor
-    assert flops == pytest.approx(2.0 * model.layer_parameters)
+    flops = sum(operation.compute_seconds_per_row * operation.experts_per_row for operation in operations)
+    experts = model.experts or ExpertShape(0, 0, 0, 0)
+    one = 3 * model.hidden * experts.intermediate
+    dense = replace(
+        model, kv_heads=max(model.kv_heads, tensor)
+    ).layer_parameters  # more ranks than heads keep copies
+    assert flops * A100.peak_flops * tensor == pytest.approx(2.0 * (dense + experts.per_token * one))
     weights = sum(operation.fixed_seconds for operation in operations) * A100.memory_bytes_per_second * tensor
-    assert weights == pytest.approx(2.0 * model.layer_parameters)
+    assert weights == pytest.approx(2.0 * (dense + experts.count * one))
 
 
 @EACH_MODEL
@@ -68,9 +91,11 @@ def test_no_step_beats_its_data_sheet(model: ModelShape, hardware: Hardware) -> 
     for chunk in (1, 128, 4096):
         for context in (0, 100_000, 2_000_000):
             work = Work(context, chunk)
-            flops = 2.0 * model.layers * model.layer_parameters * chunk
+            flops = 2.0 * model.passed_parameters * chunk
             flops += model.attention_flops_per_pair * work.pairs
-            read = model.layers * model.layer_parameters * model.dtype_bytes
+            experts = model.experts or ExpertShape(0, 1, 1, 0)
+            share = touched_share(experts.count, experts.per_token, np.array(chunk, np.float64))
+            read = (model.shared_parameters + float(share) * model.expert_parameters) * model.dtype_bytes
             read += model.kv_bytes_per_token * context
             least = max(flops / hardware.peak_flops, read / hardware.memory_bytes_per_second) / 8
             assert least < predictor.stage_seconds([work]) < 20 * least + 0.02

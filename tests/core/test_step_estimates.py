@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from medha.hardware import LLAMA3_8B, ModelShape
+from medha.hardware import LLAMA3_8B, MIXTRAL_8X7B, ModelShape
 from medha.step_estimates import StepCosts, StepWork, attention_pairs, peak_of
 
 LAYER_WEIGHTS = 218_103_808
@@ -49,6 +49,19 @@ def test_a_chunk_that_does_not_sample_passes_no_head() -> None:
 def test_a_prompt_at_once_has_the_flops_of_the_models_shape() -> None:
     work = StepWork(8192, 1, attention_pairs(8192, 0), 8192)
     assert step_flops(LLAMA3_8B, work) == LLAMA3_8B.prefill_flops(8192)
+
+
+def test_a_step_reads_the_experts_that_its_rows_pass() -> None:
+    """A row reads 2 of 8 experts; 4 rows read 1 - (3/4)^4 of them, and each passes 2."""
+    experts = 32 * 8 * 3 * 4096 * 14336
+    shared = 32 * (4096 * 128 * 2 * (32 + 8) + 4096 * 8)
+    assert step_read_bytes(MIXTRAL_8X7B, StepWork(rows=1)) == pytest.approx(2 * (shared + experts / 4))
+    assert step_read_bytes(MIXTRAL_8X7B, StepWork(rows=4)) == pytest.approx(
+        2 * (shared + experts * (1 - 81 / 256))
+    )
+    assert step_read_bytes(MIXTRAL_8X7B, StepWork(rows=1000)) == pytest.approx(2 * (shared + experts))
+    assert step_read_bytes(MIXTRAL_8X7B, StepWork(keys=1)) == 131_072
+    assert step_flops(MIXTRAL_8X7B, StepWork(rows=4)) == 4 * 2 * (shared + experts / 4)
 
 
 def test_a_lane_that_only_helps_reads_keys_and_no_weights() -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from medha.cost.predictor import Chunking, Predictor, Work
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
+from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, QWEN3_30B_A3B, ExpertShape, profile_for
 from medha.topology import Topology
 from medha_cli.main import main
 from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape, shortfall
@@ -153,6 +153,29 @@ def test_a_config_json_gives_the_same_shape_as_the_preset(tmp_path: Path) -> Non
         read_shape(tmp_path)
 
 
+def test_a_mixture_of_experts_counts_all_of_them(tmp_path: Path) -> None:
+    values = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert replace(read_shape(tmp_path), name=QWEN3_30B_A3B.name) == QWEN3_30B_A3B
+    assert QWEN3_30B_A3B.weights_bytes == pytest.approx(61.06e9, rel=1e-3)
+    mixed = values | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    (tmp_path / "config.json").write_text(json.dumps(mixed))
+    assert read_shape(tmp_path).experts == ExpertShape(23, 128, 8, 768)
+    assert plan(read_shape(tmp_path), H100, WISH)[0].fits
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -161,6 +184,8 @@ def test_a_config_json_gives_the_same_shape_as_the_preset(tmp_path: Path) -> Non
         ({"torch_dtype": "int3"}, "dtype is 'int3'; it must be one of float32, bfloat16, float16"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; choose a model of llama, mistral"),
         ({"num_local_experts": 8}, "num_local_experts is 8; choose a dense model"),
+        ({"model_type": "mixtral", "num_experts": 8}, "num_experts is 8; choose a dense model"),
+        ({"model_type": "mixtral"}, "num_local_experts is None; it must be a positive"),
         ({"quantization_config": {"bits": 4}}, "choose a dense model that is not quantised"),
         ({"num_key_value_heads": None, "head_dim": None, "num_local_experts": 0}, ""),
     ],

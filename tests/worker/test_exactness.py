@@ -32,6 +32,7 @@ BLOCK_TOKENS = 4
 KV_BLOCKS = 256
 
 ARCHITECTURES = ("llama", "llama-biased", "mistral", "qwen2", "qwen3")
+SPARSE = ("mixtral", "qwen3_moe", "qwen3_moe-mixed")
 # Eight stages need as many layers, eight tensor ranks as many heads: four times as many as there are KV heads.
 SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.1}
 
@@ -49,19 +50,35 @@ PAIRWISE = [
     ((2, 4, 1), "qwen2"),
     ((4, 2, 1), "qwen3"),
     ((2, 1, 4), "mistral"),
+    ((1, 2, 2), "mixtral"),
+    ((2, 1, 2), "qwen3_moe-mixed"),
+    ((2, 2, 1), "mixtral"),
+    ((4, 1, 1), "qwen3_moe"),
 ]
 
-CASES = [
-    pytest.param((shape, architecture, 10 // max(shape[0], 2)), id=f"{Topology(*shape)} {architecture}")
-    for shape, architecture in PAIRWISE  # fewer examples where many all-reduces share two cores
-] + [
-    pytest.param(
-        (shape, ARCHITECTURES[index % len(ARCHITECTURES)], 40),
-        id=f"{Topology(*shape)} long",
-        marks=pytest.mark.long,
-    )
-    for index, shape in enumerate(SHAPES)
-]
+CASES = (
+    [
+        pytest.param((shape, architecture, 10 // max(shape[0], 2)), id=f"{Topology(*shape)} {architecture}")
+        for shape, architecture in PAIRWISE  # fewer examples where many all-reduces share two cores
+    ]
+    + [
+        pytest.param(
+            (shape, ARCHITECTURES[index % len(ARCHITECTURES)], 40),
+            id=f"{Topology(*shape)} long",
+            marks=pytest.mark.long,
+        )
+        for index, shape in enumerate(SHAPES)
+    ]
+    + [
+        pytest.param(
+            (shape, architecture, 15), id=f"{Topology(*shape)} {architecture} long", marks=pytest.mark.long
+        )
+        for shape, architecture in product(SHAPES, SPARSE)
+    ]
+)
+
+NEAR_TIE = 2e-5
+"""Least distance of router logits at which rounding cannot decide which expert a token goes to."""
 
 
 def new_planner(lanes: int, tokens_per_lane: int, striped: bool, seed: int, **more: Any) -> Planner:
@@ -92,14 +109,33 @@ def check(
         ids = torch.tensor([*planner.prompts[name].tolist(), *sampled[:-1]])
         with torch.inference_mode():
             wanted = reference(ids[None]).logits[0]
-        computed = range(one.there, one.length)
-        found = torch.stack([logits[name, position] for position in computed])
-        error = float((found - wanted[one.there :]).abs().max())
-        assert error <= TOLERANCE, f"{name}: {error}"
-        greedy = wanted[one.asked.prompt_tokens - 1 :].argmax(-1)
-        assert sampled == greedy.tolist()
+        certain = tokens_before_a_tie(reference, ids)
+        found = {position: logits[name, position] for position in range(one.there, one.length)}
+        for position in range(one.there, certain):
+            error = float((found[position] - wanted[position]).abs().max())
+            assert error <= TOLERANCE, f"{name}, position {position}: {error}"
+        greedy = wanted[one.asked.prompt_tokens - 1 : certain].argmax(-1)
+        assert sampled[: len(greedy)] == greedy.tolist()
+        if certain < len(ids):
+            continue
         check_prompt(ranks, name, wanted, ids, range(one.there + 1, one.asked.prompt_tokens))
     return everyone
+
+
+@torch.inference_mode()
+def tokens_before_a_tie(reference: torch.nn.Module, ids: torch.Tensor) -> int:
+    """Return how many of these tokens come before the first that two experts are all but equally likely for.
+
+    The reference itself sends such a token to either, as its rows are cut. All tokens behind it attend to it.
+    """
+    experts = getattr(reference.config, "num_experts_per_tok", None)
+    if experts is None:
+        return len(ids)
+    certain = torch.ones(len(ids), dtype=torch.bool)
+    for logits in reference(ids[None], output_router_logits=True).router_logits:
+        best = logits.topk(experts + 1, dim=-1).values
+        certain &= best[:, -2] - best[:, -1] > NEAR_TIE
+    return len(ids) if bool(certain.all()) else int(certain.int().argmin())
 
 
 def check_prompt(ranks: Ranks, name: str, logits: torch.Tensor, ids: torch.Tensor, asked: range) -> None:
@@ -186,6 +222,18 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         patch.setattr(attention, "_IN_PLACE_TOKENS", 2 * BLOCK_TOKENS)  # the pools are small
         patch.setattr(attention, "_GATHERED_TOKENS", 8 * BLOCK_TOKENS)
         run()
+
+
+@pytest.mark.parametrize("architecture", SPARSE)
+def test_greedy_text_of_64_tokens_is_the_same_on_a_grid(
+    checkpoints: Callable[[str], tuple[Path, torch.nn.Module]], architecture: str
+) -> None:
+    directory, reference = checkpoints(architecture)
+    ranks = Ranks(Topology(kv=1, stream=2, tensor=2), directory)
+    try:
+        check(ranks, reference, new_planner(1, 1000, False, 0), [Query(30, 64)], [STRATEGIES[0]], 1)
+    finally:
+        ranks.close()
 
 
 def test_ranks_that_get_no_part_of_a_small_vocabulary_embed_and_sample_with_the_others(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
-from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.model_config import ExpertsConfig, ModelConfig
 from medha_worker.model.rope import RopeConfig
 
 LLAMA: dict[str, Any] = {
@@ -52,6 +52,44 @@ QWEN2 = {
     "max_window_layers": 8,
 }
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_scaling": None, "head_dim": 128}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "head_dim": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+    "rope_scaling": None,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_window_layers": 48,
+    "rope_scaling": None,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 DEFAULT = {"rope_type": "default", "rope_theta": 500_000.0}
 ABSENT = object()
@@ -112,6 +150,61 @@ def test_fields_that_may_be_missing_take_the_defaults_of_transformers(tmp_path: 
     assert (config.head_dim, config.num_kv_heads, config.rms_norm_eps) == (64, 32, 1e-6)
     assert (config.rope, config.tie_word_embeddings, config.dtype) == (RopeConfig(), False, "float32")
     assert read(tmp_path, QWEN3 | {"head_dim": ABSENT}).head_dim == 128
+
+
+def test_published_mixtures_of_experts_have_their_published_sizes(tmp_path: Path) -> None:
+    mixtral = read(tmp_path, MIXTRAL)
+    assert mixtral.experts == ExpertsConfig(8, 2, 14_336, renormalises=True, layers=frozenset(range(32)))
+    assert mixtral.parameters == pytest.approx(46.7e9, rel=1e-3)
+    assert mixtral.linear_flops_per_token == pytest.approx(2 * 12.75e9, rel=1e-3)
+    qwen = read(tmp_path, QWEN3_MOE)
+    assert qwen.experts == ExpertsConfig(128, 8, 768, renormalises=True, layers=frozenset(range(48)))
+    assert qwen.parameters == pytest.approx(30.53e9, rel=1e-3)
+    assert qwen.linear_flops_per_token == pytest.approx(2 * 3.04e9, rel=1e-2)
+
+
+def test_sparse_layers_are_those_that_transformers_makes_sparse(tmp_path: Path) -> None:
+    """`transformers` writes the number of experts under another name than published checkpoints do."""
+    step = {"decoder_sparse_step": 3, "mlp_only_layers": [5, 47]}
+    config = read(tmp_path, QWEN3_MOE | step | {"num_experts": ABSENT, "num_local_experts": 16})
+    assert config.experts is not None
+    assert config.experts.count == 16
+    assert config.experts.layers == frozenset(range(2, 48, 3)) - {5, 47}
+    assert config.mlp_widths == {"intermediate_size": 6144, "moe_intermediate_size": 768}
+    absent = dict.fromkeys(("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"), ABSENT)
+    experts = read(tmp_path, QWEN3_MOE | absent).experts
+    assert experts is not None
+    assert (len(experts.layers), experts.renormalises) == (48, False)
+
+
+def test_a_mixtures_missing_fields_take_the_defaults_of_its_family(tmp_path: Path) -> None:
+    absent = dict.fromkeys(("rope_theta", "rms_norm_eps", "sliding_window"), ABSENT)
+    mixtral, qwen = (
+        read(tmp_path, MIXTRAL | absent),
+        read(tmp_path, QWEN3_MOE | absent | {"head_dim": ABSENT}),
+    )
+    assert (mixtral.rope.theta, mixtral.rms_norm_eps, mixtral.max_model_len) == (1e6, 1e-5, 131_072)
+    assert (qwen.rope.theta, qwen.rms_norm_eps, qwen.head_dim) == (1e4, 1e-6, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "named"),
+    [
+        (QWEN3_MOE | {"moe_intermediate_size": 100}, 8, r"moe_intermediate_size \(100\)"),
+        (MIXTRAL | {"intermediate_size": 100}, 8, r"intermediate_size \(100\)"),
+        (QWEN3_MOE | {"intermediate_size": 100}, 8, None),  # no layer is dense
+        (QWEN3_MOE | {"intermediate_size": 100, "mlp_only_layers": [0]}, 8, r"intermediate_size \(100\)"),
+    ],
+)
+def test_the_width_of_experts_must_divide(
+    changes: dict[str, Any], tensor: int, named: str | None, tmp_path: Path
+) -> None:
+    config = read(tmp_path, changes)
+    if named is None:
+        config.require_tensor_size(tensor)
+        return
+    with pytest.raises(ConfigInvalid, match=rf"parallelism\.tensor is {tensor}, .* divide {named}"):
+        config.require_tensor_size(tensor)
 
 
 def test_biases_are_where_each_architecture_has_them(tmp_path: Path) -> None:
@@ -236,7 +329,9 @@ def test_a_sliding_window_that_binds_is_refused_with_the_length_that_works(
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM .*LlamaForCausalLM"),
+    ({"architectures": ["GemmaForCausalLM"]}, "architecture GemmaForCausalLM .*LlamaForCausalLM"),
+    (MIXTRAL | {"num_experts": 8}, "num_experts is 8"),
+    (QWEN3_MOE | {"n_routed_experts": 8}, "n_routed_experts is 8"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config .*gptq.*unquantised"),
     ({"compression_config": {"format": "pack"}}, "compression_config"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -324,6 +419,14 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     (QWEN2 | {"layer_types": ["sliding_attention"] * 16}, "use_sliding_window is False"),
     (QWEN2 | {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1"),
     (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+    (MIXTRAL | {"num_local_experts": ABSENT}, "num_local_experts is missing"),
+    (MIXTRAL | {"num_experts_per_tok": 9}, r"num_experts_per_tok is 9.*num_local_experts \(8\)"),
+    (QWEN3_MOE | {"num_experts": ABSENT}, "num_experts is missing"),
+    (QWEN3_MOE | {"num_local_experts": 64}, r"num_local_experts is 64.*num_experts \(128\)"),
+    (QWEN3_MOE | {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+    (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    (QWEN3_MOE | {"mlp_only_layers": [1.5]}, r"mlp_only_layers is \[1\.5\]"),
+    (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
 ]
 
 

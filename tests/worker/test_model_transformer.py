@@ -60,6 +60,32 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
         transformers.Qwen3ForCausalLM,
         {"head_dim": 32, "attention_bias": True},
     ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"head_dim": 32, "num_local_experts": 6, "sliding_window": None},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"head_dim": 32, "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 80},
+    ),
+    # Of six layers, the second and the sixth have experts.
+    "qwen3_moe-mixed": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 6,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+        },
+    ),
 }
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -203,7 +229,7 @@ def test_logits_equal_transformers_for_whole_prefill_chunks_and_decode(
 
 @pytest.mark.parametrize("type_key", ["type", "rope_type"])
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_the_old_spelling_of_rope_gives_the_same_model(
     pair_of: PairMaker, architecture: str, rope: str, type_key: str, tmp_path: Path
 ) -> None:
@@ -276,7 +302,7 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(pair_of: PairMaker
     assert steps > 5
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_greedy_text_of_64_tokens_is_identical(pair_of: PairMaker, architecture: str) -> None:
     pair = pair_of(architecture, "llama3")
     prompt = random_tokens(30, seed=2)
@@ -329,7 +355,7 @@ def test_two_stages_one_after_the_other_give_the_whole_models_logits(pair_of: Pa
     assert largest_error(torch.cat(logits), pair.reference_logits(tokens)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "qwen3_moe"])
 def test_bfloat16_is_as_near_to_float32_as_the_reference_in_bfloat16(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from medha.cost.attention_seconds import AttentionSeconds
+from medha.cost.touched_experts import touched_share
 from medha.errors import ConfigInvalid
 from medha.wire.messages import StepProfile
 
@@ -42,8 +43,9 @@ class Kernel:
     units: _AtLeastOne  # units of the device; each computes one tile
     wave_seconds: _NonNegative
 
-    def seconds(self, rows: Counts | Seconds) -> Seconds:
-        tiles = np.ceil(rows / self.tile_rows) * self.tiles_across
+    def seconds(self, rows: Counts | Seconds, groups: Seconds | float = 1.0) -> Seconds:
+        """Return the seconds for each of `rows`, spread evenly over `groups` that share no tile."""
+        tiles = groups * np.ceil(rows / groups / self.tile_rows) * self.tiles_across
         return np.ceil(tiles / self.units) * self.wave_seconds
 
 
@@ -56,22 +58,35 @@ class Operation:
     name: str
     launch_seconds: _NonNegative = 0.0
     compute_seconds_per_row: _NonNegative = 0.0
-    fixed_seconds: _NonNegative = 0.0  # weights read from memory
+    fixed_seconds: _NonNegative = 0.0  # weights read from memory, of all experts
     memory_seconds_per_row: _NonNegative = 0.0  # activations read and written
     tile_rows: _AtLeastOne = 1  # rows are computed in whole tiles
     times: _AtLeastOne = 1  # times that it runs in a layer
     kernels: tuple[Kernel, ...] = ()  # the fastest computes the rows, in place of `compute_seconds_per_row`
+    experts: _AtLeastOne = 1  # parts of the weights; each row passes `experts_per_row` of them
+    experts_per_row: _AtLeastOne = 1
 
     def seconds(self, rows: Counts | Seconds) -> Seconds:
-        """Return the seconds for each of `rows`; zero rows cost nothing."""
-        busy = np.maximum(self.compute_seconds(rows), self.fixed_seconds + rows * self.memory_seconds_per_row)
+        """Return the seconds for each of `rows`; zero rows cost nothing. Experts that no row passes are not read."""
+        read = self.fixed_seconds * self._touched(rows) / self.experts
+        busy = np.maximum(self.compute_seconds(rows), read + rows * self.memory_seconds_per_row)
         return np.where(rows > 0, self.times * (self.launch_seconds + busy), 0.0)
 
     def compute_seconds(self, rows: Counts | Seconds) -> Seconds:
         """Return the seconds of a single run over each of `rows`, if memory and launch were free."""
+        groups, passes = self._touched(rows), rows * self.experts_per_row
         if self.kernels:
-            return np.min([kernel.seconds(rows) for kernel in self.kernels], axis=0)  # type: ignore[no-any-return]
-        return np.ceil(rows / self.tile_rows) * self.tile_rows * self.compute_seconds_per_row
+            return np.min([kernel.seconds(passes, groups) for kernel in self.kernels], axis=0)  # type: ignore[no-any-return]
+        return (
+            groups * np.ceil(passes / groups / self.tile_rows) * self.tile_rows * self.compute_seconds_per_row
+        )
+
+    def _touched(self, rows: Counts | Seconds) -> Seconds | float:
+        """Return the expected number of experts that each of `rows` pass; 1 where there are no rows."""
+        if self.experts == 1:
+            return 1.0
+        share = touched_share(self.experts, self.experts_per_row, np.asarray(rows, np.float64))
+        return np.maximum(1.0, self.experts * share)
 
     def slowed(self, launch: float, compute: float, fixed: float, memory: float) -> Operation:
         """Return the same operation with each of its times multiplied by the given factor."""

@@ -23,6 +23,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from medha.errors import ConfigInvalid
 from medha_worker.checkpoints import needle_model
+from medha_worker.model.families.family import Family
+from medha_worker.model.families.family_table import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,10 @@ PRESETS = {
     ),
 }
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+ARCHITECTURES = {family.model_type: family for family in FAMILIES.values()}
+
+# Of a family with experts: each is half as wide as the dense MLP of the same preset.
+_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -154,7 +154,8 @@ def init_checkpoint(
         made = Path(scratch) / "new"
         made.mkdir()
         sizes = PRESETS[preset]
-        _write_json(made / "config.json", _model_config(sizes, architecture, dtype))
+        family = ARCHITECTURES[architecture]
+        _write_json(made / "config.json", _model_config(sizes, family, dtype))
         _write_json(made / "generation_config.json", _generation_config())
         if preset == "needle":
             tokenizer = _train_tokenizer(
@@ -165,7 +166,7 @@ def init_checkpoint(
         else:
             tokenizer = _train_tokenizer(sizes.vocab_size, _corpus())
             template = _CHAT_TEMPLATE
-            weights = _random_weights(sizes, architecture, seed, _DTYPES[dtype])
+            weights = _random_weights(sizes, family, seed, _DTYPES[dtype])
         _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
@@ -196,10 +197,10 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _model_config(sizes: Preset, architecture: str, dtype: str) -> dict[str, Any]:
+def _model_config(sizes: Preset, family: Family, dtype: str) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.intermediate,
@@ -217,8 +218,14 @@ def _model_config(sizes: Preset, architecture: str, dtype: str) -> dict[str, Any
         "eos_token_id": [_EOS, _END],
         "pad_token_id": _PAD,
     }
-    if architecture == "mistral":
+    if family.window_tokens is not None and not family.has_window_switch:
         config["sliding_window"] = None
+    if family.experts is not None:
+        config[family.experts.count_fields[0]] = _EXPERTS
+        config["num_experts_per_tok"] = _EXPERTS_PER_TOKEN
+        config[family.experts.width_field] = sizes.intermediate // 2
+        if family.experts.renormalises is None:
+            config["norm_topk_prob"] = True
     return config
 
 
@@ -238,9 +245,7 @@ def _tokenizer_config(sizes: Preset, template: str) -> dict[str, Any]:
     }
 
 
-def _random_weights(
-    sizes: Preset, architecture: str, seed: int, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return weights whose every block matters as much as the embedding, and whose attention is peaked.
 
     With the usual initialisation (std 0.02), the residual stream is nearly the last token's embedding: greedy
@@ -271,14 +276,22 @@ def _random_weights(
         weights[f"{attention}k_proj.weight"] = linear(kv_width, sizes.hidden, qk_gain)
         weights[f"{attention}v_proj.weight"] = linear(kv_width, sizes.hidden, 2.0)
         weights[f"{attention}o_proj.weight"] = linear(sizes.hidden, q_width)
-        weights[f"{mlp}gate_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
-        weights[f"{mlp}up_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
-        weights[f"{mlp}down_proj.weight"] = linear(sizes.hidden, sizes.intermediate, 2.0)
-        if architecture == "qwen2":
+        if family.experts is None:
+            weights[f"{mlp}gate_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
+            weights[f"{mlp}up_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
+            weights[f"{mlp}down_proj.weight"] = linear(sizes.hidden, sizes.intermediate, 2.0)
+        else:
+            block, width = family.experts, sizes.intermediate // 2
+            weights[block.router_name(layer)] = linear(_EXPERTS, sizes.hidden, 2.0)
+            for expert in range(_EXPERTS):
+                weights[block.linear_name(layer, expert, block.gate)] = linear(width, sizes.hidden)
+                weights[block.linear_name(layer, expert, block.up)] = linear(width, sizes.hidden)
+                weights[block.linear_name(layer, expert, block.down)] = linear(sizes.hidden, width, 3.0)
+        if family.qkv_bias:
             weights[f"{attention}q_proj.bias"] = normal(q_width, std=0.1)
             weights[f"{attention}k_proj.bias"] = normal(kv_width, std=0.1)
             weights[f"{attention}v_proj.bias"] = normal(kv_width, std=0.1)
-        if architecture == "qwen3":
+        if family.qk_norm:
             weights[f"{attention}q_norm.weight"] = normal(head_dim, std=0.1, mean=qk_gain)
             weights[f"{attention}k_norm.weight"] = normal(head_dim, std=0.1, mean=qk_gain)
     weights["model.norm.weight"] = normal(sizes.hidden, std=0.1, mean=1.0)

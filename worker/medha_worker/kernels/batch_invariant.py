@@ -83,6 +83,7 @@ def differences(kernels: Kernels, sizes: KernelSizes, device: Device) -> list[st
         (queries, sizes.hidden_size),
         (sizes.hidden_size, 2 * sizes.intermediate_size),
         (sizes.intermediate_size, sizes.hidden_size),
+        *_products_of_experts(sizes),
     )
 
     def product(inner: int, columns: int) -> bool:
@@ -106,6 +107,14 @@ def differences(kernels: Kernels, sizes: KernelSizes, device: Device) -> list[st
             f"kernels failed when they were tried out ({type(error).__name__}: {error})"
         ) from error
     return found
+
+
+def _products_of_experts(sizes: KernelSizes) -> tuple[tuple[int, int], ...]:
+    """Return inner size and columns of an expert's products, if there are experts of another width than dense MLPs."""
+    wide = sizes.expert_intermediate_size
+    if wide in (0, sizes.intermediate_size):
+        return ()
+    return (sizes.hidden_size, 2 * wide), (wide, sizes.hidden_size)
 
 
 def _is_invariant(compute: Callable[[slice], torch.Tensor]) -> bool:

@@ -12,6 +12,7 @@ from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
 from medha_worker.device import Device
 from medha_worker.kernels.batch_invariant import batch_invariant_kernels
+from medha_worker.kernels.expert_products import expert_products
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable, TokenRace
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.kernels.torch_kv_writer import TorchKVWriter
@@ -24,13 +25,15 @@ _log = logging.getLogger("medha.kernels")
 
 def torch_kernels(device: Device) -> Kernels:
     """Return the operators in plain torch, which run every model on every device."""
+    products = TorchProducts()
     return Kernels(
         "torch",
         TorchAttention(device),
         TorchKVWriter(device),
-        TorchProducts(),
+        products,
         TorchRows(),
         _race(device),
+        expert_products(products, device),
     )
 
 

@@ -31,6 +31,8 @@ class KernelSizes:
     head_dim: int
     hidden_size: int
     intermediate_size: int
+    expert_intermediate_size: int = 0
+    """Width of one expert; 0 if there are none. If all layers have experts, `intermediate_size` is the same."""
 
 
 class StepAttention(Protocol):
@@ -147,6 +149,25 @@ class MatrixProducts(Protocol):
         ...
 
 
+class ExpertProducts(Protocol):
+    """Products of activations with the weights of experts, for rows that are sorted by expert."""
+
+    def can_capture(self, weights: torch.Tensor) -> bool:
+        """Return True if products with weights of this shape can be captured: the host need not know who gets rows."""
+        ...
+
+    def product(self, x: torch.Tensor, weights: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
+        """Return the product of each row with the weights of its expert, [rows, columns].
+
+        Args:
+            x: [rows, inner], those of the first expert first.
+            weights: [experts, inner, columns], contiguous.
+            row_ends: int32 [experts]: the row behind the last one of each expert. An expert without rows has the same
+                end as the one before.
+        """
+        ...
+
+
 class RowOperators(Protocol):
     """Operators on rows of activations. Last dimensions are contiguous; others may have any stride."""
 
@@ -202,3 +223,4 @@ class Kernels:
     products: MatrixProducts
     rows: RowOperators
     race: TokenRace
+    experts: ExpertProducts

@@ -1,8 +1,8 @@
 """The model described by a checkpoint's `config.json`, checked field by field.
 
 A field that changes results is implemented or refused, never ignored: a model that answers slightly wrong is
-worse than one that does not start. Four architectures are supported; their defaults are those of
-`transformers`. Reading the file needs no torch, so that `medha up` can refuse a model before it starts
+worse than one that does not start. The architectures of `families` are supported; their defaults are those
+of `transformers`. Reading the file needs no torch, so that `medha up` can refuse a model before it starts
 anything.
 """
 
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha_worker.model.families.family import ExpertBlock, Family
+from medha_worker.model.families.family_table import FAMILIES
 from medha_worker.model.rope_config import RopeConfig
 from medha_worker.readable import require_readable
 
@@ -22,11 +24,31 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, for each data type that can be served."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Shape and arithmetic of the experts of a model's sparse layers.
+
+    Attributes:
+        count: Experts of a layer.
+        per_token: Experts that a token passes: those of the highest probability.
+        intermediate_size: Width of one expert.
+        renormalises: Whether the probabilities of a token's experts are scaled to a sum of 1.
+        layers: Indexes of the sparse layers; the others are dense.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    renormalises: bool
+    layers: frozenset[int]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and arithmetic of one model, and the longest sequence that it is served at.
 
     Attributes:
+        intermediate_size: Width of the MLP of dense layers.
         head_dim: Width of one attention head; `num_query_heads * head_dim` need not equal `hidden_size`.
         num_kv_heads: Heads of K and V; each serves `num_query_heads / num_kv_heads` query heads.
         qkv_bias, output_bias, mlp_bias: Whether these linears add a bias.
@@ -35,6 +57,7 @@ class ModelConfig:
         dtype: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
+        experts: The sparse layers; None if all layers are dense.
     """
 
     architecture: str
@@ -55,12 +78,36 @@ class ModelConfig:
     dtype: str
     max_position_tokens: int
     max_model_len: int
+    experts: ExpertsConfig | None = None
+
+    @property
+    def family(self) -> Family:
+        """The declarations of the model's architecture."""
+        return FAMILIES[self.architecture]
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return True if the layer of this index has experts."""
+        return self.experts is not None and layer in self.experts.layers
+
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """Intermediate sizes of the MLPs that occur in the model, by the field of config.json that states them."""
+        sparse = 0 if self.experts is None else len(self.experts.layers)
+        widths = {"intermediate_size": self.intermediate_size} if sparse < self.num_layers else {}
+        if self.experts is not None and sparse:
+            assert self.family.experts is not None
+            widths[self.family.experts.width_field] = self.experts.intermediate_size
+        return widths
 
     @property
     def parameters(self) -> int:
-        """Number of parameters in all matrices; the vectors are negligible."""
+        """Number of parameters in all matrices, those of all experts included; the vectors are negligible."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return int(self.linear_flops_per_token / 2) + embedding
+        idle = 0
+        if self.experts is not None:
+            one = 3 * self.hidden_size * self.experts.intermediate_size
+            idle = len(self.experts.layers) * (self.experts.count - self.experts.per_token) * one
+        return int(self.linear_flops_per_token / 2) + idle + embedding
 
     def require_tensor_size(self, tensor_size: int) -> None:
         """Check that the layers can be split over `tensor_size` ranks.
@@ -68,13 +115,10 @@ class ModelConfig:
         Raises:
             ConfigInvalid: they cannot.
         """
-        for name, value in (
-            ("num_attention_heads", self.num_query_heads),
-            ("intermediate_size", self.intermediate_size),
-        ):
+        for name, value in {"num_attention_heads": self.num_query_heads, **self.mlp_widths}.items():
             if value % tensor_size:
                 raise ConfigInvalid(
-                    f"parallelism.tensor is {tensor_size}, which does not divide {name} ({value})"
+                    f"parallelism.tensor is {tensor_size}, which does not divide {name} ({value}); choose a divisor"
                 )
         kv_heads = self.num_kv_heads
         if kv_heads % tensor_size and tensor_size % kv_heads:
@@ -84,10 +128,18 @@ class ModelConfig:
 
     @property
     def linear_flops_per_token(self) -> float:
-        """2 x the parameters of the matrices that a token passes: all layers' linears and the output head."""
+        """2 x the parameters of the matrices that a token passes: all layers' linears and the output head.
+
+        Of a sparse layer these are the router and the experts of one token.
+        """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_query_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return 2.0 * (self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size)
+        dense, mlps = self.num_layers, 0
+        if self.experts is not None:
+            dense -= len(self.experts.layers)
+            passed = self.experts.count + 3 * self.experts.per_token * self.experts.intermediate_size
+            mlps = len(self.experts.layers) * self.hidden_size * passed
+        mlps += dense * 3 * self.hidden_size * self.intermediate_size
+        return 2.0 * (self.num_layers * attention + mlps + self.vocab_size * self.hidden_size)
 
     @property
     def attention_flops_per_pair(self) -> float:
@@ -114,21 +166,21 @@ class ModelConfig:
             ConfigInvalid: `max_model_len` is beyond the checkpoint's limit, or `rope_scaling` is wrong.
         """
         fields = _Fields(_read_json(Path(directory) / "config.json"))
-        architecture = _architecture(fields)
-        _refuse_foreign_features(fields)
+        family = _family(fields)
+        _refuse_foreign_features(fields, family)
 
         hidden_size = fields.positive_int("hidden_size")
         num_query_heads = fields.positive_int("num_attention_heads")
-        num_kv_heads = _num_kv_heads(fields, architecture, num_query_heads)
-        head_dim = _head_dim(fields, architecture, hidden_size, num_query_heads)
+        num_kv_heads = _num_kv_heads(fields, family, num_query_heads)
+        head_dim = _head_dim(fields, family, hidden_size, num_query_heads)
         max_position_tokens = fields.positive_int("max_position_embeddings")
-        rope = _rope(fields, max_position_tokens, rope_scaling)
+        rope = _rope(fields, family, max_position_tokens, rope_scaling)
         limit = _length_limit(rope, max_position_tokens, overridden=rope_scaling is not None)
         num_layers = fields.positive_int("num_hidden_layers")
         served = _served_length(max_model_len, limit, rope)
-        _refuse_binding_window(fields, architecture, num_layers, served)
+        _refuse_binding_window(fields, family, num_layers, served)
         return cls(
-            architecture=architecture,
+            architecture=family.architecture,
             vocab_size=fields.positive_int("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=fields.positive_int("intermediate_size"),
@@ -136,25 +188,19 @@ class ModelConfig:
             num_query_heads=num_query_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.positive_number("rms_norm_eps", 1e-6),
-            qkv_bias=architecture == "Qwen2ForCausalLM" or _attention_bias(fields, architecture),
-            output_bias=_attention_bias(fields, architecture),
-            mlp_bias=architecture == "LlamaForCausalLM" and fields.boolean("mlp_bias", False),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            rms_norm_eps=fields.positive_number("rms_norm_eps", family.rms_norm_eps),
+            qkv_bias=family.qkv_bias or _attention_bias(fields, family),
+            output_bias=_attention_bias(fields, family),
+            mlp_bias=family.reads_mlp_bias and fields.boolean("mlp_bias", False),
+            qk_norm=family.qk_norm,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             rope=rope,
             dtype=_dtype(fields),
             max_position_tokens=limit,
             max_model_len=served,
+            experts=None if family.experts is None else _experts(fields, family.experts, num_layers),
         )
 
-
-_MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 
 # Fields of related architectures that change results, with the values that switch them off.
 _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
@@ -269,36 +315,66 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _architecture(fields: _Fields) -> str:
-    supported = ", ".join(_MODEL_TYPES)
+def _family(fields: _Fields) -> Family:
+    supported = ", ".join(FAMILIES)
     names = fields.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.invalid("architectures", f"a list of one name (supported: {supported})")
     name = names[0]
-    if name not in _MODEL_TYPES:
+    if name not in FAMILIES:
         raise ModelUnsupported(
             f"config.json: architecture {name} is not supported; choose a model of one of {supported}"
         )
+    family = FAMILIES[name]
     # transformers picks the model class by model_type, so on a contradiction it would serve another model
     # than we do.
-    if fields.get("model_type") not in (None, _MODEL_TYPES[name]):
-        raise fields.invalid("model_type", f"{_MODEL_TYPES[name]!r}, as architectures says {name}")
-    return name
+    if fields.get("model_type") not in (None, family.model_type):
+        raise fields.invalid("model_type", f"{family.model_type!r}, as architectures says {name}")
+    return family
 
 
-def _refuse_foreign_features(fields: _Fields) -> None:
+def _refuse_foreign_features(fields: _Fields, family: Family) -> None:
+    own = () if family.experts is None else family.experts.count_fields
     for name, neutral in _FOREIGN_FIELDS.items():
-        if fields.get(name) not in neutral:
+        if name not in own and fields.get(name) not in neutral:
             mend = "choose a checkpoint without it"
             if name in ("quantization_config", "compression_config"):
                 mend = "choose the unquantised checkpoint (bfloat16, float16 or float32)"
             raise fields.unsupported(name, mend)
 
 
-def _num_kv_heads(fields: _Fields, architecture: str, num_query_heads: int) -> int:
+def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsConfig:
+    given = [name for name in block.count_fields if fields.get(name) is not None]
+    name = given[0] if given else block.count_fields[0]
+    count, per_token = fields.positive_int(name), fields.positive_int("num_experts_per_tok")
+    for other in given[1:]:
+        if fields.get(other) != count:
+            raise fields.invalid(other, f"equal to {name} ({count}), or absent")
+    if per_token > count:
+        raise fields.invalid("num_experts_per_tok", f"at most {name} ({count})")
+    renormalises = block.renormalises
+    return ExpertsConfig(
+        count,
+        per_token,
+        fields.positive_int(block.width_field),
+        fields.boolean("norm_topk_prob", False) if renormalises is None else renormalises,
+        _sparse_layers(fields, num_layers) if block.may_be_mixed else frozenset(range(num_layers)),
+    )
+
+
+def _sparse_layers(fields: _Fields, num_layers: int) -> frozenset[int]:
+    """Return every `decoder_sparse_step`-th layer, but those of `mlp_only_layers`."""
+    step = 1 if "decoder_sparse_step" not in fields.values else fields.positive_int("decoder_sparse_step")
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise fields.invalid("mlp_only_layers", "a list of layer indexes, or null")
+    return frozenset(range(step - 1, num_layers, step)) - frozenset(dense)
+
+
+def _num_kv_heads(fields: _Fields, family: Family, num_query_heads: int) -> int:
     # Only Llama's configuration reads a missing field as "as many as query heads"; null means that
     # everywhere.
-    may_be_missing = architecture == "LlamaForCausalLM" or "num_key_value_heads" in fields.values
+    may_be_missing = family.kv_heads_may_be_missing or "num_key_value_heads" in fields.values
     if fields.get("num_key_value_heads") is None and may_be_missing:
         return num_query_heads
     count = fields.positive_int("num_key_value_heads")
@@ -307,10 +383,10 @@ def _num_kv_heads(fields: _Fields, architecture: str, num_query_heads: int) -> i
     return count
 
 
-def _head_dim(fields: _Fields, architecture: str, hidden_size: int, num_query_heads: int) -> int:
+def _head_dim(fields: _Fields, family: Family, hidden_size: int, num_query_heads: int) -> int:
     if fields.get("head_dim") is None:
-        if architecture == "Qwen3ForCausalLM" and "head_dim" not in fields.values:
-            return 128
+        if family.head_dim is not None and "head_dim" not in fields.values:
+            return family.head_dim
         if hidden_size % num_query_heads:
             raise fields.invalid(
                 "num_attention_heads", f"a divisor of hidden_size ({hidden_size}) where head_dim is not given"
@@ -325,14 +401,12 @@ def _head_dim(fields: _Fields, architecture: str, hidden_size: int, num_query_he
     return head_dim
 
 
-def _attention_bias(fields: _Fields, architecture: str) -> bool:
+def _attention_bias(fields: _Fields, family: Family) -> bool:
     """True if q, k, v and o all have a bias.
 
-    Qwen2 and Mistral have no such field; the tensors are checked anyway.
+    Some families have no such field; the tensors are checked anyway.
     """
-    return architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.boolean(
-        "attention_bias", False
-    )
+    return family.reads_attention_bias and fields.boolean("attention_bias", False)
 
 
 def _dtype(fields: _Fields) -> str:
@@ -345,7 +419,9 @@ def _dtype(fields: _Fields) -> str:
     return value
 
 
-def _rope(fields: _Fields, max_position_tokens: int, override: Mapping[str, Any] | None) -> RopeConfig:
+def _rope(
+    fields: _Fields, family: Family, max_position_tokens: int, override: Mapping[str, Any] | None
+) -> RopeConfig:
     """Read RoPE parameters in either spelling: `rope_parameters`, or `rope_scaling` beside `rope_theta`."""
     old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
     if old and new and old != new:
@@ -353,8 +429,7 @@ def _rope(fields: _Fields, max_position_tokens: int, override: Mapping[str, Any]
     stored = old or new or {}
     parameters = dict(stored if override is None else override)
     theta = stored.get("rope_theta", fields.get("rope_theta"))
-    if theta is not None:
-        parameters.setdefault("rope_theta", theta)
+    parameters.setdefault("rope_theta", family.rope_theta if theta is None else theta)
     rope = _Fields(parameters, "config.json: RoPE parameters" if override is None else "model.ropeScaling")
     try:
         return _rope_config(rope, fields, max_position_tokens)
@@ -379,7 +454,7 @@ def _rope_config(rope: _Fields, fields: _Fields, max_position_tokens: int) -> Ro
         if name not in required | optional | _ROPE_NEUTRAL_FIELDS and rope.get(name) is not None:
             raise rope.unsupported(name, f"rope_type {kind!r} knows only {sorted(required | optional)}")
 
-    theta = rope.positive_number("rope_theta", 10_000.0)
+    theta = rope.positive_number("rope_theta")
     # The top-level field, if a checkpoint has it, is the length before the extension.
     original = max_position_tokens
     if fields.get("original_max_position_embeddings") is not None:
@@ -466,7 +541,7 @@ def _served_length(max_model_len: int | None, limit: int, rope: RopeConfig) -> i
     return max_model_len
 
 
-def _refuse_binding_window(fields: _Fields, architecture: str, num_layers: int, max_model_len: int) -> None:
+def _refuse_binding_window(fields: _Fields, family: Family, num_layers: int, max_model_len: int) -> None:
     """Refuse a sliding window that would bind.
 
     Sliding-window attention equals full attention as long as no sequence is longer than the window.
@@ -478,20 +553,21 @@ def _refuse_binding_window(fields: _Fields, architecture: str, num_layers: int, 
         if name not in ("full_attention", "sliding_attention"):
             raise fields.unsupported("layer_types", "only full_attention layers are implemented")
 
-    # Llama's classes have no window, but a checkpoint that sets one expects it. The others default to 4096.
+    # Llama's classes have no window, but a checkpoint that sets one expects it.
     window = fields.get("sliding_window")
-    if architecture != "LlamaForCausalLM" and "sliding_window" not in fields.values:
-        window = 4096
+    if "sliding_window" not in fields.values:
+        window = family.window_tokens
     elif window is not None:
         window = fields.positive_int("sliding_window")
-    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    if family.has_window_switch:
         windowed = "sliding_attention" in (layer_types or ())
         if not fields.boolean("use_sliding_window", False):
             if windowed:
                 raise fields.invalid("use_sliding_window", "true, as layer_types names sliding_attention")
             return
         if layer_types is None:
-            windowed = num_layers > fields.count("max_window_layers", 28)
+            unwindowed = family.max_window_layers
+            windowed = unwindowed is None or num_layers > fields.count("max_window_layers", unwindowed)
         if not windowed:
             return
     if window is not None and window < max_model_len:

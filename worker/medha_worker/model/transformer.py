@@ -14,6 +14,7 @@ from medha_worker.device import Device, InFlight
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import DecodeGraphs
+from medha_worker.model.experts_mlp import experts_mlp
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
@@ -163,6 +164,12 @@ class Transformer:
             self.device.runtime.captures
             and self._group.captures
             and self.kernels.attention.for_graph(1, 1) is not None
+            and all(
+                self.kernels.experts.can_capture(weights)
+                for layer in self._weights.layers
+                if layer.router is not None
+                for weights in (layer.gate_up, layer.down)
+            )
         )
 
     @property
@@ -323,6 +330,10 @@ class Transformer:
 
         def mlp(rows: slice, _: OwnStep | None) -> torch.Tensor:
             nonlocal wide
+            if layer.router is not None:
+                normed = self._normed(hidden, post_normed, layer.post_norm, rows)
+                assert self.config.experts is not None
+                return experts_mlp(self.kernels, self.config.experts, layer, normed)
             if wide is None:
                 wide = hidden.new_empty(rows.stop - rows.start, layer.gate_up.shape[1])
             return self._widened(layer, self._normed(hidden, post_normed, layer.post_norm, rows), wide)
@@ -331,7 +342,8 @@ class Transformer:
         for first in range(0, rows, together):
             tile = slice(first, min(first + together, rows))
             norm = following if tile == everything else None  # the next layer wants all rows normed, or none
-            following_normed = self._add(hidden, tile, step, mlp, layer.down, layer.down_bias, norm)
+            down = layer.down if layer.router is None else None
+            following_normed = self._add(hidden, tile, step, mlp, down, layer.down_bias, norm)
         return following_normed
 
     def _heads(
@@ -414,11 +426,11 @@ class Transformer:
         rows: slice,
         step: LayerStep,
         compute: Callable[[slice, OwnStep | None], torch.Tensor],
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         norm: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Compute hidden[rows] += compute(rows) @ weight + bias, summed over the ranks.
+        """Compute hidden[rows] += compute(rows) @ weight + bias, summed over the ranks; without a weight, += compute(rows).
 
         A rank alone does this in one pass over memory. If rows are those of a single sequence, `compute` is
         given a step of their own.
@@ -429,6 +441,11 @@ class Transformer:
 
         def run(rows: slice, alone: OwnStep | None, out: torch.Tensor | None) -> torch.Tensor | None:
             x = compute(rows, alone)
+            if weight is None:
+                if self.shard.tensor_size > 1:
+                    return x if out is None else out.copy_(x)
+                hidden[rows].add_(x)
+                return None
             if self.shard.tensor_size > 1:
                 return self.kernels.products.product(x, weight, bias, out)  # only rank 0 has the bias
             self.kernels.products.add_product(hidden[rows], x, weight)

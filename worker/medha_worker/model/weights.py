@@ -20,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from medha.errors import CheckpointInvalid, ModelUnsupported
 from medha_worker.device import Device
 from medha_worker.kernels.protocol import KernelSizes
+from medha_worker.model.expert_tensors import ExpertTensors
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.stage_split import tensors_of_stage
 from medha_worker.readable import require_readable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,12 +63,15 @@ class Shard:
 
     def kernel_sizes(self, config: ModelConfig) -> KernelSizes:
         """Return the sizes for which this rank's kernels are made."""
+        widths = [width // self.tensor_size for width in config.mlp_widths.values()]
+        is_sparse = config.experts is not None and bool(config.experts.layers)
         return KernelSizes(
             query_heads=self.query_heads(config),
             kv_heads=self.kv_heads(config),
             head_dim=config.head_dim,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size // self.tensor_size,
+            intermediate_size=widths[0],
+            expert_intermediate_size=widths[-1] if is_sparse else 0,
         )
 
     def vocabulary(self, config: ModelConfig) -> list[slice]:
@@ -82,6 +87,8 @@ class LayerWeights:
 
     The biases of row-parallel linears (`output_bias`, `down_bias`) are held by tensor rank 0 only, because
     the all-reduce sums up the ranks' results.
+
+    A sparse layer has a router, [hidden, experts], and its `gate_up` and `down` are those of all experts, [experts, in, out].
     """
 
     input_norm: torch.Tensor
@@ -96,6 +103,7 @@ class LayerWeights:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    router: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -141,8 +149,8 @@ def load_weights(
         return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head)
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return every tensor of a complete checkpoint of this model, with its shape."""
+def expected_shapes(config: ModelConfig, experts: ExpertTensors | None = None) -> dict[str, tuple[int, ...]]:
+    """Return every tensor of a complete checkpoint of this model, with its shape; `experts` has those of sparse layers."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_width, kv_width = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -160,9 +168,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         linear(f"{layer}self_attn.k_proj", kv_width, hidden, config.qkv_bias)
         linear(f"{layer}self_attn.v_proj", kv_width, hidden, config.qkv_bias)
         linear(f"{layer}self_attn.o_proj", hidden, q_width, config.output_bias)
-        linear(f"{layer}mlp.gate_proj", intermediate, hidden, config.mlp_bias)
-        linear(f"{layer}mlp.up_proj", intermediate, hidden, config.mlp_bias)
-        linear(f"{layer}mlp.down_proj", hidden, intermediate, config.mlp_bias)
+        if experts is not None and config.is_sparse(index):
+            shapes |= experts.shapes(layer)
+        else:
+            linear(f"{layer}mlp.gate_proj", intermediate, hidden, config.mlp_bias)
+            linear(f"{layer}mlp.up_proj", intermediate, hidden, config.mlp_bias)
+            linear(f"{layer}mlp.down_proj", hidden, intermediate, config.mlp_bias)
         if config.qk_norm:
             shapes[f"{layer}self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{layer}self_attn.k_norm.weight"] = (config.head_dim,)
@@ -191,10 +202,13 @@ class _Reader:
         self._stack = stack
         self._files: dict[Path, Any] = {}
         self._file_of = self._locate(directory)
-        self._shapes = expected_shapes(config)
+        self._experts = None if config.experts is None else ExpertTensors(config, self._file_of)
+        self._shapes = expected_shapes(config, self._experts)
         self._check_names(directory)
         if "lm_head.weight" in self._file_of:
             self._shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        for name in tensors_of_stage(self._shapes, config, range(shard.first_layer, shard.last_layer)):
+            self._stored(name)  # before anything is allocated
 
         rank, size = shard.tensor_rank, shard.tensor_size
         self.vocab_rows = shard.vocabulary(config)[rank]
@@ -205,6 +219,8 @@ class _Reader:
         self._kv_rows = slice(first_kv_head * config.head_dim, (first_kv_head + kv_heads) * config.head_dim)
         mlp_width = config.intermediate_size // size
         self._mlp_rows = slice(rank * mlp_width, (rank + 1) * mlp_width)
+        expert_width = 0 if config.experts is None else config.experts.intermediate_size // size
+        self._expert_rows = slice(rank * expert_width, (rank + 1) * expert_width)
 
         self._progress = progress
         self._read_bytes = 0
@@ -221,6 +237,12 @@ class _Reader:
         gate_up = {f"{mlp}gate_proj": self._mlp_rows, f"{mlp}up_proj": self._mlp_rows}
         adds_bias = self.shard.tensor_rank == 0
         config = self.config
+        router: torch.Tensor | None = None
+        if self._experts is not None and config.is_sparse(index):
+            router, gates, downs = self._experts.read(self._slice, layer, self._expert_rows, self.device)
+        else:
+            gates = self._column_parallel(gate_up)
+            downs = self._row_parallel(f"{mlp}down_proj.weight", self._mlp_rows)
         return LayerWeights(
             input_norm=self.whole(f"{layer}input_layernorm.weight"),
             qkv=self._column_parallel(qkv),
@@ -230,10 +252,11 @@ class _Reader:
             output=self._row_parallel(f"{attention}o_proj.weight", self._query_rows),
             output_bias=self.whole(f"{attention}o_proj.bias") if config.output_bias and adds_bias else None,
             post_norm=self.whole(f"{layer}post_attention_layernorm.weight"),
-            gate_up=self._column_parallel(gate_up),
+            gate_up=gates,
             gate_up_bias=self._biases(gate_up) if config.mlp_bias else None,
-            down=self._row_parallel(f"{mlp}down_proj.weight", self._mlp_rows),
+            down=downs,
             down_bias=self.whole(f"{mlp}down_proj.bias") if config.mlp_bias and adds_bias else None,
+            router=router,
         )
 
     def whole(self, name: str) -> torch.Tensor:
@@ -279,6 +302,16 @@ class _Reader:
 
     def _slice(self, name: str, *index: slice) -> torch.Tensor:
         """Read a slice of the named tensor from its file, and nothing else of it."""
+        whole = all(part == slice(None) for part in index)
+        stored = self._stored(name)
+        tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name) if whole else stored[index]
+        self._read_bytes += tensor.numel() * self.device.dtype.itemsize
+        if self._progress is not None:
+            self._progress(self._read_bytes, max(self._read_bytes, self._total_bytes))
+        return tensor
+
+    def _stored(self, name: str) -> Any:
+        """Return the named tensor in its file, of which only shape and format have been read and checked."""
         path = self._file_of[name]
         try:
             stored = self._open(path).get_slice(name)
@@ -297,12 +330,7 @@ class _Reader:
                 f"{path}: tensor {name} is stored as {stored.get_dtype()}, which is not supported; "
                 "choose the checkpoint in bfloat16, float16 or float32"
             )
-        whole = all(part == slice(None) for part in index)
-        tensor: torch.Tensor = self._open(path).get_tensor(name) if whole else stored[index]
-        self._read_bytes += tensor.numel() * self.device.dtype.itemsize
-        if self._progress is not None:
-            self._progress(self._read_bytes, max(self._read_bytes, self._total_bytes))
-        return tensor
+        return stored
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

@@ -108,6 +108,7 @@ class StepTimer:
         self._model = model
         self._sampler = TokenSampler(model.kernels.race, model.device)
         self._clock = clock
+        self._random = torch.Generator().manual_seed(0)
         blocks = -(-pool_tokens // BLOCK_TOKENS)
         try:
             self.pool = model.new_kv_cache(blocks, BLOCK_TOKENS)
@@ -132,9 +133,10 @@ class StepTimer:
             row, block = row + work.count, end
         positions = torch.cat([torch.arange(work.context, work.context + work.count) for work in works])
         entering = (
-            torch.zeros(row, dtype=torch.int64)
+            torch.arange(row)
+            % model.config.vocab_size  # so that rows go to different experts, as in a real step
             if model.shard.is_first_stage
-            else torch.zeros(row, model.config.hidden_size, dtype=model.dtype)
+            else torch.randn(row, model.config.hidden_size, generator=self._random).to(model.dtype)
         )
         last_rows = [span.row_start + span.row_count - 1 for span in spans]
         samplers = [_sampler(sampling, model.config.vocab_size) for _ in works]

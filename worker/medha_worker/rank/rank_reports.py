@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
-from medha.hardware import ModelShape
+from medha.hardware import ExpertShape, ModelShape
 from medha.step_estimates import StepCosts, StepWork, peak_of
 from medha.wire.messages import Message, RankReport, RankXid
 from medha_worker.device import Device
@@ -110,6 +110,14 @@ class RankReports:
 def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShape:
     """Return the sizes of a rank's part of a model, for estimates of its work; without the head it has no vocabulary."""
     rows = shard.vocabulary(config)[shard.tensor_rank]
+    experts = None
+    if config.experts is not None:
+        experts = ExpertShape(
+            layers=sum(config.is_sparse(layer) for layer in range(shard.first_layer, shard.last_layer)),
+            count=config.experts.count,
+            per_token=config.experts.per_token,
+            intermediate=config.experts.intermediate_size // shard.tensor_size,
+        )
     return ModelShape(
         name=config.architecture,
         layers=shard.last_layer - shard.first_layer,
@@ -121,4 +129,5 @@ def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShap
         vocab=rows.stop - rows.start if shard.is_last_stage else 0,
         dtype_bytes=element_bytes,
         kv_dtype_bytes=element_bytes,
+        experts=experts,
     )

@@ -12,6 +12,7 @@ from medha_worker.kernels.cpu.compiled_products import CompiledProducts
 from medha_worker.kernels.cpu.compiled_rows import CompiledRows
 from medha_worker.kernels.cpu.helper_team import HelperTeam
 from medha_worker.kernels.cpu.host_compiler import Target
+from medha_worker.kernels.expert_products import ProductPerExpert
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 
 
@@ -34,7 +35,11 @@ def compiled_kernels(
         raise KernelsUnavailable(f"heads of {sizes.head_dim} values do not fill vector registers of {lanes}")
     team = HelperTeam()
     attention = CpuAttention(sizes.head_dim, sizes.query_heads // sizes.kv_heads, team, invariant=invariant)
-    kernels = replace(others, name="cpu", attention=attention, products=CompiledProducts(team))
-    if any(size % lanes for size in (sizes.hidden_size, sizes.intermediate_size, sizes.head_dim // 2)):
+    products = CompiledProducts(team)
+    kernels = replace(
+        others, name="cpu", attention=attention, products=products, experts=ProductPerExpert(products)
+    )
+    widths = sizes.hidden_size, sizes.intermediate_size, sizes.expert_intermediate_size, sizes.head_dim // 2
+    if any(width % lanes for width in widths):
         return kernels
     return replace(kernels, rows=CompiledRows(team))

@@ -48,7 +48,7 @@ def flashinfer_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> K
         raise KernelsUnavailable("torch sees no GPU")
     attention = FlashInferAttention(_library(), device, sizes)
     kernels = replace(others, name="flashinfer", attention=attention)
-    if sizes.intermediate_size % _VALUES_AT_ONCE == 0:
+    if not (sizes.intermediate_size % _VALUES_AT_ONCE or sizes.expert_intermediate_size % _VALUES_AT_ONCE):
         kernels = replace(kernels, rows=FlashInferRows(attention.library, others.rows))
     try:
         try_out(kernels, sizes, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from medha_worker.device import Device
+from medha_worker.kernels.expert_products import ProductPerExpert
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 from medha_worker.kernels.torch_rows import TorchRows
 from medha_worker.kernels.triton.triton_attention import TILE_ROWS, TritonAttention
@@ -23,10 +24,12 @@ def triton_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kerne
         raise KernelsUnavailable(
             f"a KV head has at most {TILE_ROWS} query heads, and the model's have {group}"
         )
+    products = TritonProducts()
     return replace(
         others,
         name="triton",
         attention=TritonAttention(device, sizes),
-        products=TritonProducts(),
+        products=products,
+        experts=ProductPerExpert(products),
         rows=TritonRows(TorchRows()),
     )

@@ -1,0 +1,156 @@
+"""The MLP of sparse layers is that of `transformers`, for any sizes and any choice of experts, and no row depends on another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from medha_worker.device import host_device
+from medha_worker.kernels.cpu.compiled_kernels import compiled_kernels
+from medha_worker.kernels.expert_products import GroupedProducts, ProductPerExpert
+from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.kernels.protocol import Kernels, KernelSizes
+from medha_worker.kernels.torch_products import TorchProducts
+from medha_worker.model.experts_mlp import experts_mlp
+from medha_worker.model.model_config import ExpertsConfig
+from medha_worker.model.weights import LayerWeights
+
+HIDDEN = 32
+DEVICE = host_device(torch.float32)
+PLAIN = torch_kernels(DEVICE)
+GROUPED = replace(PLAIN, name="grouped", experts=GroupedProducts(PLAIN.experts))
+COMPILED = compiled_kernels(KernelSizes(4, 2, 32, HIDDEN, 16, 16), DEVICE, PLAIN)
+
+
+def block_of(experts: ExpertsConfig, seed: int = 0) -> Qwen3MoeSparseMoeBlock:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=experts.intermediate_size,
+        num_experts=experts.count,
+        num_experts_per_tok=experts.per_token,
+        norm_topk_prob=experts.renormalises,
+        experts_implementation="eager",
+    )
+    block = Qwen3MoeSparseMoeBlock(config)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
+    return block
+
+
+def weights_of(block: Qwen3MoeSparseMoeBlock) -> LayerWeights:
+    none = torch.empty(0)
+    return LayerWeights(
+        input_norm=none,
+        qkv=none,
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        output=none,
+        output_bias=None,
+        post_norm=none,
+        gate_up=block.experts.gate_up_proj.detach().transpose(1, 2).contiguous(),
+        gate_up_bias=None,
+        down=block.experts.down_proj.detach().transpose(1, 2).contiguous(),
+        down_bias=None,
+        router=block.gate.weight.detach().t().contiguous(),
+    )
+
+
+def rows_of(count: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    sizes=st.integers(1, 12).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count))),
+    width=st.sampled_from([1, 7, 16, 48]),
+    rows=st.integers(1, 60),
+    renormalises=st.booleans(),
+    seed=st.integers(0, 100),
+    kernels=st.sampled_from([PLAIN, COMPILED, GROUPED]),
+)
+@settings(max_examples=60)
+@torch.inference_mode()
+def test_any_sizes_give_what_transformers_gives(
+    sizes: tuple[int, int], width: int, rows: int, renormalises: bool, seed: int, kernels: Kernels
+) -> None:
+    """Few rows leave experts without any; there may be one expert, and each row may pass all of them."""
+    if kernels is COMPILED and width % 16:
+        kernels = replace(COMPILED, rows=PLAIN.rows)  # as it is chosen for widths that do not fill registers
+    experts = ExpertsConfig(*sizes, width, renormalises, frozenset({0}))
+    block = block_of(experts, seed)
+    x = rows_of(rows, seed + 1)
+    found = experts_mlp(kernels, experts, weights_of(block), x)
+    torch.testing.assert_close(found, block(x[None])[0], rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_no_row_is_dropped_where_all_choose_the_same_experts() -> None:
+    experts = ExpertsConfig(8, 2, 16, renormalises=True, layers=frozenset({0}))
+    block = block_of(experts)
+    x = rows_of(1).expand(200, HIDDEN).contiguous()
+    found = experts_mlp(PLAIN, experts, weights_of(block), x)
+    torch.testing.assert_close(found, block(x[None])[0], rtol=1e-4, atol=1e-5)
+    assert float(found.abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("kernels", [PLAIN, COMPILED, GROUPED], ids=lambda kernels: kernels.name)
+@torch.inference_mode()
+def test_rows_of_nan_stay_rows_of_nan(kernels: Kernels) -> None:
+    """So a sequence ends for which memory ran out, and the others of its step go on."""
+    experts = ExpertsConfig(5, 2, 16, renormalises=True, layers=frozenset({0}))
+    weights, x = weights_of(block_of(experts)), rows_of(20)
+    wanted = experts_mlp(kernels, experts, weights, x)
+    broken = x.clone()
+    broken[[3, 11]] = torch.nan
+    found = experts_mlp(kernels, experts, weights, broken)
+    others = [row for row in range(20) if row not in (3, 11)]
+    assert bool(found[[3, 11]].isnan().all())
+    torch.testing.assert_close(found[others], wanted[others], rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_compiled_products_give_a_row_the_same_bits_beside_any_others() -> None:
+    """`spec.determinism: batchInvariant` rests on it."""
+    experts = ExpertsConfig(6, 3, 16, renormalises=False, layers=frozenset({0}))
+    weights, x = weights_of(block_of(experts)), rows_of(70)
+    together = experts_mlp(COMPILED, experts, weights, x)
+    for part in (slice(0, 1), slice(5, 6), slice(3, 36), slice(2, 66)):
+        assert torch.equal(experts_mlp(COMPILED, experts, weights, x[part]), together[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_product_is_a_product_for_each_expert(dtype: torch.dtype) -> None:
+    x = rows_of(40).to(dtype)
+    weights = torch.randn(5, HIDDEN, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
+    each, row_ends = ProductPerExpert(TorchProducts()), torch.tensor([7, 7, 8, 40, 40], dtype=torch.int32)
+    grouped = GroupedProducts(each)
+    assert grouped.can_capture(weights)
+    assert not each.can_capture(weights)
+    wanted = torch.cat([x[:7] @ weights[0], x[7:8] @ weights[2], x[8:] @ weights[3]])
+    for products in (each, grouped):
+        torch.testing.assert_close(products.product(x, weights, row_ends), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_widths_that_the_grouped_product_does_not_take_go_to_the_others() -> None:
+    class Recorded(ProductPerExpert):
+        calls = 0
+
+        def product(self, x: torch.Tensor, weights: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().product(x, weights, row_ends)
+
+    each = Recorded(TorchProducts())
+    grouped, row_ends = GroupedProducts(each), torch.tensor([2, 4], dtype=torch.int32)
+    narrow = torch.ones(2, HIDDEN, 3)
+    assert not grouped.can_capture(narrow)
+    assert grouped.product(torch.ones(4, HIDDEN), narrow, row_ends).tolist() == [[HIDDEN] * 3] * 4
+    grouped.product(torch.ones(4, HIDDEN), torch.ones(2, HIDDEN, 8), row_ends)
+    assert each.calls == 1
