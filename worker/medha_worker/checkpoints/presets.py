@@ -58,7 +58,7 @@ PRESETS = {
 
 ARCHITECTURES = {family.model_type: family for family in FAMILIES.values()}
 
-# Of a family with experts: each is half as wide as the dense MLP of the same preset.
+# An expert is half as wide as the dense MLP of the same preset.
 _EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
