@@ -120,17 +120,20 @@ def init_checkpoint(
     seed: int,
     architecture: str = "llama",
     dtype: str = "float32",
+    window_tokens: int | None = None,
     force: bool = False,
 ) -> None:
     """Create a checkpoint in `directory`; the same arguments give the same bytes.
+
+    With `window_tokens`, layers have a sliding window: all of a Mistral, and the upper half of a Qwen's.
 
     The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left.
     Their modes follow the umask. `force` replaces an earlier checkpoint of this kind; a directory that holds
     anything else is never touched.
 
     Raises:
-        ConfigInvalid: the preset, architecture or dtype is unknown, the seed is negative, or the directory is
-            in use.
+        ConfigInvalid: the preset, architecture or dtype is unknown, the seed is negative, the architecture has no
+            window, or the directory is in use.
     """
     for name, value, allowed in (
         ("preset", preset, tuple(PRESETS)),
@@ -143,6 +146,11 @@ def init_checkpoint(
         raise ConfigInvalid(
             f"preset needle is {architecture} in {dtype}; its weights are made for llama in float32 only"
         )
+    if window_tokens is not None and (window_tokens < 1 or architecture == "llama"):
+        windowed = ", ".join(name for name in ARCHITECTURES if name != "llama")
+        raise ConfigInvalid(
+            f"window is {window_tokens} for architecture {architecture}; give at least 1, and one of {windowed}"
+        )
     if seed < 0:
         raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
     # Resolved, so that a relative path such as "." has a parent and a name, and a link's target is replaced.
@@ -154,7 +162,7 @@ def init_checkpoint(
         made = Path(scratch) / "new"
         made.mkdir()
         sizes = PRESETS[preset]
-        _write_json(made / "config.json", _model_config(sizes, architecture, dtype))
+        _write_json(made / "config.json", _model_config(sizes, architecture, dtype, window_tokens))
         _write_json(made / "generation_config.json", _generation_config())
         if preset == "needle":
             tokenizer = _train_tokenizer(
@@ -196,7 +204,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _model_config(sizes: Preset, architecture: str, dtype: str) -> dict[str, Any]:
+def _model_config(sizes: Preset, architecture: str, dtype: str, window_tokens: int | None) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -218,7 +226,10 @@ def _model_config(sizes: Preset, architecture: str, dtype: str) -> dict[str, Any
         "pad_token_id": _PAD,
     }
     if architecture == "mistral":
-        config["sliding_window"] = None
+        config["sliding_window"] = window_tokens
+    elif window_tokens is not None:
+        config |= {"use_sliding_window": True, "sliding_window": window_tokens}
+        config["max_window_layers"] = sizes.layers // 2
     return config
 
 

@@ -33,6 +33,8 @@ class ModelConfig:
         qk_norm: Whether queries and keys pass an RMSNorm over each head (Qwen3).
         tie_word_embeddings: Whether the output head is the embedding.
         dtype: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
+        windows: Tokens that a row of each layer sees, its own among them; None: its whole context. A window that no
+            sequence exceeds is None.
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
     """
@@ -52,6 +54,7 @@ class ModelConfig:
     qk_norm: bool
     tie_word_embeddings: bool
     rope: RopeConfig
+    windows: tuple[int | None, ...]
     dtype: str
     max_position_tokens: int
     max_model_len: int
@@ -61,6 +64,16 @@ class ModelConfig:
         """Number of parameters in all matrices; the vectors are negligible."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return int(self.linear_flops_per_token / 2) + embedding
+
+    @property
+    def window_share(self) -> float:
+        """Share of the layers that have a window."""
+        return sum(window is not None for window in self.windows) / self.num_layers
+
+    @property
+    def widest_window_tokens(self) -> int:
+        """Tokens of the widest window; 1 if no layer has one."""
+        return max((window for window in self.windows if window is not None), default=1)
 
     def require_tensor_size(self, tensor_size: int) -> None:
         """Check that the layers can be split over `tensor_size` ranks.
@@ -126,7 +139,6 @@ class ModelConfig:
         limit = _length_limit(rope, max_position_tokens, overridden=rope_scaling is not None)
         num_layers = fields.positive_int("num_hidden_layers")
         served = _served_length(max_model_len, limit, rope)
-        _refuse_binding_window(fields, architecture, num_layers, served)
         return cls(
             architecture=architecture,
             vocab_size=fields.positive_int("vocab_size"),
@@ -143,6 +155,7 @@ class ModelConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             rope=rope,
+            windows=_windows(fields, architecture, num_layers, served),
             dtype=_dtype(fields),
             max_position_tokens=limit,
             max_model_len=served,
@@ -466,36 +479,39 @@ def _served_length(max_model_len: int | None, limit: int, rope: RopeConfig) -> i
     return max_model_len
 
 
-def _refuse_binding_window(fields: _Fields, architecture: str, num_layers: int, max_model_len: int) -> None:
-    """Refuse a sliding window that would bind.
-
-    Sliding-window attention equals full attention as long as no sequence is longer than the window.
-    """
+def _windows(
+    fields: _Fields, architecture: str, num_layers: int, max_model_len: int
+) -> tuple[int | None, ...]:
+    """Return the window of each layer; None where no sequence exceeds it, as attention is then full attention."""
     layer_types = fields.get("layer_types")
     if layer_types is not None and (not isinstance(layer_types, list) or len(layer_types) != num_layers):
         raise fields.invalid("layer_types", f"null or a list of {num_layers} names, one for each layer")
     for name in layer_types or ():
         if name not in ("full_attention", "sliding_attention"):
-            raise fields.unsupported("layer_types", "only full_attention layers are implemented")
+            raise fields.unsupported("layer_types", "choose a model with full and sliding attention alone")
 
-    # Llama's classes have no window, but a checkpoint that sets one expects it. The others default to 4096.
+    # Llama's classes have no window; the others default to 4096.
     window = fields.get("sliding_window")
     if architecture != "LlamaForCausalLM" and "sliding_window" not in fields.values:
         window = 4096
     elif window is not None:
         window = fields.positive_int("sliding_window")
+    is_sliding = [True] * num_layers
     if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        windowed = "sliding_attention" in (layer_types or ())
         if not fields.boolean("use_sliding_window", False):
-            if windowed:
+            if "sliding_attention" in (layer_types or ()):
                 raise fields.invalid("use_sliding_window", "true, as layer_types names sliding_attention")
-            return
-        if layer_types is None:
-            windowed = num_layers > fields.count("max_window_layers", 28)
-        if not windowed:
-            return
-    if window is not None and window < max_model_len:
-        raise ModelUnsupported(
-            f"config.json: sliding_window is {window}, and sliding-window attention is not implemented; "
-            f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
-        )
+            window = None
+        elif layer_types is None:
+            first = fields.count("max_window_layers", 28)
+            is_sliding = [index >= first for index in range(num_layers)]
+        else:
+            is_sliding = [name == "sliding_attention" for name in layer_types]
+    if window is None or window >= max_model_len:
+        return (None,) * num_layers
+    mend = f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
+    if architecture == "LlamaForCausalLM":
+        raise fields.unsupported("sliding_window", f"a Llama has no window; {mend}")
+    if architecture == "MistralForCausalLM" and "full_attention" in (layer_types or ()):
+        raise fields.unsupported("layer_types", f"all layers of a Mistral have the same window; {mend}")
+    return tuple(window if sliding else None for sliding in is_sliding)
