@@ -73,7 +73,7 @@ class Counted:
         self.counts = counts
         self._spans: Sequence[SequenceSpan] = ()
 
-    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int, **_: Any) -> Counted:
+    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int, *_: Any) -> Counted:
         self._spans = spans
         tables = 4.0 * sum(-(-span.total_length // block_tokens) for span in spans)
         self.counts.add("copies of tables", 3, tables)

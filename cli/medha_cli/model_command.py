@@ -33,10 +33,18 @@ def command() -> None:
     help="Data type of the weights: float32, bfloat16 or float16.",
 )
 @click.option(
+    "--window",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Tokens of a sliding window: of all layers of a mistral, of the upper half of a qwen2 or qwen3.",
+)
+@click.option(
     "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."
 )
 @click.option("--force", is_flag=True, help="Replace an earlier checkpoint of this kind.")
-def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int, force: bool) -> None:
+def init(
+    directory: Path, preset: str, architecture: str, dtype: str, window: int | None, seed: int, force: bool
+) -> None:
     """Make a small checkpoint in DIRECTORY, in the form of a Hugging Face model.
 
     It has a byte-level BPE tokenizer and a chat template. The output of tiny and small is meaningless. needle
@@ -48,8 +56,18 @@ def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int,
       medha model init .medha/needle --preset needle
       medha model init /tmp/small --preset small --seed 7 --architecture qwen3 --dtype bfloat16
       medha model init /tmp/experts --architecture mixtral
+      medha model init /tmp/window --architecture mistral --window 1024
     """
     from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds
 
-    init_checkpoint(directory, preset=preset, seed=seed, architecture=architecture, dtype=dtype, force=force)
-    click.echo(f"{directory}: a {preset} {architecture} checkpoint in {dtype}, seed {seed}")
+    init_checkpoint(
+        directory,
+        preset=preset,
+        seed=seed,
+        architecture=architecture,
+        dtype=dtype,
+        window_tokens=window,
+        force=force,
+    )
+    sliding = "" if window is None else f", window of {window} tokens"
+    click.echo(f"{directory}: a {preset} {architecture} checkpoint in {dtype}, seed {seed}{sliding}")

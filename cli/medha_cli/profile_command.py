@@ -157,9 +157,12 @@ def command(
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
         layers = model.config.num_layers
+        window_tokens, window_share = model.config.widest_window_tokens, model.config.window_share
         profile = fit_profile(
             steps,
             layers=layers,
+            window_tokens=window_tokens,
+            window_share=window_share,
             name=f"{directory.resolve().name} on {_machine()}",
             source=f"medha profile: {len(steps)} steps, contexts up to {max(grid.contexts)} tokens",
         )
@@ -170,7 +173,8 @@ def command(
         console.print(f"interrupted: {output} is not written")
         sys.exit(_INTERRUPTED)
     seen = errors(profile, steps)
-    console.print(_table(held_out(steps, layers=layers)))
+    tests = held_out(steps, layers=layers, window_tokens=window_tokens, window_share=window_share)
+    console.print(_table(tests))
     console.print(f"fitted to all {len(steps)} steps: {seen.mean():.1%} mean error, {seen.max():.1%} worst")
     click.echo(output)
 

@@ -29,6 +29,7 @@ MEASURED = Profile(
     attention=Attention(sequence_seconds=1e-5, points=((1, 1e-8), (16, 5e-8), (512, 9e-7))),
     head=Operation("head", launch_seconds=1e-4, compute_seconds_per_row=1e-5),
 )
+WINDOWED = replace(MEASURED, attention=replace(MEASURED.attention, window_tokens=1000, window_share=0.75))
 THREE_STAGES = Topology(stream=3)
 
 
@@ -37,6 +38,7 @@ def predictors() -> dict[str, Predictor]:
     return {
         "warm-up": Predictor(WARM_UP),
         "measured": Predictor(MEASURED),
+        "windowed": Predictor(WINDOWED),
         "8B on A100": Predictor(profile_for(LLAMA3_8B, A100, eight), eight),
         "70B on H100, pipelined": Predictor(profile_for(LLAMA3_70B, H100, pipeline), pipeline),
     }
@@ -199,7 +201,36 @@ def test_many_decodes_are_added_at_once(name: str, contexts: list[int]) -> None:
     predictor = UNCORRECTED[name]
     tally = predictor.tally()
     tally.add_decodes(sum(contexts), len(contexts))
-    assert tally.seconds() == pytest.approx(predictor.stage_seconds([Work(c, 1) for c in contexts]))
+    one_by_one = predictor.stage_seconds([Work(c, 1) for c in contexts])
+    if predictor.profile.attention.window_share:  # the shorter ones count as long as the mean
+        assert tally.seconds() >= one_by_one * (1 - 1e-9)
+    else:
+        assert tally.seconds() == pytest.approx(one_by_one)
+
+
+def test_many_decodes_of_one_length_are_exact_with_a_window_too() -> None:
+    tally = UNCORRECTED["windowed"].tally()
+    tally.add_decodes(8 * 5000, 8)
+    assert tally.seconds() == pytest.approx(UNCORRECTED["windowed"].stage_seconds([Work(5000, 1)] * 8))
+
+
+@given(context=st.integers(0, 10**6), count=st.integers(1, 5000))
+def test_layers_with_a_window_count_no_more_keys_than_that(context: int, count: int) -> None:
+    """Of four layers, three see 1000 keys at most, and one sees all."""
+    rows = Work(context, count)
+    keys = rows.pairs / count
+    seen = 0.25 * keys + 0.75 * min(keys, 1000)
+    full, windowed = (
+        Predictor(one).explain([rows]).attention
+        for one in (WARM_UP, replace(WARM_UP, window_tokens=1000, window_share=0.75))
+    )
+    own = Predictor(WARM_UP).profile.attention.sequence_seconds
+    assert windowed - own == pytest.approx((full - own) * seen / keys)
+    for layer in (WARM_UP, MEASURED):
+        alone = (np.array([context]), np.array([count]))
+        profile = Profile.of_warm_up(layer) if isinstance(layer, StepProfile) else layer
+        attention = replace(profile.attention, window_tokens=1000, window_share=0.75)
+        assert attention.seconds_many(*alone)[0] == pytest.approx(attention.seconds(context, count))
 
 
 @EACH

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
@@ -33,6 +34,13 @@ class Chunk:
     context: int
     is_causal: bool = True
     stride: int = 1
+    first_key: int = 0
+    first_stride: int = 0
+
+    def span(self, row: int, table: Sequence[int] | npt.NDArray[np.int64]) -> SequenceSpan:
+        """Return the span whose first row is `row`."""
+        window = self.first_key, self.first_stride
+        return SequenceSpan(row, self.rows, self.context, table, self.is_causal, self.stride, *window)
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,8 @@ class Case:
         scattered = np.random.default_rng(self.seed).permutation(self.blocks())
         spans, row, used = [], 0, 0
         for chunk in self.chunks:
-            span = SequenceSpan(row, chunk.rows, chunk.context, (), chunk.is_causal, chunk.stride)
-            needed = -(-span.total_length // self.block_tokens)
-            table = scattered[used : used + needed]
-            spans.append(SequenceSpan(row, chunk.rows, chunk.context, table, chunk.is_causal, chunk.stride))
+            needed = -(-chunk.span(row, ()).total_length // self.block_tokens)
+            spans.append(chunk.span(row, scattered[used : used + needed]))
             row, used = row + chunk.rows, used + needed
         return spans
 
@@ -126,7 +132,11 @@ def cases(draw: st.DrawFn) -> Case:
         )
         kind = draw(st.sampled_from(kinds))
         stride = draw(st.integers(2, 4)) if kind == "strided" else 1
-        chunks.append(Chunk(rows, context, kind != "context", stride))
+        first_key = first_stride = 0
+        if window is None and draw(st.booleans()):  # the span says where each row's window begins
+            first_key = draw(st.integers(-9, context if kind != "context" else context - 1))
+            first_stride = draw(st.integers(0, stride)) if kind != "context" else 0
+        chunks.append(Chunk(rows, context, kind != "context", stride, first_key, first_stride))
     return Case(
         chunks,
         block_tokens=draw(st.sampled_from([1, 3, 4, 16])),

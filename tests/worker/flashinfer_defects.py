@@ -22,6 +22,14 @@ STEPS = (
     Case([Chunk(4, 10, stride=3), Chunk(3, 0, stride=2), Chunk(5, 16, stride=2)], block_tokens=3),
     Case([Chunk(1, 30), Chunk(9, 21), Chunk(4, 18, stride=2)], window_tokens=7, has_sinks=True, kv_heads=3),
     Case([Chunk(1, 40), Chunk(2, 2)], block_tokens=16, group=7),
+    Case(
+        [
+            Chunk(5, 20, True, 1, 3, 1),
+            Chunk(4, 16, False, 1, -2, 3),
+            Chunk(1, 9, False, 1, 4),
+            Chunk(3, 8, True, 2, 5),
+        ]
+    ),
 )
 """Steps that together reach every kind of batch; each defect is run on all of them."""
 
@@ -91,6 +99,7 @@ DEFECTS = tuple(
         ("Scores are scaled by the wrong size", ATTENTION, "1.0 / math.sqrt(self._sizes[2])", "1.0 / math.sqrt(self._sizes[0])", "result", "launches"),
         ("A window counts the row's own key twice", ATTENTION, "window_tokens - 1", "window_tokens", "result", "launches"),
         ("A window is forgotten", ATTENTION, '"window_left": window,', '"window_left": -1,', "result", "launches"),
+        ("The window of a lane's part stands still", TABLES, "span.first_key + span.first_stride * row", "span.first_key", "result", "launches"),
         ("The mask's bits are in the wrong order", TABLES, 'bitorder="little"', 'bitorder="big"', "result", "launches"),
         ("The mask shows keys of the context a second time", TABLES, "seen = (key >= lowest) & (key <= last_seen)", "seen = key <= last_seen", "result", "launches"),
         ("The mask hides a row's own key", TABLES, "& (key <= last_seen)", "& (key < last_seen)", "double", "launches"),

@@ -182,9 +182,10 @@ def wanted(
 ) -> Iterator[Attention | Merge]:
     """Yield the launches that a step needs, in order; `parts` is 0 where FlashInfer may choose how often it splits."""
     spans = case.spans()
-    chunks = [span for span in spans if span.row_count > 1]
+    own_windows = [span for span in spans if span.has_window]
+    chunks = [span for span in spans if span.row_count > 1 and span not in own_windows]
     whole = [
-        ([span for span in spans if span.row_count == 1], NO_MASK),
+        ([span for span in spans if span.row_count == 1 and span not in own_windows], NO_MASK),
         ([span for span in chunks if span.is_causal and span.stride == 1], CAUSAL),
         ([span for span in chunks if not span.is_causal], NO_MASK),
     ]
@@ -192,8 +193,11 @@ def wanted(
         if group:
             ends = [(span, _first_seen(span, case), span.total_length) for span in group]
             yield from _launches(case, Group(ends, masking), q, keys, values)
-    for span in chunks:
-        if span.stride > 1:
+    for span in spans:
+        if span in own_windows:
+            own = [(span, span.first_seen, span.total_length)]
+            yield from _launches(case, Group(own, MASK), q, keys, values)
+        elif span in chunks and span.stride > 1:
             first = span.context_length if case.window_tokens is None else _first_seen(span, case)
             own = [(span, first, span.total_length)]
             yield from _launches(case, Group(own, MASK), q, keys, values)
@@ -253,8 +257,10 @@ def _mask(case: Case, span: SequenceSpan, begin: int) -> tuple[bool, ...]:
     """Return which keys from `begin` on each row sees in a launch with a mask: without a window, its own tokens alone."""
     seen = []
     for row in range(span.row_count):
-        own = span.context_length + span.stride * row
+        own = span.context_length + span.stride * row if span.is_causal else span.context_length - 1
         first = span.context_length if case.window_tokens is None else own - case.window_tokens + 1
+        if span.has_window:
+            first = span.first_key + span.first_stride * row
         seen += [first <= key <= own for key in range(begin, span.total_length)]
     return tuple(seen)
 

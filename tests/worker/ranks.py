@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ class Recording:
     def __init__(self, model: Transformer) -> None:
         self._model = model
         self.device, self.kernels, self.prepare = model.device, model.kernels, model.prepare
+        self.windows = model.windows
         self.rows: list[
             torch.Tensor
         ] = []  # [rows, vocab] of each step with rows, on the rank that gathers them
@@ -96,6 +98,14 @@ class Ranks:
         self._grids: list[Mesh] = []
         self.scored: dict[int, list[tuple[str, PromptLogprobs]]] = {}
         """Log-probabilities of prompts that each rank has reported in the last run."""
+
+    def slide(self, windows: Sequence[int | None]) -> None:
+        """Give each layer of the model this window, in tokens; None: its rows see their whole context."""
+        self._config = replace(self._config, windows=tuple(windows))
+        self._models = [
+            Transformer(self._config, model.shard, model._weights, kernels=model.kernels)
+            for model in self._models
+        ]
 
     def _rendezvous(self) -> None:
         endpoint, size = free_endpoint(), self._config.hidden_size

@@ -84,7 +84,8 @@ def test_the_check_finds_operators_that_depend_on_the_batch(
     assert differences(change(choose_kernels(SIZES, CPU, "batchInvariant")), SIZES, CPU) == found
 
 
-def test_a_row_whose_scores_overflow_does_not_change_the_rows_beside_it() -> None:
+@pytest.mark.parametrize("window_tokens", [None, 90, 220])
+def test_a_row_whose_scores_overflow_does_not_change_the_rows_beside_it(window_tokens: int | None) -> None:
     """Without the true maximum first, a task whose sum overflows starts again, and all its rows round differently."""
     kernels = choose_kernels(SIZES, CPU, "batchInvariant")
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +96,7 @@ def test_a_row_whose_scores_overflow_does_not_change_the_rows_beside_it() -> Non
 
     def attended(first: int, last: int) -> torch.Tensor:
         span = SequenceSpan(0, last - first, 150 + first, blocks)
-        return kernels.attention.plan([span], 16).attend(q[first:last], keys, values)[0]
+        return kernels.attention.plan([span], 16, window_tokens).attend(q[first:last], keys, values)[0]
 
     whole = attended(0, 100)
     assert whole.isfinite().all()

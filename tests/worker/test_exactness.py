@@ -56,10 +56,36 @@ PAIRWISE = [
     ((4, 1, 1), "qwen3_moe"),
 ]
 
+NEAR_TIE = 2e-5
+"""Least distance of router logits at which rounding cannot decide which expert a token goes to."""
+
+# Windows end in each of the places where rows, blocks, chunks, stripes, shards and prompts can.
+WINDOWS = (1, 2, 3, BLOCK_TOKENS, 7, 16, 30, 64, 149)
+WINDOWED = [
+    ((1, 1, 1), "mistral-window"),
+    ((1, 1, 2), "qwen2-window"),
+    ((1, 1, 4), "mistral-window"),
+    ((2, 1, 1), "mistral-window"),
+    ((1, 4, 1), "qwen2-window"),
+    ((1, 2, 2), "mistral-window"),
+    ((2, 1, 2), "qwen2-window"),
+]
+
 CASES = (
     [
         pytest.param((shape, architecture, 10 // max(shape[0], 2)), id=f"{Topology(*shape)} {architecture}")
         for shape, architecture in PAIRWISE  # fewer examples where many all-reduces share two cores
+    ]
+    + [
+        pytest.param((shape, architecture, 8), id=f"{Topology(*shape)} {architecture}")
+        for shape, architecture in WINDOWED
+    ]
+    + [
+        pytest.param(
+            (shape, architecture, 40), id=f"{Topology(*shape)} {architecture} long", marks=pytest.mark.long
+        )
+        for index, shape in enumerate(SHAPES)
+        for architecture in [("mistral-window", "qwen2-window")[index % 2]]
     ]
     + [
         pytest.param(
@@ -76,9 +102,6 @@ CASES = (
         for shape, architecture in product(SHAPES, SPARSE)
     ]
 )
-
-NEAR_TIE = 2e-5
-"""Least distance of router logits at which rounding cannot decide which expert a token goes to."""
 
 
 def new_planner(lanes: int, tokens_per_lane: int, striped: bool, seed: int, **more: Any) -> Planner:
@@ -138,6 +161,15 @@ def tokens_before_a_tie(reference: torch.nn.Module, ids: torch.Tensor) -> int:
     return len(ids) if bool(certain.all()) else int(certain.int().argmin())
 
 
+def slide(ranks: Ranks, reference: Any, window_tokens: int) -> None:
+    """Give this window to the layers of the replica and of the reference that have one."""
+    config = reference.config
+    layers = getattr(config, "layer_types", ["sliding_attention"] * config.num_hidden_layers)
+    if getattr(config, "sliding_window", None) is not None and "sliding_attention" in layers:
+        config.sliding_window = window_tokens
+        ranks.slide([window_tokens if layer == "sliding_attention" else None for layer in layers])
+
+
 def check_prompt(ranks: Ranks, name: str, logits: torch.Tensor, ids: torch.Tensor, asked: range) -> None:
     """Compare the log-probabilities of a prompt's tokens at positions `asked` with the logits of transformers."""
     parts = [part for reported in ranks.scored.values() for one, part in reported if one == name]
@@ -166,7 +198,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     def checkpoint(architecture: str) -> tuple[Path, torch.nn.Module]:
         if architecture not in made:
             directory = tmp_path_factory.mktemp(architecture)
-            head_dim = {} if architecture == "qwen2" else {"head_dim": 16}
+            head_dim = {} if architecture.startswith("qwen2") else {"head_dim": 16}
             made[architecture] = directory, save_reference(directory, architecture, **SIZES, **head_dim)
         return made[architecture]
 
@@ -189,7 +221,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
 
     Steps are planned while earlier ones run, as in a rank that is busy when they arrive. The pools are fragmented
     before the first request, so that a chunk has runs of blocks of all lengths, in any order. The kernels are those
-    that this machine chooses, or would choose in another number format.
+    that this machine chooses, or would choose in another number format. A model with windows gets one of each size.
     """
     ranks, reference, examples = replica
 
@@ -202,6 +234,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         steps_ahead=st.integers(0, 3),
         crumbs=st.sampled_from([(1, 2, 3, 4, 5, 9), (1,), (1, 2, 3)]),
         kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
+        window=st.sampled_from(WINDOWS),
     )
     @settings(max_examples=examples)
     def run(
@@ -213,7 +246,9 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         steps_ahead: int,
         crumbs: tuple[int, ...],
         kernels: Kernels | None,
+        window: int,
     ) -> None:
+        slide(ranks, reference, window)
         planner = new_planner(ranks.topology.kv, tokens_per_lane, striped, seed)
         planner.crumble(crumbs)
         check(ranks, reference, planner, requests, strategies, steps_ahead, kernels=kernels)

@@ -273,7 +273,7 @@ def test_the_stage_is_free_before_tokens_are_sampled(model: Transformer) -> None
 
     class Watched:
         device, kernels = model.device, model.kernels
-        new_kv_cache, prepare = model.new_kv_cache, model.prepare
+        new_kv_cache, prepare, windows = model.new_kv_cache, model.prepare, model.windows
         forward = staticmethod(lambda *arguments: (order.append("forward"), model.forward(*arguments))[1])
         logits = staticmethod(lambda hidden: (order.append("logits"), model.logits(hidden))[1])
 
@@ -347,7 +347,7 @@ class Faulty:
         self.model = model
         self.strikes = strikes
         self.device, self.kernels = model.device, model.kernels
-        self.new_kv_cache, self.prepare = model.new_kv_cache, model.prepare
+        self.new_kv_cache, self.prepare, self.windows = model.new_kv_cache, model.prepare, model.windows
         self.logits = model.logits
 
     def forward(self, tokens: torch.Tensor, *arguments: object) -> torch.Tensor:

@@ -214,6 +214,8 @@ def run_backend(
         hidden = torch.from_numpy(positions >= seen[:, None])
         if window_tokens is not None:
             hidden |= torch.from_numpy(positions < seen[:, None] - window_tokens)
+        firsts = span.first_key + span.first_stride * np.arange(span.row_count)
+        hidden |= torch.from_numpy(positions < firsts[:, None])
         by_head = q[part].transpose(0, 1) / math.sqrt(head_dim)
         repeated = [pool[:, place].repeat_interleave(group, dim=0) for pool in (keys, values)]
         if (
@@ -293,6 +295,47 @@ def test_windows_and_sinks_equal_a_plain_softmax(
     sinks = normal(4, seed=5) * 4 if has_sinks else None
     found, wanted = run_backend(backend, spans, 2, 2, window_tokens=window_tokens, sinks=sinks)
     torch.testing.assert_close(found, wanted, rtol=5e-6, atol=5e-6)
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.integers(1, 90),  # tokens before the first row
+            st.integers(1, 40),  # rows
+            st.booleans(),  # whether the rows' own tokens are in this pool
+            st.integers(1, 3),  # stride
+            st.integers(-50, 90),  # first key of the first row
+            st.integers(0, 3),  # stride of the first keys
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    kind=st.sampled_from(["torch", "compiled", "invariant"]),
+)
+@settings(max_examples=60)
+def test_rows_whose_spans_say_where_each_ones_window_begins_equal_a_plain_softmax(
+    shapes: list[tuple[int, int, bool, int, int, int]], kind: str
+) -> None:
+    """A lane that holds a part of a context sees windows begin and end at any place, moving or not."""
+    spans, row, block = [], 0, SLOTS // BLOCK_TOKENS
+    for context, wanted, is_causal, stride, first, step in shapes:
+        first = min(first, context if is_causal else context - 1)
+        slope = stride if is_causal else 0
+        count = wanted
+        while first + (count - 1) * step > context + (count - 1) * slope - (not is_causal):
+            count -= 1
+        needed = -(-(context + stride * count) // BLOCK_TOKENS)
+        block -= needed
+        table = list(range(block, block + needed))[::-1]
+        spans.append(SequenceSpan(row, count, context, table, is_causal, stride, first, step))
+        row += count
+    backend = (
+        TorchAttention(host_device(torch.float32))
+        if kind == "torch"
+        else CpuAttention(16, 2, HelperTeam(), invariant=kind == "invariant")
+    )
+    found, plain = run_backend(backend, spans, 2, 2)
+    torch.testing.assert_close(found, plain, rtol=5e-6, atol=5e-6)
 
 
 def test_a_window_over_a_context_alone_is_refused_because_its_rows_stand_nowhere() -> None:

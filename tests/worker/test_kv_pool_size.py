@@ -266,6 +266,15 @@ def test_a_far_context_takes_no_memory_in_the_warm_up(
     assert pools[0] == pools[1]
 
 
+def test_a_warm_up_reports_the_windows_of_the_model(tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1, architecture="qwen3", window_tokens=32)
+    model = load_model(tmp_path / "tiny", ModelConfig.from_directory(tmp_path / "tiny"))
+    warm = warmup.warm_up(
+        model, max_chunk_tokens=64, max_running=2, max_model_len=4096, clock=time.perf_counter
+    )
+    assert (warm.profile.window_tokens, warm.profile.window_share) == (32, 0.5)
+
+
 def test_what_lanes_exchange_is_counted_beside_the_activations() -> None:
     """A ring that passes K and V holds two lanes' blocks of a layer at once, which grow with the context."""
     with_lanes = partial(

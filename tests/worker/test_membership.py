@@ -159,6 +159,8 @@ def test_a_rank_that_reports_what_no_rank_can_have_is_named(fields: dict[str, fl
         ({"token_points": ((5, 0.1), (2, 0.1))}, "linear_points must ascend"),
         ({"query_points": ((1, -5.0), (2, 0.1))}, "says query_points -5.0"),
         ({"query_points": ((2, 0.1),)}, "points must begin with one query"),
+        ({"window_tokens": 0}, "says window_tokens 0"),
+        ({"window_share": 1.5}, "says window_share 1.5"),
     ],
 )
 def test_times_that_nobody_can_have_measured_are_named_with_their_rank(

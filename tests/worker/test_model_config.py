@@ -126,6 +126,7 @@ def test_a_llama_3_2_config_is_read_as_written(tmp_path: Path) -> None:
         rope=RopeConfig("llama3", 500_000.0, 32.0, 8192),
         dtype="bfloat16",
         # The scaling was made for 8192 * 32 tokens.
+        windows=(None,) * 16,
         max_position_tokens=262_144,
         max_model_len=262_144,
     )
@@ -293,21 +294,23 @@ def test_dynamic_rope_is_served_within_the_original_length_and_refused_beyond(tm
         (QWEN3 | {"use_sliding_window": True, "sliding_window": None}, None),
     ],
 )
-def test_a_sliding_window_that_does_not_bind_is_served(
+def test_a_sliding_window_that_does_not_bind_is_none(
     changes: dict[str, Any], max_model_len: int | None, tmp_path: Path
 ) -> None:
-    assert read(tmp_path, changes, max_model_len).max_model_len == (max_model_len or 131_072)
+    config = read(tmp_path, changes, max_model_len)
+    assert config.max_model_len == (max_model_len or 131_072)
+    assert config.windows == (None,) * 16
 
 
 @pytest.mark.parametrize(
-    ("changes", "max_model_len", "window"),
+    ("changes", "max_model_len", "window", "full_layers"),
     [
-        (MISTRAL, 4097, 4096),
-        (MISTRAL, None, 4096),
-        (MISTRAL | {"sliding_window": ABSENT}, None, 4096),
-        ({"sliding_window": 1024}, None, 1024),
-        (QWEN2 | {"use_sliding_window": True}, None, 32_768),
-        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, None, 32_768),
+        (MISTRAL, 4097, 4096, 0),
+        (MISTRAL, None, 4096, 0),
+        (MISTRAL | {"sliding_window": ABSENT}, None, 4096, 0),
+        (MISTRAL | {"sliding_window": 1}, 2, 1, 0),
+        (QWEN2 | {"use_sliding_window": True}, None, 32_768, 8),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, None, 32_768, 0),
         (
             QWEN2
             | {
@@ -317,15 +320,38 @@ def test_a_sliding_window_that_does_not_bind_is_served(
             },
             None,
             32_768,
+            15,
         ),
-        (QWEN3 | {"use_sliding_window": True, "sliding_window": ABSENT, "max_window_layers": 3}, None, 4096),
+        (
+            QWEN3 | {"use_sliding_window": True, "sliding_window": ABSENT, "max_window_layers": 3},
+            None,
+            4096,
+            3,
+        ),
     ],
 )
-def test_a_sliding_window_that_binds_is_refused_with_the_length_that_works(
-    changes: dict[str, Any], max_model_len: int | None, window: int, tmp_path: Path
+def test_each_layer_has_its_own_window(
+    changes: dict[str, Any], max_model_len: int | None, window: int, full_layers: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelUnsupported, match=rf"sliding_window is {window}.*at most {window}"):
-        read(tmp_path, changes, max_model_len)
+    windows = read(tmp_path, changes, max_model_len).windows
+    assert windows == (None,) * full_layers + (window,) * (16 - full_layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"sliding_window": 1024}, "sliding_window is 1024.*LlamaForCausalLM has no window.*at most 1024"),
+        (
+            MISTRAL | {"layer_types": ["full_attention"] + ["sliding_attention"] * 15},
+            "layer_types is .*MistralForCausalLM have the same window.*at most 4096",
+        ),
+    ],
+)
+def test_a_window_that_the_architecture_does_not_have_is_refused_with_the_length_that_works(
+    changes: dict[str, Any], found: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelUnsupported, match=found):
+        read(tmp_path, changes)
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [

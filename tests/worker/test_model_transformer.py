@@ -53,6 +53,16 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
         transformers.MistralForCausalLM,
         {"head_dim": 32, "sliding_window": None},
     ),
+    "mistral-window": (
+        transformers.MistralConfig,
+        transformers.MistralForCausalLM,
+        {"head_dim": 32, "sliding_window": 11},
+    ),
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        transformers.Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"rms_norm_eps": 1e-5}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
     "qwen3-biased": (
@@ -69,6 +79,18 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
         transformers.Qwen3MoeConfig,
         transformers.Qwen3MoeForCausalLM,
         {"head_dim": 32, "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 80},
+    ),
+    "qwen3_moe-window": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
     ),
     # Of six layers, the second and the sixth have experts.
     "qwen3_moe-mixed": (
@@ -87,6 +109,8 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
         },
     ),
 }
+
+WINDOWED = [name for name in ARCHITECTURES if name.endswith("-window")]
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -243,7 +267,7 @@ def test_the_old_spelling_of_rope_gives_the_same_model(
     assert theirs.items() >= pair.reference.config.rope_parameters.items()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", *WINDOWED])
 def test_scattered_blocks_give_the_same_logits_as_contiguous_ones(
     pair_of: PairMaker, architecture: str
 ) -> None:
@@ -302,7 +326,9 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(pair_of: PairMaker
     assert steps > 5
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", *WINDOWED]
+)
 def test_greedy_text_of_64_tokens_is_identical(pair_of: PairMaker, architecture: str) -> None:
     pair = pair_of(architecture, "llama3")
     prompt = random_tokens(30, seed=2)

@@ -42,8 +42,8 @@ class Tight:
         self._backend = backend
         self.rows = rows
 
-    def plan(self, spans: Any, block_tokens: int) -> Any:
-        planned = self._backend.plan(spans, block_tokens)
+    def plan(self, spans: Any, *more: Any) -> Any:
+        planned = self._backend.plan(spans, *more)
         return TightStep(planned) if any(span.row_count >= self.rows for span in spans) else planned
 
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from medha.errors import ConfigInvalid
 from medha_worker.checkpoints.presets import ARCHITECTURES, PRESETS, init_checkpoint
+from medha_worker.model.model_config import ModelConfig
 
 MULTILINGUAL = "Hello wörld, मेधा 知识!\n  def f(x): return x + 12345 🙂"
 
@@ -68,6 +69,19 @@ def test_the_tensors_are_exactly_those_of_the_architecture(architecture: str, tm
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    ("architecture", "windows"), [("mistral", (9, 9)), ("qwen2", (None, 9)), ("qwen3", (None, 9))]
+)
+def test_a_window_is_that_of_the_layers_to_which_the_architecture_gives_one(
+    architecture: str, windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    init_checkpoint(tmp_path / "model", preset="tiny", seed=0, architecture=architecture, window_tokens=9)
+    assert ModelConfig.from_directory(tmp_path / "model").windows == windows
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    layers = getattr(theirs, "layer_types", ["sliding_attention"] * len(windows))
+    assert tuple(theirs.sliding_window if one == "sliding_attention" else None for one in layers) == windows
+
+
 def test_the_chat_template_writes_roles_and_accepts_content_parts(tiny: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
     messages = [
@@ -96,6 +110,8 @@ def test_greedy_text_depends_on_the_prompt_and_does_not_repeat_one_token(tiny: P
         ({"architecture": "gpt2"}, "architecture"),
         ({"dtype": "int8"}, "dtype"),
         ({"seed": -1}, "seed"),
+        ({"window_tokens": 8}, "window is 8 for architecture llama"),
+        ({"architecture": "mistral", "window_tokens": 0}, "window is 0"),
     ],
 )
 def test_a_wrong_argument_is_named_and_nothing_is_written(

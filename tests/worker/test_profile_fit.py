@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -38,17 +39,20 @@ def measured(profile: Profile, works: tuple[Work, ...], noise: float = 1.0) -> M
     return MeasuredStep(works, (terms.total - terms.head) * noise, terms.head * noise)
 
 
-def test_a_machine_that_is_a_profile_is_found_again() -> None:
-    steps = [measured(TRUTH, works) for works in GRID.shapes()]
-    fitted = fit_profile(steps, layers=TRUTH.layers, name="fitted", source="test")
+@pytest.mark.parametrize("window_share", [0.0, 0.75])
+def test_a_machine_that_is_a_profile_is_found_again(window_share: float) -> None:
+    window = {"window_tokens": 1000, "window_share": window_share}
+    truth = replace(TRUTH, attention=replace(TRUTH.attention, **window))
+    steps = [measured(truth, works) for works in GRID.shapes()]
+    fitted = fit_profile(steps, layers=TRUTH.layers, name="fitted", source="test", **window)
     assert errors(fitted, steps).max() < 1e-3
     assert fitted.layers == 4
     unseen = [
-        measured(TRUTH, works) for works in ((Work(200_000, 1),), (Work(3, 1),) * 3, (Work(70_000, 700),))
+        measured(truth, works) for works in ((Work(200_000, 1),), (Work(3, 1),) * 3, (Work(70_000, 700),))
     ]
     assert errors(fitted, unseen).max() < 0.01
     beyond = (Work(0, 5000),)  # the roofline continues with the slope of the last segment
-    assert errors(fitted, [measured(TRUTH, beyond)]).max() < 0.01
+    assert errors(fitted, [measured(truth, beyond)]).max() < 0.01
 
 
 @given(noise=st.lists(st.floats(0.8, 1.25), min_size=60, max_size=60))

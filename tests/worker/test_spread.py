@@ -127,12 +127,21 @@ class Request:
             if runs
         ]
 
-    def wanted(self, start: int, stop: int) -> torch.Tensor:
+    def spoil(self, caches: list[KVCache], stop: int) -> None:
+        """Make the K and V of the positions before `stop` NaN: whatever reads one of them becomes NaN, too."""
+        for lane, count in self.shards.local_lengths(stop).items():
+            places = np.arange(count)
+            slots = self.tables[lane][places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS
+            for pool in (caches[lane].keys[0], caches[lane].values[0]):
+                pool[:, torch.from_numpy(slots)] = math.nan
+
+    def wanted(self, start: int, stop: int, window_tokens: int | None) -> torch.Tensor:
         """Return the causal attention of positions `start .. stop`, in float64."""
         k, v = (x[:stop].double().repeat_interleave(GROUP, 1).transpose(0, 1) for x in (self.k, self.v))
         scores = self.q[start:stop].double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(HEAD_DIM)
-        future = torch.arange(stop)[None] > torch.arange(start, stop)[:, None]
-        return (scores.masked_fill(future, -math.inf).softmax(-1) @ v).transpose(0, 1)
+        key, row = torch.arange(stop)[None], torch.arange(start, stop)[:, None]
+        hidden = (key > row) | (key <= row - (window_tokens or stop))
+        return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,11 @@ class Chunk:
 
 
 def run_step(
-    backends: list[AttentionBackend], caches: list[KVCache], requests: list[Request], chunks: list[Chunk]
+    backends: list[AttentionBackend],
+    caches: list[KVCache],
+    requests: list[Request],
+    chunks: list[Chunk],
+    window_tokens: int | None,
 ) -> list[torch.Tensor]:
     """Run one step on all lanes at once; return the outputs of each chunk, in the order of positions."""
     lanes = len(backends)
@@ -169,7 +182,7 @@ def run_step(
             for _, entry in entries
             if entry.lane != lane and (entry.strategy != OWNER or lane in entry.holders)
         ]
-        plan = plan_spread(lane, [entry for _, entry in own], foreign, BLOCK_TOKENS)
+        plan = plan_spread(lane, [entry for _, entry in own], foreign, BLOCK_TOKENS, (window_tokens,))
         at = [torch.from_numpy(positions(entry.extents)) for _, entry in own]
         empty = torch.empty(0, KV_HEADS, HEAD_DIM, dtype=dtype)
         q, k, v = (
@@ -177,9 +190,10 @@ def run_step(
             for name, nothing in (("q", torch.empty(0, HEADS, HEAD_DIM, dtype=dtype)), ("k", empty), ("v", empty))
         )  # fmt: skip
         if plan is None:
-            plan = local_plan(lane, [entry for _, entry in own])
+            plan = local_plan(lane, [entry for _, entry in own], window_tokens)
         kernels = replace(torch_kernels(caches[lane].device), attention=backends[lane])
-        result = SpreadStep(plan, boxes.of(lane), caches[lane], kernels).attend(0, q, k, v)
+        step = SpreadStep(plan, boxes.of(lane), caches[lane], kernels, windows=(window_tokens,))
+        result = step.attend(0, q, k, v)
         row = 0
         for (index, entry), rows in zip(own, at, strict=True):
             outputs[index][rows - chunks[index].start] = result[row : row + entry.count]
@@ -193,18 +207,19 @@ def run_step(
     return outputs
 
 
-def local_plan(lane: int, entries: list[SpreadEntry]) -> SpreadPlan:
+def local_plan(lane: int, entries: list[SpreadEntry], window_tokens: int | None) -> SpreadPlan:
     """Return the plan of a lane that shares nothing in this step."""
     spans, rows, slots, row = [], [], [], 0
     for entry in entries:
-        spans += entry.spans_on(lane, row)
+        spans += entry.spans_on(lane, row, window_tokens=window_tokens)
         ((kept, places),) = entry.kept_by().values()
         rows.append(torch.from_numpy(kept + row))
         slots.append(entry.slots(places, BLOCK_TOKENS))
         row += entry.count
     none = torch.empty(0, dtype=torch.int64)
     here = torch.cat([none, *rows]), np.concatenate([np.arange(0), *slots])
-    return SpreadPlan(Rows(row, spans), Landing(here, {}, {}), [], [])
+    plan = SpreadPlan(Rows(row, spans), Landing(here, {}, {}), [], [])
+    return plan if window_tokens is None else replace(plan, windowed={window_tokens: plan})
 
 
 LANES = 3
@@ -232,16 +247,20 @@ def test_any_requests_in_any_chunks_on_any_shard_maps_and_in_any_layout_are_exac
     """Lanes help each other in both directions at once, by several strategies in one step, which change between steps.
 
     Chunks cross the borders of shards and of runs of blocks. Some lanes have no own rows, and some hold nothing yet.
+    With a window, K and V before it are NaN, so that a result would show it if they were read.
     """
     backends = [kind.backend() for _ in range(LANES)]
 
     @given(
         maps=st.lists(shard_maps(LANES), min_size=1, max_size=MOST_REQUESTS),
         strategies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=6),
+        window_tokens=st.none() | st.integers(1, 60),
         seed=st.integers(0, 1000),
     )
     @settings(max_examples=examples)
-    def run(maps: list[ShardMap], strategies: list[tuple[str, Cut]], seed: int) -> None:
+    def run(
+        maps: list[ShardMap], strategies: list[tuple[str, Cut]], window_tokens: int | None, seed: int
+    ) -> None:
         rng = np.random.default_rng(seed)
         ledgers = [fragmented(rng) for _ in range(LANES)]
         requests = [
@@ -262,14 +281,17 @@ def test_any_requests_in_any_chunks_on_any_shard_maps_and_in_any_layout_are_exac
                 left = request.shards.tokens - at[index]
                 size = int(rng.integers(0, min(left, int(rng.choice([17, 17, 60]))) + 1))
                 if size:
+                    if window_tokens is not None:
+                        request.spoil(caches, at[index] + 1 - window_tokens)
                     strategy, cut = strategies[turns % len(strategies)]
                     turns += 1
                     chunks.append(Chunk(index, at[index], at[index] + size, strategy, cut))
                     at[index] += size
             if not chunks:
                 continue
-            for chunk, found in zip(chunks, run_step(backends, caches, requests, chunks), strict=True):
-                wanted = requests[chunk.request].wanted(chunk.start, chunk.stop)
+            results = run_step(backends, caches, requests, chunks, window_tokens)
+            for chunk, found in zip(chunks, results, strict=True):
+                wanted = requests[chunk.request].wanted(chunk.start, chunk.stop, window_tokens)
                 torch.testing.assert_close(found.double(), wanted, rtol=kind.tolerance, atol=kind.tolerance)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -52,7 +52,11 @@ for dtype in (torch.float32, torch.float16):
              SequenceSpan(14, 7, 20, tables[1], stride=2), SequenceSpan(21, 9, 70, tables[2], is_causal=False),
              SequenceSpan(30, 10, 0, tables[2])]
     sinks = torch.randn(6)
-    for window, sink, which in ((None, None, spans), (None, sinks, spans), (70, None, spans[:3] + spans[5:])):
+    own = [SequenceSpan(0, 12, 130, tables[0], first_key=100, first_stride=1),
+           SequenceSpan(12, 9, 70, tables[1], is_causal=False, first_key=-3, first_stride=2),
+           SequenceSpan(21, 1, 200, tables[1], is_causal=False, first_key=150),
+           SequenceSpan(22, 7, 20, tables[2], stride=2, first_key=9)]
+    for window, sink, which in ((None, None, spans), (None, sinks, spans), (70, None, spans[:3] + spans[5:]), (None, None, own)):
         if window:
             which = [*which[:3], SequenceSpan(14, 10, 0, tables[2])]
         count = which[-1].rows.stop
@@ -178,7 +182,7 @@ value = "*" + kind
 compiled(products.product_kernel, f"{value} {value} {value} i32 i32 i32 i32 i32 i32 i32", **products.TILES)
 compiled(rows.norm_kernel, f"{value} {value} {value} i32 i32 i32 fp32", tile=4096)
 for head_dim in (64, 128, 256):
-    compiled(attention.split_kernel, f"{value} {value} {value} *i32 *i64 *fp32 *fp32 fp32 i32 i32 i32 i32 i32 i32",
+    compiled(attention.split_kernel, f"{value} {value} {value} *i32 *i64 *fp32 *fp32 fp32 i32 i32 i32 i32 i32",
              head_dim=head_dim, dim_tile=head_dim, tile_rows=attention.TILE_ROWS, tile_keys=attention.TILE_KEY_BYTES // (4 if kind == "fp32" else 2),
              split_keys=attention.SPLIT_KEYS)
     compiled(attention.merge_kernel, f"*fp32 *fp32 *i64 {value} *fp32 i32", head_dim=head_dim, dim_tile=head_dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,12 @@ def test_a_mixed_batch_counts_rows_samples_pairs_and_keys() -> None:
         Planned(Entry(False), 14, scored_rows=3),
         Planned(Entry(True), 9),
     ]
-    work = count_work(entries, Batch(positions, spans, None))
-    pairs = sum(attention_pairs(span.row_count, span.context_length) for span in spans)
-    assert work == StepWork(8, 2 + 3, pairs, sum(span.total_length for span in spans))
+    batch = Batch(positions, spans, None)
+    pairs, keys = sum(attention_pairs(span.row_count, span.context_length) for span in spans), 100 + 14 + 9
+    assert count_work(entries, batch) == StepWork(8, 2 + 3, pairs, keys)
+    windowed, read = 12 + (11 + 12 + 12 + 12) + (7 + 8 + 9), 12 + 14 + 9
+    mean = StepWork(8, 2 + 3, round((pairs + 3 * windowed) / 4), round((keys + 3 * read) / 4))
+    assert count_work(entries, batch, (12, None, 12, 12)) == mean
 
 
 def test_a_lane_counts_what_it_attends_to_for_others_and_keys_of_one_sequence_once() -> None:
@@ -63,8 +66,14 @@ def test_a_lane_counts_what_it_attends_to_for_others_and_keys_of_one_sequence_on
     plan = SpreadPlan(
         local, LANDING, (), [(1, asked)], RingQueries([], NOTHING, {1: asked}, ()), RingKeys([], NOTHING, NOTHING, {}, {1: ring})
     )  # fmt: skip
-    work = count_work(planned(True), Batch(torch.arange(6), [], plan))
-    assert work == StepWork(6, 1, (21 + 24) + 4 * 22 + 40 + 40 + 6 * 8, 24 + 40 + 8)
+    batch = Batch(torch.arange(6), [], plan)
+    assert count_work(planned(True), batch) == StepWork(
+        6, 1, (21 + 24) + 4 * 22 + 40 + 40 + 6 * 8, 24 + 40 + 8
+    )
+    narrow = [SequenceSpan(0, 2, 20, own, True, 3, 10, 3), SequenceSpan(2, 4, 22, own, False, 1, -2, 2)]
+    windowed = {12: replace(plan, local=Rows(6, narrow), foreign=(), queries=None, keys=None)}
+    batch = Batch(torch.arange(6), [], replace(plan, windowed=windowed))
+    assert count_work(planned(True), batch, (12,)) == StepWork(6, 1, 2 * 11 + (22 + 22 + 20 + 18), 22)
 
 
 def test_a_lane_without_a_part_in_a_step_counts_nothing() -> None:

@@ -20,6 +20,8 @@ class AttentionSeconds:
         rows_per_token: int,
         tiles: tuple[int, ...],
         points: tuple[tuple[int, float], ...],
+        window_tokens: int,
+        window_share: float,
     ) -> None:
         self._sequence_seconds = sequence_seconds
         self._seconds_per_pair = seconds_per_pair
@@ -29,18 +31,26 @@ class AttentionSeconds:
         self._largest_small_tile = max(tiles[:-1], default=0)
         self._tile = tiles[-1]
         self._points = points
+        self._window_tokens = window_tokens
+        self._window_share = window_share
 
     def of(self, context: int, count: int, foreign: bool) -> float:
         """Return the seconds of `count` queries after `context` tokens.
 
         `foreign`: the context is another lane's whole shard.
         """
-        keys: float = context if foreign else context + (count + 1) / 2
+        keys = self.seen(context if foreign else context + (count + 1) / 2)
         if self._points:
             return self._sequence_seconds + keys * self._measured_slope(count)
         compute = self.padded(count) * keys * self._seconds_per_pair
-        memory = (context if foreign else context + count) * self._kv_seconds_per_token
+        memory = self.seen(context if foreign else context + count) * self._kv_seconds_per_token
         return self._sequence_seconds + max(memory, compute)
+
+    def seen(self, keys: float) -> float:
+        """Return the keys that a query sees of so many: the mean over all layers, of which some have a window."""
+        if self._window_share and keys > self._window_tokens:
+            return keys - self._window_share * (keys - self._window_tokens)
+        return keys
 
     def padded(self, count: int) -> float:
         """Return the query tokens, rounded up to whole tiles of rows."""

@@ -139,7 +139,7 @@ class Attention:
 
     Seconds are linear in the context for every count of queries, so many decodes are one multiplication.
     `points`, where measured, are (queries, seconds per key) and replace the roofline's slope up to the last
-    one.
+    one. Layers with a window count at most its keys; then the numbers are of the mean of all layers.
     """
 
     __pydantic_config__ = _STRICT
@@ -151,6 +151,8 @@ class Attention:
     rows_per_token: _AtLeastOne = 1  # query heads that share a KV head, folded into rows
     tiles: tuple[_AtLeastOne, ...] = (1,)  # tile sizes, in rows, that a kernel offers; the last one repeats
     points: tuple[tuple[_AtLeastOne, _NonNegative], ...] = ()
+    window_tokens: _AtLeastOne = 1  # keys that a query sees in a layer with a window
+    window_share: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the layers that have a window
 
     def __post_init__(self) -> None:
         if not self.tiles or any(a >= b for a, b in pairwise(self.tiles)):
@@ -169,6 +171,8 @@ class Attention:
             rows_per_token=self.rows_per_token,
             tiles=self.tiles,
             points=self.points,
+            window_tokens=self.window_tokens,
+            window_share=self.window_share,
         )
 
     def seconds(self, context: int, count: int, *, foreign: bool = False) -> float:
@@ -180,7 +184,7 @@ class Attention:
 
     def seconds_many(self, contexts: Counts, counts: Counts) -> Seconds:
         """Return `seconds` of many sequences on their own lane."""
-        keys = contexts + (counts + 1) / 2
+        keys = self._seen_many(contexts + (counts + 1) / 2)
         if self.points:
             known, slopes = (np.array(column, np.float64) for column in zip(*self.points, strict=True))
             beyond = np.maximum(counts / known[-1], 1.0)
@@ -191,8 +195,13 @@ class Attention:
             for tile in reversed(self.tiles[:-1]):
                 padded = np.where(rows <= tile, tile, padded)
             compute = padded / self.rows_per_token * keys * self.seconds_per_pair
-            busy = np.maximum(compute, (contexts + counts) * self.kv_seconds_per_token)
+            busy = np.maximum(compute, self._seen_many(contexts + counts) * self.kv_seconds_per_token)
         return np.where(counts > 0, self.sequence_seconds + busy, 0.0)
+
+    def _seen_many(self, keys: Counts | Seconds) -> Counts | Seconds:
+        if not self.window_share:
+            return keys
+        return keys - self.window_share * np.maximum(keys - self.window_tokens, 0)
 
     @property
     def decode_seconds_per_token(self) -> float:
@@ -243,6 +252,8 @@ class Profile:
                 sequence_seconds=measured.sequence_seconds - head_seconds,
                 seconds_per_pair=measured.attention_seconds_per_pair,
                 points=measured.query_points,
+                window_tokens=measured.window_tokens,
+                window_share=measured.window_share,
             ),
             head=Operation("head", compute_seconds_per_row=head_seconds),
             mask_seconds_per_row=measured.mask_seconds_per_row,

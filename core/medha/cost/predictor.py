@@ -141,7 +141,11 @@ class Tally:
         self.tokens += count
         self.sequences += count
         own = count * self._predictor._sequence_seconds
-        reading = (contexts_sum + count) * self._predictor._decode_seconds_per_token
+        keys: float = contexts_sum + count
+        if count and self._predictor.profile.attention.window_share:
+            # All count as long as their mean: too much for the shorter ones, never too little.
+            keys = count * self._predictor._attention.seen(keys / count)
+        reading = keys * self._predictor._decode_seconds_per_token
         self._attention += own
         self._attention += reading
         self._decodes += count

@@ -550,6 +550,8 @@ class StepProfile:
     query_points: tuple[tuple[int, float], ...] = ()  # (queries of a sequence, seconds for each of its keys)
     head_seconds_per_row: float = 0.0  # of `sequence_seconds`, the part of the output head among many rows
     mask_seconds_per_row: float = 0.0  # what a sequence that follows a grammar costs beyond that
+    window_tokens: int = 1  # keys that a query sees in a layer with a window
+    window_share: float = 0.0  # share of the layers that have a window
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,17 +120,20 @@ def init_checkpoint(
     seed: int,
     architecture: str = "llama",
     dtype: str = "float32",
+    window_tokens: int | None = None,
     force: bool = False,
 ) -> None:
     """Create a checkpoint in `directory`; the same arguments give the same bytes.
+
+    With `window_tokens`, layers have a sliding window: all of a Mistral, and the upper half of a Qwen's.
 
     The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left.
     Their modes follow the umask. `force` replaces an earlier checkpoint of this kind; a directory that holds
     anything else is never touched.
 
     Raises:
-        ConfigInvalid: the preset, architecture or dtype is unknown, the seed is negative, or the directory is
-            in use.
+        ConfigInvalid: the preset, architecture or dtype is unknown, the seed is negative, the architecture has no
+            window, or the directory is in use.
     """
     for name, value, allowed in (
         ("preset", preset, tuple(PRESETS)),
@@ -142,6 +145,11 @@ def init_checkpoint(
     if preset == "needle" and (architecture, dtype) != ("llama", "float32"):
         raise ConfigInvalid(
             f"preset needle is {architecture} in {dtype}; its weights are made for llama in float32 only"
+        )
+    if window_tokens is not None and (window_tokens < 1 or not ARCHITECTURES[architecture].has_window):
+        windowed = ", ".join(name for name, family in ARCHITECTURES.items() if family.has_window)
+        raise ConfigInvalid(
+            f"window is {window_tokens} for architecture {architecture}; give at least 1, and one of {windowed}"
         )
     if seed < 0:
         raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
@@ -155,7 +163,7 @@ def init_checkpoint(
         made.mkdir()
         sizes = PRESETS[preset]
         family = ARCHITECTURES[architecture]
-        _write_json(made / "config.json", _model_config(sizes, family, dtype))
+        _write_json(made / "config.json", _model_config(sizes, family, dtype, window_tokens))
         _write_json(made / "generation_config.json", _generation_config())
         if preset == "needle":
             tokenizer = _train_tokenizer(
@@ -197,7 +205,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _model_config(sizes: Preset, family: Family, dtype: str) -> dict[str, Any]:
+def _model_config(sizes: Preset, family: Family, dtype: str, window_tokens: int | None) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -218,8 +226,12 @@ def _model_config(sizes: Preset, family: Family, dtype: str) -> dict[str, Any]:
         "eos_token_id": [_EOS, _END],
         "pad_token_id": _PAD,
     }
-    if family.window_tokens is not None and not family.has_window_switch:
-        config["sliding_window"] = None
+    if family.has_window_switch and window_tokens is not None:
+        config |= {"use_sliding_window": True, "sliding_window": window_tokens}
+        if family.max_window_layers is not None:
+            config["max_window_layers"] = sizes.layers // 2
+    elif family.has_window:
+        config["sliding_window"] = window_tokens
     if family.experts is not None:
         config[family.experts.count_fields[0]] = _EXPERTS
         config["num_experts_per_tok"] = _EXPERTS_PER_TOKEN

@@ -168,6 +168,8 @@ def implausible(ready: RankReady) -> str | None:
         ("sequence_seconds", profile.sequence_seconds, 0, MOST_SECONDS),
         ("head_seconds_per_row", profile.head_seconds_per_row, 0, MOST_SECONDS),
         ("mask_seconds_per_row", profile.mask_seconds_per_row, 0, MOST_SECONDS),
+        ("window_tokens", profile.window_tokens, 1, MOST_TOKENS),
+        ("window_share", profile.window_share, 0, 1),
     ]
     for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
         for tokens, seconds in points:

@@ -1,7 +1,7 @@
 """The mapping of a step's flat rows to sequences, and of a sequence's tokens to the KV pool."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ class SequenceSpan:
             another lane), every row sees the whole context, which is then not empty, and nothing else.
         stride: If rows are causal, the number of keys by which each row sees more than the row before it;
             above one if other lanes compute the positions between them.
+        first_key: First token in this pool that the first row sees; below zero, the row sees all from the start.
+        first_stride: The number of tokens by which each row's first one lies behind that of the row before it.
+            Every row sees a token at least.
     """
 
     row_start: int
@@ -28,6 +31,8 @@ class SequenceSpan:
     blocks: Sequence[int] | npt.NDArray[np.int64]
     is_causal: bool = True
     stride: int = 1
+    first_key: int = 0
+    first_stride: int = 0
 
     @property
     def total_length(self) -> int:
@@ -40,20 +45,43 @@ class SequenceSpan:
     def rows(self) -> slice:
         return slice(self.row_start, self.row_start + self.row_count)
 
-    def first_seen(self, window_tokens: int | None) -> int:
-        """Return the first token in this pool that any row sees.
+    @property
+    def first_seen(self) -> int:
+        """First token in this pool that any row sees."""
+        return max(0, self.first_key)
+
+    @property
+    def has_window(self) -> bool:
+        """True if some row does not see the first token in this pool."""
+        return self.first_key + (self.row_count - 1) * self.first_stride > 0
+
+    def within(self, window_tokens: int | None) -> "SequenceSpan":
+        """Return the span whose rows see so many of their last tokens, their own among them; with None, itself.
 
         Raises:
             ValueError: there is a window, and the span is of a context alone.
         """
         if window_tokens is None:
-            return 0
+            return self
         if not self.is_causal:
             raise ValueError(
                 f"rows {self.row_start} to {self.rows.stop - 1} see a context alone, which does not say where they "
                 f"stand: a window of {window_tokens} tokens needs spans with is_causal=True"
             )
-        return max(0, self.context_length + 1 - window_tokens)
+        first = self.context_length + 1 - window_tokens
+        return replace(self, first_key=first, first_stride=self.stride)
+
+    def cut(self, block_tokens: int) -> "SequenceSpan":
+        """Return the span without the blocks before the first token that any row sees."""
+        unseen = self.first_seen // block_tokens
+        if unseen == 0:
+            return self
+        return replace(
+            self,
+            context_length=self.context_length - unseen * block_tokens,
+            first_key=self.first_key - unseen * block_tokens,
+            blocks=self.blocks[unseen:],
+        )
 
 
 @dataclass(frozen=True)

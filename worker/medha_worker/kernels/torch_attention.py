@@ -5,7 +5,7 @@ are short. The query heads that share a KV head are folded into rows of one prod
 larger matrices. A decode (one row) attends to each segment through torch's flash kernel. A chunk attends to each
 segment of its context without a mask, and causally to its own tokens, which are one segment. Partial results
 over disjoint keys are merged exactly by their log-sum-exp. With a window, a chunk attends to all that it sees, its
-context too, as one masked segment.
+context too, as one masked segment. Blocks before every row's window are not read.
 
 The causal mask counts keys, so that segment holds them in the order of their positions. Keys that every row
 sees may come in any order.
@@ -55,15 +55,15 @@ class _TorchStep:
         window_tokens: int | None,
         device: Device,
     ) -> None:
-        self._window = window_tokens
         self._parts: list[tuple[SequenceSpan, list[Segment], Segment | None]] = []
-        for span in spans:
+        for whole in spans:
             # A decode sees everything stored; a chunk sees its context, and of its own tokens the earlier
             # ones.
-            is_chunk = span.is_causal and span.row_count > 1
-            first = span.first_seen(window_tokens)
-            context = span.context_length if is_chunk else span.total_length
-            if is_chunk and window_tokens is not None:
+            span = whole.within(window_tokens).cut(block_tokens)
+            first = span.first_seen
+            is_masked = span.row_count > 1 and (span.is_causal or span.has_window)
+            context = span.context_length if is_masked and span.is_causal else span.total_length
+            if is_masked and span.has_window:
                 context = first
             seen_by_all = list(_in_any_order(slot_runs(span, first, context, block_tokens), device))
             own = slot_runs(span, context, span.total_length, block_tokens)
@@ -88,9 +88,7 @@ class _TorchStep:
         for span, context, own in self._parts:
             outputs, sums = _over_segments(grouped[span.rows], context, pool, scale)
             if own is not None:
-                causal, causal_sum = _over_own(
-                    grouped[span.rows], own, pool, scale, span.stride, self._window
-                )
+                causal, causal_sum = _over_own(grouped[span.rows], own, pool, scale, span)
                 outputs.append(causal)
                 sums.append(causal_sum)
             merged = (outputs[0], sums[0]) if len(outputs) == 1 else merge_partials(outputs, sums)
@@ -156,9 +154,9 @@ def _over_segments(
 
 
 def _over_own(
-    q: torch.Tensor, segment: Segment, pool: Pool, scale: float, stride: int, window: int | None
+    q: torch.Tensor, segment: Segment, pool: Pool, scale: float, span: SequenceSpan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute causal attention of a chunk to its own tokens, and with a window also to its context.
+    """Compute causal attention of a chunk to its own tokens; with a window, that to all tokens that it sees.
 
     `q` is [rows, kv_heads, group, head_dim]. The segment holds the tokens in the order of their positions.
     """
@@ -167,7 +165,12 @@ def _over_own(
     # Folding would break the causal order: the kernel lets row i of *its* rows see keys 0 to i.
     by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
     output, log_sum_exp = flash_attention(
-        by_head, keys[None], values[None], scale=scale, causal=stride, window=window
+        by_head,
+        keys[None],
+        values[None],
+        scale=scale,
+        causal=span.stride if span.is_causal else 0,
+        window=(span.first_key - span.first_seen, span.first_stride) if span.has_window else None,
     )
     shape = kv_heads, group, rows
     return output.view(*shape, head_dim).permute(2, 0, 1, 3), log_sum_exp.view(shape).permute(2, 0, 1)

@@ -34,7 +34,7 @@ def flash_attention(
     *,
     scale: float,
     causal: int = 0,
-    window: int | None = None,
+    window: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute exact attention of rows to keys, and the log-sum-exp (natural) of each row's scaled scores.
 
@@ -45,7 +45,8 @@ def flash_attention(
         scale: Factor on the scores.
         causal: If not 0, each row sees as many keys more than the row before it, and the last row sees the last
             key. Without a window, the first row sees key 0 alone.
-        window: If given with `causal`, a row sees only its last so many keys.
+        window: If given, the first key that the first row sees, and the number of keys by which each row's first
+            one lies behind that of the row before it. Every row sees a key.
 
     Returns:
         Output like `q`, and the log-sum-exp, float32 [batch, heads, rows].
@@ -89,7 +90,7 @@ def _plain(
     scale: float,
     causal: int,
     before: int,
-    window: int | None,
+    window: tuple[int, int] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the same in plain torch, a few rows at a time, in float32.
 
@@ -105,13 +106,12 @@ def _plain(
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         scores = q[:, :, part].float() @ k_float.transpose(2, 3) * scale
+        row = torch.arange(part.start, part.stop, device=q.device)[:, None]
+        key = torch.arange(keys, device=q.device)[None, :]
         if causal:
-            last_seen = before + torch.arange(part.start, part.stop, device=q.device)[:, None] * causal
-            key = torch.arange(keys, device=q.device)[None, :]
-            hidden = key > last_seen
-            if window is not None:
-                hidden |= key <= last_seen - window
-            scores.masked_fill_(hidden, -math.inf)
+            scores.masked_fill_(key > before + row * causal, -math.inf)
+        if window is not None:
+            scores.masked_fill_(key < window[0] + row * window[1], -math.inf)
         log_sum_exp[:, :, part] = scores.logsumexp(-1)
         output[:, :, part] = (scores.softmax(-1) @ v_float).to(q.dtype)
     return output, log_sum_exp

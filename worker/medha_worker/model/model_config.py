@@ -55,6 +55,8 @@ class ModelConfig:
         qk_norm: Whether queries and keys pass an RMSNorm over each head (Qwen3).
         tie_word_embeddings: Whether the output head is the embedding.
         dtype: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
+        windows: Tokens that a row of each layer sees, its own among them; None: its whole context. A window that no
+            sequence exceeds is None.
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
         experts: The sparse layers; None if all layers are dense.
@@ -75,6 +77,7 @@ class ModelConfig:
     qk_norm: bool
     tie_word_embeddings: bool
     rope: RopeConfig
+    windows: tuple[int | None, ...]
     dtype: str
     max_position_tokens: int
     max_model_len: int
@@ -108,6 +111,16 @@ class ModelConfig:
             one = 3 * self.hidden_size * self.experts.intermediate_size
             idle = len(self.experts.layers) * (self.experts.count - self.experts.per_token) * one
         return int(self.linear_flops_per_token / 2) + idle + embedding
+
+    @property
+    def window_share(self) -> float:
+        """Share of the layers that have a window."""
+        return sum(window is not None for window in self.windows) / self.num_layers
+
+    @property
+    def widest_window_tokens(self) -> int:
+        """Tokens of the widest window; 1 if no layer has one."""
+        return max((window for window in self.windows if window is not None), default=1)
 
     def require_tensor_size(self, tensor_size: int) -> None:
         """Check that the layers can be split over `tensor_size` ranks.
@@ -178,7 +191,6 @@ class ModelConfig:
         limit = _length_limit(rope, max_position_tokens, overridden=rope_scaling is not None)
         num_layers = fields.positive_int("num_hidden_layers")
         served = _served_length(max_model_len, limit, rope)
-        _refuse_binding_window(fields, family, num_layers, served)
         return cls(
             architecture=family.architecture,
             vocab_size=fields.positive_int("vocab_size"),
@@ -195,6 +207,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             rope=rope,
+            windows=_windows(fields, family, num_layers, served),
             dtype=_dtype(fields),
             max_position_tokens=limit,
             max_model_len=served,
@@ -541,37 +554,41 @@ def _served_length(max_model_len: int | None, limit: int, rope: RopeConfig) -> i
     return max_model_len
 
 
-def _refuse_binding_window(fields: _Fields, family: Family, num_layers: int, max_model_len: int) -> None:
-    """Refuse a sliding window that would bind.
-
-    Sliding-window attention equals full attention as long as no sequence is longer than the window.
-    """
+def _windows(fields: _Fields, family: Family, num_layers: int, max_model_len: int) -> tuple[int | None, ...]:
+    """Return the window of each layer; None where no sequence exceeds it, as attention is then full attention."""
     layer_types = fields.get("layer_types")
     if layer_types is not None and (not isinstance(layer_types, list) or len(layer_types) != num_layers):
         raise fields.invalid("layer_types", f"null or a list of {num_layers} names, one for each layer")
     for name in layer_types or ():
         if name not in ("full_attention", "sliding_attention"):
-            raise fields.unsupported("layer_types", "only full_attention layers are implemented")
+            raise fields.unsupported("layer_types", "choose a model with full and sliding attention alone")
 
-    # Llama's classes have no window, but a checkpoint that sets one expects it.
+    # A checkpoint that sets a window expects it, also in a family without one.
     window = fields.get("sliding_window")
     if "sliding_window" not in fields.values:
         window = family.window_tokens
     elif window is not None:
         window = fields.positive_int("sliding_window")
+    is_sliding = [True] * num_layers
     if family.has_window_switch:
-        windowed = "sliding_attention" in (layer_types or ())
         if not fields.boolean("use_sliding_window", False):
-            if windowed:
+            if "sliding_attention" in (layer_types or ()):
                 raise fields.invalid("use_sliding_window", "true, as layer_types names sliding_attention")
-            return
-        if layer_types is None:
-            unwindowed = family.max_window_layers
-            windowed = unwindowed is None or num_layers > fields.count("max_window_layers", unwindowed)
-        if not windowed:
-            return
-    if window is not None and window < max_model_len:
-        raise ModelUnsupported(
-            f"config.json: sliding_window is {window}, and sliding-window attention is not implemented; "
-            f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
+            window = None
+        elif layer_types is None:
+            first = 0
+            if family.max_window_layers is not None:
+                first = fields.count("max_window_layers", family.max_window_layers)
+            is_sliding = [index >= first for index in range(num_layers)]
+        else:
+            is_sliding = [name == "sliding_attention" for name in layer_types]
+    if window is None or window >= max_model_len:
+        return (None,) * num_layers
+    mend = f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
+    if not family.has_window:
+        raise fields.unsupported("sliding_window", f"{family.architecture} has no window; {mend}")
+    if not family.has_window_switch and "full_attention" in (layer_types or ()):
+        raise fields.unsupported(
+            "layer_types", f"all layers of {family.architecture} have the same window; {mend}"
         )
+    return tuple(window if sliding else None for sliding in is_sliding)

@@ -56,22 +56,33 @@ class PreparedStep:
 class OwnStep:
     """A step whose rows attend to nothing but this pool: the plans of attention and of the write of new K and V."""
 
-    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        spans: Sequence[SequenceSpan],
+        kv_cache: KVCache,
+        kernels: Kernels,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
+        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them."""
         self.sequences = [span.rows for span in spans]
         self._spans = spans
         self._cache = kv_cache
         self._kernels = kernels
-        self._attention = kernels.attention.plan(spans, kv_cache.block_tokens)
+        self._windows = windows or [None] * len(kv_cache.keys)
+        self._attention = {
+            window: kernels.attention.plan(spans, kv_cache.block_tokens, window)
+            for window in dict.fromkeys(self._windows)
+        }
         self._write = kernels.writer.plan(new_slots(spans, kv_cache.block_tokens))
 
     def alone(self, index: int) -> OwnStep:
         """Return the same step for one of its sequences, whose rows are then the only ones."""
-        return OwnStep([replace(self._spans[index], row_start=0)], self._cache, self._kernels)
+        return OwnStep([replace(self._spans[index], row_start=0)], self._cache, self._kernels, self._windows)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._write.write(*pools, k, v)
-        return self._attention.attend(q, *pools, needs_sums=False)[0]
+        return self._attention[self._windows[layer]].attend(q, *pools, needs_sums=False)[0]
 
 
 def new_slots(spans: Sequence[SequenceSpan], block_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

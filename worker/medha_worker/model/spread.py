@@ -19,7 +19,7 @@ exchange.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -111,7 +111,7 @@ class SpreadPlan:
     """The work of this lane in a step of several lanes; parts are in the order of the step's entries.
 
     `local` is all attention of own rows to what this lane holds; `sequences` are the own rows of each
-    sequence.
+    sequence. `windowed` has the plans of layers whose rows see a window alone, by its tokens. They land the same rows.
     """
 
     local: Rows
@@ -121,6 +121,7 @@ class SpreadPlan:
     queries: RingQueries | None = None
     keys: RingKeys | None = None
     sequences: Sequence[slice] = ()
+    windowed: Mapping[int, "SpreadPlan"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,32 @@ class SpreadStep:
         cache: KVCache,
         kernels: Kernels,
         ran_out: Callable[[], None] = lambda: None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
-        self._plan, self._links, self._cache = plan, links, cache
+        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them."""
         self.sequences = plan.sequences
+        self._windows = windows or [None] * len(cache.keys)
         attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out)
-        self._placed = _Placed(plan.landing, cache.device, kernels.writer)
+        placed = _Placed(plan.landing, cache.device, kernels.writer)
+        self._attention = {
+            window: _SpreadAttention(
+                plan if window is None else plan.windowed[window], placed, links, cache, attending
+            )
+            for window in dict.fromkeys(self._windows)
+        }
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend as `StepAttention.attend` does, for own rows [rows, heads, head_dim]; `k` and `v` are theirs."""
+        return self._attention[self._windows[layer]].attend(layer, q, k, v)
+
+
+class _SpreadAttention:
+    """The exchanges and the attention of a step in all layers with the same window."""
+
+    def __init__(
+        self, plan: SpreadPlan, placed: "_Placed", links: LaneLinks, cache: KVCache, attending: Attending
+    ) -> None:
+        self._plan, self._placed, self._links, self._cache = plan, placed, links, cache
         spans, rows = list(plan.local.spans), plan.local.count
         self._foreign: list[tuple[int, slice]] = []
         for owner, asked in plan.foreign:
@@ -171,7 +193,6 @@ class SpreadStep:
             self._passing.append(self._queries)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend as `StepAttention.attend` does, for own rows [rows, heads, head_dim]; `k` and `v` are theirs."""
         all_q = self._share(layer, q, k, v)
         for ring in self._passing:
             ring.start(layer, q)

@@ -67,6 +67,7 @@ class Transformer:
         self.device, self.dtype = weights.device, weights.device.dtype
         frequencies, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
         self._frequencies = self.device.place(frequencies)
+        self._windows = config.windows[shard.first_layer : shard.last_layer]
         self._graphs: DecodeGraphs | None = None
         self._in_flight = InFlight(self.device.runtime)
 
@@ -109,6 +110,11 @@ class Transformer:
             lanes=lanes,
             ran_out=ran_out,
         )
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """The windows of all layers of the model, in tokens: those of other stages, too, as lanes plan alike."""
+        return self.config.windows
 
     @property
     def weights_bytes(self) -> int:
@@ -159,9 +165,10 @@ class Transformer:
 
     @property
     def can_capture(self) -> bool:
-        """True if device, kernels and group can capture steps."""
+        """True if device, kernels and group can capture steps, and every layer sees the whole context."""
         return (
-            self.device.runtime.captures
+            not any(self._windows)
+            and self.device.runtime.captures
             and self._group.captures
             and self.kernels.attention.for_graph(1, 1) is not None
             and all(
@@ -207,10 +214,12 @@ class Transformer:
                     return PreparedStep(self.device.runtime.mark(), captured=captured)
             layers: LayerStep
             if spread is None:
-                layers = OwnStep(spans, kv_cache, self.kernels)
+                layers = OwnStep(spans, kv_cache, self.kernels, self._windows)
             else:
                 assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
-                layers = SpreadStep(spread, self._lanes, kv_cache, self.kernels, self._report_once)
+                layers = SpreadStep(
+                    spread, self._lanes, kv_cache, self.kernels, self._report_once, self._windows
+                )
             rotation = self._rotation(self.device.place(positions))
             return PreparedStep(self.device.runtime.mark(), layers, rotation)
 

@@ -8,7 +8,7 @@ squares of relative errors, with no increment below zero, so that more work neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -56,14 +56,26 @@ class HeldOut:
     worst_error: float
 
 
-def fit_profile(steps: Sequence[MeasuredStep], *, layers: int, name: str, source: str) -> Profile:
-    """Return the profile that fits `steps` best."""
+def fit_profile(
+    steps: Sequence[MeasuredStep],
+    *,
+    layers: int,
+    name: str,
+    source: str,
+    window_tokens: int = 1,
+    window_share: float = 0.0,
+) -> Profile:
+    """Return the profile that fits `steps` best; a share of the layers has a window of so many tokens."""
+    attention = Attention(window_tokens=window_tokens, window_share=window_share)
+    seen = attention.one().seen
     tokens = np.array([step.tokens for step in steps])
     uniform = [step for step in steps if len(set(step.works)) == 1]
     token_knots = np.unique([step.tokens for step in uniform])
     count_knots = _count_knots(uniform)
     slopes = np.array([
-        np.sum([_slope_terms(work.count, count_knots) * work.pairs / work.count for work in step.works], axis=0)
+        np.sum(
+            [_slope_terms(work.count, count_knots) * seen(work.pairs / work.count) for work in step.works], axis=0
+        )
         for step in steps
     ])  # fmt: skip
     sequences = np.array([[float(len(step.works))] for step in steps])
@@ -81,7 +93,8 @@ def fit_profile(steps: Sequence[MeasuredStep], *, layers: int, name: str, source
         layers=layers,
         linear=(Operation("linear", compute_seconds_per_row=_last_slope(token_knots, linear)),),
         linear_points=tuple(zip(token_knots.tolist(), linear.tolist(), strict=True)),
-        attention=Attention(
+        attention=replace(
+            attention,
             sequence_seconds=float(solved[-1]),
             points=tuple(zip(count_knots.tolist(), slope.tolist(), strict=True)),
         ),
@@ -98,7 +111,9 @@ def errors(profile: Profile, steps: Sequence[MeasuredStep]) -> _Floats:
     return found
 
 
-def held_out(steps: Sequence[MeasuredStep], *, layers: int) -> list[HeldOut]:
+def held_out(
+    steps: Sequence[MeasuredStep], *, layers: int, window_tokens: int = 1, window_share: float = 0.0
+) -> list[HeldOut]:
     """Return, for each range of contexts, the errors on its steps of a profile fitted without them."""
     contexts = sorted({step.longest_context for step in steps})
     ranges = [(low + 1, high) for low, high in pairwise(contexts)]
@@ -108,7 +123,15 @@ def held_out(steps: Sequence[MeasuredStep], *, layers: int) -> list[HeldOut]:
     for low, high in ranges:
         tested = [step for step in steps if low <= step.longest_context <= high]
         rest = [step for step in steps if not low <= step.longest_context <= high]
-        found = errors(fit_profile(rest, layers=layers, name="held out", source=""), tested)
+        fitted = fit_profile(
+            rest,
+            layers=layers,
+            name="held out",
+            source="",
+            window_tokens=window_tokens,
+            window_share=window_share,
+        )
+        found = errors(fitted, tested)
         results.append(HeldOut(low, high, len(tested), float(found.mean()), float(found.max())))
     return results
 

@@ -59,6 +59,10 @@ class Model(Protocol):
     device: Device
     kernels: Kernels
 
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """The windows of all layers of the model, in tokens: those of other stages, too, as lanes plan alike."""
+
     def prepare(
         self,
         positions: Tensor,
@@ -159,13 +163,13 @@ class Executor:
         Raises:
             PartFailed: the state of this rank and the controller's have diverged.
         """
-        plan = plan_lane(step, self._state, self._state.reserve(step))
+        plan = plan_lane(step, self._state, self._state.reserve(step), self._model.windows)
         self._begin_masks()
         if plan.batch is not None and self._pipeline is not None and not self._pipeline.is_first_stage:
             self._pipeline.expect_hidden(len(plan.batch.positions))
         for one in plan.entries:
             one.sequence.advance(one.stop, samples=one.entry.samples)
-        work = count_work(plan.entries, plan.batch)
+        work = count_work(plan.entries, plan.batch, self._model.windows)
         return replace(plan, prepared=self._prepared_ahead(plan.batch), work=work)
 
     def _prepared_ahead(self, batch: Batch | None) -> PreparedStep | None:
@@ -236,7 +240,7 @@ class Executor:
             if is_whole and plan.prepared is not None:
                 return self._forward(entries, plan.prepared)
             batch = plan.batch if is_whole else None
-            batch = batch or lay_out(self._state.lane, entries, (), block_tokens)
+            batch = batch or lay_out(self._state.lane, entries, (), block_tokens, self._model.windows)
             return self._forward(entries, self._prepared(batch))
 
         computed = _run_guarded(forward, plan.entries, failures)

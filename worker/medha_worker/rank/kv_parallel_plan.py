@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -59,26 +59,57 @@ class SpreadEntry:
         """Lanes that hold, or come to hold, something that a row of the entry sees."""
         return self.shards.participants(self.extents[-1].last + 1)
 
-    def spans_on(self, holder: int, first_row: int, table: Ids | None = None) -> list[SequenceSpan]:
-        """Return the attention of the entry's rows to what `holder` has.
+    def seen_on(self, window_tokens: int | None) -> tuple[int, ...]:
+        """Return the `holders` that hold something that a row sees in a layer with this window; None: the whole context."""
+        if window_tokens is None:
+            return self.holders
+        return tuple(lane for lane in self.holders if self.spans_on(lane, 0, window_tokens=window_tokens))
+
+    def spans_on(
+        self, holder: int, first_row: int, table: Ids | None = None, window_tokens: int | None = None
+    ) -> list[SequenceSpan]:
+        """Return the attention of the entry's rows to what `holder` has; rows that see nothing there have no span.
 
         `table` is the block table of the pool that holds it; by default the entry's own.
         """
         table = self.table if table is None else table
         spans, row = [], first_row
         for extent in self.extents:
-            seen = self.shards.local_lengths(extent.start).get(holder, 0)
-            for start, count, lane, local in self._pieces(extent):
-                if lane == holder:
-                    spans.append(SequenceSpan(row, count, local, table, stride=extent.stride))
-                    seen = local + 1 + (count - 1) * extent.stride
-                else:
-                    if extent.stride > 1:  # positions between two rows count too
-                        seen = self.shards.local_lengths(start).get(holder, 0)
-                    if seen > 0:
-                        spans.append(SequenceSpan(row, count, seen, table, is_causal=False))
-                row += count
+            for first, last in pairwise(self._edges(extent, window_tokens)):
+                position = extent.start + first * extent.stride
+                span = self._span(holder, row + first, last - first, position, extent.stride, window_tokens)
+                if span is not None:
+                    spans.append(replace(span, blocks=table))
+            row += extent.count
         return spans
+
+    def _edges(self, extent: Extent, window_tokens: int | None) -> list[int]:
+        """Return the rows of an extent, and their number, at which the lane of a row or of its window's edge changes."""
+        edges = {0, extent.count}
+        for behind in (0,) if window_tokens is None else (0, window_tokens):
+            for piece in self.shards.pieces(max(0, extent.start - behind), max(0, extent.last + 1 - behind)):
+                edges.add(-(-(piece.start + behind - extent.start) // extent.stride))
+        return sorted(row for row in edges if 0 <= row <= extent.count)
+
+    def _span(
+        self, holder: int, row: int, count: int, position: int, stride: int, window_tokens: int | None
+    ) -> SequenceSpan | None:
+        """Return the attention of rows from `position` on to what `holder` has, in which no lane changes."""
+        seen = self.shards.local_lengths(position + 1).get(holder, 0)
+        is_causal = self.shards.locate(position)[0] == holder
+        first = first_stride = 0
+        # The last position that the first row does not see; below zero if it sees all.
+        before = -1 if window_tokens is None else position - window_tokens
+        if before >= 0:
+            first = self.shards.local_lengths(before + 1).get(holder, 0)
+            first_stride = stride if self.shards.locate(before)[0] == holder else 0
+        if is_causal:
+            return SequenceSpan(row, count, seen - 1, (), True, stride, first, first_stride)
+        if first_stride:
+            count = min(count, -(-(seen - first) // first_stride))
+        if first >= seen:
+            return None
+        return SequenceSpan(row, count, seen, (), False, stride, first, first_stride)
 
     def kept_by(self) -> dict[int, tuple[Ids, Ids]]:
         """Return by lane the rows whose K and V belong there, counted from 0, and their local positions."""
@@ -109,37 +140,63 @@ class SpreadEntry:
 
 
 def plan_spread(
-    lane: int, own: Sequence[SpreadEntry], foreign: Sequence[SpreadEntry], block_tokens: int
+    lane: int,
+    own: Sequence[SpreadEntry],
+    foreign: Sequence[SpreadEntry],
+    block_tokens: int,
+    windows: Sequence[int | None] = (),
 ) -> SpreadPlan | None:
     """Return what `lane` does in a step for its `own` entries and for the `foreign` ones of other lanes.
 
-    The own entries follow one another in the lane's batch. Both are in the order of the step. None means that
-    nothing here is shared, so that a plain step suffices.
+    The own entries follow one another in the lane's batch. Both are in the order of the step. `windows` are those of
+    the model's layers, in tokens, or None for the whole context. The result is None if nothing here is shared, so that
+    a plain step suffices.
     """
     is_shared = any(entry.strategy in (PASS_KV, PASS_Q) or len(entry.holders) > 1 for entry in own)
     if not (is_shared or foreign):
         return None
+    whole = _plan_layers(lane, own, foreign, block_tokens, None)
+    windowed = {
+        window: _plan_layers(lane, own, foreign, block_tokens, window)
+        for window in dict.fromkeys(windows)
+        if window is not None
+    }
+    return replace(whole, windowed=windowed)
+
+
+def _plan_layers(
+    lane: int,
+    own: Sequence[SpreadEntry],
+    foreign: Sequence[SpreadEntry],
+    block_tokens: int,
+    window_tokens: int | None,
+) -> SpreadPlan:
+    """Return the plan of all layers with this window; None: their rows see the whole context."""
     rows = [0]
     for entry in own:
         rows.append(rows[-1] + entry.count)
-    spans = [span for entry, row in zip(own, rows, strict=False) for span in entry.spans_on(lane, row)]
+    spans = [
+        span
+        for entry, row in zip(own, rows, strict=False)
+        for span in entry.spans_on(lane, row, window_tokens=window_tokens)
+    ]
     parts = []
     for entry, row in zip(own, rows, strict=False):
-        helpers = tuple(holder for holder in entry.holders if holder != lane)
+        helpers = tuple(holder for holder in entry.seen_on(window_tokens) if holder != lane)
         if helpers and entry.strategy not in (PASS_KV, PASS_Q):
             parts.append(OwnPart(slice(row, row + entry.count), helpers))
     asked = [
-        (entry.lane, Rows(entry.count, entry.spans_on(lane, 0)))
+        (entry.lane, Rows(entry.count, entry.spans_on(lane, 0, window_tokens=window_tokens)))
         for entry in foreign
-        if entry.strategy == OWNER and lane in entry.holders
+        if entry.strategy == OWNER and lane in entry.seen_on(window_tokens)
     ]
     return SpreadPlan(
         Rows(rows[-1], spans),
         _landing(lane, own, rows, foreign, block_tokens),
         parts,
         asked,
-        _ring_queries(lane, own, rows, foreign),
-        _ring_keys(lane, own, rows, foreign, block_tokens),
+        _ring_queries(lane, own, rows, foreign, window_tokens),
+        _ring_keys(lane, own, rows, foreign, block_tokens, window_tokens),
         [slice(*ends) for ends in pairwise(rows)],
     )
 
@@ -173,7 +230,11 @@ def _landing(
 
 
 def _ring_queries(
-    lane: int, own: Sequence[SpreadEntry], rows: Sequence[int], foreign: Sequence[SpreadEntry]
+    lane: int,
+    own: Sequence[SpreadEntry],
+    rows: Sequence[int],
+    foreign: Sequence[SpreadEntry],
+    window_tokens: int | None,
 ) -> RingQueries | None:
     entries = [entry for entry in (*own, *foreign) if entry.strategy == PASS_Q]
     lanes = ring_lanes(entries)
@@ -182,10 +243,15 @@ def _ring_queries(
     of: dict[int, Rows] = {}
     for entry in entries:
         found = of.get(entry.lane, Rows(0, ()))
-        spans = () if entry.lane == lane else entry.spans_on(lane, found.count)
+        spans = () if entry.lane == lane else entry.spans_on(lane, found.count, window_tokens=window_tokens)
         of[entry.lane] = Rows(found.count + entry.count, (*found.spans, *spans))
     mine = [(row, entry) for entry, row in zip(own, rows, strict=False) if entry.strategy == PASS_Q]
-    answers = {holder for _, entry in mine for holder in entry.holders if entry.spans_on(holder, 0)}
+    answers = {
+        holder
+        for _, entry in mine
+        for holder in entry.holders
+        if entry.spans_on(holder, 0, window_tokens=window_tokens)
+    }
     return RingQueries(
         lanes,
         _joined([np.arange(row, row + entry.count) for row, entry in mine]),
@@ -200,23 +266,35 @@ def _ring_keys(
     rows: Sequence[int],
     foreign: Sequence[SpreadEntry],
     block_tokens: int,
+    window_tokens: int | None,
 ) -> RingKeys | None:
     entries = [entry for entry in (*own, *foreign) if entry.strategy == PASS_KV]
     lanes = ring_lanes(entries)
     if lane not in lanes:
         return None
-    # The KV of requests goes around, in an order that must be the same for all lanes: by name.
+    # The KV of requests goes around, in an order that must be the same for all lanes: by name. Blocks before every
+    # row's window stay.
     requests = {entry.request: entry for entry in entries}
     first_block: dict[tuple[str, int], int] = {}
     blocks = dict.fromkeys(lanes, 0)
-    held: dict[str, dict[int, int]] = {}
+    held: dict[str, dict[int, range]] = {}
     for name, entry in sorted(requests.items()):
-        held[name] = entry.shards.local_lengths(entry.stop)
-        for holder, tokens in held[name].items():
+        unseen = 0
+        if window_tokens is not None:
+            starts = [one.extents[0].start for one in entries if one.request == name]
+            unseen = max(0, min(starts) + 1 - window_tokens)
+        before = entry.shards.local_lengths(unseen)
+        held[name] = {
+            holder: range(before.get(holder, 0) // block_tokens, -(-tokens // block_tokens))
+            for holder, tokens in entry.shards.local_lengths(entry.stop).items()
+        }
+        for holder, passed in held[name].items():
             first_block[name, holder] = blocks[holder]
-            blocks[holder] += -(-tokens // block_tokens)
+            blocks[holder] += len(passed)
     tables = [
-        entry.table[: -(-held[name].get(lane, 0) // block_tokens)] for name, entry in sorted(requests.items())
+        entry.table[passed.start : passed.stop]
+        for name, entry in sorted(requests.items())
+        for passed in [held[name].get(lane, range(0))]
     ]
     of: dict[int, Rows] = {}
     mine: list[Ids] = []
@@ -224,13 +302,13 @@ def _ring_keys(
     for entry, row in zip(own, rows, strict=False):
         if entry.strategy != PASS_KV:
             continue
-        for holder, tokens in held[entry.request].items():
+        for holder, passed in held[entry.request].items():
             if holder == lane:
                 continue
             first = first_block[entry.request, holder]
-            passing = np.arange(first, first - (-tokens // block_tokens))
-            before = of.get(holder, Rows(0, ())).spans
-            of[holder] = Rows(0, (*before, *entry.spans_on(holder, count, passing)))
+            passing = np.arange(first - passed.start, first + len(passed))  # no row sees those that stay
+            spans = entry.spans_on(holder, count, passing, window_tokens)
+            of[holder] = Rows(0, (*of.get(holder, Rows(0, ())).spans, *spans))
         mine.append(np.arange(row, row + entry.count))
         count += entry.count
     return RingKeys(

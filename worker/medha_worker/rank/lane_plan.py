@@ -7,10 +7,12 @@ also names the entries that fail before anything is computed. Resolving a plan c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,8 +91,12 @@ class LanePlan:
     work: StepWork = field(default_factory=StepWork)  # of all entries, as it counts in estimates
 
 
-def plan_lane(step: Step, state: LaneState, copies: tuple[BlockCopy, ...]) -> LanePlan:
+def plan_lane(
+    step: Step, state: LaneState, copies: tuple[BlockCopy, ...], windows: Sequence[int | None] = ()
+) -> LanePlan:
     """Return the plan of a step whose changes to the ledger `state` has applied.
+
+    `windows` are those of the model's layers, in tokens; None: their rows see the whole context.
 
     Raises:
         PartFailed: the state of this rank and the controller's have diverged; or an entry cannot be run, but
@@ -115,17 +121,21 @@ def plan_lane(step: Step, state: LaneState, copies: tuple[BlockCopy, ...]) -> La
             if asked is not None:
                 foreign.append(asked)
     block_tokens = state.ledger.block_size_tokens
-    batch = lay_out(state.lane, entries, foreign, block_tokens) if entries or foreign else None
+    batch = lay_out(state.lane, entries, foreign, block_tokens, windows) if entries or foreign else None
     return LanePlan(step, True, copies, tuple(entries), tuple(failures), batch)
 
 
 def lay_out(
-    lane: int, entries: Sequence[PlannedEntry], foreign: Sequence[SpreadEntry], block_tokens: int
+    lane: int,
+    entries: Sequence[PlannedEntry],
+    foreign: Sequence[SpreadEntry],
+    block_tokens: int,
+    windows: Sequence[int | None] = (),
 ) -> Batch:
     """Return the entries as one batch, in which `lane` also serves the `foreign` entries of other lanes."""
     spread, spans = None, []
     if foreign or any(one.entry.strategy != LOCAL for one in entries):
-        spread = plan_spread(lane, [one.spread for one in entries], foreign, block_tokens)
+        spread = plan_spread(lane, [one.spread for one in entries], foreign, block_tokens, windows)
     if spread is None:
         row = 0
         for one in entries:
@@ -136,24 +146,45 @@ def lay_out(
     return Batch(torch.from_numpy(at), spans, spread)
 
 
-def count_work(entries: Sequence[PlannedEntry], batch: Batch | None) -> StepWork:
-    """Return the work of a lane in a step; keys that several spans of one sequence see count once."""
+def count_work(
+    entries: Sequence[PlannedEntry], batch: Batch | None, windows: Sequence[int | None] = ()
+) -> StepWork:
+    """Return the work of a lane in a step; keys that several spans of one sequence see count once.
+
+    With `windows`, those of the model's layers, pairs and keys are the mean of all layers, rounded.
+    """
     if batch is None:
         return StepWork()
     rows = len(batch.positions)
     sampled = sum([one.entry.samples + one.scored_rows for one in entries])
+    layers = Counter(windows or (None,))
+    seen = [(count, *_pairs_and_keys(entries, batch, window)) for window, count in layers.items()]
+    pairs, keys = (sum([one[0] * one[at] for one in seen]) / layers.total() for at in (1, 2))
+    return StepWork(rows, sampled, round(pairs), round(keys))
+
+
+def _pairs_and_keys(
+    entries: Sequence[PlannedEntry], batch: Batch, window_tokens: int | None
+) -> tuple[int, int]:
+    """Return the (query, key) pairs of a layer with this window, and the keys that it reads."""
+    rows = len(batch.positions)
     if batch.spread is None:  # then a row at position p sees p + 1 keys, all of them here
-        keys_here = sum([one.stop for one in entries])
-        has_chunk = rows > len(entries)
-        return StepWork(
-            rows, sampled, int(batch.positions.sum()) + rows if has_chunk else keys_here, keys_here
-        )
-    pairs, keys = 0, dict[int, int]()
-    for span in _attended(batch.spread):
+        if window_tokens is None:
+            keys = sum([one.stop for one in entries])
+            return int(batch.positions.sum()) + rows if rows > len(entries) else keys, keys
+        seen = (batch.positions + 1).clamp(max=window_tokens)
+        reads = [min(span.total_length, window_tokens + span.row_count - 1) for span in batch.spans]
+        return int(seen.sum()), sum(reads)
+    pairs, held = 0, dict[int, int]()
+    spread = batch.spread if window_tokens is None else batch.spread.windowed[window_tokens]
+    for span in _attended(spread):
         count, context, table = span.row_count, span.context_length, id(span.blocks)
         pairs += attention_pairs(count, context, span.stride) if span.is_causal else count * context
-        keys[table] = max(keys.get(table, 0), span.total_length)
-    return StepWork(rows, sampled, pairs, sum(keys.values()))
+        if span.has_window:
+            first = span.first_key + span.first_stride * np.arange(count)
+            pairs -= int(np.maximum(first, 0).sum())
+        held[table] = max(held.get(table, 0), span.total_length - span.first_seen)
+    return pairs, sum(held.values())
 
 
 def _attended(spread: SpreadPlan) -> Iterator[SequenceSpan]:

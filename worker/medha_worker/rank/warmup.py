@@ -102,7 +102,7 @@ def warm_up(
         measured(works)
     steps = [median([measured(works) for _ in range(REPEATS)]) for works in shapes]
     profile = replace(
-        step_profile(steps),
+        step_profile(steps, model.config.widest_window_tokens, model.config.window_share),
         head_seconds_per_row=head_seconds_per_row,
         mask_seconds_per_row=mask_seconds_per_row,
     )
@@ -202,9 +202,21 @@ def _shapes(max_chunk_tokens: int, max_running: int, max_model_len: int) -> list
     return list(shapes)
 
 
-def step_profile(steps: Sequence[MeasuredStep]) -> StepProfile:
-    """Return the curves that fit the measured steps best, and the constants that extrapolate them."""
-    fitted = fit_profile(steps, layers=1, name="warm-up", source="warm-up")
+def step_profile(
+    steps: Sequence[MeasuredStep], window_tokens: int = 1, window_share: float = 0.0
+) -> StepProfile:
+    """Return the curves that fit the measured steps best, and the constants that extrapolate them.
+
+    A share of the model's layers has a window of so many tokens.
+    """
+    fitted = fit_profile(
+        steps,
+        layers=1,
+        name="warm-up",
+        source="warm-up",
+        window_tokens=window_tokens,
+        window_share=window_share,
+    )
     queries, seconds_per_key = fitted.attention.points[-1]
     return StepProfile(
         step_seconds=fitted.head.launch_seconds,
@@ -213,4 +225,6 @@ def step_profile(steps: Sequence[MeasuredStep]) -> StepProfile:
         sequence_seconds=fitted.attention.sequence_seconds + fitted.head.compute_seconds_per_row,
         token_points=fitted.linear_points,
         query_points=fitted.attention.points,
+        window_tokens=window_tokens,
+        window_share=window_share,
     )

@@ -23,6 +23,8 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 
 # Rows of a task: its queries and sums, 0.4 MiB at head dimension 64, stay in second-level cache.
 _TASK_ROWS = 768
+# Rows with windows that are computed together.
+_WINDOW_ROWS = 64
 # A decode, or a chunk of few rows, over more keys than this is split, so that one long context keeps all threads busy.
 _SPLIT_KEYS = 4096
 
@@ -89,7 +91,8 @@ class _CpuStep:
         window_tokens: int | None,
     ) -> None:
         self._backend = backend
-        self._slots = [_slots(span, block_tokens) for span in spans]
+        cut = [span.within(window_tokens).cut(block_tokens) for span in spans]
+        self._slots = [_slots(span, block_tokens) for span in cut]
         self._rows = max(span.rows.stop for span in spans)
         self._output_rows = self._rows
         self._split: list[tuple[slice, slice]] = []  # rows that are split, and the rows of all their parts
@@ -97,14 +100,14 @@ class _CpuStep:
         threads = torch.get_num_threads()
         # A single thread would gain nothing from parts, but would have to merge them in every layer.
         most_parts = 2 * threads if threads > 1 and not backend.invariant else 1
-        for span, slots in zip(spans, self._slots, strict=True):
-            first = span.first_seen(window_tokens)
+        for span, slots in zip(cut, self._slots, strict=True):
+            first = span.first_seen
             if span.row_count == 1:
                 parts = min(most_parts, -(-(span.total_length - first) // _SPLIT_KEYS))
-                last = span.context_length
+                last = span.total_length - 1
                 self._add_rows(span.rows, last, 1, slots.ctypes.data, (first, span.total_length), parts)
-            elif window_tokens is not None:
-                self._add_windows(span, slots.ctypes.data, window_tokens)
+            elif span.has_window:
+                self._add_windows(span, slots.ctypes.data)
             else:
                 self._add_chunk(span, slots.ctypes.data, most_parts)
         self._tasks: npt.NDArray[np.int64] | None = None
@@ -161,12 +164,38 @@ class _CpuStep:
             task = (rows.start, count, position, stride, 0, slots, start, end, output + part * count)
             self._parts.append(task)
 
-    def _add_windows(self, span: SequenceSpan, slots: int, window_tokens: int) -> None:
-        """Add each row by itself against the keys in its window."""
-        for index in range(span.row_count):
-            row, last = span.row_start + index, span.context_length + index * span.stride
-            start = max(0, last + 1 - window_tokens)
-            self._parts.append((row, 1, last, 1, 0, slots, start, last + 1, row))
+    def _add_windows(self, span: SequenceSpan, slots: int) -> None:
+        """Add rows, a few at a time, against the keys that all of them see or will see.
+
+        Keys before those, which the earlier rows alone see, are added row by row, and merged.
+        """
+        step = max(1, min(_WINDOW_ROWS, _TASK_ROWS // self._backend.group))
+        for start in range(0, span.row_count, step):
+            row, index = span.row_start + start, np.arange(start, min(start + step, span.row_count))
+            first = np.maximum(span.first_key + span.first_stride * index, 0).tolist()
+            causal_stride = span.stride if span.is_causal else 0
+            stop = (span.context_length + span.is_causal + causal_stride * index).tolist()
+            rows, seen_by_all = slice(row, row + len(index)), first[-1] + (first[0] < first[-1])
+            if self._backend.invariant or seen_by_all >= stop[0]:
+                self._add_each(row, slots, first, stop, row)
+                continue
+            position = stop[0] - 1 if span.is_causal else stop[-1]  # as if the rows stood behind all keys
+            task = (row, len(index), position, span.stride, 0, slots, seen_by_all, stop[-1])
+            if first[0] == first[-1]:
+                self._parts.append((*task, row))
+                continue
+            output = self._output_rows
+            self._output_rows += 2 * len(index)
+            self._split.append((rows, slice(output, self._output_rows)))
+            self._parts.append((*task, output))
+            self._add_each(row, slots, first, [seen_by_all] * len(index), output + len(index))
+
+    def _add_each(
+        self, row: int, slots: int, first: Sequence[int], stop: Sequence[int], output_row: int
+    ) -> None:
+        """Add rows from `row` on one by one, each against the keys from its first one to its stop."""
+        for index, (start, end) in enumerate(zip(first, stop, strict=True)):
+            self._parts.append((row + index, 1, end - 1, 1, 0, slots, start, end, output_row + index))
 
     def _add_chunk(self, span: SequenceSpan, slots: int, most_parts: int) -> None:
         """Add many rows in tasks of limited size, each against all keys that its last row sees.

@@ -7,6 +7,7 @@ A page is a block of the pool. FlashInfer has one mask for a whole batch, so spa
 * **contexts**: chunks whose rows see the context alone, all of it;
 * **strided**: chunks whose rows see several keys more than the row before. FlashInfer has no such mask, so that own
   tokens take an explicit one, and the context before them is a batch without a mask. Both results are merged.
+  Rows whose spans say themselves where each row's window begins take an explicit mask over all that they see.
 """
 
 from __future__ import annotations
@@ -68,19 +69,21 @@ def step_batches(
     Raises:
         ValueError: there is a window, and a span is of a context alone.
     """
-    firsts = [span.first_seen(window_tokens) for span in spans]
     decodes, causal, contexts = [], [], []
     strided = []
-    for span, first in zip(spans, firsts, strict=True):
-        keys = _Keys(span, first, span.total_length)
-        if span.row_count == 1:
+    for span in spans:
+        seen = span.within(window_tokens)
+        keys = _Keys(span, seen.first_seen, span.total_length)
+        if span.has_window:
+            strided.append(_masked(span, block_tokens, has_window=True))
+        elif span.row_count == 1:
             decodes.append(keys)
         elif not span.is_causal:
             contexts.append(keys)
         elif span.stride == 1:
             causal.append(keys)
         else:
-            strided.append(_strided(span, first, block_tokens, window_tokens))
+            strided.append(_masked(seen, block_tokens, has_window=window_tokens is not None))
     return StepBatches(
         decodes=_batch(decodes, block_tokens),
         causal=_batch(causal, block_tokens),
@@ -134,23 +137,23 @@ def _starts(counts: Sequence[int]) -> Int32s:
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
-def _strided(
-    span: SequenceSpan, first: int, block_tokens: int, window_tokens: int | None
+def _masked(
+    span: SequenceSpan, block_tokens: int, *, has_window: bool
 ) -> tuple[PagedBatch, PagedBatch | None]:
-    """Return a strided span's masked batch, and that of the context before it.
+    """Return a span's masked batch, and that of the context before it.
 
     Without a window, the mask covers the span's own tokens; with one, everything that any row sees.
     """
     context = span.context_length
-    lowest = context if window_tokens is None else first
+    lowest = span.first_seen if has_window else context
     page_start = lowest // block_tokens * block_tokens
-    key = np.arange(page_start, span.total_length)[None, :]
-    last_seen = context + span.stride * np.arange(span.row_count)[:, None]
+    key, row = np.arange(page_start, span.total_length)[None, :], np.arange(span.row_count)[:, None]
+    last_seen = context + span.stride * row if span.is_causal else context - 1 + 0 * row
     seen = (key >= lowest) & (key <= last_seen)
-    if window_tokens is not None:
-        seen &= key > last_seen - window_tokens
+    if has_window:
+        seen &= key >= span.first_key + span.first_stride * row
     mask = np.packbits(seen.reshape(-1), bitorder="little")
     own = _batch([_Keys(span, lowest, span.total_length)], block_tokens, mask)
     assert own is not None
-    before = [_Keys(span, 0, context)] if window_tokens is None and context else []
+    before = [] if has_window or not context else [_Keys(span, 0, context)]
     return own, _batch(before, block_tokens)

@@ -33,13 +33,13 @@ SPLIT_KEYS = 8192
 """Keys of one program: a decode behind 1,000,000 tokens has 123 of them for each KV head."""
 _PARTIAL_BYTES = 128 * 2**20
 """Memory for results of splits; a step that needs more is computed in several launches."""
-_TASK_FIELDS, _ROW_FIELDS = tl.constexpr(7), tl.constexpr(4)
+_TASK_FIELDS, _ROW_FIELDS = tl.constexpr(9), tl.constexpr(4)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def split_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, blocks, tasks, outputs, sums, scale,
-    row_stride, head_stride, query_heads, group, block_tokens, window,
+    row_stride, head_stride, query_heads, group, block_tokens,
     head_dim: tl.constexpr, dim_tile: tl.constexpr,
     tile_rows: tl.constexpr, tile_keys: tl.constexpr, split_keys: tl.constexpr,
 ):  # fmt: skip
@@ -47,16 +47,17 @@ def split_kernel(  # type: ignore[no-untyped-def]
 
     q: [rows, query_heads, head_dim] with `row_stride`; keys, values: [kv_heads, slots, head_dim] with `head_stride`;
     blocks: int32, block tables; outputs: float32 [slots of partial results, query_heads, head_dim]; sums likewise.
-    tasks: int64 [tasks, 7]: first row, rows, last key of the first row, keys by which each row sees more, start
-    of the block table, split, first slot.
+    tasks: int64 [tasks, 9]: first row, rows, last key of the first row, keys by which each row sees more, start
+    of the block table, first key of the first row, keys by which each row's first lies behind, split, first slot.
     """
     task, kv_head = tasks + tl.program_id(0) * _TASK_FIELDS, tl.program_id(1)
     first_row, rows = tl.load(task), tl.load(task + 1)
     first_last, step = tl.load(task + 2), tl.load(task + 3)
-    table, split, slot = tl.load(task + 4), tl.load(task + 5), tl.load(task + 6)
+    table, first_first, first_step = tl.load(task + 4), tl.load(task + 5), tl.load(task + 6)
+    split, slot = tl.load(task + 7), tl.load(task + 8)
     packed = tl.arange(0, tile_rows)
     row, head = packed // group, kv_head * group + packed % group
-    is_row, last = row < rows, first_last + row * step
+    is_row, first, last = row < rows, first_first + row * first_step, first_last + row * step
     dim = tl.arange(0, dim_tile)
     is_dim = dim < head_dim
     at = (first_row + row)[:, None] * row_stride + head[:, None] * head_dim + dim[None, :]
@@ -66,7 +67,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     result = tl.zeros((tile_rows, dim_tile), dtype=tl.float32)
     stop = tl.minimum((split + 1) * split_keys, first_last + (rows - 1) * step + 1)
     # Tiles before every row's window would add nothing.
-    first_seen = tl.maximum(first_last - window + 1, 0) // tile_keys * tile_keys
+    first_seen = tl.maximum(first_first, 0) // tile_keys * tile_keys
     for start in range(tl.maximum(split * split_keys, first_seen), stop, tile_keys):
         position = start + tl.arange(0, tile_keys)
         is_key = position < stop
@@ -78,7 +79,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
         key = tl.load(keys + in_pool, mask=is_there, other=0.0)
         value = tl.load(values + in_pool, mask=is_there, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        sees = (position[None, :] <= last[:, None]) & (position[None, :] > last[:, None] - window)
+        sees = (position[None, :] <= last[:, None]) & (position[None, :] >= first[:, None])
         scores = tl.where(sees, scores, -float("inf"))
         larger = tl.maximum(largest, tl.max(scores, axis=1))
         base = tl.where(
@@ -164,10 +165,8 @@ class _TritonStep:
     ) -> None:
         self._attention, self._block_tokens = attention, block_tokens
         sizes, device = attention.sizes, attention.device
-        self._window = 2**31 - 1 if window_tokens is None else window_tokens
+        spans = [span.within(window_tokens) for span in spans]
         tables = [np.asarray(span.blocks, dtype=np.int32) for span in spans]
-        for span, window in ((span, window_tokens) for span in spans):
-            span.first_seen(window)  # raises if the span cannot have a window
         self._blocks = device.place(torch.from_numpy(np.concatenate(tables)))
         starts = np.cumsum([0, *(len(table) for table in tables)]).tolist()
         tiles = [
@@ -176,7 +175,7 @@ class _TritonStep:
             for tile in _tiles(span, start, TILE_ROWS // (sizes.query_heads // sizes.kv_heads))
         ]
         slot_bytes = 4 * sizes.query_heads * (sizes.head_dim + 1)
-        grouped = _launches(tiles, attention.split_keys, self._window, max(1, _PARTIAL_BYTES // slot_bytes))
+        grouped = _launches(tiles, attention.split_keys, max(1, _PARTIAL_BYTES // slot_bytes))
         self._launches = [
             _Launch(device.place(torch.from_numpy(tasks)), device.place(torch.from_numpy(places)), slots)
             for tasks, places, slots in grouped
@@ -204,7 +203,7 @@ class _TritonStep:
             sums = q.new_empty(launch.slots, query_heads, dtype=torch.float32)
             split_kernel[len(launch.tasks), kv_heads](
                 q, pool_keys, pool_values, self._blocks, launch.tasks, partial, sums, 1.0 / math.sqrt(head_dim),
-                q.stride(0), pool_keys.stride(0), query_heads, query_heads // kv_heads, self._block_tokens, self._window,
+                q.stride(0), pool_keys.stride(0), query_heads, query_heads // kv_heads, self._block_tokens,
                 head_dim, dim_tile, TILE_ROWS, self._attention.tile_keys, self._attention.split_keys,
             )  # fmt: skip
             merge_kernel[len(launch.places), query_heads](
@@ -225,20 +224,27 @@ class _Tile:
     """Keys by which each row sees more than the row before it."""
     table: int
     """Start of the sequence's block table."""
+    first_first: int
+    """First key that the first row sees."""
+    first_step: int
+    """Keys by which each row's first one lies behind that of the row before it."""
 
 
 def _tiles(span: SequenceSpan, table: int, rows_per_tile: int) -> Iterator[_Tile]:
     last, step = (span.context_length, span.stride) if span.is_causal else (span.context_length - 1, 0)
     for first in range(0, span.row_count, rows_per_tile):
         rows = min(rows_per_tile, span.row_count - first)
-        yield _Tile(span.row_start + first, rows, last + first * step, step, table)
+        first_first = span.first_key + first * span.first_stride
+        yield _Tile(
+            span.row_start + first, rows, last + first * step, step, table, first_first, span.first_stride
+        )
 
 
 _Table = npt.NDArray[np.int64]
 
 
 def _launches(
-    tiles: Sequence[_Tile], split_keys: int, window: int, most_slots: int
+    tiles: Sequence[_Tile], split_keys: int, most_slots: int
 ) -> Iterator[tuple[_Table, _Table, int]]:
     """Yield the tasks, the places of the rows and the number of slots of each launch, with at most so many slots.
 
@@ -248,13 +254,15 @@ def _launches(
     places: list[_Table] = []
     slots = 0
     for tile in tiles:
-        first = max(0, tile.first_last + 1 - window) // split_keys
+        first = max(0, tile.first_first) // split_keys
         splits = (tile.first_last + (tile.rows - 1) * tile.step) // split_keys + 1 - first
         if tasks and slots + splits * tile.rows > most_slots:
             yield np.concatenate(tasks), np.concatenate(places), slots
             tasks, places, slots = [], [], 0
         index, row = np.arange(splits), np.arange(tile.rows)
-        fixed = tile.first_row, tile.rows, tile.first_last, tile.step, tile.table
+        fixed = (
+            tile.first_row, tile.rows, tile.first_last, tile.step, tile.table, tile.first_first, tile.first_step,
+        )  # fmt: skip
         tasks.append(_columns(splits, *fixed, first + index, slots + index * tile.rows))
         places.append(_columns(tile.rows, tile.first_row + row, slots + row, tile.rows, splits))
         slots += splits * tile.rows

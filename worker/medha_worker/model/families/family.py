@@ -58,6 +58,7 @@ class Family:
         head_dim: Head dimension if `head_dim` is missing; None: `hidden_size / num_attention_heads`.
         rms_norm_eps: Value if `rms_norm_eps` is missing.
         rope_theta: Value if `rope_theta` is missing.
+        has_window: Whether its layers can have a sliding window.
         window_tokens: Sliding window if `sliding_window` is missing; None: no window.
         has_window_switch: Whether the window holds only if `use_sliding_window` is true.
         max_window_layers: Layers without a window if the field `max_window_layers` is missing; None: that field is not
@@ -75,6 +76,7 @@ class Family:
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    has_window: bool = True
     window_tokens: int | None = 4096
     has_window_switch: bool = False
     max_window_layers: int | None = None

@@ -8,5 +8,6 @@ LLAMA = Family(
     reads_attention_bias=True,
     reads_mlp_bias=True,
     kv_heads_may_be_missing=True,
+    has_window=False,
     window_tokens=None,
 )
