@@ -8,7 +8,7 @@ rows makes its own rows late before those of others, and an owner's own rows kee
 Owners are in *classes* by their largest turns: the largest of all, and those of at least a quarter of its service,
 are one class; the largest of the others begins the next one. A row belongs to the lowest class that has as large a
 turn. So all rows of a class's owners belong to it or to a lower one, and those of larger owners only as far as these
-attained no more. The contested rows go by class, in the places that the policy gave them, and the policy decides
+attained as little. The contested rows go by class, in the places that the policy gave them, and the policy decides
 within a class. So it decides between owners of about the same load: turns would let rows that can no longer be on
 time go before rows of others that can. If all can be on time, or if there is one owner, the order is that of the
 policy.
