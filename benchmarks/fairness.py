@@ -85,7 +85,7 @@ SCENARIOS = (
 QUICK = (
     Scenario("fits", 0.06, 60.0, 2),
     Scenario("overload", 0.4, 15.0, 2),
-    Scenario("kv", 0.2, 15.0, 2, LITTLE_KV_BYTES),
+    Scenario("kv", 0.2, 30.0, 2, LITTLE_KV_BYTES),
 )
 EQUAL_KEYS = 10
 
