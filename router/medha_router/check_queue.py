@@ -7,12 +7,12 @@ one owner delay each other, and not those of others. Requests with one and the s
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from medha_router.api_error import ApiError
+from medha_router.owner_queue import OwnerQueue
 
 MOST_WAITING = 64
 """Most grammars that wait to be checked."""
@@ -37,7 +37,7 @@ class CheckQueue:
         self._learn = learn
         self._thread = ThreadPoolExecutor(1, "grammar-check")
         self._jobs: dict[bytes, _Job] = {}  # by question, the one that is made included
-        self._waiting: dict[str, deque[_Job]] = {}  # by owner, whose turn is next first
+        self._waiting: OwnerQueue[_Job] = OwnerQueue()
         self._is_busy = False
 
     async def learn(self, question: bytes, owner: str) -> str:
@@ -61,29 +61,24 @@ class CheckQueue:
         self._thread.shutdown(cancel_futures=True)
 
     def _enqueue(self, question: bytes, owner: str) -> _Job:
-        own = self._waiting.get(owner, ())
-        if len(own) >= MOST_WAITING_OF_OWNER:
+        own = self._waiting.of(owner)
+        if own >= MOST_WAITING_OF_OWNER:
             message = (
-                f"{len(own)} new grammars of your own requests wait to be checked; wait until some of them have begun, and "
+                f"{own} new grammars of your own requests wait to be checked; wait until some of them have begun, and "
                 "send fewer different ones at once"
             )
             raise ApiError(429, message, code="overloaded", retry_after_seconds=RETRY_SECONDS)
-        if sum(map(len, self._waiting.values())) >= MOST_WAITING:
+        if len(self._waiting) >= MOST_WAITING:
             message = "too many new grammars of all clients wait to be checked; try again later"
             raise ApiError(503, message, code="overloaded", retry_after_seconds=RETRY_SECONDS)
         job = self._jobs[question] = _Job(question, owner, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(owner, deque()).append(job)
+        self._waiting.add(owner, job)
         self._start_next()
         return job
 
     def _start_next(self) -> None:
-        if self._is_busy or not self._waiting:
+        if self._is_busy or (job := self._waiting.take()) is None:
             return
-        owner, own = next(iter(self._waiting.items()))
-        job = own.popleft()
-        del self._waiting[owner]
-        if own:
-            self._waiting[owner] = own  # behind the others
         self._is_busy = True
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._thread, self._learn, job.question)
@@ -103,9 +98,5 @@ class CheckQueue:
 
     def _withdraw(self, job: _Job) -> None:
         """Forget a check that nobody waits for, unless it is being made."""
-        own = self._waiting.get(job.owner, deque())
-        if job in own:
-            own.remove(job)
+        if self._waiting.remove(job.owner, job):
             del self._jobs[job.question]
-            if not own:
-                del self._waiting[job.owner]

@@ -1,8 +1,8 @@
 """Parsing, rendering and tokenising of requests, never on the event loop.
 
-Small bodies go to a thread. Large ones go to a separate process: parsing 20 MB of JSON, rendering it and
-listing its millions of ids would hold the interpreter, and with it `/health`, for hundreds of milliseconds.
-They wait for a process in the order of `medha_router.body_queue`. A body whose client has gone waits no longer;
+Small bodies go to a thread, and wait for one in turns of their owners (`medha_router.owner_queue`). Large ones go to a
+separate process: parsing 20 MB of JSON, rendering it and listing its millions of ids would hold the interpreter, and
+with it `/health`, for hundreds of milliseconds. They wait for a process in the order of `medha_router.body_queue`. A body whose client has gone waits no longer;
 if it is long and at work, its process is killed, and another one is started when it is needed.
 
 The memory of a process is freed when it ends, and a request that crashes it affects no other request. A
@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from typing import IO, Any
@@ -47,6 +48,7 @@ from medha_router.bodies import Body
 from medha_router.body_queue import LONG_BYTES, BodyQueue
 from medha_router.check_queue import CheckQueue
 from medha_router.grammar_check import GrammarCheck, Unchecked
+from medha_router.owner_queue import OwnerQueue
 from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
 from medha_router.tokenizer_bundle import Bundle
 
@@ -56,6 +58,16 @@ _FRAME = struct.Struct("<QQ")
 _PLAN = TypeAdapter(Plan)
 _CATALOG = TypeAdapter(Catalog)
 _MOST_SECONDS_PER_BYTE = 1e-5  # for each byte of a body, beyond `tokenize_seconds`
+
+
+@dataclass(eq=False)
+class _SmallJob:
+    """A small body that waits for a thread, or is at work in one."""
+
+    call: Callable[[], Prepared]
+    outcome: asyncio.Future[Prepared]
+    work: Future[Prepared] | None = None
+    """The call in its thread, once it has one."""
 
 
 @dataclass(eq=False)
@@ -89,6 +101,8 @@ class Tokenizing:
         self._bundles: dict[str, Bundle] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="medha-bundles-", dir=settings.scratch_directory)
         self._threads = ThreadPoolExecutor(settings.tokenize_threads, "tokenize")
+        self._small: OwnerQueue[_SmallJob] = OwnerQueue()
+        self._busy_threads = 0
         self._grammar_check = GrammarCheck(waits=False)
         self._checks = CheckQueue(self._grammar_check.learn)
         self._large_threads = ThreadPoolExecutor(settings.tokenize_processes, "tokenize-large")
@@ -155,16 +169,22 @@ class Tokenizing:
 
     async def _prepare_small(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Prepared:
         loop = asyncio.get_running_loop()
-        work: Future[Prepared] | None = None
+        job: _SmallJob | None = None
         answers: dict[bytes, str] = {}
         try:
             while True:
                 try:
-                    work = self._threads.submit(self._prepare_here, endpoint, body, catalog, dict(answers))
-                    return await asyncio.wrap_future(work)
+                    call = partial(self._prepare_here, endpoint, body, catalog, dict(answers))
+                    job = _SmallJob(call, loop.create_future())
+                    self._small.add(body.owner, job)
+                    self._start_small()
+                    return await job.outcome
                 except Unchecked as unchecked:
                     await self._learn(unchecked, answers, body.owner)
         finally:
+            work = None if job is None else job.work
+            if job is not None and work is None:
+                self._small.remove(body.owner, job)
             if work is None or work.done():
                 body.release()
             else:  # the client has gone while a thread reads the body
@@ -179,6 +199,23 @@ class Tokenizing:
         """
         for question in unchecked.questions:
             answers[question] = await self._checks.learn(question, owner)
+
+    def _start_small(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._closed and self._busy_threads < self._settings.tokenize_threads:
+            job = self._small.take()
+            if job is None:
+                return
+            self._busy_threads += 1
+            job.work = self._threads.submit(job.call)
+            job.work.add_done_callback(
+                lambda work, job=job: loop.call_soon_threadsafe(self._finish_small, job, work)  # type: ignore[misc]
+            )
+
+    def _finish_small(self, job: _SmallJob, work: Future[Prepared]) -> None:
+        self._busy_threads -= 1
+        _pass_on(work, job.outcome)
+        self._start_small()
 
     def _prepare_here(
         self, endpoint: Endpoint, body: Body, catalog: Catalog, answers: Mapping[bytes, str]
@@ -382,6 +419,18 @@ class _Process:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def _pass_on(work: Future[Prepared], outcome: asyncio.Future[Prepared]) -> None:
+    """Set the outcome that somebody may wait for to that of finished work."""
+    if outcome.done():
+        return
+    if work.cancelled():
+        outcome.cancel()
+    elif (error := work.exception()) is None:
+        outcome.set_result(work.result())
+    else:
+        outcome.set_exception(error)
 
 
 def _gone() -> ApiError:

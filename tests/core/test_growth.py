@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from medha.kv.prefix_cache import PrefixHasher
-from medha.scheduler.growth import GROWTH_SHARE, MOST_ASIDES
-from medha.wire.messages import Cancel, SteppedAside
+from medha.scheduler.growth import GROWTH_SHARE, MOST_ASIDES, Growth, Held, with_too_much
+from medha.scheduler.request import Prompt, Request
+from medha.slo import Targets
+from medha.wire.messages import Cancel, SteppedAside, Submit
 
 SIZE = 4
 HASHER = PrefixHasher(SIZE, b"secret")
@@ -234,3 +238,63 @@ def test_a_fresh_controller_lets_the_same_requests_step_aside(replica_of: Any, s
     assert sum(isinstance(command, SteppedAside) for command in commands) == len(replica.asides) > 0
     again = replica_of(kv_blocks=40, block_size_tokens=SIZE, default_output_tokens=4, max_model_len=120)
     assert [again.controller.handle(event, now) for now, event in replica.log] == replica.commands
+
+
+# --- between keys -----------------------------------------------------------------------------------
+
+RUNNING = st.lists(
+    st.tuples(
+        st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 50), st.integers(0, 20), st.booleans()
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(RUNNING)
+def test_requests_of_a_key_with_more_than_its_share_step_aside_first(
+    running: list[tuple[str, int, int, int, bool]],
+) -> None:
+    """With one owner, or one request each, the order is that of asides, computed tokens and arrival alone."""
+    submit = Submit("r", "p", 1, 1, 0)
+    growth = Growth(1000)
+    requests: list[Request] = []
+    held: dict[str, Held] = {}
+    for tie, (owner, asides, computed, blocks, may_outgrow) in enumerate(running):
+        request = Request(
+            replace(submit, owner=owner), f"r{tie}", Prompt("p", 1), tie, 0.0, Targets(1.0, 1.0, 1.0), False,
+            1, 9, 1, most_tokens=1 + may_outgrow, reserved_tokens=1, lane=0, asides=asides, computed=computed,
+        )  # fmt: skip
+        requests.append(request)
+        growth.watch(request, 1, 1, is_long=False)
+        one = held.setdefault(owner, Held())
+        one.requests, one.blocks = one.requests + 1, one.blocks + blocks
+    watched = [request for request in requests if request.may_outgrow]
+    if not watched:
+        return
+    total = sum(one.blocks for one in held.values())
+    found = growth.who_steps_aside(watched[-1], with_too_much(held))
+    others = watched[1:] or watched
+    assert found in others, "the oldest is spared"
+    large = {
+        owner for owner, one in held.items() if one.requests > 1 and one.blocks > total / len(held) + 1e-9
+    }
+    of_large = [request for request in others if request.submit.owner in large]
+    least = min(of_large or others, key=lambda one: (one.asides, one.computed, -one.tie))
+    assert found is least
+
+
+def test_no_answer_of_a_key_with_few_steps_aside_for_those_of_a_key_with_many(
+    replica_of: Any, submit_of: Any
+) -> None:
+    """It has the fewest tokens and is the latest, so that it would be the cheapest to compute again."""
+    replica = replica_of(kv_blocks=60, block_size_tokens=SIZE, default_output_tokens=4, max_model_len=200)
+    for index in range(4):
+        replica.submit(submit_of(f"large {index}", 20, owner="large"))
+    for index in range(6):
+        replica.submit(submit_of(f"small {index}", 4, 40, owner="small"))
+        while f"small {index}" not in replica.endings:
+            assert replica.advance()
+    assert {"large 1", "large 2", "large 3"} & set(replica.asides)
+    assert not [name for name in replica.asides if name.startswith("small")]
+    replica.run().check_empty()

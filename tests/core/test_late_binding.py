@@ -547,6 +547,22 @@ def test_an_owner_that_attained_little_does_not_wait_for_the_work_of_others_in_a
     )
 
 
+def test_an_owner_that_attained_little_does_not_wait_for_kv_that_others_wait_for_in_a_replica() -> None:
+    """All could be on time if there were KV, so owners take no turns. The replica leaves some to the one that holds less."""
+    core = serving(lanes=(LaneLoad(150, 0.0),), kv_tokens_free=150, waiting=2)
+    for owner in "ac":
+        core.handle(ServedElsewhere(owner, 100_000), 0.0)
+    assert sent(ask(core, "large", owner="a")) == ["large"]
+    for owner in "ac":
+        assert sent(ask(core, owner, 10, output=40, owner=owner)) == [], "no KV, and as much attained"
+    (submit,) = [
+        one.message
+        for one in ask(core, "small", 10, output=40, owner="b")
+        if isinstance(one, Send) and isinstance(one.message, Submit)
+    ]
+    assert (submit.id, submit.contested_seconds) == ("small", 0.0)
+
+
 def test_tokens_that_an_owner_was_served_at_another_router_count_here() -> None:
     core = serving(lanes=(LaneLoad(50_000, 9.0),), pending_prefill_seconds=9.0, work_ahead=((-1.0, 9.0),))
     core.handle(ServedElsewhere("b", 100_000), 0.0)

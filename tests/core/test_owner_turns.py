@@ -22,7 +22,7 @@ ROWS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 100_000), st.boolean
 
 
 @given(ROWS, st.randoms(use_true_random=False), st.floats(0, 1e6))
-def test_who_attained_clearly_less_goes_first_and_the_policy_decides_the_rest(
+def test_an_owner_with_clearly_less_goes_first_and_the_policy_decides_the_rest(
     rows: list[tuple[int, int, bool]], random: Random, now: float
 ) -> None:
     owner = np.array([number for number, _, _ in rows])
@@ -47,12 +47,15 @@ def test_who_attained_clearly_less_goes_first_and_the_policy_decides_the_rest(
         assert own == [row for row in policy if owner[row] == number and contested[row]]
         assert turn[own].tolist() == sorted(turn[own])
     service = np.exp2(turn - now / 60.0) + LITTLE_TOKENS
+    largest = {number: service[contested & (owner == number)].max() for number in set(owner[contested])}
     going = [row for row in order if contested[row]]
     for place, row in enumerate(going):
         for later in going[place + 1 :]:
-            assert service[row] <= 1.415 * service[later]
             if policy.index(row) > policy.index(later):
                 assert service[row] < service[later]
+            assert not (4 * largest[owner[later]] < service[row]), "an owner with a quarter goes first"
+        if max(largest.values()) <= 4 * min(largest.values()):
+            assert place == 0 or policy.index(going[place - 1]) < policy.index(row), "about equal owners"
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0.01, 2)), max_size=20), st.integers(1, 3))

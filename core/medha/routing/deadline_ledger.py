@@ -182,15 +182,19 @@ class DeadlineLedger(Generic[_Row]):
         )
         self._newcomers.append(row)
 
-    def remove(self, element: _Row, *, served: bool) -> None:
-        """Remove an element. It takes the earliest turn of its owner if it is served now, else the last one."""
+    def remove(self, element: _Row, *, served: bool) -> float:
+        """Remove an element. It takes the earliest turn of its owner if it is served now, else the last one.
+
+        Return the turn that it takes.
+        """
         row = element.row
+        turn = self._seconds.item(6, row)
         if self._rows_of[element.owner] > 1:
             rows = slice(len(self._rows))
             own = (self._counts[1, rows] == self._counts[1, row]).nonzero()[0]
             turns = self._seconds[6]
             other = own[turns[own].argmin() if served else turns[own].argmax()]
-            turns[other] = turns[row]
+            turn, turns[other] = turns.item(other), turn
         element.row = NOWHERE
         self._take_out(row)
         last = self._rows.pop()
@@ -209,6 +213,7 @@ class DeadlineLedger(Generic[_Row]):
         if not self._rows_of[element.owner]:
             del self._rows_of[element.owner]
             del self._owners[element.owner]
+        return turn
 
     def _take_out(self, row: int) -> None:
         place = self._counts[4].item(row)

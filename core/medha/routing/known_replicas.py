@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf, nextafter
 
@@ -164,12 +165,18 @@ class KnownReplica:
         A sequence without KV waits for it in the router, where it can go to another replica, until it is late;
         then it claims KV that becomes free in the replica.
         `takes_turns`: not all can be on time, so that the replica, too, begins the owner that attained least.
+
+        A sequence with an earlier turn than all that wait in the replica waits neither for KV nor for their work: the replica
+        leaves some KV and places to its owner (`medha.scheduler.owner_places`).
         """
-        longest, follows = self.card.longest_request_tokens, self.card.follows_grammars
-        if not self.card.lanes or self.is_idle:  # an earlier release, or nothing to wait for
+        card, longest = self.card, self.card.longest_request_tokens
+        follows = card.follows_grammars
+        if not card.lanes or self.is_idle:  # an earlier release, or nothing to wait for
             return Opening(longest, longest, most_tokens, follows_grammars=follows)
         berth_tokens = self._most_free_tokens
-        until_turn = self._last_turn(lookahead_seconds) if takes_turns else -inf
+        until_turn = self._least_turn if card.waiting else -inf
+        if takes_turns:
+            until_turn = max(until_turn, self._last_turn(lookahead_seconds))
         until_key = self._last_key(lookahead_seconds)
         return Opening(longest, longest, most_tokens, berth_tokens, until_key, until_turn, follows)
 
@@ -188,15 +195,19 @@ class KnownReplica:
         full = next((key for key in candidates if self.seconds_before(key) >= lookahead_seconds), inf)
         return full if full == inf else nextafter(full, -inf)  # equal keys count as being before
 
+    @property
+    def _unbegun(self) -> Iterator[OpenSequence]:
+        """This router's sequences here that have got no token yet."""
+        return (one for one in self.open.values() if not (one.has_progress or one.emitted))
+
+    @property
+    def _least_turn(self) -> float:
+        return min((one.taken_turn for one in self._unbegun), default=-inf)
+
     def _last_turn(self, lookahead_seconds: float) -> float:
         """Return the turn before which this router's unbegun sequences here are `lookahead_seconds` of work, per lane."""
-        unbegun = sorted(
-            (one.turn, one.work_seconds)
-            for one in self.open.values()
-            if not (one.has_progress or one.emitted)
-        )
         seconds = lookahead_seconds * len(self.lanes)
-        for turn, work_seconds in unbegun:
+        for turn, work_seconds in sorted((one.turn, one.work_seconds) for one in self._unbegun):
             seconds -= work_seconds
             if seconds <= 0:
                 return turn

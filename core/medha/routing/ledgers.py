@@ -68,7 +68,7 @@ class Ledgers:
 
     def remove(self, sequence: OpenSequence, *, served: bool) -> None:
         ledger = self._ledgers[sequence.key]
-        ledger.remove(sequence, served=served)
+        sequence.taken_turn = ledger.remove(sequence, served=served)
         if not len(ledger):
             del self._ledgers[sequence.key]
         self._waiting_of[sequence.owner] -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from medha.routing.router_events import Arrive, NewSequence
 from medha.scheduler.request import NOWHERE
@@ -27,6 +28,7 @@ class OpenSequence:
     turn: float
     """`AttainedService.turn` of its owner when it arrived."""
     leads: bool = True  # it is the first sample of its prompt
+    taken_turn: float = -inf  # with which it left the ledger: of those of its owner, the earliest
     row: int = NOWHERE  # in the ledger, while it waits
     emitted: list[int] = field(default_factory=list)
     attempts: int = 0

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from medha.kv.pools import KvPools, Placed
-from medha.scheduler.growth import Growth
+from medha.scheduler.growth import Growth, Held, with_too_much
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.scheduler.request_table import Capacity, RequestTable
@@ -439,9 +439,19 @@ class Admission:
 
     def who_steps_aside(self, starved: Request) -> Request:
         """Return the running request that gives its KV back, so that `starved`, or others after it, can grow."""
-        if starved.id in self._taken_by_longs and not self._has_share_to_grow(starved, 1):
-            return self._growth.who_steps_aside(starved, among_longs=True)
-        return self._growth.who_steps_aside(starved)
+        among_longs = starved.id in self._taken_by_longs and not self._has_share_to_grow(starved, 1)
+        first_of = with_too_much(self._held_by_owner())
+        return self._growth.who_steps_aside(starved, first_of, among_longs=among_longs)
+
+    def _held_by_owner(self) -> dict[str, Held]:
+        """Return what the running requests of each owner hold."""
+        found: dict[str, Held] = {}
+        for request in self._table:
+            if not (request.waits or request.ended):
+                held = found.setdefault(request.submit.owner, Held())
+                held.requests += 1
+                held.blocks += self._taken_by_longs.get(request.id, request.counted_blocks)
+        return found
 
     @property
     def growth_blocks(self) -> int:

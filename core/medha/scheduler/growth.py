@@ -5,9 +5,11 @@ when it outgrows that. Some free KV is held back from admission for such growth:
 outgrow what it holds, a part of its expected output; of long ones, no more than their share of the pool leaves.
 
 If KV is short all the same, one request *steps aside*: it gives its KV back, waits, and computes it again. Its
-text stays the same, as after the loss of a rank. It is the request that has stepped aside least often; of these
-one on the lanes of the request that lacks KV; of these the one with the fewest computed tokens, which takes the
-least time to recompute; of these the latest. The oldest of them is spared as long as there is another.
+text stays the same, as after the loss of a rank. It is a request of an owner that holds more than an equal share
+of KV by several requests, if there is one: a key with many answers must not displace those of a key with few. Of
+these it is the request that has stepped aside least often; of these one on the lanes of the request that lacks KV;
+of these the one with the fewest computed tokens, which takes the least time to recompute; of these the latest. The
+oldest of all is spared as long as there is another.
 
 Two rules keep requests from displacing each other for ever. Each time that a request comes back, it reserves at
 least twice the output that it had, and from its `MOST_ASIDES`-th time on all that it can ever need. A request
@@ -16,6 +18,7 @@ that holds all that it can need never steps aside.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from medha.scheduler.request import Request
@@ -26,6 +29,22 @@ GROWTH_PART = 0.25
 """Part of its output reservation that is held in addition for each request that may outgrow it."""
 MOST_ASIDES = 3
 """Times that a request steps aside at most."""
+
+
+@dataclass(slots=True)
+class Held:
+    """The running requests of an owner, and the blocks that they took."""
+
+    requests: int = 0
+    blocks: int = 0
+
+
+def with_too_much(held: Mapping[str, Held]) -> frozenset[str]:
+    """Return the owners whose several requests hold more than an equal share of what all hold."""
+    total = sum(one.blocks for one in held.values())
+    return frozenset(
+        owner for owner, one in held.items() if one.requests > 1 and one.blocks * len(held) > total
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +98,16 @@ class Growth:
             longs = min(longs, max(left_for_longs, 0))
         return min(self._of_shorts + longs, self._most_blocks)
 
-    def who_steps_aside(self, starved: Request, *, among_longs: bool = False) -> Request:
-        """Return the request that gives its KV back; `among_longs`: only that of a long one helps."""
+    def who_steps_aside(
+        self, starved: Request, first_of: Collection[str] = (), *, among_longs: bool = False
+    ) -> Request:
+        """Return the request that gives its KV back.
+
+        Args:
+            starved: the request that lacks KV.
+            first_of: the owners whose requests step aside before those of others (`with_too_much`).
+            among_longs: only the KV of a long request helps.
+        """
         found = [
             watched.request
             for watched in self._watched.values()
@@ -92,6 +119,7 @@ class Growth:
         return min(
             [request for request in found if request is not oldest] or found,
             key=lambda request: (
+                request.submit.owner not in first_of,
                 request.asides,
                 lanes.isdisjoint(request.held_lanes),
                 request.computed,

@@ -1,14 +1,17 @@
-"""The turns of owners, if not all can be on time: the owner that attained least goes first, whatever the policy.
+"""The turns of owners, if not all can be on time: who attained clearly less goes first, whatever the policy.
 
 An owner stands for an API key, or without keys for a client request. If the rows cannot all be on time in any
 order, those up to the last deadline that would be missed are *contested*. Each owner's contested rows get its
-turns (`medha.scheduler.attained_service`), the smallest first, in the order of the policy. The contested rows then
-go by turn, in the places that the policy gave them. So an owner with many rows makes its own rows late before
-those of others, and an owner's own rows keep the order of the policy.
+turns (`medha.scheduler.attained_service`), the smallest first, in the order of the policy. So an owner with many
+rows makes its own rows late before those of others, and an owner's own rows keep the order of the policy.
 
-Turns whose service differs by less than 1.4 times count as equal, and so do turns that stand for little. Then the
-policy decides. So it also decides between owners of about the same load. If all can be on time, or
-if there is one owner, the order is that of the policy.
+Owners are in *classes* by their largest turns: the largest of all, and those of at least a quarter of its service,
+are one class; the largest of the others begins the next one. A row belongs to the lowest class that has as large a
+turn. So all rows of a class's owners belong to it or to a lower one, and those of larger owners only as far as these
+attained as little. The contested rows go by class, in the places that the policy gave them, and the policy decides
+within a class. So it decides between owners of about the same load: turns would let rows that can no longer be on
+time go before rows of others that can. If all can be on time, or if there is one owner, the order is that of the
+policy.
 
 A router applies this to the sequences that wait in it, and a replica to its prefills.
 """
@@ -24,8 +27,8 @@ from medha.scheduler.policy import Bools, Floats, Ints
 
 LITTLE_TOKENS = 128
 """Service that is added to all before it is compared."""
-STEPS_OF_A_DOUBLING = 2
-"""Steps in which service is compared: owners whose service differs by less than 1.4 times count as equal."""
+CLASS_RATIO = 4
+"""Largest ratio between the largest turns of owners of one class."""
 _ROUNDING_SECONDS = 1e-6
 
 
@@ -67,10 +70,21 @@ def take_turns(
     by_policy, by_turn = np.argsort(owners, kind="stable"), np.lexsort((turns, owners))
     turn[rows[by_policy]] = turns[by_turn]
     service = tokens_of(turn[rows], now) + LITTLE_TOKENS
+    names, number = np.unique(owners, return_inverse=True)
     if begun is not None:
-        _, number = np.unique(owners, return_inverse=True)
-        most = np.zeros(len(rows), dtype=np.int64)
+        most = np.zeros(len(names), dtype=np.int64)
         np.maximum.at(most, number, begun[rows])
-        service += (np.bincount(number, begun[rows], len(rows)) - most)[number]
-    steps = (STEPS_OF_A_DOUBLING * np.log2(service / service.min())).astype(np.int64)
-    order[places] = rows[np.argsort(steps, kind="stable")]
+        service += (np.bincount(number, begun[rows]) - most)[number]
+    largest = np.zeros(len(names))
+    np.maximum.at(largest, number, service)
+    order[places] = rows[np.argsort(_classes(largest).searchsorted(service), kind="stable")]
+
+
+def _classes(largest: Floats) -> Floats:
+    """Return the largest service of each class of owners, ascending; `largest` is that of each owner's turns."""
+    ascending, found = np.sort(largest), []
+    left = len(ascending)
+    while left:
+        found.append(ascending[left - 1])
+        left = int(ascending.searchsorted(found[-1] / CLASS_RATIO))
+    return np.array(found[::-1])
