@@ -30,10 +30,18 @@ def command() -> None:
     help="Data type of the weights: float32, bfloat16 or float16.",
 )
 @click.option(
+    "--quantisation",
+    default="none",
+    show_default=True,
+    help="Format of the linears: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, awq, gptq or gptq-desc-act.",
+)
+@click.option(
     "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."
 )
 @click.option("--force", is_flag=True, help="Replace an earlier checkpoint of this kind.")
-def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int, force: bool) -> None:
+def init(
+    directory: Path, preset: str, architecture: str, dtype: str, quantisation: str, seed: int, force: bool
+) -> None:
     """Make a small checkpoint in DIRECTORY, in the form of a Hugging Face model.
 
     It has a byte-level BPE tokenizer and a chat template. The output of tiny and small is meaningless. needle
@@ -44,8 +52,18 @@ def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int,
       medha model init .medha/tiny
       medha model init .medha/needle --preset needle
       medha model init /tmp/small --preset small --seed 7 --architecture qwen3 --dtype bfloat16
+      medha model init /tmp/w4a16 --quantisation w4a16
     """
     from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds
 
-    init_checkpoint(directory, preset=preset, seed=seed, architecture=architecture, dtype=dtype, force=force)
-    click.echo(f"{directory}: a {preset} {architecture} checkpoint in {dtype}, seed {seed}")
+    init_checkpoint(
+        directory,
+        preset=preset,
+        seed=seed,
+        architecture=architecture,
+        dtype=dtype,
+        quantisation=quantisation,
+        force=force,
+    )
+    quantised = "" if quantisation == "none" else f", quantised as {quantisation}"
+    click.echo(f"{directory}: a {preset} {architecture} checkpoint in {dtype}{quantised}, seed {seed}")

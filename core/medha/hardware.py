@@ -119,6 +119,13 @@ class ModelShape:
     dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
     tied_embeddings: bool = False
+    layer_weight_bytes: float | None = None
+    """Mean bytes of a weight of the layers' linears, scales included, if they are quantised."""
+
+    @property
+    def linear_bytes(self) -> float:
+        """Mean bytes of a weight of the layers' linears."""
+        return self.dtype_bytes if self.layer_weight_bytes is None else self.layer_weight_bytes
 
     @property
     def layer_parameters(self) -> int:
@@ -129,12 +136,16 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Number of weights of the whole model, without the few of the norms."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * self.layer_parameters + embeddings
+        return self.layers * self.layer_parameters + self._embedding_parameters
 
     @property
     def weights_bytes(self) -> int:
-        return self.parameters * self.dtype_bytes
+        linears = int(self.layers * self.layer_parameters * self.linear_bytes)
+        return linears + self._embedding_parameters * self.dtype_bytes
+
+    @property
+    def _embedding_parameters(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -186,10 +197,10 @@ def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tupl
     hidden, wide = model.hidden, model.intermediate // tensor
     q_width, kv_width = _widths(model, tensor)
     return (
-        _matrix("qkv", model, hardware, hidden, q_width + 2 * kv_width),
-        _matrix("output", model, hardware, q_width, hidden),
-        _matrix("gate_up", model, hardware, hidden, 2 * wide),
-        _matrix("down", model, hardware, wide, hidden),
+        _matrix("qkv", model, hardware, hidden, q_width + 2 * kv_width, model.linear_bytes),
+        _matrix("output", model, hardware, q_width, hidden, model.linear_bytes),
+        _matrix("gate_up", model, hardware, hidden, 2 * wide, model.linear_bytes),
+        _matrix("down", model, hardware, wide, hidden, model.linear_bytes),
         _elementwise("norm", model, hardware, 2 * hidden, times=2),
         _elementwise("rope", model, hardware, 2 * (q_width + kv_width)),
         _elementwise("activation", model, hardware, 3 * wide),
@@ -205,7 +216,7 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
     """
     tensor, width = topology.tensor, model.dtype_bytes
     q_width, kv_width = _widths(model, tensor)
-    head = _matrix("head", model, hardware, model.hidden, model.vocab // tensor)
+    head = _matrix("head", model, hardware, model.hidden, model.vocab // tensor, model.dtype_bytes)
     # The output head is a matrix product like the gate and up projection, and nearest to it in shape.
     head_fraction = POOLED[hardware.fitted_as, "gate_up"]
     attention = Attention(
@@ -242,12 +253,14 @@ def _widths(model: ModelShape, tensor: int) -> tuple[int, int]:
     return model.query_heads * model.head_dim // tensor, max(1, model.kv_heads // tensor) * model.head_dim
 
 
-def _matrix(name: str, model: ModelShape, hardware: Hardware, inputs: int, outputs: int) -> Operation:
+def _matrix(
+    name: str, model: ModelShape, hardware: Hardware, inputs: int, outputs: int, weight_bytes: float
+) -> Operation:
     second_per_byte = 1 / hardware.memory_bytes_per_second
     return Operation(
         name,
         compute_seconds_per_row=2.0 * inputs * outputs / hardware.peak_flops,
-        fixed_seconds=inputs * outputs * model.dtype_bytes * second_per_byte,
+        fixed_seconds=inputs * outputs * weight_bytes * second_per_byte,
         memory_seconds_per_row=(inputs + outputs) * model.dtype_bytes * second_per_byte,
         kernels=tuple(
             Kernel(

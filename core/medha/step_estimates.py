@@ -50,7 +50,7 @@ class StepCosts:
             row_flops=2.0 * layers,
             sampled_row_flops=2.0 * head,
             pair_flops=shard.attention_flops_per_pair,
-            layers_bytes=float(layers * shard.dtype_bytes),
+            layers_bytes=float(layers * shard.linear_bytes),
             head_bytes=float(head * shard.dtype_bytes),
             key_bytes=float(shard.kv_bytes_per_token),
         )

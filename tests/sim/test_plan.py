@@ -161,7 +161,7 @@ def test_a_config_json_gives_the_same_shape_as_the_preset(tmp_path: Path) -> Non
         ({"torch_dtype": "int3"}, "dtype is 'int3'; it must be one of float32, bfloat16, float16"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; choose a model of llama, mistral"),
         ({"num_local_experts": 8}, "num_local_experts is 8; choose a dense model"),
-        ({"quantization_config": {"bits": 4}}, "choose a dense model that is not quantised"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method is 'hqq'"),
         ({"num_key_value_heads": None, "head_dim": None, "num_local_experts": 0}, ""),
     ],
 )

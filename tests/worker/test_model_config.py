@@ -237,8 +237,11 @@ def test_a_sliding_window_that_binds_is_refused_with_the_length_that_works(
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM .*LlamaForCausalLM"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config .*gptq.*unquantised"),
-    ({"compression_config": {"format": "pack"}}, "compression_config"),
+    (
+        {"quantization_config": {"quant_method": "hqq"}},
+        r"quantization_config\.quant_method is 'hqq'.*unquantised",
+    ),
+    ({"compression_config": {"quant_method": "sparse"}}, r"compression_config\.quant_method is 'sparse'"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
     ({"rotary_pct": 0.25}, "rotary_pct"),

@@ -23,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from medha.errors import ConfigInvalid
 from medha_worker.checkpoints import needle_model
+from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, quantise
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def init_checkpoint(
     seed: int,
     architecture: str = "llama",
     dtype: str = "float32",
+    quantisation: str = "none",
     force: bool = False,
 ) -> None:
     """Create a checkpoint in `directory`; the same arguments give the same bytes.
@@ -129,19 +131,21 @@ def init_checkpoint(
     anything else is never touched.
 
     Raises:
-        ConfigInvalid: the preset, architecture or dtype is unknown, the seed is negative, or the directory is
-            in use.
+        ConfigInvalid: the preset, architecture, dtype or quantisation is unknown, the seed is negative, or the directory
+            is in use.
     """
     for name, value, allowed in (
         ("preset", preset, tuple(PRESETS)),
         ("architecture", architecture, tuple(ARCHITECTURES)),
         ("dtype", dtype, tuple(_DTYPES)),
+        ("quantisation", quantisation, ("none", *QUANTISATIONS)),
     ):
         if value not in allowed:
             raise ConfigInvalid(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
-    if preset == "needle" and (architecture, dtype) != ("llama", "float32"):
+    if preset == "needle" and (architecture, dtype, quantisation) != ("llama", "float32", "none"):
         raise ConfigInvalid(
-            f"preset needle is {architecture} in {dtype}; its weights are made for llama in float32 only"
+            f"preset needle is {architecture} in {dtype}, quantisation {quantisation}; its weights are made for llama in "
+            "float32 only"
         )
     if seed < 0:
         raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
@@ -154,7 +158,10 @@ def init_checkpoint(
         made = Path(scratch) / "new"
         made.mkdir()
         sizes = PRESETS[preset]
-        _write_json(made / "config.json", _model_config(sizes, architecture, dtype))
+        config = _model_config(sizes, architecture, dtype)
+        if quantisation != "none":
+            config["quantization_config"] = QUANTISATIONS[quantisation]
+        _write_json(made / "config.json", config)
         _write_json(made / "generation_config.json", _generation_config())
         if preset == "needle":
             tokenizer = _train_tokenizer(
@@ -166,6 +173,8 @@ def init_checkpoint(
             tokenizer = _train_tokenizer(sizes.vocab_size, _corpus())
             template = _CHAT_TEMPLATE
             weights = _random_weights(sizes, architecture, seed, _DTYPES[dtype])
+            if quantisation != "none":
+                weights, _ = quantise(weights, QUANTISATIONS[quantisation], seed)
         _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})

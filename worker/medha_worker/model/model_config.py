@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha.quantisation import Quantisation, WeightFormat, decode, layer_linears
 from medha_worker.model.rope_config import RopeConfig
 from medha_worker.readable import require_readable
 
@@ -35,6 +36,7 @@ class ModelConfig:
         dtype: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
+        quantisation: The formats of quantised linears; None if none is quantised.
     """
 
     architecture: str
@@ -55,6 +57,34 @@ class ModelConfig:
     dtype: str
     max_position_tokens: int
     max_model_len: int
+    quantisation: Quantisation | None = None
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """The shapes, [rows, columns], of the linears that may be quantised, by name: those of layers, and the output head."""
+        found: dict[str, tuple[int, int]] = {}
+        for index in range(self.num_layers):
+            found |= layer_linears(
+                index,
+                hidden=self.hidden_size,
+                query_width=self.num_query_heads * self.head_dim,
+                kv_width=self.num_kv_heads * self.head_dim,
+                intermediate=self.intermediate_size,
+            )
+        if not self.tie_word_embeddings:
+            found["lm_head"] = self.vocab_size, self.hidden_size
+        return found
+
+    def format_of(self, layer: str) -> WeightFormat | None:
+        """Return the format of a linear by name; None if it is not quantised."""
+        return None if self.quantisation is None else self.quantisation.format_of(layer)
+
+    def weights_bytes(self, element_bytes: int) -> int:
+        """Return the memory of all matrices; `element_bytes` are those of a value that is not quantised."""
+        if self.quantisation is None:
+            return self.parameters * element_bytes
+        embedding = self.vocab_size * self.hidden_size * element_bytes
+        return embedding + self.quantisation.weights_bytes(self.linear_layers, element_bytes)
 
     @property
     def parameters(self) -> int:
@@ -81,6 +111,20 @@ class ModelConfig:
             raise ConfigInvalid(
                 f"parallelism.tensor is {tensor_size}; it must divide num_key_value_heads ({kv_heads}) or be a multiple"
             )
+        self._require_whole_groups(tensor_size)
+
+    def _require_whole_groups(self, tensor_size: int) -> None:
+        """Check that no rank's part of a linear's input cuts a group of activations, whose scale it would not know."""
+        for layer, (_, columns) in self.linear_layers.items() if tensor_size > 1 else ():
+            form = self.format_of(layer)
+            if form is None or form.activations is None or not layer.endswith(("o_proj", "down_proj")):
+                continue
+            size = form.activations.group_size
+            if size is not None and columns // tensor_size % size:
+                raise ConfigInvalid(
+                    f"parallelism.tensor is {tensor_size}, which cuts the {columns} inputs of {layer} within groups of {size} "
+                    f"activations that share a scale ({form.name}); choose a tensor whose parts are multiples of {size}"
+                )
 
     @property
     def linear_flops_per_token(self) -> float:
@@ -127,7 +171,7 @@ class ModelConfig:
         num_layers = fields.positive_int("num_hidden_layers")
         served = _served_length(max_model_len, limit, rope)
         _refuse_binding_window(fields, architecture, num_layers, served)
-        return cls(
+        config = cls(
             architecture=architecture,
             vocab_size=fields.positive_int("vocab_size"),
             hidden_size=hidden_size,
@@ -146,7 +190,13 @@ class ModelConfig:
             dtype=_dtype(fields),
             max_position_tokens=limit,
             max_model_len=served,
+            quantisation=_quantisation(fields),
         )
+        for layer, (rows, columns) in config.linear_layers.items():
+            form = config.format_of(layer)
+            if form is not None:
+                form.require_divisible(f"config.json: {layer}", rows, columns)
+        return config
 
 
 _MODEL_TYPES = {
@@ -158,8 +208,6 @@ _MODEL_TYPES = {
 
 # Fields of related architectures that change results, with the values that switch them off.
 _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     "rotary_pct": (None, 1, 1.0),
     "rope_interleaved": (None, False),
@@ -289,10 +337,14 @@ def _architecture(fields: _Fields) -> str:
 def _refuse_foreign_features(fields: _Fields) -> None:
     for name, neutral in _FOREIGN_FIELDS.items():
         if fields.get(name) not in neutral:
-            mend = "choose a checkpoint without it"
-            if name in ("quantization_config", "compression_config"):
-                mend = "choose the unquantised checkpoint (bfloat16, float16 or float32)"
-            raise fields.unsupported(name, mend)
+            raise fields.unsupported(name, "choose a checkpoint without it")
+
+
+def _quantisation(fields: _Fields) -> Quantisation | None:
+    """Return the formats of quantised linears; old files have them under `compression_config`."""
+    name = "compression_config" if fields.get("quantization_config") is None else "quantization_config"
+    value = fields.get(name)
+    return None if value is None else decode(value, f"{fields.source}: {name}")
 
 
 def _num_kv_heads(fields: _Fields, architecture: str, num_query_heads: int) -> int:
