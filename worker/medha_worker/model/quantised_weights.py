@@ -135,6 +135,8 @@ class QuantisedRows:
     def _values(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         """Return values as numbers, [rows, columns], in memory of their own."""
         some = self.values[rows]
+        if some.dtype == torch.float8_e4m3fn and some.device.type == "cpu":
+            return _of_float8(some, dtype)
         if not self.has_pairs:
             return some.to(dtype, copy=True)
         pairs = torch.empty(*some.shape, 2, dtype=dtype, device=some.device)
@@ -153,6 +155,16 @@ class QuantisedRows:
         return of_blocks.index_select(
             0, (index + self.block_start).div_(self.block_rows, rounding_mode="floor")
         )
+
+
+def _of_float8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers of FP8 (E4M3) that are not NaN; on a CPU, torch's own conversion takes several times as long.
+
+    Moved down by one bit behind the sign, the bits are those of a float16 that is 2^8 times as small.
+    """
+    bits = values.view(torch.int8).to(torch.int16)
+    bits = bits.bitwise_left_shift_(8).bitwise_right_shift_(1).bitwise_and_(~0x4000)
+    return bits.view(torch.float16).to(dtype, copy=True).mul_(256.0)
 
 
 class QuantisedWeight:

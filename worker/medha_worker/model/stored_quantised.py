@@ -38,7 +38,7 @@ def read_rows(
     """Read a slice of a quantised weight; `place` puts a tensor into the device's memory.
 
     Raises:
-        CheckpointInvalid: the groups that a tensor gives to columns contradict `config.json`.
+        CheckpointInvalid: the groups that a tensor gives to columns contradict `config.json`, or FP8 holds NaN.
     """
     group_of, groups = _group_of(part, form, read)
     if form.layout in ("awq", "gptq"):
@@ -56,6 +56,8 @@ def read_rows(
             if form.layout == "packed"
             else read("weight", _slice(part.rows), _slice(part.columns))
         )
+        if form.is_float and bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise CheckpointInvalid(f"tensor {part.layer}.weight holds NaN; fetch the checkpoint again")
         blocks = _covering(part.rows, form.block_rows or part.rows_of_all)
         block_start = part.rows.start - blocks.start * (form.block_rows or part.rows_of_all)
         scale, zero = read(form.scale_name), None
