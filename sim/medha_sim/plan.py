@@ -311,16 +311,17 @@ def _read_experts(values: dict[str, Any], field: Callable[[str], int]) -> Expert
 
 
 def _quantisation(path: Path, values: dict[str, Any]) -> Quantisation | None:
-    """Return the formats of quantised linears.
+    """Return the formats of quantised linears; old files have them under `compression_config`.
 
     Raises:
         ConfigInvalid: no replica serves them.
     """
-    if values.get("quantization_config") is None:
+    name = "compression_config" if values.get("quantization_config") is None else "quantization_config"
+    if values.get(name) is None:
         return None
     has_experts = values.get("model_type") in _EXPERT_FIELDS
     try:
-        return decode(values["quantization_config"], f"{path}: quantization_config", has_experts=has_experts)
+        return decode(values[name], f"{path}: {name}", has_experts=has_experts)
     except (CheckpointInvalid, ModelUnsupported) as error:
         raise ConfigInvalid(str(error)) from error
 

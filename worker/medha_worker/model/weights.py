@@ -139,7 +139,7 @@ def load_weights(
 
     Raises:
         CheckpointInvalid: a file or tensor is missing, misshaped or unexpected; the text names it.
-        ModelUnsupported: a tensor's number format is not float32, bfloat16 or float16.
+        ModelUnsupported: a tensor's number format is none that its place in this model may have; the text names it.
         ConfigInvalid: the model cannot be split over `tensor_size` ranks.
     """
     config.require_tensor_size(shard.tensor_size)
