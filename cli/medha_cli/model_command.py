@@ -39,11 +39,24 @@ def command() -> None:
     help="Tokens of a sliding window: of all layers of a mistral, of the upper half of a qwen2 or qwen3.",
 )
 @click.option(
+    "--quantisation",
+    default="none",
+    show_default=True,
+    help="Format of the linears: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, awq, gptq or gptq-desc-act.",
+)
+@click.option(
     "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."
 )
 @click.option("--force", is_flag=True, help="Replace an earlier checkpoint of this kind.")
 def init(
-    directory: Path, preset: str, architecture: str, dtype: str, window: int | None, seed: int, force: bool
+    directory: Path,
+    preset: str,
+    architecture: str,
+    dtype: str,
+    window: int | None,
+    quantisation: str,
+    seed: int,
+    force: bool,
 ) -> None:
     """Make a small checkpoint in DIRECTORY, in the form of a Hugging Face model.
 
@@ -57,6 +70,7 @@ def init(
       medha model init /tmp/small --preset small --seed 7 --architecture qwen3 --dtype bfloat16
       medha model init /tmp/experts --architecture mixtral
       medha model init /tmp/window --architecture mistral --window 1024
+      medha model init /tmp/w4a16 --quantisation w4a16
     """
     from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds
 
@@ -67,7 +81,11 @@ def init(
         architecture=architecture,
         dtype=dtype,
         window_tokens=window,
+        quantisation=quantisation,
         force=force,
     )
     sliding = "" if window is None else f", window of {window} tokens"
-    click.echo(f"{directory}: a {preset} {architecture} checkpoint in {dtype}, seed {seed}{sliding}")
+    quantised = "" if quantisation == "none" else f", quantised as {quantisation}"
+    click.echo(
+        f"{directory}: a {preset} {architecture} checkpoint in {dtype}{quantised}, seed {seed}{sliding}"
+    )

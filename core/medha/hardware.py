@@ -133,7 +133,14 @@ class ModelShape:
     dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
     tied_embeddings: bool = False
+    layer_weight_bytes: float | None = None
+    """Mean bytes of a weight of the layers' linears, scales included, if they are quantised."""
     experts: ExpertShape | None = None
+
+    @property
+    def linear_bytes(self) -> float:
+        """Mean bytes of a weight of the layers' linears, experts not counted."""
+        return self.dtype_bytes if self.layer_weight_bytes is None else self.layer_weight_bytes
 
     @property
     def layer_parameters(self) -> int:
@@ -166,12 +173,16 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Number of weights of the whole model, without the few of the norms."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.shared_parameters + self.expert_parameters + embeddings
+        return self.shared_parameters + self.expert_parameters + self._embedding_parameters
 
     @property
     def weights_bytes(self) -> int:
-        return self.parameters * self.dtype_bytes
+        linears = int(self.shared_parameters * self.linear_bytes)
+        return linears + (self.expert_parameters + self._embedding_parameters) * self.dtype_bytes
+
+    @property
+    def _embedding_parameters(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -239,10 +250,10 @@ def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tupl
             _elementwise("expert_activation", model, hardware, 3 * narrow * model.experts.per_token),
         )
     return (
-        _matrix("qkv", model, hardware, hidden, q_width + 2 * kv_width),
-        _matrix("output", model, hardware, q_width, hidden),
-        _matrix("gate_up", model, hardware, hidden, 2 * wide),
-        _matrix("down", model, hardware, wide, hidden),
+        _matrix("qkv", model, hardware, hidden, q_width + 2 * kv_width, model.linear_bytes),
+        _matrix("output", model, hardware, q_width, hidden, model.linear_bytes),
+        _matrix("gate_up", model, hardware, hidden, 2 * wide, model.linear_bytes),
+        _matrix("down", model, hardware, wide, hidden, model.linear_bytes),
         _elementwise("norm", model, hardware, 2 * hidden, times=2),
         _elementwise("rope", model, hardware, 2 * (q_width + kv_width)),
         _elementwise("activation", model, hardware, 3 * wide),
@@ -259,7 +270,7 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
     """
     tensor, width = topology.tensor, model.dtype_bytes
     q_width, kv_width = _widths(model, tensor)
-    head = _matrix("head", model, hardware, model.hidden, model.vocab // tensor)
+    head = _matrix("head", model, hardware, model.hidden, model.vocab // tensor, model.dtype_bytes)
     # The output head is a matrix product like the gate and up projection, and nearest to it in shape.
     head_fraction = POOLED[hardware.fitted_as, "gate_up"]
     attention = Attention(
@@ -298,12 +309,14 @@ def _widths(model: ModelShape, tensor: int) -> tuple[int, int]:
     return model.query_heads * model.head_dim // tensor, max(1, model.kv_heads // tensor) * model.head_dim
 
 
-def _matrix(name: str, model: ModelShape, hardware: Hardware, inputs: int, outputs: int) -> Operation:
+def _matrix(
+    name: str, model: ModelShape, hardware: Hardware, inputs: int, outputs: int, weight_bytes: float
+) -> Operation:
     second_per_byte = 1 / hardware.memory_bytes_per_second
     return Operation(
         name,
         compute_seconds_per_row=2.0 * inputs * outputs / hardware.peak_flops,
-        fixed_seconds=inputs * outputs * model.dtype_bytes * second_per_byte,
+        fixed_seconds=inputs * outputs * weight_bytes * second_per_byte,
         memory_seconds_per_row=(inputs + outputs) * model.dtype_bytes * second_per_byte,
         kernels=tuple(
             Kernel(
@@ -321,7 +334,7 @@ def _experts(name: str, model: ModelShape, hardware: Hardware, inputs: int, outp
     """Return the products of rows with their experts; each expert has weights of the given size. The router is left out."""
     assert model.experts is not None
     count, per_token = model.experts.count, model.experts.per_token
-    one = _matrix(name, model, hardware, inputs, outputs)
+    one = _matrix(name, model, hardware, inputs, outputs, model.dtype_bytes)
     return replace(
         one,
         fixed_seconds=count * one.fixed_seconds,

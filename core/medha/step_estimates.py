@@ -56,7 +56,7 @@ class StepCosts:
             row_flops=2.0 * shard.passed_parameters,
             sampled_row_flops=2.0 * head,
             pair_flops=shard.attention_flops_per_pair,
-            layers_bytes=float(shard.shared_parameters * shard.dtype_bytes),
+            layers_bytes=float(shard.shared_parameters * shard.linear_bytes),
             head_bytes=float(head * shard.dtype_bytes),
             key_bytes=float(shard.kv_bytes_per_token),
             experts_bytes=float(shard.expert_parameters * shard.dtype_bytes),

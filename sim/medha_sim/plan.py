@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
-from medha.errors import ConfigInvalid
+from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
+from medha.quantisation import Quantisation, decode, mean_layer_bytes
 from medha.topology import Topology
 
 _LARGEST_CHUNK = 8192
@@ -267,18 +268,29 @@ def read_shape(config: Path) -> ModelShape:
             f"{path}: num_key_value_heads is {values['num_key_value_heads']}; it must divide num_attention_heads ({heads})"
         )
     width = _DTYPE_BYTES[values.get("dtype") or values.get("torch_dtype") or "bfloat16"]
+    layers, kv_heads = field("num_hidden_layers"), field("num_key_value_heads", heads)
+    head_dim, intermediate = field("head_dim", hidden // heads), field("intermediate_size")
     return ModelShape(
         name=path.parent.name or "model",
-        layers=field("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         query_heads=heads,
-        kv_heads=field("num_key_value_heads", heads),
-        head_dim=field("head_dim", hidden // heads),
-        intermediate=field("intermediate_size"),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
         vocab=field("vocab_size"),
         dtype_bytes=width,
         kv_dtype_bytes=width,
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+        layer_weight_bytes=mean_layer_bytes(
+            _quantisation(path, values),
+            layers,
+            width,
+            hidden=hidden,
+            query_width=heads * head_dim,
+            kv_width=kv_heads * head_dim,
+            intermediate=intermediate,
+        ),
         experts=_read_experts(values, field),
     )
 
@@ -298,6 +310,22 @@ def _read_experts(values: dict[str, Any], field: Callable[[str], int]) -> Expert
     )
 
 
+def _quantisation(path: Path, values: dict[str, Any]) -> Quantisation | None:
+    """Return the formats of quantised linears; old files have them under `compression_config`.
+
+    Raises:
+        ConfigInvalid: no replica serves them.
+    """
+    name = "compression_config" if values.get("quantization_config") is None else "quantization_config"
+    if values.get(name) is None:
+        return None
+    has_experts = values.get("model_type") in _EXPERT_FIELDS
+    try:
+        return decode(values[name], f"{path}: {name}", has_experts=has_experts)
+    except (CheckpointInvalid, ModelUnsupported) as error:
+        raise ConfigInvalid(str(error)) from error
+
+
 def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
     """Reject features that no replica serves and that change memory or work: the figures would be wrong."""
     kind = values.get("model_type")
@@ -307,11 +335,9 @@ def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
     if dtype is not None and str(dtype) not in _DTYPE_BYTES:
         raise ConfigInvalid(f"{path}: dtype is {dtype!r}; it must be one of {', '.join(_DTYPE_BYTES)}")
     own = _EXPERT_FIELDS[kind][0] if kind in _EXPERT_FIELDS else ()
-    for name in ("quantization_config", "num_experts", "num_local_experts", "n_routed_experts"):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if values.get(name) and name not in own:
-            raise ConfigInvalid(
-                f"{path}: {name} is {values[name]!r}; choose a dense model that is not quantised"
-            )
+            raise ConfigInvalid(f"{path}: {name} is {values[name]!r}; choose a dense model")
 
 
 class _Pace:

@@ -186,7 +186,12 @@ def test_a_mixture_of_experts_counts_all_of_them(tmp_path: Path) -> None:
         ({"num_local_experts": 8}, "num_local_experts is 8; choose a dense model"),
         ({"model_type": "mixtral", "num_experts": 8}, "num_experts is 8; choose a dense model"),
         ({"model_type": "mixtral"}, "num_local_experts is None; it must be a positive"),
-        ({"quantization_config": {"bits": 4}}, "choose a dense model that is not quantised"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method is 'hqq'"),
+        ({"compression_config": {"quant_method": "hqq"}}, "compression_config.quant_method is 'hqq'"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "quantization_config": {"quant_method": "awq"}},
+            "quantization_config.quant_method is 'awq', but quantised experts are not supported; choose the unquantised",
+        ),
         ({"num_key_value_heads": None, "head_dim": None, "num_local_experts": 0}, ""),
     ],
 )

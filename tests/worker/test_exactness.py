@@ -23,6 +23,7 @@ from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.rank.kv_parallel_plan import positions
 
+from .quantised_models import quantise_checkpoint, with_sizes
 from .random_steps import STRATEGIES, Cut, Planner, Query, Running, asked
 from .ranks import Ranks
 from .test_model_transformer import save_reference
@@ -35,6 +36,11 @@ ARCHITECTURES = ("llama", "llama-biased", "mistral", "qwen2", "qwen3")
 SPARSE = ("mixtral", "qwen3_moe", "qwen3_moe-mixed")
 # Eight stages need as many layers, eight tensor ranks as many heads: four times as many as there are KV heads.
 SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.1}
+
+QUANTISED = ("w8a8", "w4a16", "w4a16-asym", "fp8", "fp8-tensor", "awq", "gptq-desc-act")
+"""Formats, in groups of 16 columns that slices cut. Blocks of FP8, whose activations have groups, cannot be cut."""
+# An activation that lies between two steps may be rounded to the other one, which the last bit of a sum decides.
+TOLERANCES = {"w8a8": 0.1, "fp8": 0.3, "fp8-tensor": 0.3}
 
 POWERS = (1, 2, 4, 8)
 SHAPES = [shape for shape in product(POWERS, repeat=3) if np.prod(shape) <= 8]
@@ -81,6 +87,21 @@ CASES = (
         for shape, architecture in WINDOWED
     ]
     + [
+        pytest.param((shape, name, 2), id=f"{Topology(*shape)} {name}")
+        for shape, name in [
+            ((2, 1, 1), "w8a8"),
+            ((4, 1, 1), "w4a16"),
+            ((2, 1, 2), "w4a16-asym"),
+            ((2, 2, 1), "fp8"),
+            ((4, 1, 1), "gptq-desc-act"),
+            ((4, 1, 1), "awq"),
+        ]
+    ]
+    + [
+        pytest.param((shape, name, 10), id=f"{Topology(*shape)} {name} long", marks=pytest.mark.long)
+        for shape, name in product(SHAPES, QUANTISED)
+    ]
+    + [
         pytest.param(
             (shape, architecture, 40), id=f"{Topology(*shape)} {architecture} long", marks=pytest.mark.long
         )
@@ -119,6 +140,7 @@ def check(
     *,
     one_by_one: bool = False,
     kernels: Kernels | None = None,
+    tolerance: float = TOLERANCE,
 ) -> dict[str, Running]:
     """Run random steps of these requests, and compare the logits of every position that was computed."""
     everyone = planner.run(asked, strategies, one_by_one=one_by_one)
@@ -136,12 +158,16 @@ def check(
         found = {position: logits[name, position] for position in range(one.there, one.length)}
         for position in range(one.there, certain):
             error = float((found[position] - wanted[position]).abs().max())
-            assert error <= TOLERANCE, f"{name}, position {position}: {error}"
-        greedy = wanted[one.asked.prompt_tokens - 1 : certain].argmax(-1)
-        assert sampled[: len(greedy)] == greedy.tolist()
+            assert error <= tolerance, f"{name}, position {position}: {error}"
+        ends = wanted[one.asked.prompt_tokens - 1 : certain]
+        before_tie = torch.tensor(sampled[: len(ends)], dtype=torch.int64)
+        if tolerance == TOLERANCE:
+            assert before_tie.tolist() == ends.argmax(-1).tolist()
+        chosen = ends.gather(1, before_tie[:, None])
+        assert bool((ends.amax(-1) - chosen[:, 0] <= 2 * tolerance).all())
         if certain < len(ids):
             continue
-        check_prompt(ranks, name, wanted, ids, range(one.there + 1, one.asked.prompt_tokens))
+        check_prompt(ranks, name, wanted, ids, range(one.there + 1, one.asked.prompt_tokens), tolerance)
     return everyone
 
 
@@ -170,7 +196,14 @@ def slide(ranks: Ranks, reference: Any, window_tokens: int) -> None:
         ranks.slide([window_tokens if layer == "sliding_attention" else None for layer in layers])
 
 
-def check_prompt(ranks: Ranks, name: str, logits: torch.Tensor, ids: torch.Tensor, asked: range) -> None:
+def check_prompt(
+    ranks: Ranks,
+    name: str,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    asked: range,
+    tolerance: float = TOLERANCE,
+) -> None:
     """Compare the log-probabilities of a prompt's tokens at positions `asked` with the logits of transformers."""
     parts = [part for reported in ranks.scored.values() for one, part in reported if one == name]
     natural = torch.log_softmax(logits, dim=-1)
@@ -181,14 +214,14 @@ def check_prompt(ranks: Ranks, name: str, logits: torch.Tensor, ids: torch.Tenso
     before = natural[torch.tensor(places) - 1]
     own = before.gather(1, ids[places][:, None])
     found = torch.tensor([number for part in parts for number in part.logprobs])
-    assert float((found - own.flatten()).abs().max()) <= TOLERANCE
+    assert float((found - own.flatten()).abs().max()) <= tolerance
     tops = torch.tensor([number for part in parts for number in part.top_logprobs]).view(len(places), -1)
-    assert float((tops - before.topk(2, dim=-1).values).abs().max()) <= TOLERANCE
+    assert float((tops - before.topk(2, dim=-1).values).abs().max()) <= tolerance
     top_ids = torch.tensor([token for part in parts for token in part.top_ids]).view(len(places), -1)
-    assert float((before.gather(1, top_ids) - tops).abs().max()) <= TOLERANCE
+    assert float((before.gather(1, top_ids) - tops).abs().max()) <= tolerance
     place = torch.tensor([place for part in parts for place in part.ranks])
-    assert bool(((before > own + TOLERANCE).sum(1) < place).all())
-    assert bool(((before > own - TOLERANCE).sum(1) + 1 >= place).all())
+    assert bool(((before > own + tolerance).sum(1) < place).all())
+    assert bool(((before > own - tolerance).sum(1) + 1 >= place).all())
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +232,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
         if architecture not in made:
             directory = tmp_path_factory.mktemp(architecture)
             head_dim = {} if architecture.startswith("qwen2") else {"head_dim": 16}
-            made[architecture] = directory, save_reference(directory, architecture, **SIZES, **head_dim)
+            family = "llama" if architecture in QUANTISED else architecture
+            reference = save_reference(directory, family, **SIZES, **head_dim)
+            if architecture in QUANTISED:
+                quantise_checkpoint(directory, reference, with_sizes(architecture, 16))
+            made[architecture] = directory, reference
         return made[architecture]
 
     return checkpoint
@@ -208,22 +245,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
 @pytest.fixture(params=CASES)
 def replica(
     request: pytest.FixtureRequest, checkpoints: Callable[[str], tuple[Path, torch.nn.Module]]
-) -> Iterator[tuple[Ranks, torch.nn.Module, int]]:
+) -> Iterator[tuple[Ranks, torch.nn.Module, int, float]]:
     shape, architecture, examples = request.param
     directory, reference = checkpoints(architecture)
     ranks = Ranks(Topology(*shape), directory)
-    yield ranks, reference, examples
+    yield ranks, reference, examples, TOLERANCES.get(architecture, TOLERANCE)
     ranks.close()
 
 
-def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module, int]) -> None:
+def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module, int, float]) -> None:
     """A batch has short and long requests, forks and cached prefixes; lanes join, help each other and share prefills.
 
     Steps are planned while earlier ones run, as in a rank that is busy when they arrive. The pools are fragmented
     before the first request, so that a chunk has runs of blocks of all lengths, in any order. The kernels are those
     that this machine chooses, or would choose in another number format. A model with windows gets one of each size.
     """
-    ranks, reference, examples = replica
+    ranks, reference, examples, tolerance = replica
 
     @given(
         requests=st.lists(asked(150), min_size=1, max_size=5),
@@ -251,7 +288,9 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         slide(ranks, reference, window)
         planner = new_planner(ranks.topology.kv, tokens_per_lane, striped, seed)
         planner.crumble(crumbs)
-        check(ranks, reference, planner, requests, strategies, steps_ahead, kernels=kernels)
+        check(
+            ranks, reference, planner, requests, strategies, steps_ahead, kernels=kernels, tolerance=tolerance
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_IN_PLACE_TOKENS", 2 * BLOCK_TOKENS)  # the pools are small

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError
+from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import host_device
 from medha_worker.model.model_config import ModelConfig
@@ -130,6 +130,16 @@ def test_what_is_wrong_is_named_before_anything_is_allocated(
     damage(checkpoint, kind)
     refuse_memory(monkeypatch)
     with pytest.raises(CheckpointInvalid, match=named):
+        load(checkpoint)
+
+
+def test_an_expert_in_integers_is_named_before_anything_is_allocated(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, (gate, *_) = names_of(checkpoint)
+    change_tensors(checkpoint, {f"{prefix}.5.{gate}": torch.zeros(176, 128, dtype=torch.int8)})
+    refuse_memory(monkeypatch)
+    with pytest.raises(ModelUnsupported, match=r"experts\.5\.\w+\.weight is stored as I8.*bfloat16"):
         load(checkpoint)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
+from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.model.model_config import ExpertsConfig, ModelConfig
 from medha_worker.model.rope import RopeConfig
 
@@ -358,8 +359,19 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GemmaForCausalLM"]}, "architecture GemmaForCausalLM .*LlamaForCausalLM"),
     (MIXTRAL | {"num_experts": 8}, "num_experts is 8"),
     (QWEN3_MOE | {"n_routed_experts": 8}, "n_routed_experts is 8"),
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config .*gptq.*unquantised"),
-    ({"compression_config": {"format": "pack"}}, "compression_config"),
+    (
+        {"quantization_config": {"quant_method": "hqq"}},
+        r"quantization_config\.quant_method is 'hqq'.*unquantised",
+    ),
+    ({"compression_config": {"quant_method": "sparse"}}, r"compression_config\.quant_method is 'sparse'"),
+    (
+        MIXTRAL | {"quantization_config": QUANTISATIONS["awq"]},
+        r"quantization_config\.quant_method is 'awq', but quantised experts .*choose the unquantised checkpoint",
+    ),
+    (
+        QWEN3_MOE | {"compression_config": QUANTISATIONS["w4a16"]},
+        r"compression_config\.quant_method is 'compressed-tensors', but quantised experts .*unquantised",
+    ),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
     ({"rotary_pct": 0.25}, "rotary_pct"),

@@ -112,6 +112,7 @@ def test_greedy_text_depends_on_the_prompt_and_does_not_repeat_one_token(tiny: P
         ({"seed": -1}, "seed"),
         ({"window_tokens": 8}, "window is 8 for architecture llama"),
         ({"architecture": "mistral", "window_tokens": 0}, "window is 0"),
+        ({"architecture": "mixtral", "quantisation": "awq"}, "quantisation is awq for architecture mixtral"),
     ],
 )
 def test_a_wrong_argument_is_named_and_nothing_is_written(

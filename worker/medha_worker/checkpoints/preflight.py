@@ -27,11 +27,12 @@ def require_possible(spec: MedhaReplicaSpec, directory: Path, free_bytes: int) -
     stage_layers(config.num_layers, shape.stream)
     dtype = config.dtype if spec.model.dtype == "auto" else spec.model.dtype
     ranks = shape.tensor * shape.stream * shape.kv
-    needed = ranks * RANK_BYTES + shape.kv * config.parameters * ELEMENT_BYTES[dtype]
+    needed = ranks * RANK_BYTES + shape.kv * config.weights_bytes(ELEMENT_BYTES[dtype])
     if needed > free_bytes:
+        form = dtype if config.quantisation is None else config.quantisation.method
         raise ConfigInvalid(
             f"spec.parallelism: {ranks} ranks (tensor {shape.tensor} x stream {shape.stream} x kv {shape.kv}) need at least "
-            f"{_gib(needed)} for their processes and {shape.kv} x the weights in {dtype}, but {_gib(free_bytes)} are free on "
+            f"{_gib(needed)} for their processes and {shape.kv} x the weights in {form}, but {_gib(free_bytes)} are free on "
             "this machine; lower parallelism, or free memory"
         )
     size = spec.kv_cache.size

@@ -23,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from medha.errors import ConfigInvalid
 from medha_worker.checkpoints import needle_model
+from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, quantise
 from medha_worker.model.families.family import Family
 from medha_worker.model.families.family_table import FAMILIES
 
@@ -121,6 +122,7 @@ def init_checkpoint(
     architecture: str = "llama",
     dtype: str = "float32",
     window_tokens: int | None = None,
+    quantisation: str = "none",
     force: bool = False,
 ) -> None:
     """Create a checkpoint in `directory`; the same arguments give the same bytes.
@@ -132,24 +134,32 @@ def init_checkpoint(
     anything else is never touched.
 
     Raises:
-        ConfigInvalid: the preset, architecture or dtype is unknown, the seed is negative, the architecture has no
-            window, or the directory is in use.
+        ConfigInvalid: the preset, architecture, dtype or quantisation is unknown, the seed is negative, the architecture
+            has no window or cannot be quantised, or the directory is in use.
     """
     for name, value, allowed in (
         ("preset", preset, tuple(PRESETS)),
         ("architecture", architecture, tuple(ARCHITECTURES)),
         ("dtype", dtype, tuple(_DTYPES)),
+        ("quantisation", quantisation, ("none", *QUANTISATIONS)),
     ):
         if value not in allowed:
             raise ConfigInvalid(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
-    if preset == "needle" and (architecture, dtype) != ("llama", "float32"):
+    if preset == "needle" and (architecture, dtype, quantisation) != ("llama", "float32", "none"):
         raise ConfigInvalid(
-            f"preset needle is {architecture} in {dtype}; its weights are made for llama in float32 only"
+            f"preset needle is {architecture} in {dtype}, quantisation {quantisation}; its weights are made for llama in "
+            "float32 only"
         )
     if window_tokens is not None and (window_tokens < 1 or not ARCHITECTURES[architecture].has_window):
         windowed = ", ".join(name for name, family in ARCHITECTURES.items() if family.has_window)
         raise ConfigInvalid(
             f"window is {window_tokens} for architecture {architecture}; give at least 1, and one of {windowed}"
+        )
+    if quantisation != "none" and ARCHITECTURES[architecture].experts is not None:
+        dense = ", ".join(name for name, family in ARCHITECTURES.items() if family.experts is None)
+        raise ConfigInvalid(
+            f"quantisation is {quantisation} for architecture {architecture}, but quantised experts are not supported; "
+            f"choose one of {dense}"
         )
     if seed < 0:
         raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
@@ -163,7 +173,10 @@ def init_checkpoint(
         made.mkdir()
         sizes = PRESETS[preset]
         family = ARCHITECTURES[architecture]
-        _write_json(made / "config.json", _model_config(sizes, family, dtype, window_tokens))
+        config = _model_config(sizes, family, dtype, window_tokens)
+        if quantisation != "none":
+            config["quantization_config"] = QUANTISATIONS[quantisation]
+        _write_json(made / "config.json", config)
         _write_json(made / "generation_config.json", _generation_config())
         if preset == "needle":
             tokenizer = _train_tokenizer(
@@ -175,6 +188,8 @@ def init_checkpoint(
             tokenizer = _train_tokenizer(sizes.vocab_size, _corpus())
             template = _CHAT_TEMPLATE
             weights = _random_weights(sizes, family, seed, _DTYPES[dtype])
+            if quantisation != "none":
+                weights, _ = quantise(weights, QUANTISATIONS[quantisation], seed)
         _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})

@@ -33,6 +33,8 @@ def experts_mlp(
     Nothing waits for the device, unless the products do.
     """
     assert layer.router is not None
+    assert isinstance(layer.gate_up, torch.Tensor), "experts are never quantised"
+    assert isinstance(layer.down, torch.Tensor), "experts are never quantised"
     rows, per_token = normed.shape[0], experts.per_token
     weights, chosen = chosen_experts(kernels.products.product(normed, layer.router), experts)
 

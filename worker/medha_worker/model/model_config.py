@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha.quantisation import Quantisation, WeightFormat, decode, layer_linears
 from medha_worker.model.families.family import ExpertBlock, Family
 from medha_worker.model.families.family_table import FAMILIES
 from medha_worker.model.rope_config import RopeConfig
@@ -60,6 +61,7 @@ class ModelConfig:
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
         experts: The sparse layers; None if all layers are dense.
+        quantisation: The formats of quantised linears; None if none is quantised.
     """
 
     architecture: str
@@ -82,6 +84,7 @@ class ModelConfig:
     max_position_tokens: int
     max_model_len: int
     experts: ExpertsConfig | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def family(self) -> Family:
@@ -101,6 +104,39 @@ class ModelConfig:
             assert self.family.experts is not None
             widths[self.family.experts.width_field] = self.experts.intermediate_size
         return widths
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """The shapes, [rows, columns], of the linears that may be quantised, by name: those of layers, and the output head.
+
+        The MLPs of sparse layers are not among them.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for index in range(self.num_layers):
+            linears = layer_linears(
+                index,
+                hidden=self.hidden_size,
+                query_width=self.num_query_heads * self.head_dim,
+                kv_width=self.num_kv_heads * self.head_dim,
+                intermediate=self.intermediate_size,
+            )
+            if self.is_sparse(index):
+                linears = {name: shape for name, shape in linears.items() if ".mlp." not in name}
+            found |= linears
+        if not self.tie_word_embeddings:
+            found["lm_head"] = self.vocab_size, self.hidden_size
+        return found
+
+    def format_of(self, layer: str) -> WeightFormat | None:
+        """Return the format of a linear by name; None if it is not quantised."""
+        return None if self.quantisation is None else self.quantisation.format_of(layer)
+
+    def weights_bytes(self, element_bytes: int) -> int:
+        """Return the memory of all matrices; `element_bytes` are those of a value that is not quantised."""
+        if self.quantisation is None:
+            return self.parameters * element_bytes
+        embedding = self.vocab_size * self.hidden_size * element_bytes
+        return embedding + self.quantisation.weights_bytes(self.linear_layers, element_bytes)
 
     @property
     def parameters(self) -> int:
@@ -138,6 +174,20 @@ class ModelConfig:
             raise ConfigInvalid(
                 f"parallelism.tensor is {tensor_size}; it must divide num_key_value_heads ({kv_heads}) or be a multiple"
             )
+        self._require_whole_groups(tensor_size)
+
+    def _require_whole_groups(self, tensor_size: int) -> None:
+        """Check that no rank's part of a linear's input cuts a group of activations, whose scale it would not know."""
+        for layer, (_, columns) in self.linear_layers.items() if tensor_size > 1 else ():
+            form = self.format_of(layer)
+            if form is None or form.activations is None or not layer.endswith(("o_proj", "down_proj")):
+                continue
+            size = form.activations.group_size
+            if size is not None and columns // tensor_size % size:
+                raise ConfigInvalid(
+                    f"parallelism.tensor is {tensor_size}, which cuts the {columns} inputs of {layer} within groups of {size} "
+                    f"activations that share a scale ({form.name}); choose a tensor whose parts are multiples of {size}"
+                )
 
     @property
     def linear_flops_per_token(self) -> float:
@@ -191,7 +241,7 @@ class ModelConfig:
         limit = _length_limit(rope, max_position_tokens, overridden=rope_scaling is not None)
         num_layers = fields.positive_int("num_hidden_layers")
         served = _served_length(max_model_len, limit, rope)
-        return cls(
+        config = cls(
             architecture=family.architecture,
             vocab_size=fields.positive_int("vocab_size"),
             hidden_size=hidden_size,
@@ -212,13 +262,17 @@ class ModelConfig:
             max_position_tokens=limit,
             max_model_len=served,
             experts=None if family.experts is None else _experts(fields, family.experts, num_layers),
+            quantisation=_quantisation(fields, family),
         )
+        for layer, (rows, columns) in config.linear_layers.items():
+            form = config.format_of(layer)
+            if form is not None:
+                form.require_divisible(f"config.json: {layer}", rows, columns)
+        return config
 
 
 # Fields of related architectures that change results, with the values that switch them off.
 _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     "rotary_pct": (None, 1, 1.0),
     "rope_interleaved": (None, False),
@@ -350,10 +404,14 @@ def _refuse_foreign_features(fields: _Fields, family: Family) -> None:
     own = () if family.experts is None else family.experts.count_fields
     for name, neutral in _FOREIGN_FIELDS.items():
         if name not in own and fields.get(name) not in neutral:
-            mend = "choose a checkpoint without it"
-            if name in ("quantization_config", "compression_config"):
-                mend = "choose the unquantised checkpoint (bfloat16, float16 or float32)"
-            raise fields.unsupported(name, mend)
+            raise fields.unsupported(name, "choose a checkpoint without it")
+
+
+def _quantisation(fields: _Fields, family: Family) -> Quantisation | None:
+    """Return the formats of quantised linears; old files have them under `compression_config`."""
+    name = "compression_config" if fields.get("quantization_config") is None else "quantization_config"
+    value, has_experts = fields.get(name), family.experts is not None
+    return None if value is None else decode(value, f"{fields.source}: {name}", has_experts=has_experts)
 
 
 def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsConfig:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from medha.topology import stage_layers
 from medha_worker.model.model_config import ModelConfig
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head."
 _LAYER = "model.layers."
 
 
@@ -39,6 +39,6 @@ def tensors_of_stage(names: Iterable[str], config: ModelConfig, layers: range) -
             return int(name.removeprefix(_LAYER).partition(".")[0]) in layers
         if name == EMBEDDING:
             return is_first or (is_last and config.tie_word_embeddings)
-        return is_last and name in (FINAL_NORM, HEAD)
+        return is_last and (name == FINAL_NORM or name.startswith(HEAD))
 
     return set(filter(is_read, names))

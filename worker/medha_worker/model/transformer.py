@@ -19,6 +19,7 @@ from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.prepared_step import LayerStep, OwnStep, PreparedStep, Rotation
+from medha_worker.model.quantised_weights import Linear, LinearProducts, QuantisedWeight, tensors_of
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
 from medha_worker.model.tensor_group import Alone, TensorGroup
@@ -64,6 +65,7 @@ class Transformer:
         self.shard = shard
         self._weights = weights
         self.kernels = kernels
+        self._products = LinearProducts(kernels.products, self._group, shard.tensor_rank, shard.tensor_size)
         self.device, self.dtype = weights.device, weights.device.dtype
         frequencies, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
         self._frequencies = self.device.place(frequencies)
@@ -120,10 +122,11 @@ class Transformer:
     def weights_bytes(self) -> int:
         """Memory of this rank's weights; shared tensors (tied embeddings) count once."""
         weights = self._weights
-        tensors = [weights.embedding, weights.final_norm, weights.head]
+        held = [weights.embedding, weights.final_norm, weights.head]
         for layer in weights.layers:
-            tensors += [getattr(layer, field.name) for field in fields(layer)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor is not None}
+            held += [getattr(layer, field.name) for field in fields(layer)]
+        tensors = [tensor for weight in held if weight is not None for tensor in tensors_of(weight)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     def new_kv_cache(self, num_blocks: int, block_tokens: int) -> KVCache:
@@ -172,7 +175,7 @@ class Transformer:
             and self._group.captures
             and self.kernels.attention.for_graph(1, 1) is not None
             and all(
-                self.kernels.experts.can_capture(weights)
+                isinstance(weights, torch.Tensor) and self.kernels.experts.can_capture(weights)
                 for layer in self._weights.layers
                 if layer.router is not None
                 for weights in (layer.gate_up, layer.down)
@@ -273,7 +276,7 @@ class Transformer:
         assert self._weights.final_norm is not None, "only the last stage has the output head"
         assert self._weights.head is not None
         normed = self._norm(hidden, self._weights.final_norm)
-        own = self.kernels.products.product(normed, self._weights.head).float()
+        own = self._products.product(normed, self._weights.head).float()
         widths = [rows.stop - rows.start for rows in self.shard.vocabulary(self.config)]
         return self._group.gather_last_dim(own, widths)
 
@@ -368,7 +371,7 @@ class Transformer:
         normed = self._normed(hidden, normed, layer.input_norm, some)
         rotation, rows = (rotation[0][some], rotation[1][some]), normed.shape[0]
         query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
-        heads = self.kernels.products.product(normed, layer.qkv, layer.qkv_bias)
+        heads = self._products.product(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(rows, query_heads + 2 * kv_heads, config.head_dim)
         q, k, v = heads[:, :query_heads], heads[:, query_heads:-kv_heads], heads[:, -kv_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -424,7 +427,7 @@ class Transformer:
 
     def _widened(self, layer: LayerWeights, normed: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
         """Return silu(gate(x)) * up(x) of normed rows; `wide` is scratch memory."""
-        gate_up = self.kernels.products.product(
+        gate_up = self._products.product(
             normed, layer.gate_up, layer.gate_up_bias, out=wide[: normed.shape[0]]
         )
         return self.kernels.rows.silu_multiply(gate_up)
@@ -435,7 +438,7 @@ class Transformer:
         rows: slice,
         step: LayerStep,
         compute: Callable[[slice, OwnStep | None], torch.Tensor],
-        weight: torch.Tensor | None,
+        weight: Linear | None,
         bias: torch.Tensor | None,
         norm: torch.Tensor | None,
     ) -> torch.Tensor | None:
@@ -456,8 +459,9 @@ class Transformer:
                 hidden[rows].add_(x)
                 return None
             if self.shard.tensor_size > 1:
-                return self.kernels.products.product(x, weight, bias, out)  # only rank 0 has the bias
-            self.kernels.products.add_product(hidden[rows], x, weight)
+                # Only rank 0 has the bias.
+                return self._products.product(x, weight, bias, out, is_partial=True)
+            self._products.add_product(hidden[rows], x, weight)
             if bias is not None:
                 hidden[rows].add_(bias)
             return None
@@ -465,7 +469,11 @@ class Transformer:
         try:
             part = run(rows, None, None)
         except (MemoryError, RuntimeError) as error:
-            if self._lanes is None or not ran_out(error):
+            # Ranks that share the scales of rows would wait for each other in the products of one sequence alone.
+            shares = (
+                isinstance(weight, QuantisedWeight) and weight.has_row_scales and self.shard.tensor_size > 1
+            )
+            if self._lanes is None or shares or not ran_out(error):
                 raise
             _log.warning(
                 "memory ran out for %d rows, so each sequence runs alone: %s", hidden.shape[0], error

@@ -7,9 +7,11 @@ products copy them without transposing.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointInvalid, ModelUnsupported
+from medha.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.model.expert_tensors import ExpertTensors
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.quantised_weights import Linear, PlainRows, QuantisedWeight, WeightRows
 from medha_worker.model.stage_split import tensors_of_stage
+from medha_worker.model.stored_quantised import WeightSlice, read_rows
 from medha_worker.readable import require_readable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """torch's data types, by the names that a configuration may use."""
 
-# Called with the bytes of weights read so far, and the bytes to read in total, both in the run dtype.
+# Called with the bytes of weights read so far, and the bytes to read in total, both as they are stored.
 Progress = Callable[[int, int], None]
 
 
@@ -83,7 +88,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A rank's slice of one layer. Linear weights are [in, out]; a missing bias is None.
+    """A rank's slice of one layer. Linear weights are [in, out], quantised or not; a missing bias is None.
 
     The biases of row-parallel linears (`output_bias`, `down_bias`) are held by tensor rank 0 only, because
     the all-reduce sums up the ranks' results.
@@ -92,16 +97,16 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Linear
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: Linear
     output_bias: torch.Tensor | None
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Linear
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Linear
     down_bias: torch.Tensor | None
     router: torch.Tensor | None = None
 
@@ -119,7 +124,7 @@ class Weights:
     vocab_start: int
     embedding: torch.Tensor | None
     final_norm: torch.Tensor | None
-    head: torch.Tensor | None
+    head: Linear | None
 
 
 def load_weights(
@@ -134,7 +139,7 @@ def load_weights(
 
     Raises:
         CheckpointInvalid: a file or tensor is missing, misshaped or unexpected; the text names it.
-        ModelUnsupported: a tensor's number format is not float32, bfloat16 or float16.
+        ModelUnsupported: a tensor's number format is none that its place in this model may have; the text names it.
         ConfigInvalid: the model cannot be split over `tensor_size` ranks.
     """
     config.require_tensor_size(shard.tensor_size)
@@ -142,7 +147,8 @@ def load_weights(
         reader = _Reader(Path(directory), config, shard, device, progress, stack)
         layers = [reader.layer(index) for index in range(shard.first_layer, shard.last_layer)]
         embedding = reader.vocabulary("model.embed_tokens.weight") if shard.is_first_stage else None
-        final_norm = head = None
+        final_norm: torch.Tensor | None = None
+        head: Linear | None = None
         if shard.is_last_stage:
             final_norm = reader.whole("model.norm.weight")
             head = reader.head(embedding)
@@ -183,7 +189,19 @@ def expected_shapes(config: ModelConfig, experts: ExpertTensors | None = None) -
     return shapes
 
 
-_READABLE = {"F32", "BF16", "F16"}
+def stored_tensors(config: ModelConfig, experts: ExpertTensors | None = None) -> dict[str, StoredTensor]:
+    """Return every tensor that the files of this model hold, with the forms that it may have."""
+    found: dict[str, StoredTensor] = {}
+    linears = config.linear_layers
+    for name, shape in expected_shapes(config, experts).items():
+        layer = name.removesuffix(".weight")
+        form = config.format_of(layer) if layer in linears else None
+        if form is None:
+            found[name] = StoredTensor((shape,))
+        else:
+            rows, columns = linears[layer]
+            found |= {f"{layer}.{part}": tensor for part, tensor in form.tensors(rows, columns).items()}
+    return found
 
 
 class _Reader:
@@ -203,12 +221,10 @@ class _Reader:
         self._files: dict[Path, Any] = {}
         self._file_of = self._locate(directory)
         self._experts = None if config.experts is None else ExpertTensors(config, self._file_of)
-        self._shapes = expected_shapes(config, self._experts)
+        self._tensors = stored_tensors(config, self._experts)
         self._check_names(directory)
-        if "lm_head.weight" in self._file_of:
-            self._shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-        for name in tensors_of_stage(self._shapes, config, range(shard.first_layer, shard.last_layer)):
-            self._stored(name)  # before anything is allocated
+        if config.tie_word_embeddings and "lm_head.weight" in self._file_of:
+            self._tensors["lm_head.weight"] = StoredTensor(((config.vocab_size, config.hidden_size),))
 
         rank, size = shard.tensor_rank, shard.tensor_size
         self.vocab_rows = shard.vocabulary(config)[rank]
@@ -224,7 +240,7 @@ class _Reader:
 
         self._progress = progress
         self._read_bytes = 0
-        self._total_bytes = self._expected_bytes()
+        self._total_bytes = self._checked_bytes()
 
     def layer(self, index: int) -> LayerWeights:
         layer = f"model.layers.{index}."
@@ -238,18 +254,20 @@ class _Reader:
         adds_bias = self.shard.tensor_rank == 0
         config = self.config
         router: torch.Tensor | None = None
+        gates: Linear
+        downs: Linear
         if self._experts is not None and config.is_sparse(index):
             router, gates, downs = self._experts.read(self._slice, layer, self._expert_rows, self.device)
         else:
             gates = self._column_parallel(gate_up)
-            downs = self._row_parallel(f"{mlp}down_proj.weight", self._mlp_rows)
+            downs = self._row_parallel(f"{mlp}down_proj", self._mlp_rows)
         return LayerWeights(
             input_norm=self.whole(f"{layer}input_layernorm.weight"),
             qkv=self._column_parallel(qkv),
             qkv_bias=self._biases(qkv) if config.qkv_bias else None,
             q_norm=self.whole(f"{attention}q_norm.weight") if config.qk_norm else None,
             k_norm=self.whole(f"{attention}k_norm.weight") if config.qk_norm else None,
-            output=self._row_parallel(f"{attention}o_proj.weight", self._query_rows),
+            output=self._row_parallel(f"{attention}o_proj", self._query_rows),
             output_bias=self.whole(f"{attention}o_proj.bias") if config.output_bias and adds_bias else None,
             post_norm=self.whole(f"{layer}post_attention_layernorm.weight"),
             gate_up=gates,
@@ -265,12 +283,14 @@ class _Reader:
     def vocabulary(self, name: str) -> torch.Tensor:
         return self._convert(self._slice(name, self.vocab_rows))
 
-    def head(self, embedding: torch.Tensor | None) -> torch.Tensor:
+    def head(self, embedding: torch.Tensor | None) -> Linear:
         """Return the output head, [hidden, vocab rows]; a tied one shares memory with an embedding held here.
 
         A checkpoint that says "tied" but holds a different head is served with that head, as in transformers.
         """
         if not self.config.tie_word_embeddings:
+            if self.config.format_of("lm_head") is not None:
+                return self._quantised({"lm_head": self.vocab_rows})
             return self.vocabulary("lm_head.weight").t().contiguous()
         tied = embedding if embedding is not None else self.vocabulary("model.embed_tokens.weight")
         if "lm_head.weight" in self._file_of:
@@ -279,8 +299,10 @@ class _Reader:
                 return head.t().contiguous()
         return tied.t()
 
-    def _column_parallel(self, parts: Mapping[str, slice]) -> torch.Tensor:
+    def _column_parallel(self, parts: Mapping[str, slice]) -> Linear:
         """Return slices of several weights side by side, [in, out of all]."""
+        if any(self.config.format_of(name) is not None for name in parts):
+            return self._quantised(parts)
         widths = [rows.stop - rows.start for rows in parts.values()]
         fused = torch.empty(
             self.config.hidden_size, sum(widths), dtype=self.device.dtype, device=self.device.torch_device
@@ -294,8 +316,38 @@ class _Reader:
     def _biases(self, parts: Mapping[str, slice]) -> torch.Tensor:
         return torch.cat([self._convert(self._slice(f"{name}.bias", rows)) for name, rows in parts.items()])
 
-    def _row_parallel(self, name: str, columns: slice) -> torch.Tensor:
-        return self._convert(self._slice(name, slice(None), columns).t())
+    def _row_parallel(self, name: str, columns: slice) -> Linear:
+        if self.config.format_of(name) is not None:
+            rows = self.config.linear_layers[name][0]
+            return self._quantised({name: slice(0, rows)}, range(columns.start, columns.stop))
+        return self._convert(self._slice(f"{name}.weight", slice(None), columns).t())
+
+    def _quantised(self, parts: Mapping[str, slice], columns: range | None = None) -> QuantisedWeight:
+        """Return rows of several weights, each in the form in which it is stored; `columns` are all unless given."""
+        held: list[WeightRows] = []
+        for layer, rows in parts.items():
+            form, (rows_of_all, columns_of_all) = (
+                self.config.format_of(layer),
+                self.config.linear_layers[layer],
+            )
+            some = columns if columns is not None else range(columns_of_all)
+            if form is None:
+                held.append(
+                    PlainRows(
+                        self._convert(self._slice(f"{layer}.weight", rows, slice(some.start, some.stop)))
+                    )
+                )
+                continue
+            part = WeightSlice(layer, range(rows.start, rows.stop), some, rows_of_all, columns_of_all)
+            held.append(read_rows(part, form, partial(self._part, layer), self._place))
+        return QuantisedWeight(held)
+
+    def _part(self, layer: str, name: str, *index: slice) -> torch.Tensor:
+        return self._slice(f"{layer}.{name}", *index)
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Put a tensor into the device's memory, as it is."""
+        return tensor.to(self.device.torch_device)
 
     def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self.device.torch_device, dtype=self.device.dtype).contiguous()
@@ -303,34 +355,55 @@ class _Reader:
     def _slice(self, name: str, *index: slice) -> torch.Tensor:
         """Read a slice of the named tensor from its file, and nothing else of it."""
         whole = all(part == slice(None) for part in index)
-        stored = self._stored(name)
-        tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name) if whole else stored[index]
-        self._read_bytes += tensor.numel() * self.device.dtype.itemsize
+        file = self._open(self._file_of[name])
+        tensor: torch.Tensor = file.get_tensor(name) if whole else file.get_slice(name)[index]
+        self._read_bytes += tensor.nbytes
         if self._progress is not None:
             self._progress(self._read_bytes, max(self._read_bytes, self._total_bytes))
         return tensor
 
-    def _stored(self, name: str) -> Any:
-        """Return the named tensor in its file, of which only shape and format have been read and checked."""
-        path = self._file_of[name]
-        try:
-            stored = self._open(path).get_slice(name)
-        except SafetensorError as error:
+    def _checked_bytes(self) -> int:
+        """Return the bytes that this rank will read, having checked the headers of what it reads.
+
+        Tensors held by every rank are counted in part, which is accurate enough for a progress bar.
+        """
+        layers = range(self.shard.first_layer, self.shard.last_layer)
+        read_bytes = 0
+        for name in sorted(tensors_of_stage(self._tensors, self.config, layers)):
+            path, expected = self._file_of[name], self._tensors[name]
+            try:
+                stored = self._open(path).get_slice(name)
+            except SafetensorError as error:
+                raise CheckpointInvalid(
+                    f"{path}: tensor {name} cannot be read ({error}); fetch it again"
+                ) from error
+            shape, form = tuple(stored.get_shape()), stored.get_dtype()
+            if shape not in expected.shapes:
+                raise CheckpointInvalid(
+                    f"{path}: tensor {name} has shape {list(shape)}, but config.json makes it "
+                    f"{list(expected.shapes[0])}; fetch a checkpoint whose files belong together"
+                )
+            if form not in expected.formats:
+                raise ModelUnsupported(
+                    f"{path}: tensor {name} is stored as {form}, which is not supported; choose the checkpoint "
+                    f"in {_formats(expected.formats)}"
+                )
+            if name.endswith(_SHAPE):
+                self._check_shape(name, path)
+            read_bytes += math.prod(shape) * _FORMAT_BYTES[form]
+        return read_bytes // self.shard.tensor_size
+
+    def _check_shape(self, name: str, path: Path) -> None:
+        """Check the shape that a packed weight has beside it."""
+        found, expected = (
+            self._open(path).get_tensor(name).tolist(),
+            self.config.linear_layers[name.removesuffix(_SHAPE)],
+        )
+        if tuple(found) != expected:
             raise CheckpointInvalid(
-                f"{path}: tensor {name} cannot be read ({error}); fetch it again"
-            ) from error
-        found, expected = tuple(stored.get_shape()), self._shapes[name]
-        if found != expected:
-            raise CheckpointInvalid(
-                f"{path}: tensor {name} has shape {list(found)}, but config.json makes it {list(expected)}; "
+                f"{path}: tensor {name} is {found}, but config.json makes the weight {list(expected)}; "
                 "fetch a checkpoint whose files belong together"
             )
-        if stored.get_dtype() not in _READABLE:
-            raise ModelUnsupported(
-                f"{path}: tensor {name} is stored as {stored.get_dtype()}, which is not supported; "
-                "choose the checkpoint in bfloat16, float16 or float32"
-            )
-        return stored
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -367,10 +440,10 @@ class _Reader:
         return {name: directory / file for name, file in files.items()}
 
     def _check_names(self, directory: Path) -> None:
-        missing = [name for name in self._shapes if name not in self._file_of]
+        missing = [name for name in self._tensors if name not in self._file_of]
         if missing:
             raise CheckpointInvalid(
-                f"{directory}: tensor {missing[0]} of shape {list(self._shapes[missing[0]])} is missing"
+                f"{directory}: tensor {missing[0]} of shape {list(self._tensors[missing[0]].shapes[0])} is missing"
                 f"{_and_more(missing)}; fetch the checkpoint again"
             )
         # Two leftovers are harmless: a head beside tied embeddings, and the inverse frequencies in old
@@ -378,7 +451,7 @@ class _Reader:
         unexpected = [
             name
             for name in self._file_of
-            if name not in self._shapes
+            if name not in self._tensors
             and not name.endswith(".rotary_emb.inv_freq")
             and not (name == "lm_head.weight" and self.config.tie_word_embeddings)
         ]
@@ -388,19 +461,16 @@ class _Reader:
                 f"{self.config.architecture} of this config.json has none; choose a matching checkpoint"
             )
 
-    def _expected_bytes(self) -> int:
-        """Return the bytes that this rank will read, in the run dtype.
 
-        Tensors held by every rank are counted in part, which is accurate enough for a progress bar.
-        """
-        in_stage = [
-            name
-            for name in self._shapes
-            if not name.startswith("model.layers.")
-            or self.shard.first_layer <= int(name.split(".")[2]) < self.shard.last_layer
-        ]
-        elements = sum(torch.Size(self._shapes[name]).numel() for name in in_stage)
-        return elements * self.device.dtype.itemsize // self.shard.tensor_size
+_FORMAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "F8_E4M3": 1}
+"""Bytes of a value, by safetensors' names of number formats."""
+
+_FORMAT_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SHAPE = ".weight_shape"
+
+
+def _formats(names: Iterable[str]) -> str:
+    return " or ".join(_FORMAT_NAMES.get(name, name) for name in sorted(names))
 
 
 def _and_more(names: Sequence[str]) -> str:

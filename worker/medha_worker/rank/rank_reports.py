@@ -13,6 +13,7 @@ from dataclasses import replace
 from time import monotonic
 
 from medha.hardware import ExpertShape, ModelShape
+from medha.quantisation import mean_layer_bytes
 from medha.step_estimates import StepCosts, StepWork, peak_of
 from medha.wire.messages import Message, RankReport, RankXid
 from medha_worker.device import Device
@@ -130,4 +131,13 @@ def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShap
         dtype_bytes=element_bytes,
         kv_dtype_bytes=element_bytes,
         experts=experts,
+        layer_weight_bytes=mean_layer_bytes(
+            config.quantisation,
+            config.num_layers,
+            element_bytes,
+            hidden=config.hidden_size,
+            query_width=config.num_query_heads * config.head_dim,
+            kv_width=config.num_kv_heads * config.head_dim,
+            intermediate=config.intermediate_size,
+        ),
     )

@@ -1,0 +1,515 @@
+"""The quantised formats of linear layers, as a checkpoint's `config.json` describes them, and the tensors that each stores.
+
+`decode` reads `quantization_config` field by field. A field that changes results is implemented or refused, never
+ignored. The formats are those of compressed-tensors (integers of 8 bits, packed integers of 4 or 8 bits, FP8),
+DeepSeek's FP8 blocks, AWQ and GPTQ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from medha.errors import CheckpointInvalid, ModelUnsupported
+
+Layout = Literal["bytes", "packed", "awq", "gptq"]
+"""The way in which integers lie in a file: one in each byte, or several in a word of 32 bits."""
+
+_FLOATS = frozenset({"F32", "BF16", "F16"})
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint: the shapes and safetensors' names of number formats that it may have."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    formats: frozenset[str] = _FLOATS
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFormat:
+    """The rounding of activations before a product.
+
+    Attributes:
+        kind: Numbers that activations are rounded to: integers of 8 bits, or FP8 (E4M3).
+        is_static: True if the checkpoint stores one scale, `input_scale`; else each row has its own.
+        group_size: Neighbouring values of a row that share a scale; None if the whole row does.
+    """
+
+    kind: Literal["int8", "float8"]
+    is_static: bool = False
+    group_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """The form in which the weight of a linear layer, [rows, columns], is stored.
+
+    Attributes:
+        name: Its name in messages.
+        layout: See `Layout`.
+        is_float: True for FP8 (E4M3), False for integers.
+        bits: Bits of one value.
+        has_zero_points: True if a zero point is subtracted from the values of each group.
+        group_size: Neighbouring columns that share a scale; None if all do.
+        block_rows: Neighbouring rows that share a scale; None if all do.
+        scale_name: Name of the tensor of scales, without the layer's.
+        scale_bytes: Bytes of a scale as writers store it; None if it has the type of unquantised values.
+        has_group_index: True if a tensor says which group each column belongs to.
+        zero_point_offset: Number that is added to stored zero points, modulo 2^bits.
+        activations: Rounding of activations; None leaves them as they are.
+    """
+
+    name: str
+    layout: Layout = "bytes"
+    is_float: bool = False
+    bits: int = 8
+    has_zero_points: bool = False
+    group_size: int | None = None
+    block_rows: int | None = 1
+    scale_name: str = "weight_scale"
+    scale_bytes: int | None = None
+    has_group_index: bool = False
+    zero_point_offset: int = 0
+    activations: ActivationFormat | None = None
+
+    @property
+    def per_word(self) -> int:
+        """Number of values in a word of 32 bits."""
+        return _WORD_BITS // self.bits
+
+    def groups(self, columns: int) -> int:
+        """Return the number of groups of a row of so many columns; the last one may be shorter."""
+        return 1 if self.group_size is None else -(-columns // self.group_size)
+
+    def require_divisible(self, layer: str, rows: int, columns: int) -> None:
+        """Check that whole words hold the values, where the format knows no other form.
+
+        Raises:
+            CheckpointInvalid: they do not.
+        """
+        packed = {"awq": ("rows", rows), "gptq": ("columns", columns)}.get(self.layout)
+        if self.layout == "gptq" and rows % self.per_word:
+            packed = "rows", rows
+        if packed is not None and packed[1] % self.per_word:
+            raise CheckpointInvalid(
+                f"{layer} has {packed[1]} {packed[0]}, but {self.name} packs {self.per_word} values into a word; "
+                "choose a checkpoint that leaves this layer unquantised"
+            )
+
+    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
+        """Return the tensors of a layer whose weight is [rows, columns], by their names without the layer's."""
+        groups, words, integers = self.groups(columns), self.per_word, frozenset({"I32"})
+        if self.layout in ("awq", "gptq"):
+            weight = (columns, -(-rows // words)) if self.layout == "awq" else (-(-columns // words), rows)
+            found = {
+                "qweight": StoredTensor((weight,), integers),
+                "qzeros": StoredTensor(((groups, -(-rows // words)),), integers),
+                "scales": StoredTensor(((groups, rows),)),
+            }
+            if self.layout == "gptq":
+                found["g_idx"] = StoredTensor(((columns,),), integers)
+            return found
+        if self.layout == "packed":
+            found = {
+                "weight_packed": StoredTensor(((rows, -(-columns // words)),), integers),
+                "weight_shape": StoredTensor(((2,),), frozenset({"I64", "I32"})),
+            }
+        else:
+            found = {
+                "weight": StoredTensor(((rows, columns),), frozenset({"F8_E4M3" if self.is_float else "I8"}))
+            }
+        of_tensor = self.block_rows is None
+        blocks = 1 if self.block_rows is None else -(-rows // self.block_rows)
+        scales = ((1,), (), (1, 1)) if of_tensor else ((blocks, groups),)
+        found[self.scale_name] = StoredTensor(scales)
+        if self.has_zero_points and self.layout == "packed":
+            found["weight_zero_point"] = StoredTensor(((-(-rows // words), groups),), integers)
+        elif self.has_zero_points:
+            found["weight_zero_point"] = StoredTensor(scales, frozenset({"I8"}))
+        if self.has_group_index:
+            found["weight_g_idx"] = StoredTensor(((columns,),), integers)
+        if self.activations is not None and self.activations.is_static:
+            found["input_scale"] = StoredTensor(((1,), ()))
+        return found
+
+    def held_bytes(self, rows: int, columns: int, element_bytes: int) -> int:
+        """Return the memory of a weight of [rows, columns].
+
+        Scales have the type in which the format's writers store them, else that of unquantised values, of `element_bytes`.
+        """
+        blocks = 1 if self.block_rows is None else -(-rows // self.block_rows)
+        groups = self.groups(columns)
+        is_static = self.activations is not None and self.activations.is_static
+        has_index = self.has_group_index or (groups > 1 and columns % (self.group_size or columns) > 0)
+        return (
+            rows * -(-columns * self.bits // 8)
+            + blocks * groups * ((self.scale_bytes or element_bytes) + int(self.has_zero_points))
+            + 4 * columns * int(has_index)
+            + (self.scale_bytes or element_bytes) * int(is_static)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """The format of each linear layer of a checkpoint.
+
+    Attributes:
+        method: The name of `quant_method`.
+        formats: Formats, each with the layers that it is for: names, `re:` and an expression, or `Linear` for all.
+        ignored: Layers that are not quantised, named in the same way.
+        ignores_parts: True if an ignored layer may also be named by a part of its name.
+    """
+
+    method: str
+    formats: tuple[tuple[tuple[str, ...], WeightFormat], ...]
+    ignored: tuple[str, ...] = ()
+    ignores_parts: bool = False
+
+    def format_of(self, layer: str) -> WeightFormat | None:
+        """Return the format of a linear layer such as `model.layers.0.mlp.up_proj`; None if it is not quantised."""
+        if any(_names(entry, layer) or (self.ignores_parts and entry in layer) for entry in self.ignored):
+            return None
+        # A layer's own name goes before an expression, and that before the name of the class.
+        for rank in (0, 1, 2):
+            for targets, form in self.formats:
+                if any(_rank(target) == rank and _names(target, layer) for target in targets):
+                    return form
+        return None
+
+    def weights_bytes(self, linears: Mapping[str, tuple[int, int]], element_bytes: int) -> int:
+        """Return the memory of linear layers by name, each [rows, columns]; `element_bytes` are those of an unquantised value."""
+        total = 0
+        for layer, (rows, columns) in linears.items():
+            form = self.format_of(layer)
+            total += (
+                rows * columns * element_bytes
+                if form is None
+                else form.held_bytes(rows, columns, element_bytes)
+            )
+        return total
+
+
+def mean_layer_bytes(
+    quantisation: Quantisation | None,
+    layers: int,
+    element_bytes: int,
+    *,
+    hidden: int,
+    query_width: int,
+    kv_width: int,
+    intermediate: int,
+) -> float | None:
+    """Return the mean bytes of a weight of dense decoder layers, scales included; None if nothing is quantised."""
+    if quantisation is None:
+        return None
+    total, count = 0, 0
+    for index in range(layers):
+        linears = layer_linears(
+            index, hidden=hidden, query_width=query_width, kv_width=kv_width, intermediate=intermediate
+        )
+        total += quantisation.weights_bytes(linears, element_bytes)
+        count += sum(rows * columns for rows, columns in linears.values())
+    return total / count
+
+
+def layer_linears(
+    index: int, *, hidden: int, query_width: int, kv_width: int, intermediate: int
+) -> dict[str, tuple[int, int]]:
+    """Return the shape, [rows, columns], of each linear layer of one dense decoder layer, by name."""
+    layer = f"model.layers.{index}."
+    return {
+        f"{layer}self_attn.q_proj": (query_width, hidden),
+        f"{layer}self_attn.k_proj": (kv_width, hidden),
+        f"{layer}self_attn.v_proj": (kv_width, hidden),
+        f"{layer}self_attn.o_proj": (hidden, query_width),
+        f"{layer}mlp.gate_proj": (intermediate, hidden),
+        f"{layer}mlp.up_proj": (intermediate, hidden),
+        f"{layer}mlp.down_proj": (hidden, intermediate),
+    }
+
+
+def decode(
+    value: object, source: str = "config.json: quantization_config", *, has_experts: bool = False
+) -> Quantisation:
+    """Return the description that `value`, a checkpoint's `quantization_config`, has of its layers.
+
+    Args:
+        value: The JSON value.
+        source: Its name in errors.
+        has_experts: True if the model is a mixture of experts.
+
+    Raises:
+        ModelUnsupported: the method, or one of its settings, is not supported, or the model has experts; the text says which.
+        CheckpointInvalid: a field is missing, has the wrong type, or contradicts another one.
+    """
+    fields = _Settings(value, source)
+    if has_experts:
+        raise ModelUnsupported(
+            f"{source}.quant_method is {fields.get('quant_method')!r}, but quantised experts are not supported; "
+            "choose the unquantised checkpoint (bfloat16, float16 or float32)"
+        )
+    method = fields.text("quant_method")
+    if method not in _METHODS:
+        raise fields.unsupported("quant_method", f"one of {', '.join(_METHODS)}")
+    return _METHODS[method](fields)
+
+
+class _Settings:
+    """A JSON object whose fields are checked as they are read; errors give the field and its value."""
+
+    def __init__(self, value: object, path: str) -> None:
+        self.path = path
+        if not isinstance(value, dict):
+            raise CheckpointInvalid(f"{path} is {value!r}, but must be an object; fetch the checkpoint again")
+        self.values: dict[str, Any] = value
+
+    def invalid(self, name: str, wanted: str) -> CheckpointInvalid:
+        found = f"is {self.values[name]!r}" if name in self.values else "is missing"
+        return CheckpointInvalid(
+            f"{self.path}.{name} {found}, but must be {wanted}; fetch the checkpoint again or correct the field"
+        )
+
+    def unsupported(self, name: str, supported: str) -> ModelUnsupported:
+        return ModelUnsupported(
+            f"{self.path}.{name} is {self.values.get(name)!r}, which is not supported; "
+            f"choose a checkpoint with {supported}, or the unquantised one"
+        )
+
+    def get(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def text(self, name: str) -> str:
+        value = self.values.get(name)
+        if not isinstance(value, str):
+            raise self.invalid(name, "a name")
+        return value
+
+    def choice(self, name: str, *supported: object) -> Any:
+        """Return the field's value if it is supported; the first is the default of a field that is absent."""
+        value = self.values.get(name, supported[0])
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in supported):
+            raise self.unsupported(name, " or ".join(repr(one) for one in supported))
+        return value
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.invalid(name, "true or false")
+        return value
+
+    def size(self, name: str) -> int:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.invalid(name, "a whole number of at least 1")
+        return value
+
+    def group_size(self, name: str) -> int | None:
+        """Return columns that share a scale; None for -1, which means all."""
+        return None if self.values.get(name) == -1 else self.size(name)
+
+    def pair(self, name: str) -> tuple[int, int]:
+        value = self.values.get(name)
+        if not (
+            isinstance(value, list) and len(value) == 2 and all(type(one) is int and one > 0 for one in value)
+        ):
+            raise self.invalid(name, "a list of two whole numbers of at least 1")
+        return value[0], value[1]
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return a list of names of layers, whose expressions can be compiled; absent and null are empty."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.invalid(name, "a list of names")
+        for one in value:
+            try:
+                re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
+            except re.error as error:
+                raise self.invalid(
+                    name, f"a list of names and valid expressions ({one!r}: {error})"
+                ) from error
+        return tuple(value)
+
+    def inner(self, name: str) -> _Settings:
+        return _Settings(self.values.get(name), f"{self.path}.{name}")
+
+    def refuse(self, *names: str) -> None:
+        """Refuse fields that change results, unless they are absent, null or empty."""
+        for name in names:
+            if self.values.get(name):
+                raise self.unsupported(name, f"no {name}")
+
+
+def _rank(target: str) -> int:
+    return 2 if target == _EVERY_LINEAR else int(target.startswith("re:"))
+
+
+def _names(target: str, layer: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), layer) is not None
+    return target in (layer, _EVERY_LINEAR)
+
+
+_EVERY_LINEAR = "Linear"
+
+
+def _compressed_tensors(fields: _Settings) -> Quantisation:
+    fields.refuse("kv_cache_scheme", "transform_config")
+    sparsity = fields.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
+        raise fields.unsupported("sparsity_config", "dense weights")
+    fields.choice("quantization_status", "compressed", "frozen")
+    groups = fields.inner("config_groups")
+    if not groups.values:
+        raise fields.invalid("config_groups", "an object with at least one group")
+    formats = []
+    for name in groups.values:
+        group = groups.inner(name)
+        targets = group.names("targets")
+        if not targets:
+            raise group.invalid("targets", "a list of at least one name")
+        formats.append((targets, _compressed_group(group, fields)))
+    return Quantisation("compressed-tensors", tuple(formats), fields.names("ignore"))
+
+
+def _compressed_group(group: _Settings, fields: _Settings) -> WeightFormat:
+    group.refuse("output_activations")
+    weights = group.inner("weights")
+    holder = fields if group.get("format") is None else group
+    form = holder.choice(
+        "format", None, "int-quantized", "pack-quantized", "float-quantized", "naive-quantized"
+    )
+    if form is None:
+        raise holder.invalid("format", "the name of a format")
+    kind = weights.choice("type", "int", "float")
+    if (form == "float-quantized") != (kind == "float") and form != "naive-quantized":
+        raise weights.invalid("type", f"that of the format {form}")
+    is_packed = form == "pack-quantized"
+    bits = weights.choice("num_bits", *((4, 8) if is_packed else (8,)))
+    weights.choice("dynamic", False)
+    is_symmetric = weights.boolean("symmetric", True)
+    if kind == "float" and not is_symmetric:
+        raise weights.unsupported("symmetric", "true")
+    strategy = _strategy(weights)
+    group_size: int | None = None
+    block_rows: int | None = 1
+    match strategy:
+        case "group":
+            group_size = weights.size("group_size")
+        case "block" if kind == "float":
+            block_rows, group_size = weights.pair("block_structure")
+        case "channel":
+            pass
+        case "tensor" if not is_packed:
+            block_rows = None
+        case _:
+            others = "group or channel" if is_packed else "channel, group, tensor or (of FP8) block"
+            raise weights.unsupported("strategy", others)
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static", "group", "dynamic"):
+        raise weights.unsupported("actorder", "'weight' or 'group'")
+    has_index = order in ("group", "dynamic")
+    if has_index and not (is_packed and strategy == "group"):
+        raise weights.unsupported("actorder", "the order of packed groups")
+    activations = _activations(group)
+    return WeightFormat(
+        f"{form} of {bits} bits",
+        layout="packed" if is_packed else "bytes",
+        is_float=kind == "float",
+        bits=bits,
+        has_zero_points=not is_symmetric,
+        group_size=group_size,
+        block_rows=block_rows,
+        has_group_index=has_index,
+        activations=activations,
+    )
+
+
+def _strategy(values: _Settings) -> str:
+    """Return the strategy, which older files imply by the group's size."""
+    if values.get("strategy") is not None:
+        return values.text("strategy")
+    size = values.get("group_size")
+    return "tensor" if size is None else "channel" if size == -1 else "group"
+
+
+def _activations(group: _Settings) -> ActivationFormat | None:
+    if group.get("input_activations") is None:
+        return None
+    fields = group.inner("input_activations")
+    kind: Literal["int8", "float8"] = "int8" if fields.choice("type", "int", "float") == "int" else "float8"
+    fields.choice("num_bits", 8)
+    fields.choice("symmetric", True)
+    is_static = not fields.choice("dynamic", False, True)
+    strategy = _strategy(fields)
+    if strategy == "group" and not is_static:
+        return ActivationFormat(kind, group_size=fields.size("group_size"))
+    if strategy != ("tensor" if is_static else "token"):
+        raise fields.unsupported("strategy", "'token' if dynamic is true, else 'tensor'")
+    return ActivationFormat(kind, is_static)
+
+
+def _fine_grained_fp8(fields: _Settings) -> Quantisation:
+    fields.choice("fmt", "e4m3")
+    fields.choice("activation_scheme", "dynamic")
+    fields.choice("scale_fmt", None, "float")
+    if fields.get("weight_block_size") is None:
+        raise fields.unsupported("weight_block_size", "weight_block_size [128, 128]")
+    rows, columns = fields.pair("weight_block_size")
+    form = WeightFormat(
+        "FP8 in blocks",
+        is_float=True,
+        group_size=columns,
+        block_rows=rows,
+        scale_name="weight_scale_inv",
+        scale_bytes=4,
+        activations=ActivationFormat("float8", group_size=columns),
+    )
+    return _of_every_layer("fp8", form, fields)
+
+
+def _awq(fields: _Settings) -> Quantisation:
+    fields.choice("version", "gemm", "GEMM")
+    bits = fields.choice("bits" if "w_bit" not in fields.values else "w_bit", 4)
+    fields.choice("zero_point", True)
+    group = fields.group_size("group_size" if "q_group_size" not in fields.values else "q_group_size")
+    form = WeightFormat("AWQ", "awq", bits=bits, has_zero_points=True, scale_bytes=2, group_size=group)
+    return _of_every_layer("awq", form, fields)
+
+
+def _gptq(fields: _Settings) -> Quantisation:
+    bits = fields.choice("bits", 4, 8)
+    version = fields.choice("checkpoint_format", "gptq", "gptq_v2")
+    fields.choice("lm_head", False)
+    fields.refuse("dynamic")
+    fields.boolean("sym", True)
+    form = WeightFormat(
+        "GPTQ",
+        "gptq",
+        bits=bits,
+        scale_bytes=2,
+        has_zero_points=True,
+        group_size=fields.group_size("group_size"),
+        has_group_index=fields.boolean("desc_act", False),
+        zero_point_offset=1 if version == "gptq" else 0,
+    )
+    return _of_every_layer("gptq", form, fields)
+
+
+def _of_every_layer(method: str, form: WeightFormat, fields: _Settings) -> Quantisation:
+    """Return the description of a method that has one format, and never quantises the output head."""
+    ignored = ("lm_head", *fields.names("modules_to_not_convert"))
+    return Quantisation(method, (((_EVERY_LINEAR,), form),), ignored, ignores_parts=True)
+
+
+_METHODS = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fine_grained_fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+}

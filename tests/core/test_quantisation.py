@@ -1,0 +1,220 @@
+"""The formats that a `quantization_config` describes, the layers that have them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from medha.errors import CheckpointInvalid, MedhaError, ModelUnsupported
+from medha.quantisation import ActivationFormat, StoredTensor, decode, layer_linears, mean_layer_bytes
+
+# In the form in which llm-compressor writes it.
+W8A8: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "actorder": None, "block_structure": None, "dynamic": True, "group_size": None, "num_bits": 8,
+                "observer": None, "observer_kwargs": {}, "strategy": "token", "symmetric": True, "type": "int",
+            },
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "channel", "symmetric": True, "type": "int",
+            },
+        }
+    },
+    "format": "int-quantized",
+    "global_compression_ratio": 1.4,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "sparsity_config": {},
+    "transform_config": {},
+    "version": "0.11.0",
+}  # fmt: skip
+W4A16: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*layers\\.0\\..*_proj$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 128,
+            },
+        }
+    },
+}
+DEEPSEEK = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+}  # fmt: skip
+AWQ = {
+    "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
+    "modules_to_not_convert": None,
+}  # fmt: skip
+GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True, "damp_percent": 0.1,
+    "static_groups": False, "true_sequential": True, "model_name_or_path": None,
+}  # fmt: skip
+CONFIGS = {"w8a8": W8A8, "w4a16": W4A16, "deepseek": DEEPSEEK, "awq": AWQ, "gptq": GPTQ}
+UP = "model.layers.3.mlp.up_proj"
+
+
+def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return a configuration with one field changed, by its path; group 0 may be left out."""
+    found = copy.deepcopy(config)
+    at, *names = found, *path.split(".")
+    for name in names[:-1]:
+        at = at["config_groups"]["group_0"] if name == "group" else at[name]
+    at[names[-1]] = value
+    return found
+
+
+def test_an_integer_format_with_rounded_activations() -> None:
+    form = decode(W8A8).format_of(UP)
+    assert form is not None
+    assert (form.layout, form.bits, form.group_size, form.block_rows) == ("bytes", 8, None, 1)
+    assert form.activations == ActivationFormat("int8")
+    assert form.tensors(6, 10) == {
+        "weight": StoredTensor(((6, 10),), frozenset({"I8"})),
+        "weight_scale": StoredTensor(((6, 1),)),
+    }
+    assert form.held_bytes(6, 10, 2) == 6 * 10 + 6 * 2
+
+
+def test_packed_groups() -> None:
+    form = decode(changed(W4A16, "group.weights.symmetric", False)).format_of(UP)
+    assert form is not None
+    shapes = {name: tensor.shapes[0] for name, tensor in form.tensors(20, 300).items()}
+    assert shapes == {
+        "weight_packed": (20, 38),
+        "weight_shape": (2,),
+        "weight_scale": (20, 3),
+        "weight_zero_point": (3, 3),
+    }
+
+
+def test_the_other_formats() -> None:
+    block, awq, gptq = (decode(config).format_of(UP) for config in (DEEPSEEK, AWQ, GPTQ))
+    assert block is not None
+    assert awq is not None
+    assert gptq is not None
+    assert block.tensors(300, 130)["weight_scale_inv"].shapes == ((3, 2),)
+    assert block.activations == ActivationFormat("float8", group_size=128)
+    assert {name: tensor.shapes[0] for name, tensor in awq.tensors(16, 256).items()} == {
+        "qweight": (256, 2), "qzeros": (2, 2), "scales": (2, 16),
+    }  # fmt: skip
+    assert {name: tensor.shapes[0] for name, tensor in gptq.tensors(16, 256).items()} == {
+        "qweight": (32, 16), "qzeros": (2, 2), "scales": (2, 16), "g_idx": (256,),
+    }  # fmt: skip
+    assert gptq.has_group_index
+    assert gptq.zero_point_offset == 1
+    assert decode(GPTQ | {"checkpoint_format": "gptq_v2"}).formats[0][1].zero_point_offset == 0
+
+
+def test_ignored_layers_are_named_whole_by_expression_or_by_a_part() -> None:
+    compressed = decode(W4A16)
+    assert compressed.format_of("lm_head") is None
+    assert compressed.format_of("model.layers.0.mlp.up_proj") is None
+    assert compressed.format_of("model.layers.10.mlp.up_proj") is not None
+    awq = decode(AWQ | {"modules_to_not_convert": ["mlp.down_proj"]})
+    assert awq.format_of("model.layers.5.mlp.down_proj") is None
+    assert awq.format_of(UP) is not None
+    assert awq.format_of("lm_head") is None
+
+
+def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
+    groups = copy.deepcopy(W4A16["config_groups"])
+    groups["group_1"] = copy.deepcopy(groups["group_0"]) | {"targets": ["re:.*up_proj"]}
+    groups["group_1"]["weights"]["group_size"] = 64
+    groups["group_2"] = copy.deepcopy(groups["group_0"]) | {"targets": [UP]}
+    groups["group_2"]["weights"]["group_size"] = 32
+    found = decode(W4A16 | {"config_groups": groups})
+    layers = (UP, "model.layers.4.mlp.up_proj", "model.layers.4.mlp.down_proj")
+    assert [form.group_size for layer in layers if (form := found.format_of(layer))] == [32, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "value", "error", "named"),
+    [
+        (W8A8, "quant_method", "bitsandbytes", ModelUnsupported, "quant_method is 'bitsandbytes'"),
+        (W8A8, "quant_method", None, CheckpointInvalid, "quant_method is None"),
+        (W8A8, "format", "marlin-24", ModelUnsupported, "format is 'marlin-24'"),
+        (W8A8, "format", "pack-quantized-2", ModelUnsupported, "format is 'pack-quantized-2'"),
+        (W8A8, "kv_cache_scheme", {"num_bits": 8}, ModelUnsupported, "kv_cache_scheme"),
+        (W8A8, "transform_config", {"config_groups": {"u": 1}}, ModelUnsupported, "transform_config"),
+        (W8A8, "sparsity_config", {"format": "sparse-24-bitmask"}, ModelUnsupported, "sparsity_config"),
+        (W8A8, "quantization_status", "calibration", ModelUnsupported, "quantization_status is 'calibration'"),
+        (W8A8, "config_groups", {}, CheckpointInvalid, "config_groups is {}"),
+        (W8A8, "config_groups", [], CheckpointInvalid, "config_groups is \\[\\]"),
+        (W8A8, "ignore", ["re:("], CheckpointInvalid, "ignore is .*expressions"),
+        (W8A8, "ignore", "lm_head", CheckpointInvalid, "ignore is 'lm_head'"),
+        (W8A8, "group.targets", [], CheckpointInvalid, "group_0.targets"),
+        (W8A8, "group.output_activations", {"num_bits": 8}, ModelUnsupported, "output_activations"),
+        (W8A8, "group.weights.num_bits", 4, ModelUnsupported, "weights.num_bits is 4"),
+        (W8A8, "group.weights.type", "float", CheckpointInvalid, "weights.type is 'float'"),
+        (W8A8, "group.weights.strategy", "attn_head", ModelUnsupported, "weights.strategy is 'attn_head'"),
+        (W8A8, "group.weights.dynamic", True, ModelUnsupported, "weights.dynamic is True"),
+        (W8A8, "group.weights.symmetric", "yes", CheckpointInvalid, "weights.symmetric is 'yes'"),
+        (W8A8, "group.weights", None, CheckpointInvalid, "weights is None"),
+        (W8A8, "group.input_activations.symmetric", False, ModelUnsupported, "activations.symmetric is False"),
+        (W8A8, "group.input_activations.num_bits", 4, ModelUnsupported, "activations.num_bits is 4"),
+        (W8A8, "group.input_activations.dynamic", "local", ModelUnsupported, "activations.dynamic is 'local'"),
+        (W8A8, "group.input_activations.strategy", "tensor", ModelUnsupported, "strategy is 'tensor'"),
+        (W4A16, "group.weights.num_bits", 3, ModelUnsupported, "weights.num_bits is 3"),
+        (W4A16, "group.weights.group_size", 0, CheckpointInvalid, "weights.group_size is 0"),
+        (W4A16, "group.weights.strategy", "tensor", ModelUnsupported, "weights.strategy is 'tensor'"),
+        (W4A16, "group.weights.actorder", "random", ModelUnsupported, "actorder is 'random'"),
+        (DEEPSEEK, "weight_block_size", [128], CheckpointInvalid, "weight_block_size is \\[128\\]"),
+        (DEEPSEEK, "weight_block_size", None, ModelUnsupported, "weight_block_size is None"),
+        (DEEPSEEK, "activation_scheme", "static", ModelUnsupported, "activation_scheme is 'static'"),
+        (DEEPSEEK, "fmt", "e5m2", ModelUnsupported, "fmt is 'e5m2'"),
+        (DEEPSEEK, "scale_fmt", "ue8m0", ModelUnsupported, "scale_fmt is 'ue8m0'"),
+        (AWQ, "bits", 3, ModelUnsupported, "bits is 3"),
+        (AWQ, "version", "gemv", ModelUnsupported, "version is 'gemv'"),
+        (AWQ, "zero_point", False, ModelUnsupported, "zero_point is False"),
+        (AWQ, "group_size", True, CheckpointInvalid, "group_size is True"),
+        (GPTQ, "bits", 2, ModelUnsupported, "bits is 2"),
+        (GPTQ, "lm_head", True, ModelUnsupported, "lm_head is True"),
+        (GPTQ, "desc_act", "no", CheckpointInvalid, "desc_act is 'no'"),
+        (GPTQ, "checkpoint_format", "marlin", ModelUnsupported, "checkpoint_format is 'marlin'"),
+        (GPTQ, "dynamic", {"-:.*": {}}, ModelUnsupported, "dynamic is"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_not_served_is_refused_by_name_and_value(
+    config: dict[str, Any], path: str, value: Any, error: type[MedhaError], named: str
+) -> None:
+    with pytest.raises(error, match=rf"config\.json: quantization_config.*{named}"):
+        decode(changed(config, path, value))
+
+
+@pytest.mark.parametrize("value", [[], "awq", 4])
+def test_a_description_that_is_no_object_is_refused(value: object) -> None:
+    with pytest.raises(CheckpointInvalid, match="must be an object"):
+        decode(value)
+
+
+def test_a_layer_whose_rows_do_not_fill_words_is_refused() -> None:
+    form = decode(AWQ).format_of(UP)
+    assert form is not None
+    form.require_divisible(UP, 64, 100)
+    with pytest.raises(CheckpointInvalid, match=r"up_proj has 60 rows, but AWQ packs 8"):
+        form.require_divisible(UP, 60, 100)
+
+
+def test_the_mean_size_of_a_weight_counts_scales_and_ignored_layers() -> None:
+    sizes = {"hidden": 256, "query_width": 256, "kv_width": 128, "intermediate": 512}
+    linears = layer_linears(0, **sizes)
+    count = sum(rows * columns for rows, columns in linears.values())
+    assert mean_layer_bytes(None, 2, 2, **sizes) is None
+    half = mean_layer_bytes(decode(W4A16), 2, 2, **sizes)  # layer 0 is ignored
+    assert half == pytest.approx((2 * count + count / 2 + 2 * count / 128) / (2 * count))

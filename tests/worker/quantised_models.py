@@ -1,0 +1,71 @@
+"""Quantised checkpoints beside their references: models of `transformers` with the rounded weights and activations.
+
+The rounding of activations is written here a second time, by the formulas of compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from medha.quantisation import ActivationFormat, decode
+from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, quantise
+
+STATIC_SCALE = 8.0 / 448.0
+"""The `input_scale` of checkpoints made here."""
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def with_sizes(name: str, group_size: int) -> dict[str, Any]:
+    """Return the settings of a format with groups, or blocks, of this size."""
+    settings: dict[str, Any] = json.loads(json.dumps(QUANTISATIONS[name]))
+    if "weight_block_size" in settings:
+        settings["weight_block_size"] = [group_size, group_size]
+    elif "group_size" in settings:
+        settings["group_size"] = group_size
+    elif "group_size" in (weights := settings["config_groups"]["group_0"]["weights"]):
+        weights["group_size"] = group_size
+    return settings
+
+
+def rounding_of(form: ActivationFormat) -> Rounding:
+    """Return the rounding of activations that a format asks for."""
+
+    def integers(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 127.5
+        return torch.clamp(torch.round(x / scale), -128, 127) * scale
+
+    def floats(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+    def static(x: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor([STATIC_SCALE])
+        return ((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+    if form.group_size is not None:
+        return lambda x: torch.cat([floats(part) for part in x.split(form.group_size or 1, dim=-1)], dim=-1)
+    if form.is_static:
+        return static
+    return integers if form.kind == "int8" else floats
+
+
+def quantise_checkpoint(directory: Path, reference: Any, settings: dict[str, Any]) -> None:
+    """Rewrite a checkpoint of one file in a quantised format, and make `reference` compute what that stands for."""
+    path, config = directory / "model.safetensors", directory / "config.json"
+    stored, numbers = quantise(load_file(path), settings)
+    save_file(stored, path)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+    for layer, weight in numbers.items():
+        module, form = reference.get_submodule(layer), decode(settings).format_of(layer)
+        with torch.no_grad():
+            module.weight.copy_(weight)
+        if form is not None and form.activations is not None:
+            rounding = rounding_of(form.activations)
+            module.register_forward_pre_hook(lambda _, inputs, rounding=rounding: (rounding(inputs[0]),))
