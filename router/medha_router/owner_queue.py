@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-_Item = TypeVar("_Item")
+_Item = TypeVar("_Item", bound=Hashable)
 
 
 class OwnerQueue(Generic[_Item]):
-    """Items that wait. Each owner in turn gets its earliest one served; items compare by identity or equality."""
+    """Items that wait, each of them once. Each owner in turn gets its earliest one served.
+
+    However many wait, an item is removed as quickly: thousands of clients may go at once.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[_Item]] = {}  # by owner, whose turn is next first
+        self._waiting: OrderedDict[str, OrderedDict[_Item, None]] = OrderedDict()  # whose turn is next first
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -23,25 +27,26 @@ class OwnerQueue(Generic[_Item]):
 
     def add(self, owner: str, item: _Item) -> None:
         """Let an item wait behind those of its owner."""
-        self._waiting.setdefault(owner, deque()).append(item)
+        self._waiting.setdefault(owner, OrderedDict())[item] = None
 
     def take(self) -> _Item | None:
         """Remove the item that is next and return it; None if none waits."""
         if not self._waiting:
             return None
         owner, own = next(iter(self._waiting.items()))
-        item = own.popleft()
-        del self._waiting[owner]
+        item, _ = own.popitem(last=False)
         if own:
-            self._waiting[owner] = own  # behind the others
+            self._waiting.move_to_end(owner)
+        else:
+            del self._waiting[owner]
         return item
 
     def remove(self, owner: str, item: _Item) -> bool:
         """Forget an item, and return whether it waited."""
-        own = self._waiting.get(owner, deque())
-        if item not in own:
+        own = self._waiting.get(owner)
+        if own is None or item not in own:
             return False
-        own.remove(item)
+        del own[item]
         if not own:
             del self._waiting[owner]
         return True

@@ -38,6 +38,7 @@ from medha.wire.messages import (
     Failed,
     LaneLoad,
     PolicyTerms,
+    Refused,
     Sampling,
     ServiceClassTerms,
     Submit,
@@ -561,6 +562,19 @@ def test_an_owner_that_attained_little_does_not_wait_for_kv_that_others_wait_for
         if isinstance(one, Send) and isinstance(one.message, Submit)
     ]
     assert (submit.id, submit.contested_seconds) == ("small", 0.0)
+
+
+def test_an_owner_keeps_its_earliest_turn_when_a_replica_sends_a_sequence_back() -> None:
+    """The more urgent one takes it, although it came later. Else each refusal would cost the owner a turn."""
+    core = serving(waiting=1000)
+    for name, seconds in (("first", 50.0), ("second", 40.0), ("third", 1.0)):
+        ask(core, name, 10, owner="a", deadline_after_seconds=seconds)
+    ledger = core._waiting.of(("m", "d"))
+    turns = sorted(ledger.turn(one) for one in ledger)
+    for attempt in range(3):
+        (name,) = announce(core, float(attempt), waiting=999)
+        core.handle(Received("r0", Refused(name, "capacity")), float(attempt))
+        assert sorted(ledger.turn(one) for one in ledger) == turns
 
 
 def test_tokens_that_an_owner_was_served_at_another_router_count_here() -> None:

@@ -867,6 +867,22 @@ def test_a_grammar_is_followed_to_the_end_also_when_the_replica_that_follows_it_
     assert core.open == 1, "the plain one goes on"
 
 
+def test_a_grammar_has_its_whole_time_to_wait_although_others_have_waited_for_long() -> None:
+    """While the replica that follows it ends its work, only requests without a grammar wait, for another replica."""
+    core = serving(RoutingLimits(unserved_seconds=60.0, silence_seconds=500.0), "before", "now")
+    announce(core, replica="now", **SINCE)
+    core.handle(arrive("long", grammar="g"), 0.0)
+    announce(core, 1.0, replica="before", waiting=2)
+    announce(core, 1.0, replica="now", draining=True, **SINCE)
+    core.handle(arrive("plain", prompt="q"), 1.0)
+    for second in range(2, 100):
+        assert core.handle(Tick(), float(second)) == []
+    core.handle(LinkLost("now"), 100.0)
+    assert core.handle(Tick(), 101.0) == []
+    sent = submits(announce(core, 102.0, replica="now", epoch=2, **SINCE))
+    assert ("now", "long~1") in [(replica, submit.id) for replica, submit in sent]
+
+
 def test_of_replicas_that_hold_more_only_those_count_that_follow_the_grammar() -> None:
     core = serving(None, "before")
     announce(core, replica="now", longest_request_tokens=100, **SINCE)

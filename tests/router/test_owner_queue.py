@@ -53,6 +53,27 @@ def test_an_item_that_is_removed_is_not_served() -> None:
     assert (queue.of("a"), queue.of("b"), queue.take(), queue.take()) == (1, 0, "a0", None)
 
 
+def test_an_item_is_removed_without_a_look_at_the_others() -> None:
+    """The clients of thousands of items may go at once."""
+
+    class Item:
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Item.compared += 1
+            return self is other
+
+        __hash__ = object.__hash__
+
+    queue: OwnerQueue[Item] = OwnerQueue()
+    items = [Item() for _ in range(1000)]
+    for item in items:
+        queue.add("a", item)
+    assert all(queue.remove("a", item) for item in reversed(items))
+    assert (len(queue), queue.take()) == (0, None)
+    assert Item.compared <= len(items)
+
+
 def test_a_body_of_one_key_is_tokenised_before_the_backlog_of_another(tmp_path: Path) -> None:
     """Nothing serves a model, so each gets an error; it gets it when a thread has read its body."""
     settings = RouterSettings(

@@ -55,7 +55,7 @@ class Ledgers:
             work_seconds=sequence.work_seconds,
             remaining_seconds=remaining_seconds(sequence, able),
             tie=sequence.tie,
-            turn=sequence.turn,
+            turn=sequence.taken_turn if sequence.attempts else sequence.turn,
             tokens=sequence.tokens,
             needed_tokens=min((reservation_tokens(sequence, one.card) for one in able), default=0),
             whole_tokens=sequence.whole_tokens,

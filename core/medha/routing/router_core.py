@@ -515,6 +515,9 @@ class RouterCore:
                     hopeless = ledger.with_tokens(limit, has_grammar=kind.has_grammar)
                     commands += [self._fail(one, "too_long", detail, now) for one in hopeless]
                     continue
+                unserved = ledger.with_tokens(0, has_grammar=kind.has_grammar)
+                if not unserved:
+                    continue  # the time begins with the first one that waits
                 since = unserved_since[kind] = self._unserved_since.get(kind, now)
                 limits = self._limits
                 allowed_seconds = limits.recovery_seconds if kind in recovering else limits.unserved_seconds
@@ -522,8 +525,7 @@ class RouterCore:
                     detail = f"no replica of the model `{key[0]}` came back in {now - since:.0f} s"
                     if kind._replace(has_grammar=False) in longest:
                         detail = ignored_grammar(key[0])
-                    hopeless = ledger.with_tokens(0, has_grammar=kind.has_grammar)
-                    commands += [self._fail(one, "unavailable", detail, now) for one in hopeless]
+                    commands += [self._fail(one, "unavailable", detail, now) for one in unserved]
         self._unserved_since = unserved_since
         return commands
 
