@@ -346,6 +346,15 @@ def test_each_layer_has_its_own_window(
             MISTRAL | {"layer_types": ["full_attention"] + ["sliding_attention"] * 15},
             "layer_types is .*MistralForCausalLM have the same window.*at most 4096",
         ),
+        (
+            QWEN3_MOE
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 4096,
+                "layer_types": ["full_attention", "sliding_attention"] * 24,
+            },
+            "layer_types is .*Qwen3MoeForCausalLM have the same window.*at most 4096",
+        ),
     ],
 )
 def test_a_window_that_the_architecture_does_not_have_is_refused_with_the_length_that_works(

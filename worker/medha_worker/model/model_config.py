@@ -633,19 +633,17 @@ def _windows(fields: _Fields, family: Family, num_layers: int, max_model_len: in
             if "sliding_attention" in (layer_types or ()):
                 raise fields.invalid("use_sliding_window", "true, as layer_types names sliding_attention")
             window = None
-        elif layer_types is None:
-            first = 0
-            if family.max_window_layers is not None:
-                first = fields.count("max_window_layers", family.max_window_layers)
-            is_sliding = [index >= first for index in range(num_layers)]
-        else:
+        elif family.max_window_layers is not None and layer_types is not None:
             is_sliding = [name == "sliding_attention" for name in layer_types]
+        elif family.max_window_layers is not None:
+            first = fields.count("max_window_layers", family.max_window_layers)
+            is_sliding = [index >= first for index in range(num_layers)]
     if window is None or window >= max_model_len:
         return (None,) * num_layers
     mend = f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
     if not family.has_window:
         raise fields.unsupported("sliding_window", f"{family.architecture} has no window; {mend}")
-    if not family.has_window_switch and "full_attention" in (layer_types or ()):
+    if family.max_window_layers is None and "full_attention" in (layer_types or ()):
         raise fields.unsupported(
             "layer_types", f"all layers of {family.architecture} have the same window; {mend}"
         )
