@@ -336,7 +336,8 @@ class Transformer:
         rows = hidden.shape[0]
         together = _MLP_ROWS if self.device.is_host else max(rows, 1)  # a lane may have no rows of its own
         wide: torch.Tensor | None = None
-        tile, choice = everything, None
+        tile = everything
+        choice: Choice | None = None
 
         def mlp(rows: slice, _: OwnStep | None) -> torch.Tensor:
             nonlocal wide, choice
