@@ -157,6 +157,14 @@ class ModelShape:
         )
 
     @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """The intermediate sizes that occur: of dense layers, and of experts. Tensor parallelism splits each of them."""
+        if self.experts is None or self.experts.layers == 0:
+            return (self.intermediate,)
+        dense = (self.intermediate,) if self.experts.layers < self.layers else ()
+        return *dense, self.experts.intermediate
+
+    @property
     def shared_parameters(self) -> int:
         """Number of weights of all layers but the experts: those that every token passes. Routers are among them."""
         if self.experts is None:

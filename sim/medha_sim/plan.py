@@ -127,6 +127,7 @@ def grids(model: ModelShape, hardware: Hardware, max_gpus: int) -> Iterator[Topo
         if size <= hardware.devices_per_node
         and model.query_heads % size == 0
         and (model.kv_heads % size == 0 or size % model.kv_heads == 0)
+        and all(width % size == 0 for width in model.mlp_widths)
     ]
     for tensor in tensors:
         for stream in _powers(min(model.layers, max_gpus // tensor)):
@@ -291,21 +292,33 @@ def read_shape(config: Path) -> ModelShape:
             kv_width=kv_heads * head_dim,
             intermediate=intermediate,
         ),
-        experts=_read_experts(values, field),
+        experts=_read_experts(path, values, field),
     )
 
 
-def _read_experts(values: dict[str, Any], field: Callable[[str], int]) -> ExpertShape | None:
+def _read_experts(path: Path, values: dict[str, Any], field: Callable[..., int]) -> ExpertShape | None:
     kind = values.get("model_type")
     if kind not in _EXPERT_FIELDS:
         return None
     counts, width = _EXPERT_FIELDS[kind]
-    step, dense = values.get("decoder_sparse_step") or 1, values.get("mlp_only_layers") or ()
-    layers = range(step - 1, field("num_hidden_layers"), step)
+    count_name = next((name for name in counts if values.get(name)), counts[0])
+    count, per_token = field(count_name), field("num_experts_per_tok")
+    if per_token > count:
+        raise ConfigInvalid(
+            f"{path}: num_experts_per_tok is {per_token}; it must be at most {count_name} ({count})"
+        )
+    layers = range(field("num_hidden_layers"))
+    if kind == "qwen3_moe":
+        step, dense = field("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise ConfigInvalid(f"{path}: mlp_only_layers is {dense!r}; it must be a list of layer indexes")
+        layers = layers[step - 1 :: step]
+    else:
+        dense = []
     return ExpertShape(
         layers=sum(layer not in dense for layer in layers),
-        count=field(next((name for name in counts if values.get(name)), counts[0])),
-        per_token=field("num_experts_per_tok"),
+        count=count,
+        per_token=per_token,
         intermediate=field(width),
     )
 

@@ -17,6 +17,12 @@ from medha.topology import Topology
 from medha_cli.main import main
 from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape, shortfall
 
+SPARSE: dict[str, object] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
 WISH = Wish(context_tokens=1_000_000, ttft_seconds=30.0, tpot_seconds=0.02)
 
 
@@ -27,6 +33,16 @@ def test_grids_divide_the_heads_and_stay_inside_a_node_and_the_number_of_gpus() 
     assert len(found) == len(set(found))
     five_heads = replace(LLAMA3_8B, query_heads=20, kv_heads=5)
     assert {grid.tensor for grid in grids(five_heads, H100, 8)} == {1}
+
+
+def test_grids_divide_the_width_of_the_mlps_that_occur() -> None:
+    """A replica of another grid would be refused when it starts."""
+    narrow = replace(QWEN3_30B_A3B, experts=ExpertShape(48, 128, 8, 1412))
+    assert {grid.tensor for grid in grids(narrow, H100, 8)} == {1, 2, 4}
+    assert {grid.tensor for grid in grids(replace(narrow, intermediate=5), H100, 8)} == {1, 2, 4}
+    half = replace(narrow, intermediate=6146, experts=ExpertShape(24, 128, 8, 1412))
+    assert {grid.tensor for grid in grids(half, H100, 8)} == {1, 2}
+    assert {grid.tensor for grid in grids(replace(LLAMA3_8B, intermediate=14340), H100, 8)} == {1, 2, 4}
 
 
 def test_weights_and_kv_of_a_gpu_are_counted_to_the_byte() -> None:
@@ -192,6 +208,13 @@ def test_a_mixture_of_experts_counts_all_of_them(tmp_path: Path) -> None:
             {"model_type": "mixtral", "num_local_experts": 8, "quantization_config": {"quant_method": "awq"}},
             "quantization_config.quant_method is 'awq', but quantised experts are not supported; choose the unquantised",
         ),
+        (
+            SPARSE | {"num_experts_per_tok": 9},
+            r"num_experts_per_tok is 9; it must be at most num_experts \(8\)",
+        ),
+        (SPARSE | {"decoder_sparse_step": "2"}, "decoder_sparse_step is '2'; it must be a positive"),
+        (SPARSE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a positive"),
+        (SPARSE | {"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),
         ({"num_key_value_heads": None, "head_dim": None, "num_local_experts": 0}, ""),
     ],
 )

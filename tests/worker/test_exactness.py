@@ -6,6 +6,7 @@ The tests write random steps, and real ranks run them, as threads of this proces
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.topology import Topology
-from medha_worker.device import host_device
+from medha_worker.device import Device, host_device
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
+from medha_worker.model.transformer import Transformer
 from medha_worker.rank.kv_parallel_plan import positions
 
 from .quantised_models import quantise_checkpoint, with_sizes
@@ -340,6 +342,38 @@ def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
                 assert there[3:] == [36, 36]
         finally:
             ranks.close()
+
+
+@dataclass(frozen=True)
+class Apart(Device):
+    """A device that is taken not to be the CPU: rows of an MLP are then computed at once."""
+
+    @property
+    def is_host(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe-mixed"])
+def test_a_lane_without_rows_of_its_own_takes_part_on_every_device(
+    checkpoints: Callable[[str], tuple[Path, torch.nn.Module]], architecture: str
+) -> None:
+    directory, reference = checkpoints(architecture)
+    ranks = Ranks(Topology(1, 1, 2), directory)
+    device = host_device(torch.float32)
+    apart = Apart(device.torch_device, device.dtype, device.memory, device.runtime)
+    ranks._models = [
+        Transformer(
+            model.config, model.shard, replace(model._weights, device=apart), kernels=torch_kernels(device)
+        )
+        for model in ranks._models
+    ]
+    try:
+        planner = new_planner(2, 16, False, 0)
+        check(ranks, reference, planner, [Query(40, 3)], [STRATEGIES[0]], 1)
+        assert len({entry.lane for step in planner.steps for entry in step.entries}) == 1, "one has no rows"
+        assert any(len(step.lanes) == 2 for step in planner.steps)
+    finally:
+        ranks.close()
 
 
 BORDERS = (16, 32, 48)

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from medha_worker.device import host_device
+from medha_worker.device import Device, host_device
 from medha_worker.kernels.cpu.compiled_kernels import compiled_kernels
-from medha_worker.kernels.expert_products import GroupedProducts, ProductPerExpert
+from medha_worker.kernels.expert_products import GroupedProducts, ProductPerExpert, expert_products
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels, KernelSizes
 from medha_worker.kernels.torch_products import TorchProducts
-from medha_worker.model.experts_mlp import experts_mlp
+from medha_worker.model.experts_mlp import choose
+from medha_worker.model.experts_mlp import experts_mlp as mlp_of_choice
 from medha_worker.model.model_config import ExpertsConfig
 from medha_worker.model.weights import LayerWeights
 
@@ -62,6 +63,12 @@ def weights_of(block: Qwen3MoeSparseMoeBlock) -> LayerWeights:
         down_bias=None,
         router=block.gate.weight.detach().t().contiguous(),
     )
+
+
+def experts_mlp(
+    kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor
+) -> torch.Tensor:
+    return mlp_of_choice(kernels, experts, layer, normed, choose(kernels, experts, layer, normed))
 
 
 def rows_of(count: int, seed: int = 1) -> torch.Tensor:
@@ -154,3 +161,24 @@ def test_widths_that_the_grouped_product_does_not_take_go_to_the_others() -> Non
     assert grouped.product(torch.ones(4, HIDDEN), narrow, row_ends).tolist() == [[HIDDEN] * 3] * 4
     grouped.product(torch.ones(4, HIDDEN), torch.ones(2, HIDDEN, 8), row_ends)
     assert each.calls == 1
+
+
+@pytest.mark.parametrize(("waits", "kind"), [(True, ProductPerExpert), (False, GroupedProducts)])
+def test_a_gpu_whose_grouped_product_waits_for_the_host_multiplies_expert_by_expert(
+    monkeypatch: pytest.MonkeyPatch, waits: bool, kind: type
+) -> None:
+    """A100 and L4 have no kernel for it, so that a capture of decodes would fail at the start of a replica."""
+    mode: list[int | str] = [0]
+
+    def grouped(x: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        if waits and mode[0] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return x
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[0])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda wanted: mode.__setitem__(0, wanted))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped)
+    gpu = Device(torch.device("cuda"), torch.bfloat16, DEVICE.memory, DEVICE.runtime)
+    assert type(expert_products(TorchProducts(), gpu)) is kind
+    assert mode == [0]

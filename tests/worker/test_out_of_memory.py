@@ -19,14 +19,23 @@ from medha.shards import Segment, place
 from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Rendezvous, Sampling, Step, StepEntry, Tokens
 from medha_process.part_settings import RankSettings
+from medha_worker.device import host_device
+from medha_worker.kernels.expert_products import ProductPerExpert
+from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_products import TorchProducts
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
 from medha_worker.model.sampling_plan import SamplingPlan
+from medha_worker.model.tensor_group import Alone
 from medha_worker.model.token_sampler import TokenSampler
+from medha_worker.model.weights import Shard
 from medha_worker.rank import engine as engine_module
 from medha_worker.rank.engine import Engine, Loaded
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.step_recorder import StepRecorder
 
+from .models import load_model, run_step
 from .ranks import Ranks, free_endpoint
 from .test_model_transformer import save_reference
 
@@ -174,6 +183,89 @@ def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_are_sampled
     for done, alone in zip(found, expected, strict=True):
         sampled = [(one.id, one.token) for one in done.samples if one.id != "large"]
         assert sampled == [(one.id, one.token) for one in alone.samples]
+
+
+# --- experts ----
+
+
+class RowsMatter:
+    """Products in which a router chooses other experts for fewer rows than a whole step, as rounding may at a tie."""
+
+    def __init__(self, experts: int, most_rows: float) -> None:
+        self._experts, self._most_rows = experts, most_rows
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found = TorchProducts().product(x, weight, bias, out)
+        if weight.shape[1] != self._experts:
+            return found
+        if len(x) > self._most_rows:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+        return found if len(x) == LARGE + 9 else found.roll(1, dims=1)
+
+    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+        target.add_(self.product(x, weight))
+
+
+class TightExperts(ProductPerExpert):
+    """Products of experts for which memory suffices up to so many rows."""
+
+    def __init__(self, products: Any, most_rows: float) -> None:
+        super().__init__(products)
+        self._most_rows = most_rows
+
+    def product(self, x: torch.Tensor, weights: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
+        if len(x) > self._most_rows:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+        return super().product(x, weights, row_ends)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sparse")
+    save_reference(directory, "mixtral")
+    return directory
+
+
+def hidden_of_two(
+    directory: Path, tensor_size: int, *, router_rows: float = math.inf, expert_rows: float = math.inf
+) -> torch.Tensor:
+    """Return the hidden states of a small and a large sequence on one of `tensor_size` ranks, without the others' part."""
+    config = ModelConfig.from_directory(directory)
+    assert config.experts is not None
+    products: Any = RowsMatter(config.experts.count, router_rows)
+    kernels = replace(
+        torch_kernels(host_device(torch.float32)),
+        products=products,
+        experts=TightExperts(products, expert_rows),
+    )
+    links: Any = object()  # in a grid, sequences that do not fit end alone
+    shard = Shard(0, tensor_size, 0, config.num_layers, config.num_layers)
+    model = load_model(directory, config, shard, kernels=kernels).in_grid(Alone(), links)
+    spans = [SequenceSpan(0, 9, 0, range(3)), SequenceSpan(9, LARGE, 0, range(3, 13))]
+    positions = torch.cat([torch.arange(9), torch.arange(LARGE)])
+    return run_step(model, positions, positions, spans, model.new_kv_cache(13, BLOCK_TOKENS))
+
+
+def test_a_tensor_rank_whose_experts_run_out_of_memory_keeps_the_choice_that_the_others_made(
+    sparse: Path,
+) -> None:
+    """Else it would add its columns of one expert to the other ranks' columns of another."""
+    wanted = hidden_of_two(sparse, 2)
+    found = hidden_of_two(sparse, 2, expert_rows=2 * LARGE)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_sequences_whose_experts_cannot_be_chosen_end_on_a_tensor_rank_and_go_on_where_there_is_one(
+    sparse: Path,
+) -> None:
+    assert bool(hidden_of_two(sparse, 2, router_rows=LARGE).isnan().all())
+    assert bool(hidden_of_two(sparse, 1, router_rows=LARGE).isfinite().all())
 
 
 # --- at the start ---------------------------------------------------------------------------------------

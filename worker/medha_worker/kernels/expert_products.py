@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
@@ -56,20 +58,37 @@ def _is_aligned(weights: torch.Tensor) -> bool:
 
 
 def expert_products(products: MatrixProducts, device: Device) -> ExpertProducts:
-    """Return the grouped matmul where the device has one that works, else a product for each expert."""
+    """Return the grouped matmul where the device has one that works, else a product for each expert.
+
+    On GPUs without a kernel of its own (compute capabilities other than 9 and 10), torch reads the rows' ends on the host
+    and multiplies expert by expert. That cannot be captured, and is no faster than our own loop.
+    """
     each = ProductPerExpert(products)
     if device.torch_device.type != "cuda" or device.dtype != torch.bfloat16 or not torch.cuda.is_available():
         return each
     try:
         x, weights = torch.ones(8, 16, dtype=device.dtype), torch.ones(2, 16, 8, dtype=device.dtype)
         row_ends = torch.tensor([0, 8], dtype=torch.int32)
-        F.grouped_mm(device.place(x), device.place(weights), offs=device.place(row_ends))
+        placed = device.place(x), device.place(weights), device.place(row_ends)
+        with _waiting_fails():
+            F.grouped_mm(*placed[:2], offs=placed[2])
         device.synchronise()
     except Exception as error:  # noqa: BLE001 - of a driver, or of a GPU that it was not made for
         _log.warning(
-            "experts are multiplied one by one, because torch's grouped matmul fails (%s: %s)",
+            "experts are multiplied one by one, because torch's grouped matmul fails or waits for the host (%s: %s)",
             type(error).__name__,
             error,
         )
         return each
     return GroupedProducts(each)
+
+
+@contextmanager
+def _waiting_fails() -> Iterator[None]:
+    """Let torch raise an error where the host would wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

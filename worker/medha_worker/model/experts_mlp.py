@@ -1,7 +1,8 @@
 """The MLP of a sparse layer: a router chooses experts for each row, and each expert computes its rows at once.
 
 No row is dropped, however many choose the same expert. All tensor ranks choose the same experts, because they route the
-same bits: an all-reduce gives the same sum to all of them.
+same bits, an all-reduce gives the same sum to all of them, and they route the same rows at once. In a product of fewer
+rows, a library may round otherwise: a rank would then add its columns of one expert to the others' columns of another.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.model_config import ExpertsConfig
 from medha_worker.model.weights import LayerWeights
 
+Choice = tuple[torch.Tensor, torch.Tensor]
+"""The weights and the indexes of each row's experts, float32 and int64 [rows, per_token]."""
 
-def chosen_experts(logits: torch.Tensor, experts: ExpertsConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights and the indexes of each row's experts, float32 and int64 [rows, per_token].
+
+def choose(kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor) -> Choice:
+    """Return the choice of the layer's router for each row of `normed`, [rows, hidden_size].
 
     The softmax is over all experts, before the choice. A row of NaN has weights of NaN and some experts.
     """
+    assert layer.router is not None
+    logits = kernels.products.product(normed, layer.router)
     probabilities = torch.softmax(logits.float(), dim=-1)
     weights, chosen = probabilities.topk(experts.per_token, dim=-1)
     if experts.renormalises:
@@ -26,17 +32,16 @@ def chosen_experts(logits: torch.Tensor, experts: ExpertsConfig) -> tuple[torch.
 
 
 def experts_mlp(
-    kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor
+    kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor, choice: Choice
 ) -> torch.Tensor:
     """Return the weighted sum of the results of each row's experts, [rows, hidden_size], of this rank's columns.
 
-    Nothing waits for the device, unless the products do.
+    `choice` is what `choose` returned for these rows. Nothing waits for the device, unless the products do.
     """
-    assert layer.router is not None
     assert isinstance(layer.gate_up, torch.Tensor), "experts are never quantised"
     assert isinstance(layer.down, torch.Tensor), "experts are never quantised"
     rows, per_token = normed.shape[0], experts.per_token
-    weights, chosen = chosen_experts(kernels.products.product(normed, layer.router), experts)
+    weights, chosen = choice
 
     by_expert, order = chosen.flatten().sort(stable=True)
     indexes = torch.arange(experts.count, device=normed.device)

@@ -14,7 +14,7 @@ from medha_worker.device import Device, InFlight
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import DecodeGraphs
-from medha_worker.model.experts_mlp import experts_mlp
+from medha_worker.model.experts_mlp import Choice, choose, experts_mlp
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
@@ -337,26 +337,51 @@ class Transformer:
 
         # On a CPU, a few rows at a time, so that the widest activations stay in cache and in the same memory.
         rows = hidden.shape[0]
-        together = _MLP_ROWS if self.device.is_host else rows
+        together = _MLP_ROWS if self.device.is_host else max(rows, 1)  # a lane may have no rows of its own
         wide: torch.Tensor | None = None
+        tile = everything
+        choice: Choice | None = None
 
         def mlp(rows: slice, _: OwnStep | None) -> torch.Tensor:
-            nonlocal wide
-            if layer.router is not None:
-                normed = self._normed(hidden, post_normed, layer.post_norm, rows)
-                assert self.config.experts is not None
-                return experts_mlp(self.kernels, self.config.experts, layer, normed)
-            if wide is None:
-                wide = hidden.new_empty(rows.stop - rows.start, layer.gate_up.shape[1])
-            return self._widened(layer, self._normed(hidden, post_normed, layer.post_norm, rows), wide)
+            nonlocal wide, choice
+            normed = self._normed(hidden, post_normed, layer.post_norm, rows)
+            if layer.router is None:
+                if wide is None:
+                    wide = hidden.new_empty(rows.stop - rows.start, layer.gate_up.shape[1])
+                return self._widened(layer, normed, wide)
+            assert self.config.experts is not None
+            if rows == tile:
+                choice = choose(self.kernels, self.config.experts, layer, normed)
+            own = self._choice_of(
+                layer, normed, choice, slice(rows.start - tile.start, rows.stop - tile.start)
+            )
+            return experts_mlp(self.kernels, self.config.experts, layer, normed, own)
 
         following_normed = None
         for first in range(0, rows, together):
-            tile = slice(first, min(first + together, rows))
+            tile, choice = slice(first, min(first + together, rows)), None
             norm = following if tile == everything else None  # the next layer wants all rows normed, or none
             down = layer.down if layer.router is None else None
             following_normed = self._add(hidden, tile, step, mlp, down, layer.down_bias, norm)
         return following_normed
+
+    def _choice_of(
+        self, layer: LayerWeights, normed: torch.Tensor, choice: Choice | None, rows: slice
+    ) -> Choice:
+        """Return the part of a choice of experts that is of some of its rows; `normed` are those rows.
+
+        If memory ran out for the choice of all rows (None), a rank alone makes that of these rows. A tensor rank must not:
+        the others have chosen for all rows at once (`experts_mlp`).
+
+        Raises:
+            MemoryError: there is no choice that the other tensor ranks have made, too.
+        """
+        if choice is not None:
+            return choice[0][rows], choice[1][rows]
+        if self.shard.tensor_size > 1:
+            raise MemoryError("out of memory: the experts of all rows could not be chosen at once")
+        assert self.config.experts is not None
+        return choose(self.kernels, self.config.experts, layer, normed)
 
     def _heads(
         self,
