@@ -49,6 +49,8 @@ from medha_worker.kernels.protocol import Kernels
 from .ranks import Ranks
 from .test_model_transformer import save_reference
 
+pytestmark = pytest.mark.timeout(400)  # an example may take seconds where other tests run beside it
+
 TOLERANCE = 1e-4
 VOCAB = 160
 PROFILE = StepProfile(0.001, 0.0001, 1e-7, 0.0001)

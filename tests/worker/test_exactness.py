@@ -30,6 +30,8 @@ from .random_steps import STRATEGIES, Cut, Planner, Query, Running, asked
 from .ranks import Ranks
 from .test_model_transformer import save_reference
 
+pytestmark = pytest.mark.timeout(400)  # an example may take seconds where other tests run beside it
+
 TOLERANCE = 1e-4
 BLOCK_TOKENS = 4
 KV_BLOCKS = 256
