@@ -152,9 +152,9 @@ def test_a_stage_fetches_the_files_of_its_layers_once(
 
 
 def test_a_model_that_only_the_spec_makes_servable_is_fetched(tmp_path: Path) -> None:
-    """A window that is not implemented does not bind prompts that are shorter."""
-    changed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128}
-    hub = Hub(FILES | {"config.json": json.dumps(CONFIG | changed).encode()}, COMMIT)
+    """A window that the family does not have does not bind prompts that are shorter."""
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": 128}
+    hub = Hub(FILES | {"config.json": json.dumps(CONFIG | llama).encode()}, COMMIT)
     said = failed(rendered("v2"), hub, tmp_path)
     assert "sliding_window" in said
     assert "model.safetensors" not in hub.asked
