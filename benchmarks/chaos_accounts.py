@@ -20,7 +20,7 @@ SLOW_SECONDS = 8.0
 FULL_SECONDS = 5.0
 CLOCK_SECONDS = 4.0
 KILL_SECONDS = 2.0
-"""How long clients go on beside a killed process before it is replaced, if nothing replaces it by itself."""
+"""Time for which clients go on beside a killed process before it is replaced, if nothing replaces it by itself."""
 
 STREAM_SECONDS = 90.0
 """Longest wait for output after which a stream counts as hanging: longer than any limit of a router (60 s)."""

@@ -373,7 +373,7 @@ KINDS: Mapping[str, type[RequestModel]] = MappingProxyType(
 """The kind of request that each path takes."""
 
 Fate = Literal["served", "label", "ignored"] | tuple[Any, ...]
-"""What becomes of a field; a tuple has the values with which it asks for nothing."""
+"""The treatment of a field; a tuple has the values with which it asks for nothing."""
 
 
 def known_fields() -> list[str]:

@@ -56,7 +56,7 @@ UNSUPPORTED_PATHS: Mapping[str, str] = MappingProxyType(
         "/v1/unload_lora_adapter": "adapters are not served",
     }
 )
-"""What is said of each path, and of all paths below it."""
+"""The refusal of each path, which holds for all paths below it, too."""
 
 
 def explanation(path: str) -> str | None:

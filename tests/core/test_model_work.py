@@ -1,4 +1,4 @@
-"""What a router says that its clients want of a model: from its own sequences alone, wherever they are."""
+"""The work that a router reports for a model: that of its own sequences alone, wherever they are."""
 
 from __future__ import annotations
 

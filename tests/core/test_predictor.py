@@ -216,7 +216,7 @@ def test_many_decodes_of_one_length_are_exact_with_a_window_too() -> None:
 
 @given(context=st.integers(0, 10**6), count=st.integers(1, 5000))
 def test_layers_with_a_window_count_no_more_keys_than_that(context: int, count: int) -> None:
-    """Of four layers, three see 1000 keys at most, and one sees all."""
+    """The model has three layers that see 1,000 keys at most, and one that sees all."""
     rows = Work(context, count)
     keys = rows.pairs / count
     seen = 0.25 * keys + 0.75 * min(keys, 1000)

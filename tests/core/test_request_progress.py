@@ -1,4 +1,4 @@
-"""What a controller's events say of requests: in reports to routers, and in the timeline of a record."""
+"""The progress of requests, as a controller's events tell it, in reports to routers and in the timeline of a record."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from gateways.conftest import KEY, Site
 from router.conftest import MODEL, Script
 
 STREAMS = 1300
-"""By default, Envoy sends 1,024 requests to a cluster at the same time, and lets the others wait."""
+"""Requests that Envoy sends to a cluster at the same time by default; others wait."""
 
 
 @pytest.mark.long

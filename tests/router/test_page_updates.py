@@ -1,4 +1,4 @@
-"""One update serves all open pages, and each page has all changes, in order, whenever it opened and however slowly it reads."""
+"""An update serves all open pages, and each page has all changes, in order, whenever it opened and however slowly it reads."""
 
 from __future__ import annotations
 

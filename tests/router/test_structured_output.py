@@ -1,4 +1,4 @@
-"""What a request asks its output to follow becomes one grammar, or an error that names the field, the value and the fix."""
+"""The fields that constrain an output become one grammar, or an error that names the field, the value and the fix."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ FILES = {
     "before": files_of(TEMPLATE),
 }
 LACKS = {"no-end": {"ends_texts": False}, "before": {"follows_grammars": False}}
-"""What replicas of a model announce that they cannot do."""
+"""The abilities that replicas of a model announce as missing."""
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def test_logits_equal_those_of_the_rounded_model(pair_of: Callable[[str], Pair],
 def test_greedy_text_of_64_tokens_is_that_of_the_rounded_model(
     pair_of: Callable[[str], Pair], name: str
 ) -> None:
-    """Where activations are rounded, each token is the best one to within the tolerance: two may be all but equal."""
+    """Each token is the best one to within the tolerance, as two may be all but equal if activations are rounded."""
     pair, text = pair_of(name), random_tokens(30, seed=2)
     for _ in range(64):
         text = torch.cat([text, run_chunks(pair.model, text, [text.numel()])[-1:].argmax(-1)])

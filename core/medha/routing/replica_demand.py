@@ -1,4 +1,4 @@
-"""How many replicas of a model the clients of one router need: a number that adds up over routers.
+"""The number of replicas of a model that the clients of one router need; it adds up over routers.
 
 Each router knows its own clients alone, so it states what they need of a replica, as a fraction. The sum over routers
 is what all clients need, and an autoscaler rounds it up. It has four parts, and they add up too:
