@@ -22,7 +22,6 @@ all texts are the same, that each loss made streams move, and that no stream pau
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -37,6 +36,7 @@ from threading import Thread
 import httpx
 import numpy as np
 import zmq
+from client_stream import Stream
 from fleet import START_SECONDS, Fleet, Replica
 from harness import Row, claim, exit_with, parser, progress, report
 
@@ -63,67 +63,20 @@ PAUSE_SECONDS = 3.0  # most pause of a stream while another replica has room
 FIRST_TOKENS = 10  # of each stream, before a replica is lost
 STREAM_SECONDS = 120.0
 STREAMS = 6
+FORMS_OF_STREAMS = ("text", "text", "schema", "text", "text", "function")
 PROMPT_MEGABYTES, PROMPTS = 27, 3  # token ids of the long prompts, and how many there are
 GAP_SECONDS = 1.5  # most between two heartbeats: a router counts 2 s of silence
-ROWS: Row = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {
-            "id": {"type": "integer", "minimum": 0},
-            "colour": {"enum": ["red", "green", "blue"]},
-            "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,9}$"}, "maxItems": 3},
-        },
-        "required": ["id", "colour", "tags"],
-        "additionalProperties": False,
-    },
-    "minItems": 1000,
-}
-"""A schema that no stream is long enough to complete."""
 
 
 @dataclass
-class Stream:
-    """A client's stream, and the times of its tokens; every second one is greedy, every third one follows a schema."""
-
-    number: int
-    tokens: int
-    text: str = ""
-    times: list[float] = field(default_factory=list)
-    error: str = ""
+class Moved(Stream):
+    """A stream whose replica is lost."""
 
     def run(self, url: str) -> None:
-        body = {
-            "model": "m",
-            "prompt": f"stream {self.number}: " + "word " * (20 * self.number),
-            "seed": self.number,
-            "temperature": self.number % 2,
-            "max_tokens": self.tokens,
-            "stream": True,
-        }
-        if self.is_guided:
-            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "rows", "schema": ROWS}}
-        else:
-            body["ignore_eos"] = True
         try:
-            with httpx.stream("POST", url + "/v1/completions", json=body, timeout=STREAM_SECONDS) as response:
-                response.raise_for_status()
-                for line in response.iter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        self.error = str(event["error"])
-                        return
-                    self.text += event["choices"][0]["text"]
-                    self.times.append(time.monotonic())
+            self.ask(url, timeout_seconds=STREAM_SECONDS)
         except httpx.HTTPError as error:
             self.error = repr(error)
-
-    @property
-    def is_guided(self) -> bool:
-        """True if it follows the schema `ROWS`."""
-        return self.number % 3 == 2
 
     def pause(self, since: float) -> float:
         """Return the longest wait for a token (seconds) since a loss; 0 if the stream was over by then."""
@@ -132,10 +85,19 @@ class Stream:
 
 
 class Streams:
-    """Streams that run at the same time."""
+    """Streams that run at the same time; every second one is greedy."""
 
     def __init__(self, url: str, tokens: int, count: int = STREAMS) -> None:
-        self.all = [Stream(number, tokens) for number in range(count)]
+        self.all = [
+            Moved(
+                prompt=f"stream {number}: " + "word " * (20 * number),
+                seed=number,
+                tokens=tokens,
+                form=FORMS_OF_STREAMS[number % len(FORMS_OF_STREAMS)],
+                temperature=number % 2,
+            )
+            for number in range(count)
+        ]
         self._threads = [Thread(target=one.run, args=(url,), daemon=True) for one in self.all]
         for thread in self._threads:
             thread.start()

@@ -18,8 +18,7 @@ A request over HTTP counts from the time when it was sent. How late the client s
 client waits, too. A request waits for two steps at most (the one in flight, and its own), each predicted to take up
 to `maxStepSeconds`, 0.5. So it can be late where steps take about twice as long as predicted, however fair the turns.
 
-The claims are that the small key loses 2 points at most in each, and so do ten equal keys. The one of `kv` may fail: a
-request that finds no KV waits until answers of others end.
+The claims are that the small key loses 2 points at most in each, and so do ten equal keys.
 """
 
 from __future__ import annotations

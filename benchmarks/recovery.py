@@ -7,8 +7,8 @@
 
 A replica runs in namespaces of its own (`unshare`). Each process has its own loopback address, so it can be cut off
 like a machine whose cable was pulled: for some seconds, every packet from and to it is dropped. While streams are open,
-a process is killed (SIGKILL), stopped (SIGSTOP, and never continued by this script) or cut off. Every stream must end
-with exactly the text that it has without a failure. If a router fails, its clients ask again; no other clients do.
+a process is killed (SIGKILL), stopped (SIGSTOP, and never continued by this script) or cut off. One stream follows a
+schema, and one is a function call. Every stream must end with exactly the text that it has without a failure. If a router fails, its clients ask again; no other clients do.
 
 The result is the time from the failure to the next token of each stream that it interrupts. After a cut, this time
 begins when the network is back; the time since it went is reported, too. A stream that had ended by then was not
@@ -47,6 +47,7 @@ import httpx
 import numpy as np
 import psutil
 import yaml
+from client_stream import Stream
 from harness import Row, claim, exit_with, parser, progress, report
 from rich.console import Console
 
@@ -72,7 +73,12 @@ GRID_RANKS = 8  # size of the grid for which that is the goal
 BOUND_PARTS = ("rank", "leader", "controller")
 STREAM_SECONDS = 180.0
 ROUTER, CONTROLLER, FIRST_RANK = 1, 2, 10  # the last number of each process's address
-PROMPT_WORDS = (3, 40, 200, 500)
+LOAD = (
+    (3, "text"),
+    (40, "schema"),
+    (200, "function"),
+    (500, "text"),
+)  # words of each prompt, form of the output
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (only looked at)
 TOKENS = 160  # of a stream
 LONG_TOKENS = 4000  # of a stream that lasts longer than it takes to notice a failure
@@ -102,23 +108,17 @@ class Failure:
 
 
 @dataclass
-class Stream:
-    """A client's stream, and the times of its tokens."""
+class Asked(Stream):
+    """A stream of a client that may ask again."""
 
-    prompt: str
-    seed: int
     tokens: int = TOKENS
-    text: str = ""
-    times: list[float] = field(default_factory=list)
-    taken: bool = False  # the router has begun to answer
-    error: str = ""
 
     def run(self, url: str, *, asks_again: bool = False) -> None:
         """Ask for the answer; if `asks_again`, until it is complete, because a router's failure breaks connections."""
         end = time.monotonic() + STREAM_SECONDS
         while time.monotonic() < end:
             try:
-                self._ask(url)
+                self.ask(url, timeout_seconds=60)
             except httpx.HTTPError as error:  # also 503, as long as a new router knows no replica
                 if not asks_again:
                     self.error = f"lost: {error!r}"
@@ -127,28 +127,6 @@ class Stream:
             else:
                 return
         self.error = self.error or "never answered"
-
-    def _ask(self, url: str) -> None:
-        self.text = ""
-        body = {
-            "model": "m", "prompt": self.prompt, "seed": self.seed, "temperature": 1, "max_tokens": self.tokens,
-            "ignore_eos": True, "stream": True,
-        }  # fmt: skip
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
-            response.raise_for_status()
-            self.taken = True
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    self.error = str(event["error"])
-                    return
-                self.text += event["choices"][0]["text"]
-                self.times.append(time.monotonic())
-        raise httpx.RemoteProtocolError("the answer ends before [DONE]")
 
     def interruption(self, failed_at: float, back_at: float) -> float | None:
         """Return the seconds from `back_at` to the end of the longest wait for a token since `failed_at`.
@@ -331,18 +309,18 @@ def serve(folder: Path) -> int:
     return state.exit_status
 
 
-def load() -> list[Stream]:
-    """Return the streams of a run, always the same."""
+def load() -> list[Asked]:
+    """Return the streams of a run, always the same: two free texts, one that follows a schema, and a function call."""
     random_words = random.Random(0)
     words = ["red", "green", "blue", "white", "tower", "river", "seven", "nine", "over", "under"]
     return [
-        Stream(" ".join(random_words.choices(words, k=count)), seed)
-        for seed, count in enumerate(PROMPT_WORDS)
+        Asked(" ".join(random_words.choices(words, k=count)), seed, form=form)
+        for seed, (count, form) in enumerate(LOAD)
     ]
 
 
 @contextmanager
-def running(streams: Sequence[Stream], url: str, *, ask_again: bool = False) -> Iterator[None]:
+def running(streams: Sequence[Asked], url: str, *, ask_again: bool = False) -> Iterator[None]:
     threads = [Thread(target=stream.run, args=(url,), kwargs={"asks_again": ask_again}) for stream in streams]
     for thread in threads:
         thread.start()
@@ -420,7 +398,7 @@ def rest(replica: Replica) -> None:
 
 def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
     """Return the seconds from a router's failure until nothing is held for its clients, who do not return."""
-    streams = [Stream("red tower", seed, LONG_TOKENS) for seed in range(len(PROMPT_WORDS))]
+    streams = [Asked("red tower", seed, LONG_TOKENS) for seed in range(len(LOAD))]
     for stream in streams:
         Thread(target=stream.run, args=(replica.url,), daemon=True).start()
     while sum(len(stream.times) for stream in streams) < 50:
@@ -457,7 +435,7 @@ def at_random(ranks: Sequence[str], count: int, random_: random.Random) -> list[
 
 def _failure(kind: str, part: str, random_: random.Random) -> Failure:
     seconds = random_.uniform(2.0, 14.0) if kind == "cut" else 0.0
-    return Failure(kind, (part,), random_.randint(1, len(PROMPT_WORDS) * TOKENS // 2), seconds)
+    return Failure(kind, (part,), random_.randint(1, len(LOAD) * TOKENS // 2), seconds)
 
 
 def measured(outcomes: Sequence[Outcome]) -> list[Row]:
@@ -497,7 +475,7 @@ def claims(
 
     every = [*outcomes, *reloads]
     if every:
-        streams = len(every) * len(PROMPT_WORDS)
+        streams = len(every) * len(LOAD)
         complete, same = sum(one.complete for one in every), sum(one.same for one in every)
         unfelt = sum(row["interrupted_streams"] == 0 for row in measured(every))
         claims += [

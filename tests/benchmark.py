@@ -8,7 +8,16 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-SHARED = ("harness", "served", "random_llama", "convoy_trace", "fleet", "chaos_accounts", "autoscale_page")
+SHARED = (
+    "harness",
+    "client_stream",
+    "served",
+    "random_llama",
+    "convoy_trace",
+    "fleet",
+    "chaos_accounts",
+    "autoscale_page",
+)
 """Modules that the scripts import from their own folder. It is not on the path of tests, where a package is called `campaign`, too."""
 
 

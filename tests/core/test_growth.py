@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.kv.prefix_cache import PrefixHasher
-from medha.scheduler.growth import GROWTH_SHARE, MOST_ASIDES, Growth, Held, with_too_much
+from medha.scheduler.growth import GROWTH_SHARE, MOST_ASIDES, Growth, Held, who_make_way, with_too_much
 from medha.scheduler.request import Prompt, Request
 from medha.slo import Targets
 from medha.wire.messages import Cancel, SteppedAside, Submit
@@ -298,3 +298,74 @@ def test_no_answer_of_a_key_with_few_steps_aside_for_those_of_a_key_with_many(
     assert {"large 1", "large 2", "large 3"} & set(replica.asides)
     assert not [name for name in replica.asides if name.startswith("small")]
     replica.run().check_empty()
+
+
+def test_decodes_of_a_key_with_much_kv_make_way_for_a_key_that_would_be_late(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=400, block_size_tokens=SIZE, step_seconds=0.1)
+    for index in range(30):
+        replica.submit(submit_of(f"large {index}", 8, 64, owner="large"))
+    for _ in range(3):
+        replica.advance()
+    came = replica.now
+    replica.submit(submit_of("small", 600, 8, owner="small"))
+    while "small" not in replica.emitted:
+        assert replica.advance()
+    assert replica.now - came <= 2.0, "its target"
+    assert not replica.endings, "it had to wait for others to end"
+    assert replica.asides
+    assert all(name.startswith("large") for name in replica.asides)
+    replica.run().check_empty()
+    assert {len(replica.emitted[f"large {index}"]) for index in range(30)} == {64}
+
+
+def test_requests_without_keys_do_not_make_way_for_each_other(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=400, block_size_tokens=SIZE, step_seconds=0.1)
+    for index in range(30):
+        replica.submit(submit_of(f"r{index}", 8, 64, owner=f"request {index}"))
+    replica.submit(submit_of("late", 600, 8, owner="late"))
+    replica.run().check_empty()
+    assert not replica.asides
+
+
+DECODING = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "small"]),
+        st.integers(0, MOST_ASIDES),
+        st.integers(0, 50),
+        st.integers(1, 30),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=14,
+)
+
+
+@given(DECODING, st.integers(1, 60), st.integers(0, 30))
+def test_making_way_frees_enough_and_leaves_each_owner_as_much_as_the_other_gets(
+    running: list[tuple[str, int, int, int, bool, bool]], needed: int, free: int
+) -> None:
+    submit = Submit("r", "p", 1, 1, 0)
+    requests: list[Request] = []
+    held: dict[str, Held] = {}
+    for tie, (owner, asides, computed, blocks, is_long, is_decoding) in enumerate(running):
+        request = Request(
+            replace(submit, owner=owner), f"r{tie}", Prompt("p", 1), tie, 0.0, Targets(1.0, 1.0, 1.0), is_long,
+            1, 9, 1, asides=asides, computed=computed, counted_blocks=blocks, emitted=int(is_decoding),
+        )  # fmt: skip
+        requests.append(request)
+        one = held.setdefault(owner, Held())
+        one.requests, one.blocks = one.requests + 1, one.blocks + blocks
+    before = {owner: one.blocks for owner, one in held.items()}
+    missing = needed - free
+    found = who_make_way(requests, held, "small", needed, missing)
+    assert {owner: one.blocks for owner, one in held.items()} == before, "nothing is changed"
+    if not found:
+        return
+    assert sum(one.counted_blocks for one in found) >= missing > 0
+    assert all(one.is_decoding and not one.is_long and one.asides < MOST_ASIDES for one in found)
+    for owner in {one.submit.owner for one in found}:
+        assert owner != "small"
+        left = before[owner] - sum(one.counted_blocks for one in found if one.submit.owner == owner)
+        assert left >= before.get("small", 0) + needed

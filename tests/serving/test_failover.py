@@ -45,14 +45,15 @@ def fleet(failover: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def expected(failover: ModuleType, fleet: Any) -> list[str]:
-    """The texts of streams that nothing disturbs: sampled or greedy ones, and some that follow a schema."""
+    """The texts of streams that nothing disturbs: sampled or greedy ones, one that follows a schema, and a function call."""
     streams = failover.Streams(fleet.router.url, TOKENS)
     texts: list[str] = streams.join()
     assert len(set(texts)) == len(texts)
-    guided = [text for text, one in zip(texts, streams.all, strict=True) if one.is_guided]
-    assert len(guided) == 2
-    for text in guided:
-        assert re.match(r'\[\s*\{\s*"id"\s*:\s*\d+\s*,\s*"colour"\s*:\s*"(red|green|blue)"', text), text
+    row = r'\[\s*\{\s*"id"\s*:\s*\d+\s*,\s*"colour"\s*:\s*"(red|green|blue)"'
+    for text, one in zip(texts, streams.all, strict=True):
+        assert one.form == "text" or re.search(row, text), text
+        assert one.form != "function" or re.match(r'store\s*\{\s*"rows"', text), text
+    assert {one.form for one in streams.all} == {"text", "schema", "function"}
     return texts
 
 

@@ -31,17 +31,17 @@ def recovery() -> ModuleType:
 
 
 def test_an_interruption_is_the_longest_wait_for_a_token_from_the_failure_on(recovery: ModuleType) -> None:
-    stream = recovery.Stream("a prompt", 0, times=[1.0, 4.0, 5.5, 9.0, 9.5])
+    stream = recovery.Asked("a prompt", 0, times=[1.0, 4.0, 5.5, 9.0, 9.5])
     assert stream.interruption(5.0, 5.0) == 4.0  # 5.5 was on its way
     assert stream.interruption(5.0, 7.0) == 2.0  # a network that was back at 7
     assert stream.interruption(5.0, 9.25) == 0.0  # the token came all the same
 
 
 def test_a_stream_that_was_over_was_not_interrupted(recovery: ModuleType) -> None:
-    stream = recovery.Stream("a prompt", 0, times=[1.0, 4.0])
+    stream = recovery.Asked("a prompt", 0, times=[1.0, 4.0])
     assert stream.interruption(5.0, 5.0) is None
     assert stream.interruption(3.0, 5.0) is None  # over before the network was back
-    assert recovery.Stream("a prompt", 0).interruption(5.0, 5.0) is None
+    assert recovery.Asked("a prompt", 0).interruption(5.0, 5.0) is None
 
 
 def outcomes(recovery: ModuleType, *, slowest_part: str = "", same: int = 4) -> list[object]:
@@ -120,7 +120,7 @@ def test_only_clients_of_a_router_that_failed_ask_again(recovery: ModuleType, as
     server = HTTPServer(("127.0.0.1", 0), Once)
     thread = Thread(target=server.serve_forever)
     thread.start()
-    stream = recovery.Stream("a prompt", 0)
+    stream = recovery.Asked("a prompt", 0)
     stream.run(f"http://127.0.0.1:{server.server_port}", asks_again=asks_again)
     server.shutdown()
     thread.join()

@@ -5,6 +5,8 @@ was forwarded since, and its own prefill without the prefix that the replica is 
 sequence follows its cached prefix as long as the replicas' loads differ by less than the seconds that the hit
 saves. A long prefix saves minutes, though, in which a replica would collect all the work of a popular one. So a
 replica attracts by its cache only while its load is at most `LOAD_FACTOR` times the mean, plus `LOAD_SECONDS`.
+
+Where KV is short, a replica comes first in which the sequence's owner holds at most an equal share of it.
 """
 
 from __future__ import annotations
@@ -54,11 +56,14 @@ def choose(
     tokens, prefix = sequence.tokens, sequence.new.prefix
     most_seconds = _most_seconds(serving)
 
-    def preference(replica: KnownReplica) -> tuple[bool, float, int, int, int, str]:
+    def preference(replica: KnownReplica) -> tuple[bool, bool, float, int, int, int, str]:
         card = replica.card
-        berth = replica.berth(tokens, reservation_tokens(sequence, card))
+        reserved_tokens = reservation_tokens(sequence, card)
+        berth = replica.berth(tokens, reserved_tokens)
         cached = replica.prefixes.known_tokens(prefix) if replica.seconds_ahead <= most_seconds else 0
         return (
+            (card.waiting > 0 or not berth.has_kv)
+            and _exceeds_share(sequence.owner, reserved_tokens, replica),
             not berth.has_kv,
             berth.seconds_ahead + replica.own_seconds(tokens, cached),
             -cached,
@@ -68,6 +73,19 @@ def choose(
         )
 
     return min(replicas, key=preference)
+
+
+def _exceeds_share(owner: str, reserved_tokens: int, replica: KnownReplica) -> bool:
+    """Return whether an owner that has sequences in a replica would hold more than an equal share of its KV.
+
+    Up to that share, decodes of others make way for it (`medha.scheduler.growth`). Only sequences of this router count.
+    """
+    there = replica.open.values()
+    own = [reservation_tokens(one, replica.card) for one in there if one.owner == owner]
+    if not own or len(own) == len(there):
+        return False
+    owners = len({one.owner for one in there})
+    return (sum(own) + reserved_tokens) * owners > replica.card.kv_tokens_total
 
 
 def _most_seconds(serving: Sequence[KnownReplica]) -> float:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from medha.kv.pools import KvPools, Placed
-from medha.scheduler.growth import Growth, Held, with_too_much
+from medha.scheduler.growth import Growth, Held, who_make_way, with_too_much
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.scheduler.request_table import Capacity, RequestTable
@@ -36,6 +36,8 @@ LATE_SHARE = 0.35
 """Share of the KV pool. While long requests hold more, a demoted one waits until its revised deadline is near."""
 MOST_DEFERRED_SECONDS = 60.0
 """Time for which others come before all requests of owners with more than an equal share of KV. Then one claims."""
+WAY_STEPS = 2
+"""Longest steps before a claimant's latest start from which others make way for it: as long as that may take."""
 GROWTH_TOKENS = 1024
 """Tokens by which KV grows at a time beyond its reservation: enough that block tables stay long runs."""
 GROWTH_PART_OF_LANE = 16
@@ -442,6 +444,27 @@ class Admission:
         among_longs = starved.id in self._taken_by_longs and not self._has_share_to_grow(starved, 1)
         first_of = with_too_much(self._held_by_owner())
         return self._growth.who_steps_aside(starved, first_of, among_longs=among_longs)
+
+    def who_make_way(self, now: float, correction: float) -> list[Request]:
+        """Return the running requests that give their KV back to the claimant.
+
+        There are none as long as the claimant may be on time without, nor for a long one. What requests that have
+        ended will release is waited for.
+        """
+        claim = self._claim
+        if claim is None or claim.is_overdue or self.is_paused or len(self._table.owners) == 1:
+            return []
+        request = claim.request
+        slack_seconds = request.deadline - now - self._table.remaining_seconds(request) * correction
+        has_time = slack_seconds > WAY_STEPS * self._config.scheduling.max_step_seconds
+        if has_time or request.is_long or not self.has_place(request):
+            return []
+        there = [one for one in self._table if not one.waits and one.held_lanes == claim.lanes]
+        soon = sum(one.counted_blocks for one in there if one.ended)
+        missing = claim.blocks - soon - sum(map(self._free_blocks, claim.lanes))
+        if missing <= 0:
+            return []
+        return who_make_way(there, self._held_by_owner(), request.submit.owner, claim.blocks, missing)
 
     def _held_by_owner(self) -> dict[str, Held]:
         """Return what the running requests of each owner hold."""

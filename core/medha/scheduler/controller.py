@@ -352,6 +352,7 @@ class ReplicaController:
         grows, exhausted, aside = self._grow(lanes)
         self._admission.is_paused = any(lane.decodes.starved for lane in self._lanes)
         admits = self._admit_late(now)
+        aside += self._make_way(now)
         built = self._step_builder.build(lanes, admits, now)
         ends: list[ControllerCommand] = [
             Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
@@ -427,9 +428,19 @@ class ReplicaController:
                 else:
                     here.decodes.starved.append(request)
                     aside.append(self._admission.who_steps_aside(request))
-                    aside[-1].steps_aside = True
-                    self._stop(aside[-1])
+                    self._step_aside(aside[-1])
         return grows, exhausted, aside
+
+    def _make_way(self, now: float) -> list[Request]:
+        """Let requests of owners with much KV step aside for the claimant, if it would be late; return them."""
+        aside = self._admission.who_make_way(now, self.predictor.correction.prefill)
+        for request in aside:
+            self._step_aside(request)
+        return aside
+
+    def _step_aside(self, request: Request) -> None:
+        request.steps_aside = True
+        self._stop(request)
 
     def _admit_late(self, now: float) -> list[Admit]:
         """Admit the claimant, which gets KV that becomes free, as soon as there is enough for it."""

@@ -11,6 +11,9 @@ these it is the request that has stepped aside least often; of these one on the 
 of these the one with the fewest computed tokens, which takes the least time to recompute; of these the latest. The
 oldest of all is spared as long as there is another.
 
+Requests also step aside for one that waits: if an owner with little KV would miss a deadline because others hold
+the KV, decodes of those with too much give it back (`who_make_way`).
+
 Two rules keep requests from displacing each other for ever. Each time that a request comes back, it reserves at
 least twice the output that it had, and from its `MOST_ASIDES`-th time on all that it can ever need. A request
 that holds all that it can need never steps aside.
@@ -18,8 +21,8 @@ that holds all that it can need never steps aside.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from medha.scheduler.request import Request
 
@@ -45,6 +48,43 @@ def with_too_much(held: Mapping[str, Held]) -> frozenset[str]:
     return frozenset(
         owner for owner, one in held.items() if one.requests > 1 and one.blocks * len(held) > total
     )
+
+
+def who_make_way(
+    running: Iterable[Request], held: Mapping[str, Held], owner: str, needed_blocks: int, missing_blocks: int
+) -> list[Request]:
+    """Return the decodes that step aside so that a waiting request gets KV; none if they could not free enough.
+
+    Each is of an owner that holds more than an equal share of KV by several requests, and that then still holds as
+    much as the owner of the waiting one will: otherwise, owners of about the same load would displace each other.
+
+    Args:
+        running: requests whose KV would help. Those that are long, or have stepped aside too often, are spared.
+        held: what each owner holds.
+        owner: the owner of the waiting request.
+        needed_blocks: KV that the waiting request takes.
+        missing_blocks: the part of it that is not free.
+    """
+    held = {name: replace(one) for name, one in held.items()}
+    will_hold = held.setdefault(owner, Held()).blocks + needed_blocks
+    candidates = [
+        request
+        for request in running
+        if request.is_decoding and not request.is_long and not request.ended and request.asides < MOST_ASIDES
+    ]
+    candidates.sort(key=lambda request: (request.asides, request.computed, -request.tie))
+    found: list[Request] = []
+    for request in candidates:
+        if missing_blocks <= 0:
+            break
+        own = held[request.submit.owner]
+        if own.blocks - request.counted_blocks < will_hold or request.submit.owner not in with_too_much(held):
+            continue
+        found.append(request)
+        own.requests -= 1
+        own.blocks -= request.counted_blocks
+        missing_blocks -= request.counted_blocks
+    return found if missing_blocks <= 0 else []
 
 
 @dataclass(frozen=True, slots=True)
