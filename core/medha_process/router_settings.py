@@ -113,7 +113,7 @@ class RouterSettings(PartSettings):
     longer than a replica takes to start. 0: none waits, and gets status 503 at once."""
     waiting_room_bytes: int | None = Field(default=None, ge=1)
     """Largest total size in bytes of the bodies of those requests, a part of `max_bodies_bytes`; more get
-    status 503. Default: an eighth of `max_bodies_bytes`."""
+    status 503. One API key or address gets at most three quarters of it. Default: an eighth of `max_bodies_bytes`."""
     replica_start_seconds: float = Field(default=120.0, gt=0, le=86400)
     """Time that a replica takes from its creation until it serves. While none serves, it is the predicted wait in
     `medha_deployment_missed_deadline_seconds_predicted`."""
