@@ -13,6 +13,7 @@ from rich.table import Table
 
 from medha.api_keys import MOST_HASHES, ApiKeys, hash_of
 from medha.errors import ConfigInvalid
+from medha_cli.options import FILE
 
 _PREFIX = "sk-medha-"  # scanners of repositories look for keys by such beginnings
 _RANDOM_BYTES = 32
@@ -20,7 +21,7 @@ _RANDOM_BYTES = 32
 _file_option = click.option(
     "--file",
     "path",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     required=True,
     help="File of API keys, as a router reads it.",
 )

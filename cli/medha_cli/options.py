@@ -14,11 +14,15 @@ from medha.errors import ConfigInvalid
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+FILE = click.Path(path_type=Path, dir_okay=False)
+"""The type of an option that names a file, which need not exist."""
+FOLDER = click.Path(path_type=Path, file_okay=False)
+"""The type of an option that names a folder, which need not exist."""
+
 
 def page_option(default: str, meaning: str) -> Callable[[_Command], _Command]:
     """Return the option `--out`: the file of a command's HTML page, `default` if it is not given."""
-    kind = click.Path(path_type=Path, dir_okay=False)
-    return click.option("--out", "-o", type=kind, default=Path(default), show_default=True, help=meaning)
+    return click.option("--out", "-o", type=FILE, default=Path(default), show_default=True, help=meaning)
 
 
 def run_options(purpose: str) -> Callable[[_Command], _Command]:
@@ -30,7 +34,7 @@ def run_options(purpose: str) -> Callable[[_Command], _Command]:
         )
         run_directory = click.option(
             "--run-dir",
-            type=click.Path(path_type=Path, file_okay=False),
+            type=FOLDER,
             help=f"Run directory of the `medha up` to {purpose}.",
         )
         return run_directory(url(command))

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from medha.errors import ConfigInvalid
 from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
-from medha_cli.options import Number
+from medha_cli.options import FILE, Number
 from medha_cli.result_files import require_writable, write_page
 from medha_cli.simulate_command import require_plotly
 from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
@@ -89,9 +89,7 @@ class Tokens(click.ParamType[int]):
 @click.option(
     "--rows", type=click.IntRange(1), default=8, show_default=True, help="Number of grids that are listed."
 )
-@click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="File for an HTML page with plots."
-)
+@click.option("--plot", type=FILE, help="File for an HTML page with plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 def command(
     model_name: str,

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from medha.errors import ConfigInvalid
+from medha_cli.options import FILE
 from medha_process.launch import RANK_ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     default=Path("profile.json"),
     show_default=True,
     help="File to write; an earlier one is replaced at the end.",

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from medha.errors import PartFailed
-from medha_cli.options import run_options
+from medha_cli.options import FILE, run_options
 from medha_cli.replica_snapshot import ANSWER_SECONDS, Target, reason
 from medha_cli.result_files import require_writable, results_file
 
@@ -31,7 +31,7 @@ _PIECE_BYTES = 65_536
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     default=Path("trace.json"),
     show_default=True,
     help="File to write.",

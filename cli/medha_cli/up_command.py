@@ -23,6 +23,7 @@ from medha.errors import ConfigInvalid, PartFailed
 from medha_cli.keys_command import read_keys
 from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.manifest import model_directory, read_manifest
+from medha_cli.options import FILE, FOLDER
 from medha_cli.result_files import require_writable
 from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, removed_if_killed, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
@@ -50,7 +51,7 @@ _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers"
 )
 @click.option(
     "--trace",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Write what every rank does to this file, for ui.perfetto.dev; up to 256 MiB.",
 )
 @click.option(
@@ -60,22 +61,22 @@ _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers"
 )
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER,
     help="Keep sockets and settings in this directory, and leave it there; by default it is temporary.",
 )
 @click.option(
     "--api-keys",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="File of API keys, as `medha keys` writes it. Without it, requests need no key.",
 )
 @click.option(
     "--tls-certificate",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Certificate chain (PEM); clients are then served by TLS. Both files are read again when they change.",
 )
 @click.option(
     "--tls-key",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Private key of --tls-certificate (PEM, without a password).",
 )
 @click.option(

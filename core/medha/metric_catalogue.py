@@ -147,7 +147,7 @@ ROUTER_METRICS = (
     Metric("medha_router_lost_spans", "counter", "spans", _LOST_SPANS, ("reason",)),
     Metric("medha_router_waiting_room_requests", "gauge", "requests", "Requests that wait, untokenised, for the first replica of a model that a manifest declares.", ("model",)),
     Metric("medha_router_waiting_room_bytes", "gauge", "bytes", "Bodies of those requests; a part of `medha_router_body_bytes`."),
-    Metric("medha_router_waiting_room_refusals", "counter", "requests", "Requests for which there was no room to wait for the first replica of their model (`full`), or for which none came in time (`late`).", ("reason",)),
+    Metric("medha_router_waiting_room_refusals", "counter", "requests", "Requests for which there was no room to wait for the first replica of their model (`full`; `share`: their key or address has all that one may take), or for which none came in time (`late`).", ("reason",)),
     Metric("medha_router_refused_connections", "counter", "connections", "Connections that failed the handshake: plaintext, a wrong key, or no enrolment token of this router.", ("link",)),
     Metric("medha_router_http_connections", "gauge", "connections", "HTTP connections that are open."),
     Metric("medha_router_http_refusals", "counter", "connections", "HTTP connections that the router closed, by reason: `too_many` (the limit is reached), `slow` (the request's head did not arrive in time), `malformed` (not HTTP/1, or the head is too large), `pipelined` (a request arrived before the previous one was answered), `unread` (the client did not take its answer).", ("reason",)),

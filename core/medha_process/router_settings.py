@@ -87,6 +87,8 @@ class RouterSettings(PartSettings):
     key."""
     tls_key_file: Path | None = None
     """File of the private key of `tls_certificate_file` (PEM, without a password)."""
+    poll_seconds: float = Field(default=2.0, ge=0.01, le=60)
+    """Seconds between two looks at these files: of models, of API keys and of the certificate."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     max_bodies_bytes: int | None = Field(default=None, ge=1)
     """Largest total size in bytes of all bodies that are being received and tokenised; more get status
@@ -111,7 +113,7 @@ class RouterSettings(PartSettings):
     longer than a replica takes to start. 0: none waits, and gets status 503 at once."""
     waiting_room_bytes: int | None = Field(default=None, ge=1)
     """Largest total size in bytes of the bodies of those requests, a part of `max_bodies_bytes`; more get
-    status 503. Default: an eighth of `max_bodies_bytes`."""
+    status 503. One API key or address gets at most three quarters of it. Default: an eighth of `max_bodies_bytes`."""
     replica_start_seconds: float = Field(default=120.0, gt=0, le=86400)
     """Time that a replica takes from its creation until it serves. While none serves, it is the predicted wait in
     `medha_deployment_missed_deadline_seconds_predicted`."""

@@ -21,7 +21,7 @@ from medha.routing.joining import awaited, may_accept
 from medha.routing.waiting_room import WaitingRoom
 from medha.slo import FALLBACK_TERMS
 from medha.wire.messages import ServiceClassTerms
-from medha_process.router_settings import RouterSettings
+from medha_process.router_settings import RouterSettings, owner_body_budget
 from medha_router.access_log import AccessLog, Entry
 from medha_router.api_error import ApiError
 from medha_router.authentication import Authentication, key_of
@@ -100,7 +100,8 @@ class HttpApi:
         self._has_joined = False
         self.leaving = False
         """Set when the router stops: it should get no new requests."""
-        room = WaitingRoom(settings.waiting_room_budget_bytes, settings.waiting_room_seconds)
+        room_bytes = settings.waiting_room_budget_bytes
+        room = WaitingRoom(room_bytes, owner_body_budget(room_bytes), settings.waiting_room_seconds)
         self._waiting_requests = WaitingRequests(room, self._is_awaited, observer.waiting_room_refused)
         self.draining = False
         """Set when the router no longer serves requests of new connections."""
@@ -255,7 +256,7 @@ class HttpApi:
         if requested is None or not self._is_awaited(model := self._link.catalog().name(requested)):
             return
         id_ = Entry.of(request.scope).unique_id
-        work = self._waiting_requests.wait(id_, model, len(body.content))
+        work = self._waiting_requests.wait(id_, model, body.owner, len(body.content))
         with self._phase(ROOM):
             await while_connected(request.receive, work)
 

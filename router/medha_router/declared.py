@@ -13,8 +13,6 @@ from medha_router.watched_files import FileState, file_state
 
 log = logging.getLogger("medha.router")
 
-_POLL_SECONDS = 2.0
-
 
 class DeclaredFiles:
     """The files of one folder. An unreadable file counts with its last readable content."""
@@ -64,10 +62,10 @@ class DeclaredFiles:
         names = ", ".join(model.name for model in self._models[name]) or "none"
         log.info("models of manifests in %s: %s", path, names)
 
-    async def watch(self, report: Callable[[tuple[DeclaredModel, ...]], None]) -> None:
+    async def watch(self, report: Callable[[tuple[DeclaredModel, ...]], None], poll_seconds: float) -> None:
         """Report each change, for ever."""
         while True:
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(poll_seconds)
             models = self.changed()
             if models is not None:
                 report(models)

@@ -223,9 +223,9 @@ async def serve(settings: RouterSettings, file_limit: int) -> int:
         background = [asyncio.create_task(_keep_alive(Watchdog()))]
         if keys is not None:
             follow = partial(_follow, keys, accounts)
-            background.append(asyncio.create_task(keys.watch(follow)))
+            background.append(asyncio.create_task(keys.watch(follow, settings.poll_seconds)))
         if certificate is not None:
-            background.append(asyncio.create_task(certificate.watch(lambda: None)))
+            background.append(asyncio.create_task(certificate.watch(lambda: None, settings.poll_seconds)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         serving_metrics = asyncio.create_task(metrics_server.serve(sockets=[metrics_listener]))
         _announce_bound(settings, listener, metrics_listener, link)

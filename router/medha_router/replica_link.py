@@ -149,6 +149,7 @@ class ReplicaLink:
         self._control, self._tokens = (link.socket for link in self._links.values())
         folder = settings.models_directory
         self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
+        self._poll_seconds = settings.poll_seconds
         self._peers = Peers()
         self._descriptors: dict[
             bytes, int
@@ -173,7 +174,8 @@ class ReplicaLink:
             self._spawn(asyncio.create_task(loop))
         if self._declared_files is not None:
             self._declare(self._declared_files.changed() or ())
-            self._spawn(asyncio.create_task(self._declared_files.watch(self._declare)))
+            watching = self._declared_files.watch(self._declare, self._poll_seconds)
+            self._spawn(asyncio.create_task(watching))
 
     def _spawn(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -207,9 +209,8 @@ class ReplicaLink:
             longest = max(card.longest_request_tokens, known.longest_request_tokens if known else 0)
             length = max(card.max_model_len, known.max_model_len if known else 0)  # some replica takes it
             tool_calls = self.core.tool_call_format(card.model)
-            follows = (known is not None and known.follows_grammars) or (
-                card.follows_grammars and card.ends_texts
-            )
+            # All of them: a grammar that is not needed would keep the request from those that ignore it.
+            follows = card.follows_grammars and card.ends_texts and (known is None or known.follows_grammars)
             models[card.model] = ModelTerms(
                 card.digest, length, longest, card.vocab_size, tool_calls, follows
             )

@@ -28,24 +28,27 @@ class WaitingRequests:
         self._loop: asyncio.Task[None] | None = None
         self._ended: str | None = None  # why nobody may wait any more
 
-    async def wait(self, id_: str, model: str, body_bytes: int) -> None:
+    async def wait(self, id_: str, model: str, owner: str, body_bytes: int) -> None:
         """Wait until a model need not be awaited any more. If this is cancelled, the request leaves the room.
 
         Raises:
-            ApiError: 503, the room is full, or no replica came in time.
+            ApiError: 503, the room is full, the owner's share of it is taken, or no replica came in time.
         """
         loop = asyncio.get_running_loop()
         if not self.room.is_open or not self._is_awaited(model):
             return
         if self._ended is not None:
             raise self._unavailable(self._ended, model, 1)
-        if not self.room.enter(Guest(id_, model, body_bytes, loop.time())):
-            self._refused("full")
-            text = (
-                f"no replica serves the model {model[:200]!r} yet, and as many requests as the router can hold wait for "
-                "one; try again later"
+        refusal = self.room.enter(Guest(id_, model, owner, body_bytes, loop.time()))
+        if refusal is not None:
+            self._refused(refusal)
+            is_own = refusal == "share"
+            who = (
+                "as many of your own requests as may" if is_own else "as many requests as the router can hold"
             )
-            raise self._unavailable(text, model, self.room.seconds_until_room(loop.time()))
+            text = f"no replica serves the model {model[:200]!r} yet, and {who} wait for one; try again later"
+            seconds = self.room.seconds_until_room(loop.time(), owner if is_own else None)
+            raise self._unavailable(text, model, seconds)
         self._futures[id_] = loop.create_future()
         if self._loop is None:
             self._loop = asyncio.create_task(self._watch())

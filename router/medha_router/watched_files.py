@@ -12,7 +12,6 @@ from medha.errors import ConfigInvalid
 
 log = logging.getLogger("medha.router")
 
-_POLL_SECONDS = 2.0
 FileState = tuple[int, int, int]
 """Inode, modification time and size; the volume of a Secret or ConfigMap gives a changed file a new inode."""
 _Content = TypeVar("_Content")
@@ -65,10 +64,10 @@ class WatchedFiles(Generic[_Content]):
         self.is_valid = True
         return True
 
-    async def watch(self, report: Callable[[], None]) -> None:
+    async def watch(self, report: Callable[[], None], poll_seconds: float) -> None:
         """Report each new content, for ever."""
         while True:
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(poll_seconds)
             if self.poll():
                 report()
 

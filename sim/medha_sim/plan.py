@@ -301,8 +301,14 @@ def _read_experts(path: Path, values: dict[str, Any], field: Callable[..., int])
     if kind not in _EXPERT_FIELDS:
         return None
     counts, width = _EXPERT_FIELDS[kind]
-    count_name = next((name for name in counts if values.get(name)), counts[0])
+    given = [name for name in counts if values.get(name) is not None]
+    count_name = given[0] if given else counts[0]
     count, per_token = field(count_name), field("num_experts_per_tok")
+    for other in given[1:]:
+        if values[other] != count:
+            raise ConfigInvalid(
+                f"{path}: {other} is {values[other]!r}; it must be equal to {count_name} ({count}), or absent"
+            )
     if per_token > count:
         raise ConfigInvalid(
             f"{path}: num_experts_per_tok is {per_token}; it must be at most {count_name} ({count})"

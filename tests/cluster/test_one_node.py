@@ -341,7 +341,7 @@ def test_a_container_that_is_started_again_reads_what_the_newer_operator_has_ren
 def test_the_only_node_keeps_its_replica_until_that_is_suspended(cluster: Cluster) -> None:
     uids = medha.pod_uids(cluster)
     drain = ("drain", "node-1", "--pod-selector=medha.dev/replica", "--delete-emptydir-data")
-    waited = cluster.kubectl(*drain, "--timeout=30s", check=False)
+    waited = cluster.kubectl(*drain, "--timeout=12s", check=False)  # it asks every 5 s
     assert "violate the pod's disruption budget" in waited
     assert medha.pod_uids(cluster) == uids
     assert condition(replica(cluster))[0] == "True"

@@ -20,6 +20,7 @@ import pytest
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from forked_router import ForkedRouter, has_environment_of_forks
 from medha.wire.bundle_digest import bundle_digest
 from medha.wire.frames import decode, encode, tokens_from_frame
 from medha.wire.messages import (
@@ -290,7 +291,7 @@ class ScriptedReplica:
 class Router:
     """A running router process."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRouter
     url: str
     control: str
     tokens: str
@@ -319,8 +320,13 @@ class Router:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
 
 
-def start_router(folder: Path, *, file_limit: int | None = None, **settings: Any) -> Router:
-    """`file_limit`: hard limit on its open files; the soft one is half of that."""
+def start_router(
+    folder: Path, *, file_limit: int | None = None, is_forked: bool = True, **settings: Any
+) -> Router:
+    """Start a router, if it `is_forked` without a new interpreter where that makes no difference to it.
+
+    `file_limit`: hard limit on its open files; the soft one is half of that.
+    """
     ready = folder / "ready.json"
     keys = KeyFiles.create(folder / "keys")
     given = {
@@ -329,21 +335,21 @@ def start_router(folder: Path, *, file_limit: int | None = None, **settings: Any
         "log_level": "warning",
         "key_file": str(keys.router),
         "enrolment_file": str(keys.enrolment),
+        "poll_seconds": 0.1,
         **settings,
     }
-    (folder / "settings.json").write_text(json.dumps(given))
-    command = [sys.executable, "-m", "medha_router", "--settings", str(folder / "settings.json")]
-    if file_limit is not None:
-        command = [
-            "bash",
-            "-c",
-            f'ulimit -Sn {file_limit // 2} && ulimit -Hn {file_limit} && exec "$@"',
-            "-",
-            *command,
-        ]
-    log = folder / "router.log"
-    with log.open("wb") as stderr:
-        process = subprocess.Popen(command, stderr=stderr)
+    settings_file, log = folder / "settings.json", folder / "router.log"
+    settings_file.write_text(json.dumps(given))
+    process: subprocess.Popen[bytes] | ForkedRouter
+    if is_forked and file_limit is None and has_environment_of_forks():
+        process = ForkedRouter(settings_file, log)
+    else:
+        command = [sys.executable, "-m", "medha_router", "--settings", str(settings_file)]
+        if file_limit is not None:
+            limits = f'ulimit -Sn {file_limit // 2} && ulimit -Hn {file_limit} && exec "$@"'
+            command = ["bash", "-c", limits, "-", *command]
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(command, stderr=stderr)
     deadline = time.monotonic() + 30
     while not ready.exists():
         assert process.poll() is None, f"the router ended: {log.read_text()}"

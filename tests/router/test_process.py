@@ -91,7 +91,7 @@ def test_it_follows_its_replica_refuses_when_full_and_drains(
 def test_what_is_open_after_the_drain_limit_ends_with_an_error_and_is_cancelled(
     tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
 ) -> None:
-    router = start_router(tmp_path, drain_seconds=0.1)
+    router = start_router(tmp_path, is_forked=False, drain_seconds=0.1)
     replica = ScriptedReplica(router, bundle_files)
     router.wait_ready()
     replica.script = Script(tokens=say(bundle, "Hello"), hold=True)

@@ -460,6 +460,30 @@ def test_what_needs_a_grammar_is_refused_while_all_replicas_are_of_an_earlier_ve
     assert replica.submits == []
 
 
+def test_replicas_of_an_earlier_version_share_the_requests_that_a_newer_one_could_keep_from_calling(
+    client: openai.OpenAI, serving: Serving
+) -> None:
+    """Where one of them ignores grammars, none forbids calls: the newer replica would get all such requests."""
+    earlier = serving.script("before", "x")
+    newer = ScriptedReplica(serving.router, FILES["before"], "r-newer", earlier.script, {"model": "before"})
+    required = {"model": "before", "messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}
+
+    def is_known() -> bool:
+        return serving.router.post("/v1/chat/completions", required).status_code == 200
+
+    def both_are_asked() -> bool:
+        chat(client, "before", tool_choice="none")
+        return bool(earlier.submits and newer.submits)
+
+    try:
+        wait_for(is_known, "the newer replica is not known")
+        newer.submits.clear()
+        wait_for(both_are_asked, "one of them gets all requests")
+        assert {submit.sampling.grammar for submit in earlier.submits + newer.submits} == {""}
+    finally:
+        newer.stop()
+
+
 def test_a_request_with_many_functions_is_prepared_few_times_though_others_displace_its_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -97,15 +97,25 @@ def test_requests_wait_for_a_model_that_was_served_although_its_name_has_not_arr
 def test_a_full_room_and_a_router_that_stops_answer_at_once(tmp_path: Path) -> None:
     router = start(tmp_path, waiting_room_seconds=60, waiting_room_bytes=2000)
     with ThreadPoolExecutor() as clients:
-        waiting = clients.submit(post, router, {**BODY, "prompt": "y" * 1500})
+        waiting = clients.submit(post, router, {**BODY, "prompt": "y" * 1200})
         wait_for(lambda: router.metric(WAITING) == 1, "it does not wait")
-        refused = post(router, {**BODY, "prompt": "y" * 1500})
+        refused = post(router, {**BODY, "prompt": "y" * 1200})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         assert 1 < int(refused.headers["retry-after"]) <= 60
         assert "as many requests as the router can hold" in refused.json()["error"]["message"]
         assert router.metric(REFUSED.format("full")) == 1
         assert router.metric(REFUSED.format("late")) == 0
+
+        small = {**BODY, "prompt": "y" * 400}
+        of_who_has_most = post(router, small)
+        assert of_who_has_most.status_code == 503
+        assert "as many of your own requests as may wait" in of_who_has_most.json()["error"]["message"]
+        assert router.metric(REFUSED.format("share")) == 1
+        elsewhere = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=40)
+        clients.submit(elsewhere.post, f"{router.url}/v1/completions", json=small)
+        wait_for(lambda: router.metric(WAITING) == 2, "there is no room for another address")
         assert stop_router(router) == 0
+        elsewhere.close()
         ended = waiting.result()
     assert (ended.status_code, ended.json()["error"]["message"]) == (503, "this router is stopping")
 
@@ -145,9 +155,9 @@ def test_a_room_that_would_keep_out_other_bodies_is_refused(tmp_path: Path) -> N
 def test_a_client_that_goes_in_the_very_turn_in_which_its_wait_ends_keeps_no_other_waiting(end: str) -> None:
     async def run() -> str:
         served: list[str] = []
-        room = WaitingRoom(100, 0.05 if end == "late" else 60.0)
+        room = WaitingRoom(100, 75, 0.05 if end == "late" else 60.0)
         requests = WaitingRequests(room, lambda model: model not in served, lambda _: None)
-        first, second = (asyncio.ensure_future(requests.wait(name, "m", 1)) for name in "ab")
+        first, second = (asyncio.ensure_future(requests.wait(name, "m", "me", 1)) for name in "ab")
         await asyncio.sleep(0.06)
         # As while_connected does; the request leaves the room in the next turn only.
         first.cancel()
@@ -168,9 +178,9 @@ def test_a_client_that_goes_in_the_very_turn_in_which_its_wait_ends_keeps_no_oth
 
 def test_a_request_whose_model_is_read_while_the_router_begins_to_stop_does_not_begin_to_wait() -> None:
     async def run() -> None:
-        requests = WaitingRequests(WaitingRoom(100, 60.0), lambda _: True, lambda _: None)
+        requests = WaitingRequests(WaitingRoom(100, 75, 60.0), lambda _: True, lambda _: None)
         requests.end_all("this router is stopping")
-        await asyncio.wait_for(requests.wait("a", "m", 1), 5)
+        await asyncio.wait_for(requests.wait("a", "m", "me", 1), 5)
 
     with pytest.raises(ApiError, match="stopping"):
         asyncio.run(run())

@@ -212,6 +212,8 @@ def test_a_mixture_of_experts_counts_all_of_them(tmp_path: Path) -> None:
             SPARSE | {"num_experts_per_tok": 9},
             r"num_experts_per_tok is 9; it must be at most num_experts \(8\)",
         ),
+        (SPARSE | {"num_local_experts": 4}, r"num_local_experts is 4; it must be equal to num_experts \(8\)"),
+        (SPARSE | {"num_experts": 0, "num_local_experts": 4}, "num_experts is 0; it must be a positive"),
         (SPARSE | {"decoder_sparse_step": "2"}, "decoder_sparse_step is '2'; it must be a positive"),
         (SPARSE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a positive"),
         (SPARSE | {"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),

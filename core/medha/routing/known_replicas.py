@@ -166,8 +166,10 @@ class KnownReplica:
         then it claims KV that becomes free in the replica.
         `takes_turns`: not all can be on time, so that the replica, too, begins the owner that attained least.
 
-        A sequence with an earlier turn than all that wait in the replica waits neither for KV nor for their work: the replica
-        leaves some KV and places to its owner (`medha.scheduler.owner_places`).
+        A sequence with an earlier turn than all of this router that wait in the replica waits neither for KV nor for their
+        work: the replica leaves some KV and places to its owner (`medha.scheduler.owner_places`). What other routers
+        have sent does not count, since turns of different clocks cannot be compared. So several routers may send it
+        before its turn; then it waits in the replica, which orders the sequences of all routers by turns of its own.
         """
         card, longest = self.card, self.card.longest_request_tokens
         follows = card.follows_grammars
@@ -202,6 +204,7 @@ class KnownReplica:
 
     @property
     def _least_turn(self) -> float:
+        """The earliest turn of this router's unbegun sequences here; -inf if there is none."""
         return min((one.taken_turn for one in self._unbegun), default=-inf)
 
     def _last_turn(self, lookahead_seconds: float) -> float:
