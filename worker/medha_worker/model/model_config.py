@@ -148,16 +148,6 @@ class ModelConfig:
             idle = len(self.experts.layers) * (self.experts.count - self.experts.per_token) * one
         return int(self.linear_flops_per_token / 2) + idle + embedding
 
-    @property
-    def window_share(self) -> float:
-        """Share of the layers that have a window."""
-        return sum(window is not None for window in self.windows) / self.num_layers
-
-    @property
-    def widest_window_tokens(self) -> int:
-        """Tokens of the widest window; 1 if no layer has one."""
-        return max((window for window in self.windows if window is not None), default=1)
-
     def require_tensor_size(self, tensor_size: int) -> None:
         """Check that the layers can be split over `tensor_size` ranks.
 

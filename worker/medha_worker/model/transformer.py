@@ -119,6 +119,16 @@ class Transformer:
         return self.config.windows
 
     @property
+    def window_tokens(self) -> int:
+        """Tokens of the widest window of this rank's layers; 1 if none has one."""
+        return max((window for window in self._windows if window is not None), default=1)
+
+    @property
+    def window_share(self) -> float:
+        """Share of this rank's layers that have a window; stages may differ."""
+        return sum(window is not None for window in self._windows) / len(self._windows)
+
+    @property
     def weights_bytes(self) -> int:
         """Memory of this rank's weights; shared tensors (tied embeddings) count once."""
         weights = self._weights
