@@ -585,7 +585,8 @@ class Transformer:
         """Return rows normed, [rows, size]: many of them in place and a few at a time, as memory may be short."""
         if part.shape[0] <= _NORM_ROWS:
             return self._norm(part, weight)
-        for tile in part.split(_NORM_ROWS):
+        for first in range(0, part.shape[0], _NORM_ROWS):
+            tile = part[first : first + _NORM_ROWS]
             tile.copy_(self._norm(tile, weight))
         return part
 
