@@ -109,6 +109,8 @@ class Counted:
         self.counts.add("silu_multiply", 1, 1.5 * gate_up.element_size() * gate_up.numel())
         return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
+    gelu_multiply = silu_multiply
+
 
 class CountedGroup:
     """Stands for the other tensor ranks: an all-reduce is one launch that reads and writes its rows."""

@@ -24,7 +24,7 @@ def command() -> None:
     "--architecture",
     default="llama",
     show_default=True,
-    help="Family: llama, mistral, qwen2, qwen3, or with experts: mixtral, qwen3_moe.",
+    help="Family: llama, mistral, qwen2, qwen3, gemma3_text, or with experts: mixtral, qwen3_moe.",
 )
 @click.option(
     "--dtype",
@@ -36,7 +36,8 @@ def command() -> None:
     "--window",
     type=click.IntRange(min=1),
     default=None,
-    help="Tokens of a sliding window: of all layers of a mistral, of the upper half of a qwen2 or qwen3.",
+    help="Tokens of a sliding window: of all layers of a mistral, mixtral or qwen3_moe, of the upper half of a qwen2 or "
+    "qwen3, of every second layer of a gemma3_text, which has one of 512 tokens in any case.",
 )
 @click.option(
     "--quantisation",

@@ -158,7 +158,7 @@ def command(
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
         layers = model.config.num_layers
-        window_tokens, window_share = model.config.widest_window_tokens, model.config.window_share
+        window_tokens, window_share = model.window_tokens, model.window_share
         profile = fit_profile(
             steps,
             layers=layers,

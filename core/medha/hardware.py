@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from medha.cost.cost_profile import Attention, Kernel, Link, Operation, Profile
+from medha.cost.crossover import crossover_tokens
 from medha.errors import ConfigInvalid
 from medha.fitted_hardware import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
 from medha.topology import Topology
@@ -136,6 +137,8 @@ class ModelShape:
     layer_weight_bytes: float | None = None
     """Mean bytes of a weight of the layers' linears, scales included, if they are quantised."""
     experts: ExpertShape | None = None
+    window_tokens: int = 1  # keys that a query sees in a layer with a window
+    window_share: float = 0.0  # share of the layers that have a window
 
     @property
     def linear_bytes(self) -> float:
@@ -210,7 +213,13 @@ class ModelShape:
     @property
     def long_threshold_tokens(self) -> int:
         """The context at which a token's attention takes as many FLOPs as its linear layers."""
-        return int(self.linear_flops_per_token / self.attention_flops_per_pair)
+        return crossover_tokens(
+            self.linear_flops_per_token, self.attention_flops_per_pair, self.window_tokens, self.window_share
+        )
+
+    def seen_tokens(self, context: float) -> float:
+        """Return the keys that a token at the end of a context sees: the mean over all layers."""
+        return context - self.window_share * max(0.0, context - self.window_tokens)
 
     def prefill_flops(self, tokens: int) -> float:
         """Return the FLOPs of a whole prompt, attention counted causally.
@@ -219,7 +228,9 @@ class ModelShape:
         """
         head = 2.0 * self.vocab * self.hidden  # for one row: prefill samples once
         linear = 2.0 * self.passed_parameters * tokens
-        return linear + head + self.attention_flops_per_pair * tokens * (tokens + 1) / 2
+        beyond = max(0, tokens - self.window_tokens)  # rows that do not see the whole context in a window
+        pairs = tokens * (tokens + 1) / 2 - self.window_share * beyond * (beyond + 1) / 2
+        return linear + head + self.attention_flops_per_pair * pairs
 
 
 LLAMA3_8B = ModelShape("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256)
@@ -231,7 +242,23 @@ MIXTRAL_8X7B = ModelShape(
 QWEN3_30B_A3B = ModelShape(
     "Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 6144, 151936, experts=ExpertShape(48, 128, 8, 768)
 )
-MODELS = {model.name: model for model in (LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, MIXTRAL_8X7B, QWEN3_30B_A3B)}
+GEMMA3_27B = ModelShape(
+    "Gemma-3-27B",
+    62,
+    5376,
+    32,
+    16,
+    128,
+    21504,
+    262208,
+    tied_embeddings=True,
+    window_tokens=1024,
+    window_share=52 / 62,
+)
+MODELS = {
+    model.name: model
+    for model in (LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, MIXTRAL_8X7B, QWEN3_30B_A3B, GEMMA3_27B)
+}
 
 
 def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tuple[Operation, ...]:
@@ -290,6 +317,8 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
         / (ATTENTION_BANDWIDTH * hardware.memory_bytes_per_second),
         rows_per_token=q_width // kv_width,
         tiles=ATTENTION_TILES,
+        window_tokens=model.window_tokens,
+        window_share=model.window_share,
     )
     partial_bytes = q_width * width + 4 * q_width // model.head_dim  # output, and a log-sum-exp for each head
     return Profile(

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
@@ -37,7 +38,29 @@ _EXPERT_FIELDS = {
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
 }
 """Fields with the number of experts, and with the width of one, of the model types that have experts."""
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FIELDS)
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *TEXT_CONFIGS, *_EXPERT_FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """The fields of a model type that say which layers have a window, with the defaults of `transformers`."""
+
+    tokens: int | None  # if `sliding_window` is missing
+    has_switch: bool = False  # `use_sliding_window` must be true
+    first_layer: int | None = None  # if `max_window_layers` is missing; None: the field is not read
+    full_layer_interval: int | None = (
+        None  # if `sliding_window_pattern` is missing; None: the field is not read
+    )
+
+
+_WINDOWS = {
+    "mistral": _Windows(4096),
+    "mixtral": _Windows(None),
+    "qwen2": _Windows(4096, has_switch=True, first_layer=28),
+    "qwen3": _Windows(4096, has_switch=True, first_layer=28),
+    "qwen3_moe": _Windows(4096, has_switch=True),
+    "gemma3_text": _Windows(4096, full_layer_interval=6),
+}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GRID_POINTS = 33  # contexts at which the speed of a prefill is evaluated
 _LONGEST_BATCH = 1 << 16
@@ -106,7 +129,7 @@ class Bounds:
     context_tokens: int
     compute: int  # to execute the prompt's causal FLOPs at peak within the TTFT
     memory: int  # to hold the weights once, and KV
-    bandwidth: int  # to read weights and KV once within the TPOT
+    bandwidth: int  # to read weights, and the KV that a token sees, once within the TPOT
     planned: int | None  # size of the smallest grid that serves the wish; None if none does
 
     @property
@@ -210,6 +233,7 @@ def bounds(
     for context in contexts:
         tokens = context + wish.output_tokens
         kv_bytes = model.kv_bytes_per_token * tokens * wish.concurrent
+        read_bytes = model.kv_bytes_per_token * model.seen_tokens(tokens) * wish.concurrent
         memory = ceil((model.weights_bytes + kv_bytes) / usable)
         planned = None
         if search and memory <= wish.max_gpus:
@@ -220,7 +244,8 @@ def bounds(
                 compute=ceil(model.prefill_flops(context) / (wish.ttft_seconds * hardware.peak_flops)),
                 memory=memory,
                 bandwidth=ceil(
-                    (model.weights_bytes + kv_bytes) / (wish.tpot_seconds * hardware.memory_bytes_per_second)
+                    (model.weights_bytes + read_bytes)
+                    / (wish.tpot_seconds * hardware.memory_bytes_per_second)
                 ),
                 planned=planned,
             )
@@ -255,13 +280,15 @@ def read_shape(config: Path) -> ModelShape:
             f"{path}: is a JSON {type(values).__name__}, expected an object with the model's sizes"
         )
 
+    _refuse_unserved(path, values)
+    values = text_fields(values)
+
     def field(name: str, default: int | None = None) -> int:
         value = default if values.get(name) is None else values[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigInvalid(f"{path}: {name} is {value!r}; it must be a positive whole number")
         return value
 
-    _refuse_unserved(path, values)
     heads = field("num_attention_heads")
     hidden = field("hidden_size")
     if heads % field("num_key_value_heads", heads):
@@ -293,7 +320,36 @@ def read_shape(config: Path) -> ModelShape:
             intermediate=intermediate,
         ),
         experts=_read_experts(path, values, field),
+        **_read_windows(path, values, layers, field),
     )
+
+
+def _read_windows(
+    path: Path, values: dict[str, Any], layers: int, field: Callable[..., int]
+) -> dict[str, Any]:
+    """Return the tokens of the window, and the share of the layers that have it, as fields of `ModelShape`."""
+    known = _WINDOWS.get(values.get("model_type") or "")
+    if known is None or (known.has_switch and values.get("use_sliding_window") is not True):
+        return {}
+    if values.get("sliding_window", known.tokens) is None:
+        return {}
+    types = values.get("layer_types")
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        raise ConfigInvalid(
+            f"{path}: layer_types is {types!r}; it must be a list of {layers} names, one for each layer"
+        )
+    if types is not None:
+        count = types.count("sliding_attention")
+    elif known.first_layer is not None:
+        is_zero = values.get("max_window_layers") == 0
+        count = max(0, layers - (0 if is_zero else field("max_window_layers", known.first_layer)))
+    elif known.full_layer_interval is not None:
+        count = layers - layers // field("sliding_window_pattern", known.full_layer_interval)
+    else:
+        count = layers
+    if count == 0:
+        return {}
+    return {"window_tokens": field("sliding_window", known.tokens), "window_share": count / layers}
 
 
 def _read_experts(path: Path, values: dict[str, Any], field: Callable[..., int]) -> ExpertShape | None:

@@ -379,6 +379,11 @@ def test_a_request_is_long_where_attention_passes_linear_work_unless_configured(
     assert derive(spec, ready(attention_flops_per_pair=attention_flops)).long_threshold_tokens == expected
 
 
+def test_a_request_is_long_later_where_layers_have_windows() -> None:
+    profile = StepProfile(1, 1, 1, 1, window_tokens=500, window_share=0.5)
+    assert derive(parse_replica(manifest()).spec, ready(profile=profile)).long_threshold_tokens == 2500
+
+
 def test_a_largest_chunk_below_the_smallest_is_refused() -> None:
     """Also where the manifest was taken and its scheduling is another one, as in a replay."""
     scheduling = SchedulingSpec(max_chunk_tokens=16, min_chunk_tokens=32)

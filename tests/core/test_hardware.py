@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from medha.cost.crossover import NEVER_TOKENS, crossover_tokens
 from medha.cost.predictor import Predictor, Work
 from medha.cost.touched_experts import touched_share
 from medha.errors import ConfigInvalid
 from medha.fitted_hardware import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
 from medha.hardware import (
     A100,
+    GEMMA3_27B,
     H100,
     H200,
     HARDWARE,
@@ -42,6 +44,7 @@ EACH_HARDWARE = pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDW
         (LLAMA31_405B, 405.85e9, 516_096),
         (MIXTRAL_8X7B, 46.70e9, 131_072),
         (QWEN3_30B_A3B, 30.53e9, 98_304),
+        (GEMMA3_27B, 27.01e9, 507_904),  # without the 0.4 B that see images
     ],
 )
 def test_models_have_their_published_sizes(model: ModelShape, parameters: float, kv_bytes: int) -> None:
@@ -68,6 +71,24 @@ def test_a_request_is_long_where_attention_passes_the_linear_layers() -> None:
     assert LLAMA3_70B.long_threshold_tokens == pytest.approx(53_000, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("window_tokens", "window_share", "expected"),
+    [(1, 0.0, 1500), (2000, 0.5, 1500), (500, 0.5, 2500), (500, 1.0, NEVER_TOKENS), (1500, 1.0, 1500)],
+)
+def test_layers_with_a_window_make_requests_long_later(
+    window_tokens: int, window_share: float, expected: int
+) -> None:
+    assert crossover_tokens(3000.0, 2.0, window_tokens, window_share) == expected
+
+
+def test_prefill_flops_count_what_windows_see() -> None:
+    tokens, linear = 5000, replace(GEMMA3_27B, window_share=0.0).prefill_flops(0)
+    seen = sum(GEMMA3_27B.seen_tokens(position + 1) for position in range(tokens))
+    wanted = linear + 2.0 * GEMMA3_27B.passed_parameters * tokens
+    wanted += GEMMA3_27B.attention_flops_per_pair * seen
+    assert GEMMA3_27B.prefill_flops(tokens) == pytest.approx(wanted)
+
+
 @EACH_MODEL
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_the_ranks_of_a_pod_share_the_flops(model: ModelShape, tensor: int) -> None:
@@ -92,11 +113,12 @@ def test_no_step_beats_its_data_sheet(model: ModelShape, hardware: Hardware) -> 
         for context in (0, 100_000, 2_000_000):
             work = Work(context, chunk)
             flops = 2.0 * model.passed_parameters * chunk
-            flops += model.attention_flops_per_pair * work.pairs
+            seen = model.seen_tokens(context + (chunk + 1) / 2)
+            flops += model.attention_flops_per_pair * chunk * seen
             experts = model.experts or ExpertShape(0, 1, 1, 0)
             share = touched_share(experts.count, experts.per_token, np.array(chunk, np.float64))
             read = (model.shared_parameters + float(share) * model.expert_parameters) * model.dtype_bytes
-            read += model.kv_bytes_per_token * context
+            read += model.kv_bytes_per_token * model.seen_tokens(context)
             least = max(flops / hardware.peak_flops, read / hardware.memory_bytes_per_second) / 8
             assert least < predictor.stage_seconds([work]) < 20 * least + 0.02
 

@@ -206,8 +206,8 @@ def made(draw: st.DrawFn) -> Made:
     one = Made(
         draw(st.sampled_from(sorted(SHAPES))), draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
     )
-    classes = ("PreTrainedTokenizer", "LlamaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer", "GemmaTokenizer")
-    name = draw(st.none() | st.sampled_from(classes))
+    known = ("PreTrainedTokenizer", "LlamaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer", "GemmaTokenizer")
+    name = draw(st.none() | st.sampled_from((*known, "T5Tokenizer")))
     if name is not None:
         one.config["tokenizer_class"] = name + draw(st.sampled_from(["", "Fast"]))
     for key, values in (("legacy", [True, False, None]), ("add_prefix_space", [True, False])):
@@ -296,6 +296,12 @@ LAID_DOWN = {
         },
     ),
     "an added token that a normalizer changes": Made("llama 2", added={"<x>": 379}),
+    "Gemma": Made("llama 2", model_type="gemma3_text", config={"tokenizer_class": "GemmaTokenizerFast"}),
+    "Gemma with other special tokens": Made(
+        "llama 2",
+        model_type="gemma3",
+        config={"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>", "eos_token": "</s>"},
+    ),
     "normalizers of a class that keeps them": Made(
         "llama 2", config={"tokenizer_class": "PreTrainedTokenizerFast"}
     ),

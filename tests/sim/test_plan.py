@@ -12,7 +12,16 @@ from click.testing import CliRunner
 
 from medha.cost.predictor import Chunking, Predictor, Work
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, QWEN3_30B_A3B, ExpertShape, profile_for
+from medha.hardware import (
+    A100,
+    GEMMA3_27B,
+    H100,
+    LLAMA3_8B,
+    LLAMA3_70B,
+    QWEN3_30B_A3B,
+    ExpertShape,
+    profile_for,
+)
 from medha.topology import Topology
 from medha_cli.main import main
 from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape, shortfall
@@ -193,6 +202,62 @@ def test_a_mixture_of_experts_counts_all_of_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "tokens", "share"),
+    [
+        ({"model_type": "mistral"}, 4096, 1.0),
+        ({"model_type": "mistral", "sliding_window": None}, 1, 0.0),
+        ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, 1, 0.0),
+        ({"model_type": "qwen2", "sliding_window": 100}, 1, 0.0),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9}, 1, 0.0),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 9}, 4096, 0.25),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, 4096, 1.0),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, 512, 10 / 12),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 4}, 4096, 0.75),
+        ({"layer_types": ["full_attention"] * 9 + ["sliding_attention"] * 3}, 1, 0.0),
+        (
+            {
+                "model_type": "gemma3_text",
+                "layer_types": ["full_attention"] * 9 + ["sliding_attention"] * 3,
+            },
+            4096,
+            0.25,
+        ),
+    ],
+)
+def test_a_plan_knows_the_layers_with_windows(
+    tmp_path: Path, fields: dict[str, object], tokens: int, share: float
+) -> None:
+    sizes = dict.fromkeys(("num_attention_heads", "hidden_size"), 4) | {"num_hidden_layers": 12}
+    values = sizes | {"intermediate_size": 8, "vocab_size": 8, "head_dim": 1, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(values | fields))
+    shape = read_shape(tmp_path)
+    assert (shape.window_tokens, shape.window_share) == (tokens, pytest.approx(share))
+
+
+def test_windows_make_a_long_context_cheaper_and_their_kv_takes_memory_all_the_same() -> None:
+    wish, whole = replace(WISH, concurrent=8), replace(GEMMA3_27B, window_share=0.0)
+    with_windows, without = (rate(model, H100, Topology(8, 2, 2), wish) for model in (GEMMA3_27B, whole))
+    assert with_windows.ttft_seconds < without.ttft_seconds / 2
+    assert with_windows.tpot_seconds < without.tpot_seconds / 2
+    assert with_windows.kv_bytes == without.kv_bytes
+
+
+def test_the_text_model_of_a_model_with_images_has_a_plan(tmp_path: Path) -> None:
+    text = {
+        "num_hidden_layers": 62,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+    }
+    values = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert replace(read_shape(tmp_path), name=GEMMA3_27B.name) == GEMMA3_27B
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; it must divide num_attention_heads \(4\)"),
@@ -217,6 +282,7 @@ def test_a_mixture_of_experts_counts_all_of_them(tmp_path: Path) -> None:
         (SPARSE | {"decoder_sparse_step": "2"}, "decoder_sparse_step is '2'; it must be a positive"),
         (SPARSE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a positive"),
         (SPARSE | {"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types is .* a list of 4"),
         ({"num_key_value_heads": None, "head_dim": None, "num_local_experts": 0}, ""),
     ],
 )

@@ -71,7 +71,7 @@ from medha_links.sockets import Authenticator, Opened, bind, connect
 from medha_process.part_settings import ControllerSettings, RouterEndpoints
 from medha_process.part_state import PartState
 from medha_worker.checkpoints.read_bundle import read_bundle
-from medha_worker.controller.process import Controller
+from medha_worker.controller.process import Controller, slowest_rank
 from medha_worker.epoch_file import write_epoch
 from medha_worker.link import Link, Received
 
@@ -744,6 +744,27 @@ def test_a_record_for_which_there_is_no_room_ends_without_the_replica(stage: Sta
     assert stage.step().epoch == 1
     assert stage.kill().count("the recording ends here: [Errno 27] File too large") == 1
     assert [path.name for path in stage.record.parent.glob("record*")] == ["record.jsonl"]
+
+
+def test_the_slowest_rank_is_of_a_stage_whose_attention_grows_with_the_context() -> None:
+    """The last stage takes longer for a short context, as it has the head, but its layers have windows."""
+    first = replace(READY, profile=replace(READY.profile, window_share=0.25))
+    last = replace(
+        READY,
+        rank=1,
+        profile=replace(
+            READY.profile,
+            step_seconds=1.0,
+            window_share=1.0,
+            head_seconds_per_row=1e-6,
+            mask_seconds_per_row=2e-6,
+        ),
+    )
+    found = slowest_rank([first, last])
+    assert found.rank == 0
+    assert found.profile == replace(first.profile, head_seconds_per_row=1e-6, mask_seconds_per_row=2e-6)
+    alike = replace(first, profile=replace(first.profile, window_share=1.0))
+    assert slowest_rank([alike, last]) == last
 
 
 def test_a_named_profile_takes_the_place_of_the_ranks_own(tmp_path: Path) -> None:

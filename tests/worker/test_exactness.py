@@ -79,6 +79,8 @@ WINDOWED = [
     ((1, 4, 1), "qwen2-window"),
     ((1, 2, 2), "mistral-window"),
     ((2, 1, 2), "qwen2-window"),
+    ((2, 1, 2), "gemma3_text-window"),
+    ((1, 2, 2), "gemma3_text-window"),
 ]
 
 CASES = (
@@ -99,6 +101,7 @@ CASES = (
             ((2, 2, 1), "fp8"),
             ((4, 1, 1), "gptq-desc-act"),
             ((4, 1, 1), "awq"),
+            ((2, 1, 2), "w4a16 gemma3_text-window"),
         ]
     ]
     + [
@@ -111,6 +114,12 @@ CASES = (
         )
         for index, shape in enumerate(SHAPES)
         for architecture in [("mistral-window", "qwen2-window")[index % 2]]
+    ]
+    + [
+        pytest.param(
+            (shape, "gemma3_text-window", 15), id=f"{Topology(*shape)} gemma3 long", marks=pytest.mark.long
+        )
+        for shape in SHAPES
     ]
     + [
         pytest.param(
@@ -236,10 +245,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
         if architecture not in made:
             directory = tmp_path_factory.mktemp(architecture)
             head_dim = {} if architecture.startswith("qwen2") else {"head_dim": 16}
-            family = "llama" if architecture in QUANTISED else architecture
+            scheme, _, family = architecture.partition(" ")
+            is_quantised = scheme in QUANTISED
+            family = (family or "llama") if is_quantised else architecture
             reference = save_reference(directory, family, **SIZES, **head_dim)
-            if architecture in QUANTISED:
-                quantise_checkpoint(directory, reference, with_sizes(architecture, 16))
+            if is_quantised:
+                quantise_checkpoint(directory, reference, with_sizes(scheme, 16))
             made[architecture] = directory, reference
         return made[architecture]
 
@@ -302,7 +313,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         run()
 
 
-@pytest.mark.parametrize("architecture", SPARSE)
+@pytest.mark.parametrize("architecture", [*SPARSE, "gemma3_text-window"])
 def test_greedy_text_of_64_tokens_is_the_same_on_a_grid(
     checkpoints: Callable[[str], tuple[Path, torch.nn.Module]], architecture: str
 ) -> None:

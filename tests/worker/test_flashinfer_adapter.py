@@ -284,18 +284,19 @@ class Tables(FlashInferDouble):
         super().apply_rope_with_cos_sin_cache_inplace(*args, **kwargs)
 
 
-def test_the_table_of_a_rotation_is_made_once_for_all_layers_and_anew_for_other_angles() -> None:
+def test_the_tables_of_two_rotations_are_made_once_for_all_layers_and_anew_for_other_angles() -> None:
     library = Tables()
     rows, heads = FlashInferRows(library, TorchRows()), on_device(torch.ones(3, 2, HEAD_DIM).half())
-    for angle in (0.0, 1.0):
-        cos, sin = (on_device(torch.full((4, HEAD_DIM // 2), angle)) for _ in range(2))
+    for angles in ((0.0, 1.0), (2.0, 3.0)):
+        steps = [
+            tuple(on_device(torch.full((4, HEAD_DIM // 2), angle)) for _ in range(2)) for angle in angles
+        ]
         for _layer in range(2):
-            rows.rotate(heads, cos[:3], sin[:3])  # the model passes a new view in each layer
-    first, second, third, fourth = library.wrappers
-    assert first is second
-    assert third is fourth
-    assert on_host(third).eq(1).all()
-    assert on_host(first).eq(0).all()
+            for cos, sin in steps:
+                rows.rotate(heads, cos[:3], sin[:3])  # the model passes a new view in each layer
+    for angle, first in enumerate((0, 1, 4, 5)):
+        assert library.wrappers[first] is library.wrappers[first + 2]
+        assert on_host(library.wrappers[first]).eq(angle).all()
 
 
 # The choice

@@ -56,6 +56,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def with_result_norms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "gemma"
+    init_checkpoint(directory, preset="tiny", seed=0, architecture="gemma3_text")
+    return directory
+
+
 def hidden_states(checkpoint: Path, rows: TorchRows, counts: tuple[int, ...], tensor: int) -> torch.Tensor:
     """Return the hidden states of one of `tensor` ranks, which adds nothing of the others, for sequences of these lengths."""
     config = ModelConfig.from_directory(checkpoint)
@@ -97,3 +104,13 @@ def test_a_rank_alone_adds_within_its_product(checkpoint: Path) -> None:
     fusing = Fusing()
     hidden_states(checkpoint, fusing, (4,), tensor=1)
     assert fusing.fused == []
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_result_is_normed_before_it_is_added(with_result_norms: Path, tensor: int) -> None:
+    """1,100 rows are more than are normed at once."""
+    for counts, is_fused in (((1, 3, 5), True), ((1100,), False)):
+        fusing = Fusing()
+        found = hidden_states(with_result_norms, fusing, counts, tensor)
+        assert torch.equal(found, hidden_states(with_result_norms, TorchRows(), counts, tensor))
+        assert (len(fusing.fused) == 3) == is_fused

@@ -54,12 +54,18 @@ def test_rotation_is_in_place_and_leaves_other_heads_alone(compiled: CompiledRow
     torch.testing.assert_close(results[0][:, 1:5].double(), wanted, rtol=2e-6, atol=4e-6)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("rows", [1, 3, 700])
-def test_silu_times_up_is_right_far_from_zero_too(compiled: CompiledRows, rows: int) -> None:
+def test_an_activation_times_up_is_right_far_from_zero_too(
+    compiled: CompiledRows, rows: int, activation: str
+) -> None:
     gate_up = normal(rows, 192)
     gate_up[0, :4] = torch.tensor([-200.0, -30.0, 30.0, 200.0])
-    wanted = torch.nn.functional.silu(gate_up[:, :96].double()) * gate_up[:, 96:].double()
-    torch.testing.assert_close(compiled.silu_multiply(gate_up.clone()).double(), wanted, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(
-        TorchRows().silu_multiply(gate_up.clone()).double(), wanted, rtol=2e-6, atol=2e-6
-    )
+    gate, up = gate_up.double().chunk(2, dim=1)
+    activated = {
+        "silu": torch.nn.functional.silu(gate),
+        "gelu": torch.nn.functional.gelu(gate, approximate="tanh"),
+    }
+    for operators in (compiled, TorchRows()):
+        found = getattr(operators, f"{activation}_multiply")(gate_up.clone())
+        torch.testing.assert_close(found.double(), activated[activation] * up, rtol=2e-6, atol=2e-6)

@@ -20,6 +20,7 @@ from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.host_memory import host_free_bytes
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import Shard
 from medha_worker.profiling.profile_fit import MeasuredStep
 from medha_worker.profiling.step_timer import StepTimer
 from medha_worker.rank import warmup
@@ -266,13 +267,18 @@ def test_a_far_context_takes_no_memory_in_the_warm_up(
     assert pools[0] == pools[1]
 
 
-def test_a_warm_up_reports_the_windows_of_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "window"), [((0, 2), (32, 0.5)), ((0, 1), (1, 0.0)), ((1, 2), (32, 1.0))])
+def test_a_warm_up_reports_the_windows_of_the_layers_that_it_runs(
+    layers: tuple[int, int], window: tuple[int, float], tmp_path: Path
+) -> None:
+    """Stages are as slow as their own layers, of which only the second has a window."""
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1, architecture="qwen3", window_tokens=32)
-    model = load_model(tmp_path / "tiny", ModelConfig.from_directory(tmp_path / "tiny"))
+    config = ModelConfig.from_directory(tmp_path / "tiny")
+    model = load_model(tmp_path / "tiny", config, Shard(0, 1, *layers, config.num_layers))
     warm = warmup.warm_up(
         model, max_chunk_tokens=64, max_running=2, max_model_len=4096, clock=time.perf_counter
     )
-    assert (warm.profile.window_tokens, warm.profile.window_share) == (32, 0.5)
+    assert (warm.profile.window_tokens, warm.profile.window_share) == window
 
 
 def test_what_lanes_exchange_is_counted_beside_the_activations() -> None:

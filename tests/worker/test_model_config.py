@@ -11,6 +11,8 @@ from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.model.model_config import ExpertsConfig, ModelConfig
 from medha_worker.model.rope import RopeConfig
 
+ABSENT = object()
+
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -91,9 +93,48 @@ QWEN3_MOE = {
     "use_sliding_window": False,
     "tie_word_embeddings": False,
 }
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262_144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "hidden_act": ABSENT,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "max_position_embeddings": 32_768,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "rope_local_base_freq": 10_000,
+    "rope_scaling": None,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": ABSENT,
+}
+"""The text model of 1 B parameters."""
+GEMMA3_WITH_IMAGES: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+    "tie_word_embeddings": ABSENT,
+}
+"""The model of 4 B parameters; the fields of a Llama around it do not count."""
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 DEFAULT = {"rope_type": "default", "rope_theta": 500_000.0}
-ABSENT = object()
 
 
 def read(
@@ -187,6 +228,48 @@ def test_a_mixtures_missing_fields_take_the_defaults_of_its_family(tmp_path: Pat
     )
     assert (mixtral.rope.theta, mixtral.rms_norm_eps, mixtral.max_model_len) == (1e6, 1e-5, 131_072)
     assert (qwen.rope.theta, qwen.rms_norm_eps, qwen.head_dim) == (1e4, 1e-6, 64)
+
+
+def test_gemma_3_has_two_kinds_of_layers(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA3)
+    assert config.windows == ((512,) * 5 + (None,)) * 4 + (512,) * 2
+    assert config.local_layers == frozenset(range(26)) - {5, 11, 17, 23}
+    assert (config.rope_of(4).theta, config.rope_of(5).theta) == (10_000, 1_000_000)
+    assert config.tie_word_embeddings
+    assert (config.query_scale, config.embedding_scale) == (1.0, pytest.approx(1152**0.5))
+    assert config.parameters == pytest.approx(1.0e9, rel=0.01)
+    # A window that does not bind leaves these layers their RoPE.
+    short = read(tmp_path, GEMMA3, 512)
+    assert (short.windows, short.local_layers) == ((None,) * 26, config.local_layers)
+
+
+def test_the_text_model_is_read_from_a_model_with_images(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA3_WITH_IMAGES)
+    assert (config.num_query_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_model_len, config.dtype) == (262_208, 131_072, "bfloat16")
+    assert (config.rope, config.local_rope) == (RopeConfig("linear", 1e6, 8.0, 131_072), RopeConfig())
+    assert (config.windows.count(1024), config.tie_word_embeddings) == (29, True)
+    assert config.parameters == pytest.approx(3.88e9, rel=0.01)
+
+
+def test_the_spellings_and_defaults_of_gemma_3_mean_the_same(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = read(tmp_path, GEMMA3 | {"rope_scaling": scaling})
+    assert (old.rope.kind, old.rope.factor, old.max_model_len) == ("linear", 8.0, 32_768)
+    kinds = ("full_attention", "sliding_attention")
+    new = {
+        "rope_scaling": ABSENT,
+        "rope_parameters": {kinds[0]: scaling | {"rope_theta": 1e6}, kinds[1]: {"rope_theta": 1e4}},
+        "sliding_window_pattern": ABSENT,
+        "layer_types": [kinds[(index + 1) % 6 != 0] for index in range(26)],
+    }
+    absent = dict.fromkeys(("rope_theta", "rope_local_base_freq", "hidden_activation", "head_dim"), ABSENT)
+    assert read(tmp_path, GEMMA3 | absent | new) == old
+    absent |= {"rope_scaling": scaling, "query_pre_attn_scalar": ABSENT, "sliding_window_pattern": ABSENT}
+    assert read(tmp_path, GEMMA3 | absent) == old
+    override = read(tmp_path, GEMMA3 | {"query_pre_attn_scalar": 64}, rope_scaling=scaling)
+    assert (override.rope.factor, override.local_rope, override.query_scale) == (8.0, old.local_rope, 2.0)
+    assert override.max_model_len == 8 * 32_768
 
 
 @pytest.mark.parametrize(
@@ -289,6 +372,7 @@ def test_dynamic_rope_is_served_within_the_original_length_and_refused_beyond(tm
         (MISTRAL, 4096),
         (MISTRAL | {"sliding_window": None}, None),
         (QWEN2, None),
+        (QWEN2 | {"sliding_window": 0}, None),
         (QWEN2 | {"use_sliding_window": True}, 32_768),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 16}, None),
         (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 16}, None),
@@ -382,6 +466,15 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         r"compression_config\.quant_method is 'compressed-tensors', but quantised experts .*unquantised",
     ),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64"),
+    (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+    (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
+    (GEMMA3 | {"final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0"),
+    (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    (
+        GEMMA3 | {"rope_scaling": ABSENT, "rope_parameters": {"sliding_attention": YARN}},
+        "rope_parameters is .*default or linear",
+    ),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
     ({"rotary_pct": 0.25}, "rotary_pct"),
     ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
@@ -395,6 +488,10 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'.*bfloat16"),
     ({"dtype": "float64"}, "dtype is 'float64'"),
     ({"layer_types": ["full_attention"] * 15 + ["linear_attention"]}, "layer_types"),
+    (
+        GEMMA3_WITH_IMAGES | {"quantization_config": QUANTISATIONS["w4a16"]},
+        "quantization_config is .*unquantised Gemma3ForConditionalGeneration",
+    ),
     ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type is 'longrope'.*yarn"),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type is 'mrope'"),
     ({"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
@@ -466,6 +563,17 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     (QWEN2 | {"layer_types": ["sliding_attention"] * 16}, "use_sliding_window is False"),
     (QWEN2 | {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1"),
     (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+    (QWEN2 | {"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
+    (GEMMA3 | {"sliding_window": None}, "sliding_window is None"),
+    (GEMMA3_WITH_IMAGES | {"text_config": None}, "text_config is None"),
+    (GEMMA3_WITH_IMAGES | {"text_config": {"model_type": "llama"}}, "text_config is .*gemma3_text"),
+    (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+    (GEMMA3 | {"rope_parameters": DEFAULT}, "rope_parameters is .*sliding_attention"),
+    (
+        GEMMA3 | {"rope_scaling": YARN, "rope_parameters": {"full_attention": DEFAULT}},
+        "rope_scaling is .*absent beside rope_parameters",
+    ),
     (MIXTRAL | {"num_local_experts": ABSENT}, "num_local_experts is missing"),
     (MIXTRAL | {"num_experts_per_tok": 9}, r"num_experts_per_tok is 9.*num_local_experts \(8\)"),
     (QWEN3_MOE | {"num_experts": ABSENT}, "num_experts is missing"),

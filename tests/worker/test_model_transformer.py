@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.model_config import ModelConfig
@@ -110,6 +111,19 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
+# The first layer has a window; scores are divided by another root than that of the head dimension.
+ARCHITECTURES["gemma3_text-window"] = (
+    transformers.Gemma3TextConfig,
+    transformers.Gemma3ForCausalLM,
+    {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 11,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": False,
+    },
+)
+
 WINDOWED = [name for name in ARCHITECTURES if name.endswith("-window")]
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -125,6 +139,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
 }
 ROPE_THETA = 5000.0
+LOCAL_ROPE_THETA = 300.0
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,8 @@ def save_reference(
     """Save a random `transformers` model in which every weight, also of biases and norms, differs from its default."""
     config_class, model_class, extra = ARCHITECTURES[architecture]
     parameters = dict(rope or ROPES["default"]) | {"rope_theta": ROPE_THETA}
+    if config_class is transformers.Gemma3TextConfig:
+        parameters = {"full_attention": parameters, "sliding_attention": {"rope_theta": LOCAL_ROPE_THETA}}
     config = config_class(**SIZES | extra | overrides, rope_parameters=parameters)
     torch.manual_seed(0)
     model = model_class(config).eval()
@@ -348,7 +365,7 @@ def test_greedy_text_of_64_tokens_is_identical(pair_of: PairMaker, architecture:
     assert len(set(text)) > 8, "a text of few tokens would be identical by accident"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text-window"])
 def test_tied_embeddings_share_the_memory_of_the_embedding(architecture: str, tmp_path: Path) -> None:
     pair = make_pair(tmp_path, architecture, tie_word_embeddings=True)
     tokens = random_tokens(20)
@@ -366,6 +383,41 @@ def test_sharded_safetensors_give_the_same_model(tmp_path: Path) -> None:
     assert largest_error(run_chunks(pair.model, tokens, [20]), pair.reference_logits(tokens)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("is_published", [True, False])
+def test_the_text_model_of_a_checkpoint_that_sees_images(is_published: bool, tmp_path: Path) -> None:
+    """Published checkpoints name tensors in another way than `transformers` does, and leave fields out."""
+    text = SIZES | ARCHITECTURES["gemma3_text-window"][2]
+    vision = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    reference = transformers.Gemma3ForConditionalGeneration(config).eval()
+    reference.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    plain = {
+        name.removeprefix("model.").removeprefix("language_model.").removeprefix("model."): tensor
+        for name, tensor in weights.items()
+    }
+    is_text = {name: name.startswith(("layers.", "embed_tokens.", "norm.")) for name in plain}
+    assert 0 < sum(is_text.values()) < len(plain)
+    prefix = "language_model.model." if is_published else "model.language_model."
+    save_file(
+        {(prefix if is_text[name] else "") + name: tensor for name, tensor in plain.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    found = ModelConfig.from_directory(tmp_path)
+    assert found.tie_word_embeddings
+    tokens = random_tokens(40)
+    with torch.inference_mode():
+        wanted = reference(tokens[None]).logits[0]
+    assert largest_error(run_chunks(load_model(tmp_path, found), tokens, [30, 10]), wanted) <= TOLERANCE
+
+
 def test_two_stages_one_after_the_other_give_the_whole_models_logits(pair_of: PairMaker) -> None:
     pair = pair_of("llama")
     tokens = random_tokens(40)
@@ -381,7 +433,7 @@ def test_two_stages_one_after_the_other_give_the_whole_models_logits(pair_of: Pa
     assert largest_error(torch.cat(logits), pair.reference_logits(tokens)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text-window"])
 def test_bfloat16_is_as_near_to_float32_as_the_reference_in_bfloat16(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -142,6 +142,19 @@ def run(ranks: Ranks, *, large: bool, tight_rank: int | None, goes_ahead: bool =
 
 
 def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_whole(ranks: Ranks) -> None:
+    require_that_only_the_large_one_fails(ranks)
+
+
+def test_that_holds_where_results_are_normed_before_they_are_added(tmp_path: Path) -> None:
+    save_reference(tmp_path, "gemma3_text-window")
+    ranks = Ranks(Topology(1, 2, 1), tmp_path)
+    try:
+        require_that_only_the_large_one_fails(ranks)
+    finally:
+        ranks.close()
+
+
+def require_that_only_the_large_one_fails(ranks: Ranks) -> None:
     expected = run(ranks, large=False, tight_rank=None)
     assert all(done.failures == () for done in run(ranks, large=True, tight_rank=None))
     for tight_rank in range(ranks.topology.ranks):

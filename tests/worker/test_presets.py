@@ -70,7 +70,8 @@ def test_the_tensors_are_exactly_those_of_the_architecture(architecture: str, tm
 
 
 @pytest.mark.parametrize(
-    ("architecture", "windows"), [("mistral", (9, 9)), ("qwen2", (None, 9)), ("qwen3", (None, 9))]
+    ("architecture", "windows"),
+    [("mistral", (9, 9)), ("qwen2", (None, 9)), ("qwen3", (None, 9)), ("gemma3_text", (9, None))],
 )
 def test_a_window_is_that_of_the_layers_to_which_the_architecture_gives_one(
     architecture: str, windows: tuple[int | None, ...], tmp_path: Path

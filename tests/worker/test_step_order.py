@@ -125,9 +125,10 @@ def test_tables_are_kept_until_the_device_has_done_the_step(model: Transformer, 
     def run_a_step() -> weakref.ref[torch.Tensor]:
         tokens, positions, spans = decodes([20, 3])
         prepared = model.prepare(positions, spans, cache)
-        assert prepared.rotation is not None
+        assert prepared.rotations is not None
+        ((cos, _),) = prepared.rotations.values()
         model.forward(tokens, prepared)
-        return weakref.ref(prepared.rotation[0])
+        return weakref.ref(cos)
 
     tables = run_a_step()
     assert tables() is not None

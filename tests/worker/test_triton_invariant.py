@@ -44,7 +44,8 @@ for dtype in (torch.float32, torch.float16):
     ours = triton_attention.TritonAttention(device, sizes, split_keys=64)
     plain = TorchAttention(host_device(torch.float32))
     tables = [torch.randperm(40).tolist() for _ in range(3)]
-    keys, values = (torch.randn(2, 40 * 8, 24).to(dtype) for _ in range(2))
+    keys, values = (torch.randn(2, 41 * 8, 24).to(dtype) for _ in range(2))
+    keys[:, 40 * 8 :] = values[:, 40 * 8 :] = torch.nan  # a block of somebody else
     rows = torch.randn(40, 9, 24).to(dtype)
     q = rows[:, :6]  # a view, as among keys and values
     chunk = SequenceSpan(0, 12, 130, tables[0])
@@ -54,7 +55,7 @@ for dtype in (torch.float32, torch.float16):
     sinks = torch.randn(6)
     own = [SequenceSpan(0, 12, 130, tables[0], first_key=100, first_stride=1),
            SequenceSpan(12, 9, 70, tables[1], is_causal=False, first_key=-3, first_stride=2),
-           SequenceSpan(21, 1, 200, tables[1], is_causal=False, first_key=150),
+           SequenceSpan(21, 1, 200, [40] * 18 + tables[1][18:], is_causal=False, first_key=150),
            SequenceSpan(22, 7, 20, tables[2], stride=2, first_key=9)]
     for window, sink, which in ((None, None, spans), (None, sinks, spans), (70, None, spans[:3] + spans[5:]), (None, None, own)):
         if window:

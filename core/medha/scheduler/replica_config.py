@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from medha.api.replica import MedhaReplicaSpec, SchedulingSpec, ServiceClass
+from medha.cost.crossover import crossover_tokens
 from medha.cost.predictor import TOKENS_PER_LANE
 from medha.errors import ConfigInvalid
 from medha.kv.context_parallel import ContextParallel, RingCosts
@@ -43,13 +44,19 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
     """Derive the settings of a replica whose smallest rank reported `ready`.
 
     Unless the manifest sets a threshold, a request is long from the KV length at which attention FLOPs exceed
-    linear FLOPs: from there on the context, and not the chunk, determines the time of a chunk.
+    linear FLOPs: from there on the context, and not the chunk, determines the time of a chunk. Layers with a window
+    count its keys at most.
 
     Raises:
         ConfigInvalid: `maxChunkTokens` is below `minChunkTokens`.
     """
     topology = Topology(spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv)
-    crossover = int(ready.linear_flops_per_token / max(ready.attention_flops_per_pair, 1e-9))
+    crossover = crossover_tokens(
+        ready.linear_flops_per_token,
+        ready.attention_flops_per_pair,
+        ready.profile.window_tokens,
+        ready.profile.window_share,
+    )
     if spec.scheduling.max_chunk_tokens < spec.scheduling.min_chunk_tokens:
         raise ConfigInvalid(
             f"scheduling.maxChunkTokens is {spec.scheduling.max_chunk_tokens}, below minChunkTokens "

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from medha.config_fields import TEXT_CONFIGS
 from medha.errors import ConfigInvalid
 from medha_worker.checkpoints import needle_model
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, quantise
@@ -57,7 +58,9 @@ PRESETS = {
     ),
 }
 
-ARCHITECTURES = {family.model_type: family for family in FAMILIES.values()}
+ARCHITECTURES = {
+    family.model_type: family for family in FAMILIES.values() if family.model_type not in TEXT_CONFIGS
+}
 
 # An expert is half as wide as the dense MLP of the same preset.
 _EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
@@ -109,6 +112,9 @@ _ANSWER_AT_ONCE_TEMPLATE = _CHAT_TEMPLATE.replace("'|>\\n'", "'|>'").replace(
 
 _RMS_NORM_EPS = 1e-5
 
+# A family whose every so many layers has no window gets as many with one as without.
+_FULL_LAYER_INTERVAL, _WINDOW_TOKENS = 2, 512
+
 _FILES = frozenset(
     ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 )
@@ -127,7 +133,8 @@ def init_checkpoint(
 ) -> None:
     """Create a checkpoint in `directory`; the same arguments give the same bytes.
 
-    With `window_tokens`, layers have a sliding window: all of a Mistral, and the upper half of a Qwen's.
+    With `window_tokens`, layers have a sliding window: all of a Mistral, Mixtral or Qwen3-MoE, and the upper half of a Qwen's.
+    Every second layer of a Gemma has one in any case, of 512 tokens unless given.
 
     The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left.
     Their modes follow the umask. `force` replaces an earlier checkpoint of this kind; a directory that holds
@@ -231,7 +238,6 @@ def _model_config(sizes: Preset, family: Family, dtype: str, window_tokens: int 
         "num_attention_heads": sizes.query_heads,
         "num_key_value_heads": sizes.kv_heads,
         "head_dim": sizes.hidden // sizes.query_heads,
-        "hidden_act": "silu",
         "max_position_embeddings": sizes.max_position_tokens,
         "rms_norm_eps": _RMS_NORM_EPS,
         "rope_theta": sizes.rope_theta,
@@ -245,8 +251,19 @@ def _model_config(sizes: Preset, family: Family, dtype: str, window_tokens: int 
         config |= {"use_sliding_window": True, "sliding_window": window_tokens}
         if family.max_window_layers is not None:
             config["max_window_layers"] = sizes.layers // 2
+    elif family.full_layer_interval is not None:
+        config["sliding_window"] = window_tokens or _WINDOW_TOKENS
+        config["sliding_window_pattern"] = _FULL_LAYER_INTERVAL
     elif family.has_window:
         config["sliding_window"] = window_tokens
+    if family.activation == "silu":
+        config["hidden_act"] = "silu"
+    else:
+        config["hidden_activation"] = "gelu_pytorch_tanh"
+    if family.local_rope_theta is not None:
+        config["rope_local_base_freq"] = family.local_rope_theta
+    if family.query_scalar is not None:
+        config["query_pre_attn_scalar"] = config["head_dim"]
     if family.experts is not None:
         config[family.experts.count_fields[0]] = _EXPERTS
         config["num_experts_per_tok"] = _EXPERTS_PER_TOKEN
@@ -293,12 +310,19 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
     def linear(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return normal(rows, columns, std=gain / math.sqrt(columns))
 
-    weights = {"model.embed_tokens.weight": normal(sizes.vocab_size, sizes.hidden, std=1.0)}
+    def norm(size: int, mean: float = 1.0) -> torch.Tensor:
+        return normal(size, std=0.1, mean=mean - family.norm_adds_one)
+
+    embedding_std = 1.0 / math.sqrt(sizes.hidden) if family.scales_embedding else 1.0
+    weights = {"model.embed_tokens.weight": normal(sizes.vocab_size, sizes.hidden, std=embedding_std)}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if family.has_result_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for index in range(sizes.layers):
         layer = f"model.layers.{index}."
         attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
-        weights[f"{layer}input_layernorm.weight"] = normal(sizes.hidden, std=0.1, mean=1.0)
-        weights[f"{layer}post_attention_layernorm.weight"] = normal(sizes.hidden, std=0.1, mean=1.0)
+        for name in norms:
+            weights[f"{layer}{name}.weight"] = norm(sizes.hidden)
         weights[f"{attention}q_proj.weight"] = linear(q_width, sizes.hidden, qk_gain)
         weights[f"{attention}k_proj.weight"] = linear(kv_width, sizes.hidden, qk_gain)
         weights[f"{attention}v_proj.weight"] = linear(kv_width, sizes.hidden, 2.0)
@@ -319,9 +343,9 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
             weights[f"{attention}k_proj.bias"] = normal(kv_width, std=0.1)
             weights[f"{attention}v_proj.bias"] = normal(kv_width, std=0.1)
         if family.qk_norm:
-            weights[f"{attention}q_norm.weight"] = normal(head_dim, std=0.1, mean=qk_gain)
-            weights[f"{attention}k_norm.weight"] = normal(head_dim, std=0.1, mean=qk_gain)
-    weights["model.norm.weight"] = normal(sizes.hidden, std=0.1, mean=1.0)
+            weights[f"{attention}q_norm.weight"] = norm(head_dim, qk_gain)
+            weights[f"{attention}k_norm.weight"] = norm(head_dim, qk_gain)
+    weights["model.norm.weight"] = norm(sizes.hidden)
     head = linear(sizes.vocab_size, sizes.hidden, 3.0)
     head[list(_UNREADABLE)] = 0.0
     weights["lm_head.weight"] = head

@@ -217,10 +217,22 @@ def _gpt2(bpe: dict[str, Any], config: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+def _gemma(bpe: dict[str, Any], config: Mapping[str, Any]) -> Tokenizer:
+    unknown = config.get("unk_token") or "<unk>"
+    text = unknown["content"] if isinstance(unknown, dict) else unknown
+    tokenizer = Tokenizer(models.BPE(**bpe, unk_token=text, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous", invert=False)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
 _REBUILT: Mapping[str, Callable[[dict[str, Any], Mapping[str, Any]], Tokenizer]] = {
     "LlamaTokenizer": _llama,
     "Qwen2Tokenizer": _qwen2,
     "GPT2Tokenizer": _gpt2,
+    "GemmaTokenizer": _gemma,
 }
 """Classes, without `Fast`, that take vocabulary, merges and post-processor, and rebuild the rest."""
 
@@ -229,6 +241,13 @@ _NAMED_BY_CLASS: Mapping[str, Mapping[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": {"unk_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
     "GPT2Tokenizer": {"unk_token": _END_OF_TEXT, "bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT},
+    "GemmaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
 }
 """Default special tokens of a class, for those that the files do not name."""
 

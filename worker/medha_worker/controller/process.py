@@ -14,7 +14,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -395,14 +395,7 @@ class Controller:
     def _begin(self, ranks: list[RankReady]) -> None:
         """Begin to serve, now that all ranks are ready."""
         spec = self._settings.spec
-        slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
-        profiles = [ready.profile for ready in ranks]
-        measured = replace(  # the last stage has the head, and samples
-            slowest.profile,
-            head_seconds_per_row=max(one.head_seconds_per_row for one in profiles),
-            mask_seconds_per_row=max(one.mask_seconds_per_row for one in profiles),
-        )
-        slowest = replace(slowest, profile=measured)
+        slowest = slowest_rank(ranks)
         profile = _profile(spec)
         try:
             config = derive(spec, slowest)
@@ -731,6 +724,26 @@ def _router_keys(settings: ControllerSettings) -> tuple[KeyPair, bytes] | None:
         return None
     enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
     return enrolment, read_public_key(settings.router_key_file)
+
+
+def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
+    """Return the report of the slowest rank, with the costs of the last stage, which has the head and samples.
+
+    Where stages differ in how many of their layers have a window, it is of a stage with the fewest: its attention grows
+    most with the context.
+    """
+    profiles = [ready.profile for ready in ranks]
+    fewest = min(one.window_share for one in profiles)
+    slowest = max(
+        (ready for ready in ranks if ready.profile.window_share == fewest),
+        key=lambda ready: chunk_seconds(ready.profile),
+    )
+    measured = replace(
+        slowest.profile,
+        head_seconds_per_row=max(one.head_seconds_per_row for one in profiles),
+        mask_seconds_per_row=max(one.mask_seconds_per_row for one in profiles),
+    )
+    return replace(slowest, profile=measured)
 
 
 def chunk_seconds(profile: StepProfile) -> float:

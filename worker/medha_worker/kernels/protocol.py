@@ -198,6 +198,10 @@ class RowOperators(Protocol):
         """
         ...
 
+    def gelu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return gelu(gate) * up likewise, GELU by its tanh formula."""
+        ...
+
 
 class TokenRace(Protocol):
     """The Gumbel-max race, by which the next token of a row is sampled."""

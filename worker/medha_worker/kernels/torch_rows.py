@@ -27,3 +27,7 @@ class TorchRows:
     def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)
         return F.silu(gate, inplace=True).mul_(up)
+
+    def gelu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return F.gelu(gate, approximate="tanh").mul_(up)

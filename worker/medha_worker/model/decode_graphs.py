@@ -22,10 +22,10 @@ from medha_worker.device import Mark
 from medha_worker.kernels.protocol import GraphAttention, GraphWrite, Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.prepared_step import LayerStep, Rotation, new_slots
+from medha_worker.model.prepared_step import LayerStep, Rotations, new_slots
 
-RunLayers = Callable[[torch.Tensor, Rotation, LayerStep], torch.Tensor]
-"""Function that runs a rank's layers: entering rows, their rotation and their attention -> hidden states."""
+RunLayers = Callable[[torch.Tensor, Rotations, LayerStep], torch.Tensor]
+"""Function that runs a rank's layers: entering rows, their rotations and their attention -> hidden states."""
 
 
 def copies_of_each(stages: int) -> int:
@@ -60,7 +60,7 @@ class DecodeGraphs:
     def __init__(
         self,
         run_layers: RunLayers,
-        rotation: Callable[[torch.Tensor], Rotation],
+        rotations: Callable[[torch.Tensor], Rotations],
         entering: torch.Tensor,
         kv_cache: KVCache,
         kernels: Kernels,
@@ -72,7 +72,7 @@ class DecodeGraphs:
 
         Args:
             run_layers: Runs the layers; called while work is captured.
-            rotation: Returns the rotation of positions, int64 [rows] on the device.
+            rotations: Returns the rotations of positions, int64 [rows] on the device.
             entering: One entering row, token ids int64 [1] or hidden states [1, hidden_size] on the device.
             kv_cache: The pool that all steps read and write.
             kernels: Their attention and writer can be captured.
@@ -87,7 +87,7 @@ class DecodeGraphs:
         self._taking = Lock()
 
         def captured(rows: int) -> _CapturedStep:
-            return _CapturedStep(rows, run_layers, rotation, entering, kv_cache, kernels, hidden_size)
+            return _CapturedStep(rows, run_layers, rotations, entering, kv_cache, kernels, hidden_size)
 
         # The largest first: smaller ones then fit into the memory that it took.
         self._copies = {
@@ -155,7 +155,7 @@ class _CapturedStep:
         self,
         rows: int,
         run_layers: RunLayers,
-        rotation: Callable[[torch.Tensor], Rotation],
+        rotations: Callable[[torch.Tensor], Rotations],
         entering: torch.Tensor,
         kv_cache: KVCache,
         kernels: Kernels,
@@ -178,7 +178,7 @@ class _CapturedStep:
         self.fill(torch.zeros(0, dtype=torch.int64), [])
 
         def run() -> None:
-            self._hidden.copy_(run_layers(self._entering, rotation(self._positions), self._step))
+            self._hidden.copy_(run_layers(self._entering, rotations(self._positions), self._step))
 
         self._replay = device.runtime.capture(run)
 

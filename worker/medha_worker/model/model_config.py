@@ -9,14 +9,16 @@ anything.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.quantisation import Quantisation, WeightFormat, decode, layer_linears
-from medha_worker.model.families.family import ExpertBlock, Family
+from medha_worker.model.families.family import Activation, ExpertBlock, Family
 from medha_worker.model.families.family_table import FAMILIES
 from medha_worker.model.rope_config import RopeConfig
 from medha_worker.readable import require_readable
@@ -56,6 +58,11 @@ class ModelConfig:
         qk_norm: Whether queries and keys pass an RMSNorm over each head (Qwen3).
         tie_word_embeddings: Whether the output head is the embedding.
         dtype: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
+        rope: The rotary embedding of all layers but `local_layers`.
+        local_rope: That of `local_layers`; None if there are none.
+        local_layers: Indexes of the layers that could have a window in a family where these have a RoPE of their own.
+        query_scale: Factor on queries, beside the 1 / sqrt(head_dim) of attention; queries have a norm if it is not 1.
+        embedding_scale: Factor on embeddings, which is rounded to the number format that the model runs in.
         windows: Tokens that a row of each layer sees, its own among them; None: its whole context. A window that no
             sequence exceeds is None.
         max_position_tokens: The checkpoint's own limit.
@@ -85,6 +92,14 @@ class ModelConfig:
     max_model_len: int
     experts: ExpertsConfig | None = None
     quantisation: Quantisation | None = None
+    local_rope: RopeConfig | None = None
+    local_layers: frozenset[int] = frozenset()
+    query_scale: float = 1.0
+    embedding_scale: float = 1.0
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """Return the rotary embedding of the layer of this index."""
+        return self.local_rope if self.local_rope is not None and layer in self.local_layers else self.rope
 
     @property
     def family(self) -> Family:
@@ -147,16 +162,6 @@ class ModelConfig:
             one = 3 * self.hidden_size * self.experts.intermediate_size
             idle = len(self.experts.layers) * (self.experts.count - self.experts.per_token) * one
         return int(self.linear_flops_per_token / 2) + idle + embedding
-
-    @property
-    def window_share(self) -> float:
-        """Share of the layers that have a window."""
-        return sum(window is not None for window in self.windows) / self.num_layers
-
-    @property
-    def widest_window_tokens(self) -> int:
-        """Tokens of the widest window; 1 if no layer has one."""
-        return max((window for window in self.windows if window is not None), default=1)
 
     def require_tensor_size(self, tensor_size: int) -> None:
         """Check that the layers can be split over `tensor_size` ranks.
@@ -228,8 +233,10 @@ class ModelConfig:
             ModelUnsupported: the model needs something that is not implemented.
             ConfigInvalid: `max_model_len` is beyond the checkpoint's limit, or `rope_scaling` is wrong.
         """
-        fields = _Fields(_read_json(Path(directory) / "config.json"))
-        family = _family(fields)
+        values = _read_json(Path(directory) / "config.json")
+        family = _family(_Fields(values))
+        _require_text_config(_Fields(values), family)
+        fields = _Fields(text_fields({**values, "model_type": family.model_type}))
         _refuse_foreign_features(fields, family)
 
         hidden_size = fields.positive_int("hidden_size")
@@ -237,10 +244,11 @@ class ModelConfig:
         num_kv_heads = _num_kv_heads(fields, family, num_query_heads)
         head_dim = _head_dim(fields, family, hidden_size, num_query_heads)
         max_position_tokens = fields.positive_int("max_position_embeddings")
-        rope = _rope(fields, family, max_position_tokens, rope_scaling)
+        rope, local_rope = _ropes(fields, family, max_position_tokens, rope_scaling)
         limit = _length_limit(rope, max_position_tokens, overridden=rope_scaling is not None)
         num_layers = fields.positive_int("num_hidden_layers")
         served = _served_length(max_model_len, limit, rope)
+        sliding_layers = _sliding_layers(fields, family, num_layers)
         config = cls(
             architecture=family.architecture,
             vocab_size=fields.positive_int("vocab_size"),
@@ -257,12 +265,16 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             rope=rope,
-            windows=_windows(fields, family, num_layers, served),
+            windows=_windows(fields, family, sliding_layers, served),
             dtype=_dtype(fields),
             max_position_tokens=limit,
             max_model_len=served,
             experts=None if family.experts is None else _experts(fields, family.experts, num_layers),
             quantisation=_quantisation(fields, family),
+            local_rope=local_rope,
+            local_layers=frozenset() if local_rope is None else _indexes(sliding_layers),
+            query_scale=_query_scale(fields, family, head_dim),
+            embedding_scale=math.sqrt(fields.positive_int("hidden_size")) if family.scales_embedding else 1.0,
         )
         for layer, (rows, columns) in config.linear_layers.items():
             form = config.format_of(layer)
@@ -298,7 +310,12 @@ _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
     "cross_attention_hidden_size": (None,),
-    "hidden_act": (None, "silu", "swish"),
+}
+
+# The field that names the function on gates, and the names that it may have.
+_ACTIVATIONS: dict[Activation, tuple[str, tuple[str | None, ...]]] = {
+    "silu": ("hidden_act", (None, "silu", "swish")),
+    "gelu_tanh": ("hidden_activation", (None, "gelu_pytorch_tanh")),
 }
 
 # Fields that each RoPE kind reads besides `rope_type` and `rope_theta`: (required, optional).
@@ -400,9 +417,21 @@ def _family(fields: _Fields) -> Family:
     return family
 
 
+def _require_text_config(fields: _Fields, family: Family) -> None:
+    """Check that a model that also sees images states the text model inside."""
+    if family.model_type not in TEXT_CONFIGS:
+        return
+    name, kind = TEXT_CONFIGS[family.model_type]
+    inner = fields.get(name)
+    if not isinstance(inner, dict) or inner.get("model_type") not in (None, kind):
+        raise fields.invalid(name, f"an object whose model_type is {kind!r}")
+
+
 def _refuse_foreign_features(fields: _Fields, family: Family) -> None:
     own = () if family.experts is None else family.experts.count_fields
-    for name, neutral in _FOREIGN_FIELDS.items():
+    if family.query_scalar is not None:
+        own = (*own, "query_pre_attn_scalar")
+    for name, neutral in (*_FOREIGN_FIELDS.items(), _ACTIVATIONS[family.activation]):
         if name not in own and fields.get(name) not in neutral:
             raise fields.unsupported(name, "choose a checkpoint without it")
 
@@ -411,6 +440,10 @@ def _quantisation(fields: _Fields, family: Family) -> Quantisation | None:
     """Return the formats of quantised linears; old files have them under `compression_config`."""
     name = "compression_config" if fields.get("quantization_config") is None else "quantization_config"
     value, has_experts = fields.get(name), family.experts is not None
+    if value is not None and family.model_type in TEXT_CONFIGS:
+        raise fields.unsupported(
+            name, f"choose an unquantised {family.architecture}, or a quantised text model"
+        )
     return None if value is None else decode(value, f"{fields.source}: {name}", has_experts=has_experts)
 
 
@@ -490,17 +523,60 @@ def _dtype(fields: _Fields) -> str:
     return value
 
 
-def _rope(
+def _query_scale(fields: _Fields, family: Family, head_dim: int) -> float:
+    if family.query_scalar is None:
+        return 1.0
+    return math.sqrt(head_dim / fields.positive_number("query_pre_attn_scalar", family.query_scalar))
+
+
+def _ropes(
     fields: _Fields, family: Family, max_position_tokens: int, override: Mapping[str, Any] | None
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Read RoPE parameters in either spelling: `rope_parameters`, or `rope_scaling` beside `rope_theta`.
+
+    The second are those of layers that could have a window, if the family has them.
+    """
+    if family.local_rope_theta is None:
+        old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
+        if old and new and old != new:
+            raise fields.invalid("rope_scaling", f"equal to rope_parameters ({new!r}), or absent")
+        return _rope(fields, old or new or {}, family.rope_theta, max_position_tokens, override), None
+    full, local = _rope_by_layer_type(fields)
+    local.setdefault("rope_theta", fields.get("rope_local_base_freq") or family.local_rope_theta)
+    near = _rope_config(_Fields(local, "config.json: RoPE parameters"), fields, max_position_tokens)
+    if near.kind not in ("default", "linear"):
+        raise fields.unsupported("rope_parameters", "sliding_attention may have rope_type default or linear")
+    return _rope(fields, full, family.rope_theta, max_position_tokens, override), near
+
+
+def _rope_by_layer_type(fields: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters of layers without and with a window; the older spelling states only the former."""
+    new = fields.get("rope_parameters")
+    if new is None:
+        return dict(_flat(fields, "rope_scaling") or {}), {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(new, dict) or not all(
+        name in kinds and isinstance(inner, dict | None) for name, inner in new.items()
+    ):
+        raise fields.invalid(
+            "rope_parameters", f"null or an object with an object for each of {', '.join(kinds)}"
+        )
+    if fields.get("rope_scaling") is not None:
+        raise fields.invalid("rope_scaling", "null or absent beside rope_parameters")
+    full, local = (dict(new.get(kind) or {}) for kind in kinds)
+    return full, local
+
+
+def _rope(
+    fields: _Fields,
+    stored: Mapping[str, Any],
+    default_theta: float,
+    max_position_tokens: int,
+    override: Mapping[str, Any] | None,
 ) -> RopeConfig:
-    """Read RoPE parameters in either spelling: `rope_parameters`, or `rope_scaling` beside `rope_theta`."""
-    old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
-    if old and new and old != new:
-        raise fields.invalid("rope_scaling", f"equal to rope_parameters ({new!r}), or absent")
-    stored = old or new or {}
     parameters = dict(stored if override is None else override)
     theta = stored.get("rope_theta", fields.get("rope_theta"))
-    parameters.setdefault("rope_theta", family.rope_theta if theta is None else theta)
+    parameters.setdefault("rope_theta", default_theta if theta is None else theta)
     rope = _Fields(parameters, "config.json: RoPE parameters" if override is None else "model.ropeScaling")
     try:
         return _rope_config(rope, fields, max_position_tokens)
@@ -612,39 +688,61 @@ def _served_length(max_model_len: int | None, limit: int, rope: RopeConfig) -> i
     return max_model_len
 
 
-def _windows(fields: _Fields, family: Family, num_layers: int, max_model_len: int) -> tuple[int | None, ...]:
-    """Return the window of each layer; None where no sequence exceeds it, as attention is then full attention."""
+def _indexes(flags: Sequence[bool]) -> frozenset[int]:
+    return frozenset(index for index, flag in enumerate(flags) if flag)
+
+
+def _has_window_on(fields: _Fields, family: Family) -> bool:
+    """Return True unless a switch turns the window off."""
+    return not family.has_window_switch or fields.boolean("use_sliding_window", False)
+
+
+def _sliding_layers(fields: _Fields, family: Family, num_layers: int) -> list[bool]:
+    """Return True for each layer that has the window, if there is one."""
     layer_types = fields.get("layer_types")
     if layer_types is not None and (not isinstance(layer_types, list) or len(layer_types) != num_layers):
         raise fields.invalid("layer_types", f"null or a list of {num_layers} names, one for each layer")
     for name in layer_types or ():
         if name not in ("full_attention", "sliding_attention"):
             raise fields.unsupported("layer_types", "choose a model with full and sliding attention alone")
+    if not _has_window_on(fields, family):
+        if "sliding_attention" in (layer_types or ()):
+            raise fields.invalid("use_sliding_window", "true, as layer_types names sliding_attention")
+        return [False] * num_layers
+    if family.full_layer_interval is None and family.max_window_layers is None:
+        return [True] * num_layers
+    if layer_types is not None:
+        return [name == "sliding_attention" for name in layer_types]
+    if family.max_window_layers is not None:
+        first = fields.count("max_window_layers", family.max_window_layers)
+        return [index >= first for index in range(num_layers)]
+    interval = family.full_layer_interval
+    if "sliding_window_pattern" in fields.values:
+        interval = fields.positive_int("sliding_window_pattern")
+    assert interval is not None
+    return [bool((index + 1) % interval) for index in range(num_layers)]
 
+
+def _windows(
+    fields: _Fields, family: Family, sliding_layers: Sequence[bool], max_model_len: int
+) -> tuple[int | None, ...]:
+    """Return the window of each layer; None where no sequence exceeds it, as attention is then full attention."""
+    none = (None,) * len(sliding_layers)
+    if not any(sliding_layers):
+        return none
     # A checkpoint that sets a window expects it, also in a family without one.
-    window = fields.get("sliding_window")
-    if "sliding_window" not in fields.values:
-        window = family.window_tokens
-    elif window is not None:
-        window = fields.positive_int("sliding_window")
-    is_sliding = [True] * num_layers
-    if family.has_window_switch:
-        if not fields.boolean("use_sliding_window", False):
-            if "sliding_attention" in (layer_types or ()):
-                raise fields.invalid("use_sliding_window", "true, as layer_types names sliding_attention")
-            window = None
-        elif family.max_window_layers is not None and layer_types is not None:
-            is_sliding = [name == "sliding_attention" for name in layer_types]
-        elif family.max_window_layers is not None:
-            first = fields.count("max_window_layers", family.max_window_layers)
-            is_sliding = [index >= first for index in range(num_layers)]
+    window = family.window_tokens
+    if "sliding_window" in fields.values:
+        may_be_null = family.full_layer_interval is None
+        is_null = fields.get("sliding_window") is None
+        window = None if is_null and may_be_null else fields.positive_int("sliding_window")
     if window is None or window >= max_model_len:
-        return (None,) * num_layers
+        return none
     mend = f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
     if not family.has_window:
         raise fields.unsupported("sliding_window", f"{family.architecture} has no window; {mend}")
-    if family.max_window_layers is None and "full_attention" in (layer_types or ()):
+    if all(sliding_layers) and "full_attention" in (fields.get("layer_types") or ()):
         raise fields.unsupported(
             "layer_types", f"all layers of {family.architecture} have the same window; {mend}"
         )
-    return tuple(window if sliding else None for sliding in is_sliding)
+    return tuple(window if sliding else None for sliding in sliding_layers)

@@ -6,7 +6,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,9 +17,12 @@ from medha_worker.device import Mark
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan, slot_runs
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.rope_config import RopeConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of RoPE for each row of a step, each [rows, head_dim / 2]."""
+Rotations = Mapping[RopeConfig, Rotation]
+"""The rotation by each RoPE that layers of the rank have."""
 
 
 class LayerStep(Protocol):
@@ -45,11 +48,11 @@ class Captured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step that the layers can run: either `layers` and `rotation`, or what was `captured`."""
+    """A step that the layers can run: either `layers` and `rotations`, or what was `captured`."""
 
     ready: Mark
     layers: LayerStep | None = None
-    rotation: Rotation | None = None
+    rotations: Rotations | None = None
     captured: Captured | None = None
 
 

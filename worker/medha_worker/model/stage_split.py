@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from medha.config_fields import TEXT_CONFIGS
 from medha.topology import stage_layers
 from medha_worker.model.model_config import ModelConfig
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head."
 _LAYER = "model.layers."
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""Prefixes of a text model's tensors, as published and as `transformers` holds them, and what they stand for."""
 
 
 def split_layers(config: ModelConfig, stages: int, chunk_tokens: int) -> list[range]:
@@ -28,6 +32,22 @@ def split_layers(config: ModelConfig, stages: int, chunk_tokens: int) -> list[ra
     layer_weights = (config.linear_flops_per_token / 2 - head_weights) / config.num_layers
     head_cost = head_weights / layer_weights / chunk_tokens
     return stage_layers(config.num_layers, stages, head_cost_layers=head_cost)
+
+
+def text_names(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
+    """Return a checkpoint's tensors by the names that a text model has for them.
+
+    In a checkpoint that also sees images they have a prefix, and there are others, which are left out.
+    """
+    if config.family.model_type not in TEXT_CONFIGS:
+        return {name: name for name in names}
+    found: dict[str, str] = {}
+    for name in names:
+        if name.removeprefix("model.").startswith(_OF_IMAGES):
+            continue
+        prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), "")
+        found[_TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = name
+    return found
 
 
 def tensors_of_stage(names: Iterable[str], config: ModelConfig, layers: range) -> set[str]:

@@ -18,7 +18,7 @@ from medha_worker.model.experts_mlp import Choice, choose, experts_mlp
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
-from medha_worker.model.prepared_step import LayerStep, OwnStep, PreparedStep, Rotation
+from medha_worker.model.prepared_step import LayerStep, OwnStep, PreparedStep, Rotation, Rotations
 from medha_worker.model.quantised_weights import Linear, LinearProducts, QuantisedWeight, tensors_of
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
@@ -27,6 +27,8 @@ from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, l
 
 # Rows of the MLP that are computed together on a CPU.
 _MLP_ROWS = 512
+# Rows of a result that are normed together.
+_NORM_ROWS = 1024
 
 _log = logging.getLogger("medha.model")
 
@@ -67,8 +69,13 @@ class Transformer:
         self.kernels = kernels
         self._products = LinearProducts(kernels.products, self._group, shard.tensor_rank, shard.tensor_size)
         self.device, self.dtype = weights.device, weights.device.dtype
-        frequencies, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
-        self._frequencies = self.device.place(frequencies)
+        self._ropes = [config.rope_of(layer) for layer in range(shard.first_layer, shard.last_layer)]
+        self._frequencies = {
+            rope: (self.device.place(frequencies), factor)
+            for rope in dict.fromkeys(self._ropes)
+            for frequencies, factor in [inverse_frequencies(rope, config.head_dim)]
+        }
+        self._embedding_scale = float(torch.tensor(config.embedding_scale).to(self.dtype))
         self._windows = config.windows[shard.first_layer : shard.last_layer]
         self._graphs: DecodeGraphs | None = None
         self._in_flight = InFlight(self.device.runtime)
@@ -119,6 +126,16 @@ class Transformer:
         return self.config.windows
 
     @property
+    def window_tokens(self) -> int:
+        """Tokens of the widest window of this rank's layers; 1 if none has one."""
+        return max((window for window in self._windows if window is not None), default=1)
+
+    @property
+    def window_share(self) -> float:
+        """Share of this rank's layers that have a window; stages may differ."""
+        return sum(window is not None for window in self._windows) / len(self._windows)
+
+    @property
     def weights_bytes(self) -> int:
         """Memory of this rank's weights; shared tensors (tied embeddings) count once."""
         weights = self._weights
@@ -157,7 +174,7 @@ class Transformer:
         )
         self._graphs = DecodeGraphs(
             self._run_layers,
-            self._rotation,
+            self._rotations,
             self.device.place(row),
             kv_cache,
             self.kernels,
@@ -223,8 +240,8 @@ class Transformer:
                 layers = SpreadStep(
                     spread, self._lanes, kv_cache, self.kernels, self._report_once, self._windows
                 )
-            rotation = self._rotation(self.device.place(positions))
-            return PreparedStep(self.device.runtime.mark(), layers, rotation)
+            rotations = self._rotations(self.device.place(positions))
+            return PreparedStep(self.device.runtime.mark(), layers, rotations)
 
     @torch.inference_mode()
     def forward(self, tokens_or_hidden: torch.Tensor, step: PreparedStep) -> torch.Tensor:
@@ -245,16 +262,19 @@ class Transformer:
             hidden = step.captured.replay(entering)
         else:
             assert step.layers is not None
-            assert step.rotation is not None
-            hidden = self._run_layers(entering, step.rotation, step.layers)
+            assert step.rotations is not None
+            hidden = self._run_layers(entering, step.rotations, step.layers)
         self._in_flight.keep(step)
         return hidden
 
-    def _rotation(self, positions: torch.Tensor) -> Rotation:
-        cos, sin = rotation_table(self._frequencies, self._rope_factor, positions)
-        return cos.to(self.dtype), sin.to(self.dtype)
+    def _rotations(self, positions: torch.Tensor) -> Rotations:
+        tables = {
+            rope: rotation_table(frequencies, factor, positions)
+            for rope, (frequencies, factor) in self._frequencies.items()
+        }
+        return {rope: (cos.to(self.dtype), sin.to(self.dtype)) for rope, (cos, sin) in tables.items()}
 
-    def _run_layers(self, entering: torch.Tensor, rotation: Rotation, step: LayerStep) -> torch.Tensor:
+    def _run_layers(self, entering: torch.Tensor, rotations: Rotations, step: LayerStep) -> torch.Tensor:
         if self._weights.embedding is not None:
             hidden = self._embed(entering, self._weights.embedding)
         else:
@@ -263,6 +283,7 @@ class Transformer:
         layers = self._weights.layers
         for index, layer in enumerate(layers):
             following = layers[index + 1].input_norm if index + 1 < len(layers) else None
+            rotation = rotations[self._ropes[index]]
             normed = self._layer(index, layer, hidden, normed, following, rotation, step)
         return hidden
 
@@ -282,6 +303,10 @@ class Transformer:
 
     def _embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Embed token ids as hidden states, [rows, hidden_size]; a rank holds a slice of the vocabulary."""
+        hidden = self._looked_up(token_ids, embedding)
+        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+
+    def _looked_up(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         if self.shard.tensor_size == 1:
             return F.embedding(token_ids, embedding)
         local = token_ids - self._weights.vocab_start
@@ -332,8 +357,9 @@ class Transformer:
                 return (alone or step).attend(index, *heads).flatten(1)
 
         post_normed = self._add(
-            hidden, everything, step, attend, layer.output, layer.output_bias, layer.post_norm
-        )
+            hidden, everything, step, attend, layer.output, layer.output_bias, layer.post_norm,
+            layer.attention_result_norm,
+        )  # fmt: skip
 
         # On a CPU, a few rows at a time, so that the widest activations stay in cache and in the same memory.
         rows = hidden.shape[0]
@@ -362,7 +388,9 @@ class Transformer:
             tile, choice = slice(first, min(first + together, rows)), None
             norm = following if tile == everything else None  # the next layer wants all rows normed, or none
             down = layer.down if layer.router is None else None
-            following_normed = self._add(hidden, tile, step, mlp, down, layer.down_bias, norm)
+            following_normed = self._add(
+                hidden, tile, step, mlp, down, layer.down_bias, norm, layer.mlp_result_norm
+            )
         return following_normed
 
     def _choice_of(
@@ -451,10 +479,12 @@ class Transformer:
             self._ran_out()
 
     def _widened(self, layer: LayerWeights, normed: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate(x)) * up(x) of normed rows; `wide` is scratch memory."""
+        """Return activation(gate(x)) * up(x) of normed rows; `wide` is scratch memory."""
         gate_up = self._products.product(
             normed, layer.gate_up, layer.gate_up_bias, out=wide[: normed.shape[0]]
         )
+        if self.config.family.activation == "gelu_tanh":
+            return self.kernels.rows.gelu_multiply(gate_up)
         return self.kernels.rows.silu_multiply(gate_up)
 
     def _add(
@@ -466,24 +496,27 @@ class Transformer:
         weight: Linear | None,
         bias: torch.Tensor | None,
         norm: torch.Tensor | None,
+        result_norm: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Compute hidden[rows] += compute(rows) @ weight + bias, summed over the ranks; without a weight, += compute(rows).
 
-        A rank alone does this in one pass over memory. If rows are those of a single sequence, `compute` is
-        given a step of their own.
+        What is added passes a norm by the weight `result_norm` first, if that is given. Without one, a rank alone does this
+        in one pass over memory. If rows are those of a single sequence, `compute` is given a step of their own.
 
         Returns:
             The rows normed by the weight `norm` if one kernel adds a sum over ranks and norms, else None.
         """
 
+        is_apart = self.shard.tensor_size > 1 or result_norm is not None
+
         def run(rows: slice, alone: OwnStep | None, out: torch.Tensor | None) -> torch.Tensor | None:
             x = compute(rows, alone)
             if weight is None:
-                if self.shard.tensor_size > 1:
+                if is_apart:
                     return x if out is None else out.copy_(x)
                 hidden[rows].add_(x)
                 return None
-            if self.shard.tensor_size > 1:
+            if is_apart:
                 # Only rank 0 has the bias.
                 return self._products.product(x, weight, bias, out, is_partial=True)
             self._products.add_product(hidden[rows], x, weight)
@@ -504,9 +537,9 @@ class Transformer:
                 "memory ran out for %d rows, so each sequence runs alone: %s", hidden.shape[0], error
             )
         else:
-            return self._sum(hidden, rows, part, norm)
+            return self._sum(hidden, rows, part, norm, result_norm)
         # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
-        part = torch.empty_like(hidden[rows]) if self.shard.tensor_size > 1 else None
+        part = torch.empty_like(hidden[rows]) if is_apart else None
         for index, sequence in enumerate(step.sequences):
             own = slice(max(sequence.start, rows.start), min(sequence.stop, rows.stop))
             if own.start >= own.stop:
@@ -519,14 +552,21 @@ class Transformer:
                     raise
                 self._take_part_as_nan(sequence, error)
                 (hidden[own] if out is None else out).fill_(torch.nan)
-        return self._sum(hidden, rows, part, norm)
+        return self._sum(hidden, rows, part, norm, result_norm)
 
     def _sum(
-        self, hidden: torch.Tensor, rows: slice, part: torch.Tensor | None, norm: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        rows: slice,
+        part: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        result_norm: torch.Tensor | None,
     ) -> torch.Tensor | None:
         if part is None:
             return None
         self._group.all_reduce(part)
+        if result_norm is not None:
+            part = self._result_normed(part, result_norm)
         if norm is not None:
             eps = self.config.rms_norm_eps
             normed = self.kernels.rows.add_rms_norm(hidden[rows], part, norm, eps)
@@ -540,6 +580,15 @@ class Transformer:
     ) -> torch.Tensor:
         """Return some rows normed: of `normed` if all rows are there already."""
         return self._norm(hidden[rows], weight) if normed is None else normed[rows]
+
+    def _result_normed(self, part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return rows normed, [rows, size]: many of them in place and a few at a time, as memory may be short."""
+        if part.shape[0] <= _NORM_ROWS:
+            return self._norm(part, weight)
+        for first in range(0, part.shape[0], _NORM_ROWS):
+            tile = part[first : first + _NORM_ROWS]
+            tile.copy_(self._norm(tile, weight))
+        return part
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rows.rms_norm(x, weight, self.config.rms_norm_eps)

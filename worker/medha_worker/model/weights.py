@@ -26,12 +26,15 @@ from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.model.expert_tensors import ExpertTensors
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.quantised_weights import Linear, PlainRows, QuantisedWeight, WeightRows
-from medha_worker.model.stage_split import tensors_of_stage
+from medha_worker.model.stage_split import tensors_of_stage, text_names
 from medha_worker.model.stored_quantised import WeightSlice, read_rows
 from medha_worker.readable import require_readable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """torch's data types, by the names that a configuration may use."""
+
+_MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+"""Norms before and behind the MLP, in families whose results pass norms."""
 
 # Called with the bytes of weights read so far, and the bytes to read in total, both as they are stored.
 Progress = Callable[[int, int], None]
@@ -93,6 +96,8 @@ class LayerWeights:
     The biases of row-parallel linears (`output_bias`, `down_bias`) are held by tensor rank 0 only, because
     the all-reduce sums up the ranks' results.
 
+    `post_norm` is the norm before the MLP. Queries of a model with a `query_scale` have it in `q_norm`.
+
     A sparse layer has a router, [hidden, experts], and its `gate_up` and `down` are those of all experts, [experts, in, out].
     """
 
@@ -109,6 +114,8 @@ class LayerWeights:
     down: Linear
     down_bias: torch.Tensor | None
     router: torch.Tensor | None = None
+    attention_result_norm: torch.Tensor | None = None
+    mlp_result_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,7 @@ def load_weights(
         final_norm: torch.Tensor | None = None
         head: Linear | None = None
         if shard.is_last_stage:
-            final_norm = reader.whole("model.norm.weight")
+            final_norm = reader.norm("model.norm.weight")
             head = reader.head(embedding)
         return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head)
 
@@ -168,8 +175,10 @@ def expected_shapes(config: ModelConfig, experts: ExpertTensors | None = None) -
 
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
-        shapes[f"{layer}input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{norm}.weight"] = (hidden,)
+        for norm in _MLP_NORMS if config.family.has_result_norms else ():
+            shapes[f"{layer}{norm}.weight"] = (hidden,)
         linear(f"{layer}self_attn.q_proj", q_width, hidden, config.qkv_bias)
         linear(f"{layer}self_attn.k_proj", kv_width, hidden, config.qkv_bias)
         linear(f"{layer}self_attn.v_proj", kv_width, hidden, config.qkv_bias)
@@ -219,7 +228,9 @@ class _Reader:
         self.config, self.shard, self.device = config, shard, device
         self._stack = stack
         self._files: dict[Path, Any] = {}
-        self._file_of = self._locate(directory)
+        file_of = self._locate(directory)
+        self._stored_as = text_names(file_of, config)
+        self._file_of = {name: file_of[stored] for name, stored in self._stored_as.items()}
         self._experts = None if config.experts is None else ExpertTensors(config, self._file_of)
         self._tensors = stored_tensors(config, self._experts)
         self._check_names(directory)
@@ -253,6 +264,9 @@ class _Reader:
         gate_up = {f"{mlp}gate_proj": self._mlp_rows, f"{mlp}up_proj": self._mlp_rows}
         adds_bias = self.shard.tensor_rank == 0
         config = self.config
+        before_mlp, after_mlp = (f"{layer}{norm}.weight" for norm in _MLP_NORMS)
+        after_attention = f"{layer}post_attention_layernorm.weight"
+        has_result_norms = config.family.has_result_norms
         router: torch.Tensor | None = None
         gates: Linear
         downs: Linear
@@ -262,23 +276,32 @@ class _Reader:
             gates = self._column_parallel(gate_up)
             downs = self._row_parallel(f"{mlp}down_proj", self._mlp_rows)
         return LayerWeights(
-            input_norm=self.whole(f"{layer}input_layernorm.weight"),
+            input_norm=self.norm(f"{layer}input_layernorm.weight"),
             qkv=self._column_parallel(qkv),
             qkv_bias=self._biases(qkv) if config.qkv_bias else None,
-            q_norm=self.whole(f"{attention}q_norm.weight") if config.qk_norm else None,
-            k_norm=self.whole(f"{attention}k_norm.weight") if config.qk_norm else None,
+            q_norm=self.norm(f"{attention}q_norm.weight", config.query_scale) if config.qk_norm else None,
+            k_norm=self.norm(f"{attention}k_norm.weight") if config.qk_norm else None,
             output=self._row_parallel(f"{attention}o_proj", self._query_rows),
             output_bias=self.whole(f"{attention}o_proj.bias") if config.output_bias and adds_bias else None,
-            post_norm=self.whole(f"{layer}post_attention_layernorm.weight"),
+            post_norm=self.norm(before_mlp if has_result_norms else after_attention),
             gate_up=gates,
             gate_up_bias=self._biases(gate_up) if config.mlp_bias else None,
             down=downs,
             down_bias=self.whole(f"{mlp}down_proj.bias") if config.mlp_bias and adds_bias else None,
             router=router,
+            attention_result_norm=self.norm(after_attention) if has_result_norms else None,
+            mlp_result_norm=self.norm(after_mlp) if has_result_norms else None,
         )
 
     def whole(self, name: str) -> torch.Tensor:
         return self._convert(self._slice(name, slice(None)))
+
+    def norm(self, name: str, factor: float = 1.0) -> torch.Tensor:
+        """Return what a norm multiplies by, times `factor`: some families store it less 1."""
+        weight = self._slice(name, slice(None))
+        if self.config.family.norm_adds_one:
+            weight = 1.0 + weight.float()
+        return self._convert(weight if factor == 1.0 else weight.float() * factor)
 
     def vocabulary(self, name: str) -> torch.Tensor:
         return self._convert(self._slice(name, self.vocab_rows))
@@ -356,7 +379,8 @@ class _Reader:
         """Read a slice of the named tensor from its file, and nothing else of it."""
         whole = all(part == slice(None) for part in index)
         file = self._open(self._file_of[name])
-        tensor: torch.Tensor = file.get_tensor(name) if whole else file.get_slice(name)[index]
+        stored = self._stored_as[name]
+        tensor: torch.Tensor = file.get_tensor(stored) if whole else file.get_slice(stored)[index]
         self._read_bytes += tensor.nbytes
         if self._progress is not None:
             self._progress(self._read_bytes, max(self._read_bytes, self._total_bytes))
@@ -372,7 +396,7 @@ class _Reader:
         for name in sorted(tensors_of_stage(self._tensors, self.config, layers)):
             path, expected = self._file_of[name], self._tensors[name]
             try:
-                stored = self._open(path).get_slice(name)
+                stored = self._open(path).get_slice(self._stored_as[name])
             except SafetensorError as error:
                 raise CheckpointInvalid(
                     f"{path}: tensor {name} cannot be read ({error}); fetch it again"
@@ -396,7 +420,7 @@ class _Reader:
     def _check_shape(self, name: str, path: Path) -> None:
         """Check the shape that a packed weight has beside it."""
         found, expected = (
-            self._open(path).get_tensor(name).tolist(),
+            self._open(path).get_tensor(self._stored_as[name]).tolist(),
             self.config.linear_layers[name.removesuffix(_SHAPE)],
         )
         if tuple(found) != expected:

@@ -29,7 +29,7 @@ from medha.wire.bundle_digest import BUNDLE_FILES
 from medha_process.part_process import configure_logging
 from medha_worker.checkpoints.tokenizer_files import TOKENIZER_FILES
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.stage_split import split_layers, tensors_of_stage
+from medha_worker.model.stage_split import split_layers, tensors_of_stage, text_names
 from medha_worker.pod.fetched_files import Digest, FetchedFiles, HubFile, Listing
 from medha_worker.pod.pod_parts import read_replica
 from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
@@ -109,7 +109,8 @@ def needed_files(directory: Path, layers: range, config: ModelConfig) -> list[st
         file_of = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointInvalid(f"{index}: has no readable weight_map ({error!r})") from error
-    return sorted({file_of[name] for name in tensors_of_stage(file_of, config, layers)})
+    stored = text_names(file_of, config)
+    return sorted({file_of[stored[name]] for name in tensors_of_stage(stored, config, layers)})
 
 
 class Progress:

@@ -102,7 +102,7 @@ def warm_up(
         measured(works)
     steps = [median([measured(works) for _ in range(REPEATS)]) for works in shapes]
     profile = replace(
-        step_profile(steps, model.config.widest_window_tokens, model.config.window_share),
+        step_profile(steps, model.window_tokens, model.window_share),
         head_seconds_per_row=head_seconds_per_row,
         mask_seconds_per_row=mask_seconds_per_row,
     )

@@ -6,12 +6,13 @@ A part of a call is a share of the rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from llvmlite import ir
 
-from medha_worker.kernels.cpu.helper_team import HelperTeam, float_bits
+from medha_worker.kernels.cpu.helper_team import HelperTeam, TeamFunction, float_bits
 from medha_worker.kernels.cpu.host_compiler import Compiled, Target
 from medha_worker.kernels.cpu.team_code import PART
 from medha_worker.kernels.cpu.vector_code import FLOAT, INT32, INT64, POINTER, VectorBuilder
@@ -27,8 +28,10 @@ class CompiledRows:
         self._team = team
         self._lanes = Target.of_host().lanes
         module = compiled_rows(self._lanes)
-        names = ("rms_norm", "rotate", "silu_multiply")
-        self._rms_norm, self._rotate, self._silu_multiply = (team.function(module, name) for name in names)
+        names = ("rms_norm", "rotate", "silu_multiply", "gelu_multiply")
+        self._rms_norm, self._rotate, self._silu_multiply, self._gelu_multiply = (
+            team.function(module, name) for name in names
+        )
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert x.stride(-1) == 1
@@ -58,12 +61,18 @@ class CompiledRows:
         self._rotate(fields, self._parts(heads.numel()))
 
     def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._gated(self._silu_multiply, gate_up)
+
+    def gelu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._gated(self._gelu_multiply, gate_up)
+
+    def _gated(self, function: TeamFunction, gate_up: torch.Tensor) -> torch.Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.is_contiguous()
         assert size % self._lanes == 0
         output = torch.empty(rows, size)
         fields = rows, size, gate_up.data_ptr(), output.data_ptr()
-        self._silu_multiply(fields, self._parts(output.numel()))
+        function(fields, self._parts(output.numel()))
         return output
 
     def _parts(self, values: int) -> int:
@@ -76,7 +85,8 @@ def compiled_rows(lanes: int) -> Compiled:
     module = ir.Module("medha_cpu_rows")
     _emit_rms_norm(module, lanes)
     _emit_rotate(module, lanes)
-    _emit_silu_multiply(module, lanes)
+    _emit_gated(module, lanes, "silu_multiply", _negative)
+    _emit_gated(module, lanes, "gelu_multiply", _negative_of_gelu)
     return Compiled(module)
 
 
@@ -145,14 +155,27 @@ def _emit_rotate(module: ir.Module, lanes: int) -> None:
     code.ret_void()
 
 
-def _emit_silu_multiply(module: ir.Module, lanes: int) -> None:
-    """Emit output = gate / (1 + e^-gate) * up."""
-    code = _Rows(module, "silu_multiply", lanes, ("size", "gate_up", "output"))
+def _emit_gated(
+    module: ir.Module, lanes: int, name: str, exponent: Callable[[_Rows, ir.Value], ir.Value]
+) -> None:
+    """Emit output = gate / (1 + e^exponent(gate)) * up."""
+    code = _Rows(module, name, lanes, ("size", "gate_up", "output"))
     size, gate_up, output = code.number_of("size"), code.pointer_of("gate_up"), code.pointer_of("output")
     with code.counting(code.first, code.stop) as row, code.counting(0, size, lanes) as column:
         source = code.plus(code.times(code.times(row.index, size), 2), column.index)
         gate, up = code.vector(gate_up, source), code.vector(gate_up, code.plus(source, size))
-        power = code.exp2(code.fmul(gate, code.same(-math.log2(math.e))))
+        power = code.exp2(code.fmul(exponent(code, gate), code.same(math.log2(math.e))))
         result = code.fmul(code.fdiv(gate, code.fadd(code.same(1.0), power)), up)
         code.put(result, output, code.plus(code.times(row.index, size), column.index))
     code.ret_void()
+
+
+def _negative(code: _Rows, gate: ir.Value) -> ir.Value:
+    return code.fmul(gate, code.same(-1.0))
+
+
+def _negative_of_gelu(code: _Rows, gate: ir.Value) -> ir.Value:
+    """Return -2 sqrt(2 / pi) (gate + 0.044715 gate^3): (1 + tanh(u)) / 2 is 1 / (1 + e^-2u)."""
+    square = code.fmul(gate, gate)
+    bent = code.multiply_add(square, code.same(0.044715), code.same(1.0))
+    return code.fmul(code.fmul(gate, bent), code.same(-2.0 * math.sqrt(2.0 / math.pi)))

@@ -5,6 +5,7 @@ Unproven until a GPU has run it: all numerics, and every speed.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ class FlashInferRows:
     def __init__(self, library: Any, plain: RowOperators) -> None:
         """`library` is the package `flashinfer`; `plain` does what its functions cannot."""
         self._library, self._plain = library, plain
-        self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Cosines, sines, their table and the rows' numbers; layers with a window may turn by other angles than the others.
+        self._tables: deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = deque(maxlen=2)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert x.dim() in (2, 3), f"rows or heads of rows are normed, not {tuple(x.shape)}"
@@ -51,17 +52,23 @@ class FlashInferRows:
         # Its kernel ignores strides.
         return self._library.silu_and_mul(gate_up.contiguous())  # type: ignore[no-any-return]
 
+    def gelu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        # FlashInfer has a kernel for it, in a module of its own that images would have to hold.
+        return self._plain.gelu_multiply(gate_up)
+
     def _cached(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin side by side, float32 [rows, head_dim], and the rows' numbers.
 
-        All layers of a step pass the same memory, which is kept here, so that nothing else can take its address.
+        All layers of a step with one RoPE pass the same memory, which is kept here, so that nothing else can take its
+        address.
         """
-        kept = self._rotation
-        if kept is None or self._table is None or not (_is_same(kept[0], cos) and _is_same(kept[1], sin)):
-            self._rotation = cos, sin
-            index = torch.arange(cos.shape[0], out=cos.new_empty(cos.shape[0], dtype=torch.int32))
-            self._table = torch.cat([cos, sin], dim=1).float(), index
-        return self._table
+        for kept_cos, kept_sin, table, index in self._tables:
+            if _is_same(kept_cos, cos) and _is_same(kept_sin, sin):
+                return table, index
+        index = torch.arange(cos.shape[0], out=cos.new_empty(cos.shape[0], dtype=torch.int32))
+        table = torch.cat([cos, sin], dim=1).float()
+        self._tables.append((cos, sin, table, index))
+        return table, index
 
 
 def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:

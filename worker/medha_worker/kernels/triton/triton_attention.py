@@ -70,7 +70,8 @@ def split_kernel(  # type: ignore[no-untyped-def]
     first_seen = tl.maximum(first_first, 0) // tile_keys * tile_keys
     for start in range(tl.maximum(split * split_keys, first_seen), stop, tile_keys):
         position = start + tl.arange(0, tile_keys)
-        is_key = position < stop
+        # Blocks before every row's window may be others by then.
+        is_key = (position < stop) & (position >= first_first)
         block = tl.load(blocks + table + position // block_tokens, mask=is_key, other=0).to(tl.int64)
         place = (
             kv_head.to(tl.int64) * head_stride + (block * block_tokens + position % block_tokens) * head_dim

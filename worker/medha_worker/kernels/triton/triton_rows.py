@@ -34,7 +34,8 @@ class TritonRows:
     """`RowOperators` on a GPU; `others` are operators on single values, so that no norm is theirs."""
 
     def __init__(self, others: RowOperators) -> None:
-        self.rotate, self.silu_multiply = others.rotate, others.silu_multiply
+        self.rotate = others.rotate
+        self.silu_multiply, self.gelu_multiply = others.silu_multiply, others.gelu_multiply
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows = x if x.dim() == 3 else x[:, None]

@@ -6,6 +6,10 @@ Shared blocks do the rest: a further family of the same blocks is one more file,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+"""The function on the gates of an MLP; `gelu_tanh` is GELU by its tanh formula."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class ExpertBlock:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The declarations of one architecture. Defaults are those of `transformers`.
+    """The declarations of one architecture. Defaults are those of `transformers`; further ones are in `medha.config_fields`.
 
     Attributes:
         architecture: Name in the field `architectures`.
@@ -63,6 +67,16 @@ class Family:
         has_window_switch: Whether the window holds only if `use_sliding_window` is true.
         max_window_layers: Layers without a window if the field `max_window_layers` is missing; None: that field is not
             read, and all layers have the window.
+        full_layer_interval: Every so many layers, one has no window, unless `sliding_window_pattern` gives another number or
+            `layer_types` names the layers; None: neither field is read like this.
+        local_rope_theta: Value if `rope_local_base_freq` is missing: the base of RoPE in layers that can have a window;
+            None: all layers have one RoPE.
+        query_scalar: Value if `query_pre_attn_scalar` is missing: scores are divided by its root; None: by that of the
+            head dimension.
+        norm_adds_one: Whether norms multiply by 1 + weight.
+        has_result_norms: Whether the results of attention and of the MLP pass a norm of their own before they are added.
+        scales_embedding: Whether embeddings are multiplied by the root of `hidden_size`.
+        activation: The function on the gates of MLPs.
         experts: The sparse block; None if all layers are dense.
     """
 
@@ -80,6 +94,13 @@ class Family:
     window_tokens: int | None = 4096
     has_window_switch: bool = False
     max_window_layers: int | None = None
+    full_layer_interval: int | None = None
+    local_rope_theta: float | None = None
+    query_scalar: float | None = None
+    norm_adds_one: bool = False
+    has_result_norms: bool = False
+    scales_embedding: bool = False
+    activation: Activation = "silu"
     experts: ExpertBlock | None = None
 
 
