@@ -6,6 +6,7 @@ Shared blocks do the rest: a further family of the same blocks is one more file,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class ExpertBlock:
         renormalises: Whether the weights of the chosen experts are scaled to a sum of 1; None if the field
             `norm_topk_prob` says so.
         may_be_mixed: Whether `decoder_sparse_step` and `mlp_only_layers` can make some layers dense.
+        deepseek: The version of DeepSeek's block, whose routers choose by groups, which has shared experts, and whose
+            first layers are dense (`first_k_dense_replace`); None for other blocks.
     """
 
     count_fields: tuple[str, ...]
@@ -33,10 +36,19 @@ class ExpertBlock:
     down: str
     renormalises: bool | None
     may_be_mixed: bool
+    deepseek: Literal[2, 3] | None = None
 
     def router_name(self, layer: str) -> str:
         """Return the name of the router's tensor, [experts, hidden]; `layer` ends with a dot."""
         return f"{layer}{self.block}.gate.weight"
+
+    def correction_name(self, layer: str) -> str:
+        """Return the name of the correction that the router's choice adds to scores, [experts]."""
+        return f"{layer}{self.block}.gate.e_score_correction_bias"
+
+    def shared_name(self, layer: str, linear: str) -> str:
+        """Return the name of a weight of the experts that every token passes, which are one MLP."""
+        return f"{layer}{self.block}.shared_experts.{linear}.weight"
 
     def linear_name(self, layer: str, expert: int, linear: str) -> str:
         """Return the name of one expert's weight; `linear` is `gate`, `up` or `down` of this block."""
@@ -64,6 +76,7 @@ class Family:
         max_window_layers: Layers without a window if the field `max_window_layers` is missing; None: that field is not
             read, and all layers have the window.
         experts: The sparse block; None if all layers are dense.
+        has_latents: Whether attention is over latents, which all heads share (`LatentShape`).
     """
 
     architecture: str
@@ -81,6 +94,7 @@ class Family:
     has_window_switch: bool = False
     max_window_layers: int | None = None
     experts: ExpertBlock | None = None
+    has_latents: bool = False
 
 
 FUSED_BLOCK = "mlp"
