@@ -45,9 +45,8 @@ class LatentAttention:
         assert layer.latent is not None
         latent, weights, operators, count = self._latent, layer.latent, self._kernels.rows, normed.shape[0]
         first = self._products.product(normed, layer.qkv, layer.qkv_bias)
-        q, row_latent, row_key = first.split(
-            [first.shape[1] - latent.row_dim, latent.kv_rank, latent.rope_dim], dim=1
-        )
+        widths = [first.shape[1] - latent.row_dim, latent.kv_rank, latent.rope_dim]
+        q, row_latent, row_key = torch.split(first, widths, dim=1)
         if weights.query_up is not None:
             assert weights.query_norm is not None
             q = operators.rms_norm(q, weights.query_norm, _NORM_EPS)
