@@ -24,7 +24,7 @@ def command() -> None:
     "--architecture",
     default="llama",
     show_default=True,
-    help="Family: llama, mistral, qwen2, qwen3, gemma3_text, or with experts: mixtral, qwen3_moe.",
+    help="Family: llama, mistral, qwen2, qwen3, gemma3_text, or with experts: mixtral, qwen3_moe, deepseek_v2, deepseek_v3.",
 )
 @click.option(
     "--dtype",

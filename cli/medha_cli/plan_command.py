@@ -181,7 +181,7 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
         f"TTFT {wish.ttft_seconds:g} s, TPOT {1e3 * wish.tpot_seconds:g} ms"
     )
     caption = (
-        f"GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one behind "
+        f"A token takes {model.kv_bytes_per_token:,} bytes of KV. GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one behind "
         "the other, decodes in the largest batch."
     )
     offloads = any(rating.offload_bytes for rating in ratings)

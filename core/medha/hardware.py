@@ -12,6 +12,7 @@ from medha.cost.cost_profile import Attention, Kernel, Link, Operation, Profile
 from medha.cost.crossover import crossover_tokens
 from medha.errors import ConfigInvalid
 from medha.fitted_hardware import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
+from medha.latent_shape import LatentShape
 from medha.topology import Topology
 
 ATTENTION_BAND = 0.3
@@ -48,6 +49,10 @@ STEP_LAUNCH_SECONDS = 0.5e-3
 
 _EXPERT = "expert_"
 """Prefix of the operations of experts."""
+_SHARED = "shared_"
+"""Prefix, behind that of experts, of the operations of the MLP that every token passes beside them."""
+_LIKE = {"queries": "qkv", "absorbed_keys": "qkv", "absorbed_values": "output"}
+"""Operations of latent attention, and those of other attention whose fitted fractions they get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +122,15 @@ class ExpertShape:
     count: int  # in each of these layers
     per_token: int
     intermediate: int  # of one expert
+    shared_intermediate: int = 0  # of the MLP that every token passes beside its experts; 0: there is none
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The dimensions that a decoder's cost depends on: gated MLP or experts, grouped-query attention, RMSNorm."""
+    """The dimensions that a decoder's cost depends on: gated MLP or experts, grouped-query or latent attention, RMSNorm.
+
+    With latent attention there is one KV head, and `head_dim` is the width of its rows.
+    """
 
     name: str
     layers: int
@@ -139,6 +148,7 @@ class ModelShape:
     experts: ExpertShape | None = None
     window_tokens: int = 1  # keys that a query sees in a layer with a window
     window_share: float = 0.0  # share of the layers that have a window
+    latent: LatentShape | None = None
 
     @property
     def linear_bytes(self) -> float:
@@ -149,7 +159,16 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Number of weights of the linear layers of one dense layer."""
         attention = self.hidden * self.head_dim * 2 * (self.query_heads + self.kv_heads)
+        if self.latent is not None:
+            attention = self.latent.parameters(self.hidden, self.query_heads)
         return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def copied_bytes(self) -> float:
+        """Bytes of the layers' weights that every tensor rank holds whole; of matrices, latent attention alone has such."""
+        if self.latent is None:
+            return 0.0
+        return self.layers * self.latent.copied_parameters(self.hidden) * self.linear_bytes
 
     @property
     def expert_parameters(self) -> int:
@@ -172,7 +191,7 @@ class ModelShape:
         """Number of weights of all layers but the experts: those that every token passes. Routers are among them."""
         if self.experts is None:
             return self.layers * self.layer_parameters
-        replaced = 3 * self.intermediate - self.experts.count
+        replaced = 3 * (self.intermediate - self.experts.shared_intermediate) - self.experts.count
         return self.layers * self.layer_parameters - self.experts.layers * self.hidden * replaced
 
     @property
@@ -197,8 +216,14 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_dtype_bytes
+        """Bytes of the keys and values of one token in all layers; a latent row is both."""
+        rows = self.layers * self.kv_heads * self.kv_tensors
+        return rows * self.head_dim * self.kv_dtype_bytes
+
+    @property
+    def kv_tensors(self) -> int:
+        """Number of tensors of a layer's KV: K and V, or the latents alone."""
+        return 2 if self.latent is None else 1
 
     @property
     def linear_flops_per_token(self) -> float:
@@ -255,10 +280,20 @@ GEMMA3_27B = ModelShape(
     window_tokens=1024,
     window_share=52 / 62,
 )
+DEEPSEEK_V2_LITE = ModelShape(
+    "DeepSeek-V2-Lite", 27, 2048, 16, 1, 576, 10944, 102400, experts=ExpertShape(26, 64, 6, 1408, 2 * 1408),
+    latent=LatentShape(0, 512, 128, 64, 128),
+)  # fmt: skip
+DEEPSEEK_V3 = ModelShape(
+    "DeepSeek-V3", 61, 7168, 128, 1, 576, 18432, 129280, experts=ExpertShape(58, 256, 8, 2048, 2048),
+    latent=LatentShape(1536, 512, 128, 64, 128),
+)  # fmt: skip
 MODELS = {
     model.name: model
-    for model in (LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, MIXTRAL_8X7B, QWEN3_30B_A3B, GEMMA3_27B)
-}
+    for model in (
+        LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, MIXTRAL_8X7B, QWEN3_30B_A3B, GEMMA3_27B, DEEPSEEK_V2_LITE, DEEPSEEK_V3,
+    )
+}  # fmt: skip
 
 
 def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tuple[Operation, ...]:
@@ -284,9 +319,14 @@ def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tupl
             _experts("expert_down", model, hardware, narrow, hidden),
             _elementwise("expert_activation", model, hardware, 3 * narrow * model.experts.per_token),
         )
+        shared = model.experts.shared_intermediate // tensor
+        if shared:
+            experts += (
+                _matrix("expert_shared_gate_up", model, hardware, hidden, 2 * shared, model.linear_bytes),
+                _matrix("expert_shared_down", model, hardware, shared, hidden, model.linear_bytes),
+            )
     return (
-        _matrix("qkv", model, hardware, hidden, q_width + 2 * kv_width, model.linear_bytes),
-        _matrix("output", model, hardware, q_width, hidden, model.linear_bytes),
+        *_attention_matrices(model, hardware, tensor),
         _matrix("gate_up", model, hardware, hidden, 2 * wide, model.linear_bytes),
         _matrix("down", model, hardware, wide, hidden, model.linear_bytes),
         _elementwise("norm", model, hardware, 2 * hidden, times=2),
@@ -295,6 +335,26 @@ def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tupl
         _elementwise("residual", model, hardware, 3 * hidden, times=2),
         *experts,
     )
+
+
+def _attention_matrices(model: ModelShape, hardware: Hardware, tensor: int) -> tuple[Operation, ...]:
+    """Return the products before and behind a layer's attention, on one of `tensor` ranks."""
+    hidden, heads, latent = model.hidden, model.query_heads // tensor, model.latent
+    if latent is None:
+        q_width, kv_width = _widths(model, tensor)
+        shapes = {"qkv": (hidden, q_width + 2 * kv_width), "output": (q_width, hidden)}
+    else:
+        queries = heads * latent.query_dim
+        shapes = {
+            "qkv": (hidden, (latent.query_rank or queries) + latent.row_dim),
+            # Each head has a matrix of its own, which is as much work as one of all heads' inputs.
+            "absorbed_keys": (heads * latent.plain_dim, latent.kv_rank),
+            "absorbed_values": (latent.kv_rank, heads * latent.value_dim),
+            "output": (heads * latent.value_dim, hidden),
+        }
+        if latent.query_rank:
+            shapes["queries"] = latent.query_rank, queries
+    return tuple(_matrix(name, model, hardware, *shape, model.linear_bytes) for name, shape in shapes.items())
 
 
 def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Profile:
@@ -311,7 +371,7 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
     attention = Attention(
         launch_seconds=ATTENTION_LAUNCH_SECONDS,
         seconds_per_pair=4.0 * q_width / (hardware.attention_efficiency * hardware.peak_flops),
-        kv_seconds_per_token=2.0
+        kv_seconds_per_token=model.kv_tensors
         * kv_width
         * model.kv_dtype_bytes
         / (ATTENTION_BANDWIDTH * hardware.memory_bytes_per_second),
@@ -405,9 +465,10 @@ def _fraction(
 ) -> tuple[float, float, float]:
     """Return the operation's own measurements, else those of all models on this hardware.
 
-    There are none of experts: their products are taken to reach what those of dense layers do.
+    There are none of experts and of latent attention: their products are taken to reach what those of dense layers do.
     """
-    kind = operation.removeprefix(_EXPERT)
+    kind = operation.removeprefix(_EXPERT).removeprefix(_SHARED)
+    kind = _LIKE.get(kind, kind)
     measured = MEASURED.get((hardware.name, model.name, tensor, kind))
     return measured or POOLED[hardware.fitted_as, kind]
 

@@ -23,6 +23,7 @@ from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
+from medha.latent_shape import LatentShape
 from medha.quantisation import Quantisation, decode, mean_layer_bytes
 from medha.topology import Topology
 
@@ -36,8 +37,12 @@ _CHUNKS = tuple(
 _EXPERT_FIELDS = {
     "mixtral": (("num_local_experts",), "intermediate_size"),
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
+    "deepseek_v2": (("n_routed_experts", "num_experts"), "moe_intermediate_size"),
+    "deepseek_v3": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
 }
 """Fields with the number of experts, and with the width of one, of the model types that have experts."""
+_LATENT = ("deepseek_v2", "deepseek_v3")
+"""Model types with latent attention. Their first layers are dense, and their experts have a shared one beside them."""
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *TEXT_CONFIGS, *_EXPERT_FIELDS)
 
 
@@ -164,7 +169,8 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     ranks_of_lane = topology.tensor * topology.stream
     copies = max(1, topology.tensor // model.kv_heads)  # KV heads are replicated if there are more ranks
     token_bytes = model.kv_bytes_per_token * copies / (ranks_of_lane * topology.kv)
-    weights = model.weights_bytes / ranks_of_lane
+    copied = model.copied_bytes * (topology.tensor - 1)
+    weights = (model.weights_bytes + copied) / ranks_of_lane
     beside_weights = (
         wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
     )
@@ -297,7 +303,12 @@ def read_shape(config: Path) -> ModelShape:
         )
     width = _DTYPE_BYTES[values.get("dtype") or values.get("torch_dtype") or "bfloat16"]
     layers, kv_heads = field("num_hidden_layers"), field("num_key_value_heads", heads)
-    head_dim, intermediate = field("head_dim", hidden // heads), field("intermediate_size")
+    intermediate, latent = field("intermediate_size"), None
+    if values.get("model_type") in _LATENT:
+        latent = _read_latent(values, field)
+        kv_heads, head_dim = 1, latent.row_dim
+    else:
+        head_dim = field("head_dim", hidden // heads)
     return ModelShape(
         name=path.parent.name or "model",
         layers=layers,
@@ -321,6 +332,17 @@ def read_shape(config: Path) -> ModelShape:
         ),
         experts=_read_experts(path, values, field),
         **_read_windows(path, values, layers, field),
+        latent=latent,
+    )
+
+
+def _read_latent(values: dict[str, Any], field: Callable[..., int]) -> LatentShape:
+    return LatentShape(
+        query_rank=0 if values.get("q_lora_rank") is None else field("q_lora_rank"),
+        kv_rank=field("kv_lora_rank"),
+        plain_dim=field("qk_nope_head_dim"),
+        rope_dim=field("qk_rope_head_dim"),
+        value_dim=field("v_head_dim"),
     )
 
 
@@ -375,6 +397,13 @@ def _read_experts(path: Path, values: dict[str, Any], field: Callable[..., int])
         if not isinstance(dense, list):
             raise ConfigInvalid(f"{path}: mlp_only_layers is {dense!r}; it must be a list of layer indexes")
         layers = layers[step - 1 :: step]
+    elif kind in _LATENT:
+        first = values.get("first_k_dense_replace")
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ConfigInvalid(
+                f"{path}: first_k_dense_replace is {first!r}; it must be a whole number of at least 0"
+            )
+        layers, dense = layers[first:], []
     else:
         dense = []
     return ExpertShape(
@@ -382,6 +411,7 @@ def _read_experts(path: Path, values: dict[str, Any], field: Callable[..., int])
         count=count,
         per_token=per_token,
         intermediate=field(width),
+        shared_intermediate=field("n_shared_experts") * field(width) if kind in _LATENT else 0,
     )
 
 
@@ -500,6 +530,8 @@ def _activation_bytes(model: ModelShape, topology: Topology) -> float:
         whole += 3 * model.experts.per_token * model.hidden
         wide = max(wide, 3 * model.experts.per_token * model.experts.intermediate)
     split = (model.query_heads + 2 * model.kv_heads) * model.head_dim + wide
+    if model.latent is not None:  # queries that have absorbed key matrices, and sums of latents
+        split = 2 * model.query_heads * model.head_dim + wide
     return _LARGEST_CHUNK * (whole + split / topology.tensor) * model.dtype_bytes
 
 

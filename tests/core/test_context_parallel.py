@@ -75,17 +75,18 @@ def test_a_chunk_that_fits_the_lanes_shares_fits_with_any_smaller_one(
     lanes=st.integers(2, 16),
     kv_heads=st.sampled_from([1, 2, 8]),
     group=st.sampled_from([1, 4, 16]),
+    tensors=st.sampled_from([1, 2]),
     rate=st.floats(1e9, 1e16),
     link=st.floats(1e6, 1e12),
 )
 def test_the_rules_compare_the_latencies_that_the_paper_derives_them_from(
-    new: int, cached: int, lanes: int, kv_heads: int, group: int, rate: float, link: float
+    new: int, cached: int, lanes: int, kv_heads: int, group: int, tensors: int, rate: float, link: float
 ) -> None:
     """Bytes and FLOPs of Table 3, the All2All of appendix C, before they are rearranged to equations 2 and 5."""
     width, size = 64 * kv_heads * group, 2
-    costs = RingCosts(kv_heads * group, kv_heads, size, rate, link)
+    costs = RingCosts(kv_heads * group, kv_heads, size, rate, link, tensors)
     total = new + cached
-    send_kv = 2 * total * width / group * size / link
+    send_kv = tensors * total * width / group * size / link
     attention = 4 * new * width * total / (lanes * rate)
     all2all = new * width * size / link
 

@@ -14,6 +14,8 @@ from medha.errors import ConfigInvalid
 from medha.fitted_hardware import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
 from medha.hardware import (
     A100,
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
     GEMMA3_27B,
     H100,
     H200,
@@ -45,6 +47,8 @@ EACH_HARDWARE = pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDW
         (MIXTRAL_8X7B, 46.70e9, 131_072),
         (QWEN3_30B_A3B, 30.53e9, 98_304),
         (GEMMA3_27B, 27.01e9, 507_904),  # without the 0.4 B that see images
+        (DEEPSEEK_V2_LITE, 15.71e9, 27 * 576 * 2),
+        (DEEPSEEK_V3, 671.03e9, 61 * 576 * 2),
     ],
 )
 def test_models_have_their_published_sizes(model: ModelShape, parameters: float, kv_bytes: int) -> None:
@@ -53,8 +57,8 @@ def test_models_have_their_published_sizes(model: ModelShape, parameters: float,
 
 
 def test_a_token_passes_a_few_of_all_experts() -> None:
-    """The models' cards: 12.9 and 3.3 billion active parameters, of which the embedding is not multiplied."""
-    for model, active in ((MIXTRAL_8X7B, 12.88e9), (QWEN3_30B_A3B, 3.35e9)):
+    """The models' cards, of which the embedding is not multiplied; DeepSeek-V3's counts no embedding (36.7 + 0.9)."""
+    for model, active in ((MIXTRAL_8X7B, 12.88e9), (QWEN3_30B_A3B, 3.35e9), (DEEPSEEK_V3, 37.6e9)):
         assert model.linear_flops_per_token / 2 + model.vocab * model.hidden == pytest.approx(
             active, rel=0.01
         )
@@ -96,12 +100,14 @@ def test_the_ranks_of_a_pod_share_the_flops(model: ModelShape, tensor: int) -> N
     flops = sum(operation.compute_seconds_per_row * operation.experts_per_row for operation in operations)
     experts = model.experts or ExpertShape(0, 0, 0, 0)
     one = 3 * model.hidden * experts.intermediate
+    copies = 0 if model.latent is None else (tensor - 1) * model.latent.copied_parameters(model.hidden)
+    copies += 3 * model.hidden * experts.shared_intermediate
     dense = replace(
         model, kv_heads=max(model.kv_heads, tensor)
     ).layer_parameters  # more ranks than heads keep copies
-    assert flops * A100.peak_flops * tensor == pytest.approx(2.0 * (dense + experts.per_token * one))
+    assert flops * A100.peak_flops * tensor == pytest.approx(2.0 * (dense + copies + experts.per_token * one))
     weights = sum(operation.fixed_seconds for operation in operations) * A100.memory_bytes_per_second * tensor
-    assert weights == pytest.approx(2.0 * (dense + experts.count * one))
+    assert weights == pytest.approx(2.0 * (dense + copies + experts.count * one))
 
 
 @EACH_MODEL

@@ -14,6 +14,7 @@ from medha.cost.predictor import Chunking, Predictor, Work
 from medha.errors import ConfigInvalid
 from medha.hardware import (
     A100,
+    DEEPSEEK_V2_LITE,
     GEMMA3_27B,
     H100,
     LLAMA3_8B,
@@ -199,6 +200,43 @@ def test_a_mixture_of_experts_counts_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(mixed))
     assert read_shape(tmp_path).experts == ExpertShape(23, 128, 8, 768)
     assert plan(read_shape(tmp_path), H100, WISH)[0].fits
+
+
+def test_every_tensor_rank_holds_all_latents_and_lanes_divide_them(tmp_path: Path) -> None:
+    values = {
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 27,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = read_shape(tmp_path)
+    assert replace(model, name=DEEPSEEK_V2_LITE.name) == DEEPSEEK_V2_LITE
+    one, split, spread = (
+        rate(model, H100, Topology(*grid), WISH) for grid in ((1, 1, 1), (4, 1, 1), (1, 1, 4))
+    )
+    assert split.kv_bytes == one.kv_bytes == 4 * spread.kv_bytes
+    assert one.kv_bytes == WISH.request_tokens * WISH.concurrent * 27 * 576 * 2
+    copied = 27 * 2048 * 576 * 2
+    assert split.weights_bytes == pytest.approx((one.weights_bytes - copied) / 4 + copied)
+    del values["first_k_dense_replace"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigInvalid, match="first_k_dense_replace is None; it must be a whole number"):
+        read_shape(tmp_path)
 
 
 @pytest.mark.parametrize(

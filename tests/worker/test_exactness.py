@@ -38,6 +38,7 @@ KV_BLOCKS = 256
 
 ARCHITECTURES = ("llama", "llama-biased", "mistral", "qwen2", "qwen3")
 SPARSE = ("mixtral", "qwen3_moe", "qwen3_moe-mixed")
+LATENT = ("deepseek_v2", "deepseek_v3")
 # Eight stages need as many layers, eight tensor ranks as many heads: four times as many as there are KV heads.
 SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.1}
 
@@ -64,10 +65,13 @@ PAIRWISE = [
     ((2, 1, 2), "qwen3_moe-mixed"),
     ((2, 2, 1), "mixtral"),
     ((4, 1, 1), "qwen3_moe"),
+    ((1, 2, 2), "deepseek_v2"),
+    ((2, 1, 2), "deepseek_v3"),
+    ((4, 1, 1), "deepseek_v2"),
 ]
 
 NEAR_TIE = 2e-5
-"""Least distance of router logits at which rounding cannot decide which expert a token goes to."""
+"""Least distance of what a router ranks at which rounding cannot decide which expert a token goes to."""
 
 # Windows end in each of the places where rows, blocks, chunks, stripes, shards and prompts can.
 WINDOWS = (1, 2, 3, BLOCK_TOKENS, 7, 16, 30, 64, 149)
@@ -133,7 +137,7 @@ CASES = (
         pytest.param(
             (shape, architecture, 15), id=f"{Topology(*shape)} {architecture} long", marks=pytest.mark.long
         )
-        for shape, architecture in product(SHAPES, SPARSE)
+        for shape, architecture in product(SHAPES, SPARSE + LATENT)
     ]
 )
 
@@ -186,7 +190,7 @@ def check(
 
 @torch.inference_mode()
 def tokens_before_a_tie(reference: torch.nn.Module, ids: torch.Tensor) -> int:
-    """Return how many of these tokens come before the first that two experts are all but equally likely for.
+    """Return how many of these tokens come before the first that two experts, or groups, are all but equally good for.
 
     The reference itself sends such a token to either, as its rows are cut. All tokens behind it attend to it.
     """
@@ -194,10 +198,27 @@ def tokens_before_a_tie(reference: torch.nn.Module, ids: torch.Tensor) -> int:
     if experts is None:
         return len(ids)
     certain = torch.ones(len(ids), dtype=torch.bool)
-    for logits in reference(ids[None], output_router_logits=True).router_logits:
-        best = logits.topk(experts + 1, dim=-1).values
-        certain &= best[:, -2] - best[:, -1] > NEAR_TIE
+    gates = [layer.mlp.gate for layer in reference.model.layers if hasattr(layer.mlp, "gate")]
+    routed = reference(ids[None], output_router_logits=True).router_logits
+    for logits, gate in zip(routed, gates, strict=True):
+        ranked, best_of_group = logits, 1
+        if hasattr(gate, "e_score_correction_bias"):
+            ranked, best_of_group = logits.sigmoid() + gate.e_score_correction_bias, 2
+        if getattr(reference.config, "n_group", None) is not None:
+            by_group = ranked.view(len(ids), reference.config.n_group, -1)
+            groups = by_group.topk(best_of_group, dim=-1).values.sum(-1)
+            kept = groups.topk(reference.config.topk_group, dim=-1).indices
+            certain &= _is_certain(groups, reference.config.topk_group)
+            outside = torch.ones_like(groups, dtype=torch.bool).scatter_(1, kept, False)
+            ranked = by_group.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        certain &= _is_certain(ranked, experts)
     return len(ids) if bool(certain.all()) else int(certain.int().argmin())
+
+
+def _is_certain(ranked: torch.Tensor, count: int) -> torch.Tensor:
+    """True for each row whose `count` best numbers are clearly better than the others."""
+    best = ranked.topk(count + 1, dim=-1).values
+    return best[:, -2] - best[:, -1] > NEAR_TIE
 
 
 def slide(ranks: Ranks, reference: Any, window_tokens: int) -> None:
@@ -244,11 +265,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     def checkpoint(architecture: str) -> tuple[Path, torch.nn.Module]:
         if architecture not in made:
             directory = tmp_path_factory.mktemp(architecture)
-            head_dim = {} if architecture.startswith("qwen2") else {"head_dim": 16}
+            more = {} if architecture.startswith("qwen2") else {"head_dim": 16}
+            if architecture in LATENT:
+                more = {"num_key_value_heads": SIZES["num_attention_heads"]}
             scheme, _, family = architecture.partition(" ")
             is_quantised = scheme in QUANTISED
             family = (family or "llama") if is_quantised else architecture
-            reference = save_reference(directory, family, **SIZES, **head_dim)
+            reference = save_reference(directory, family, **SIZES | more)
             if is_quantised:
                 quantise_checkpoint(directory, reference, with_sizes(scheme, 16))
             made[architecture] = directory, reference
@@ -313,7 +336,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         run()
 
 
-@pytest.mark.parametrize("architecture", [*SPARSE, "gemma3_text-window"])
+@pytest.mark.parametrize("architecture", [*SPARSE, *LATENT, "gemma3_text-window"])
 def test_greedy_text_of_64_tokens_is_the_same_on_a_grid(
     checkpoints: Callable[[str], tuple[Path, torch.nn.Module]], architecture: str
 ) -> None:

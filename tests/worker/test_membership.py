@@ -136,7 +136,7 @@ def test_a_rank_of_pods_that_were_replaced_is_refused_by_its_last_epoch() -> Non
     "fields",
     [
         {"kv_blocks": 0}, {"kv_blocks": 2**40}, {"block_size_tokens": 2**62}, {"max_model_len": 2**62},
-        {"vocab_size": 2**40}, {"query_heads": -4}, {"kv_heads": -1}, {"element_bytes": 0},
+        {"vocab_size": 2**40}, {"query_heads": -4}, {"kv_heads": -1}, {"kv_tensors": 0}, {"element_bytes": 0},
         {"linear_flops_per_token": inf}, {"linear_flops_per_token": 1e305, "attention_flops_per_pair": 0.0},
         {"attention_flops_per_pair": nan}, {"link_bytes_per_second": nan},
     ],

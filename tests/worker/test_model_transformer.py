@@ -109,6 +109,49 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    # Of widths that fill no vector registers, with queries that are projected at once.
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV2ForCausalLM,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 
 # The first layer has a window; scores are divided by another root than that of the head dimension.
@@ -180,6 +223,9 @@ def save_reference(
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     return model
 
@@ -344,7 +390,8 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(pair_of: PairMaker
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", *WINDOWED]
+    "architecture",
+    ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", *WINDOWED],
 )
 def test_greedy_text_of_64_tokens_is_identical(pair_of: PairMaker, architecture: str) -> None:
     pair = pair_of(architecture, "llama3")
@@ -433,7 +480,10 @@ def test_two_stages_one_after_the_other_give_the_whole_models_logits(pair_of: Pa
     assert largest_error(torch.cat(logits), pair.reference_logits(tokens)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "qwen3_moe", "gemma3_text-window"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gemma3_text-window"],
+)
 def test_bfloat16_is_as_near_to_float32_as_the_reference_in_bfloat16(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def _context_parallel(spec: MedhaReplicaSpec, topology: Topology, ready: RankRea
     costs = RingCosts(
         query_heads=max(ready.query_heads, 1),
         kv_heads=max(ready.kv_heads, 1),
+        kv_tensors=ready.kv_tensors,
         element_bytes=ready.element_bytes,
         attention_flops_per_second=rate,
         link_bytes_per_second=ready.link_bytes_per_second,

@@ -594,6 +594,7 @@ class RankReady:
     kv_heads: int = 0
     element_bytes: int = 4  # of a key or value in memory
     link_bytes_per_second: float = 0.0  # between this rank and the same rank of another lane; 0: not measured
+    kv_tensors: int = 2  # of a layer: K and V, or 1 where latents are both
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py

@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from medha.config_fields import TEXT_CONFIGS
 from medha.errors import ConfigInvalid
-from medha_worker.checkpoints import needle_model
+from medha_worker.checkpoints import latent_preset, needle_model
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, quantise
 from medha_worker.model.families.family import Family
 from medha_worker.model.families.family_table import FAMILIES
@@ -270,6 +270,10 @@ def _model_config(sizes: Preset, family: Family, dtype: str, window_tokens: int 
         config[family.experts.width_field] = sizes.intermediate // 2
         if family.experts.renormalises is None:
             config["norm_topk_prob"] = True
+        if family.experts.deepseek is not None:
+            latent = latent_preset.latent_shape(family.experts.deepseek, sizes.hidden, sizes.query_heads)
+            config |= latent_preset.config_fields(family.experts.deepseek, latent, sizes.query_heads)
+            del config["head_dim"]
     return config
 
 
@@ -323,17 +327,35 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
         attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
         for name in norms:
             weights[f"{layer}{name}.weight"] = norm(sizes.hidden)
-        weights[f"{attention}q_proj.weight"] = linear(q_width, sizes.hidden, qk_gain)
-        weights[f"{attention}k_proj.weight"] = linear(kv_width, sizes.hidden, qk_gain)
-        weights[f"{attention}v_proj.weight"] = linear(kv_width, sizes.hidden, 2.0)
+        block = family.experts
+        if block is not None and block.deepseek is not None:
+            weights |= latent_preset.attention_weights(
+                attention,
+                latent_preset.latent_shape(block.deepseek, sizes.hidden, sizes.query_heads),
+                sizes.hidden,
+                sizes.query_heads,
+                qk_gain=qk_gain,
+                linear=linear,
+                norm=norm,
+            )
+        else:
+            weights[f"{attention}q_proj.weight"] = linear(q_width, sizes.hidden, qk_gain)
+            weights[f"{attention}k_proj.weight"] = linear(kv_width, sizes.hidden, qk_gain)
+            weights[f"{attention}v_proj.weight"] = linear(kv_width, sizes.hidden, 2.0)
         weights[f"{attention}o_proj.weight"] = linear(sizes.hidden, q_width)
-        if family.experts is None:
+        if block is None or (block.deepseek is not None and index == 0):
             weights[f"{mlp}gate_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
             weights[f"{mlp}up_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
             weights[f"{mlp}down_proj.weight"] = linear(sizes.hidden, sizes.intermediate, 2.0)
         else:
-            block, width = family.experts, sizes.intermediate // 2
+            width = sizes.intermediate // 2
             weights[block.router_name(layer)] = linear(_EXPERTS, sizes.hidden, 2.0)
+            if block.deepseek == 3:
+                weights[block.correction_name(layer)] = normal(_EXPERTS, std=0.1).float()
+            if block.deepseek is not None:
+                weights[block.shared_name(layer, block.gate)] = linear(width, sizes.hidden)
+                weights[block.shared_name(layer, block.up)] = linear(width, sizes.hidden)
+                weights[block.shared_name(layer, block.down)] = linear(sizes.hidden, width, 3.0)
             for expert in range(_EXPERTS):
                 weights[block.linear_name(layer, expert, block.gate)] = linear(width, sizes.hidden)
                 weights[block.linear_name(layer, expert, block.up)] = linear(width, sizes.hidden)

@@ -158,6 +158,7 @@ def implausible(ready: RankReady) -> str | None:
         ("vocab_size", ready.vocab_size, 1, MOST_TOKENS),
         ("query_heads", ready.query_heads, 0, MOST_HEADS),
         ("kv_heads", ready.kv_heads, 0, MOST_HEADS),
+        ("kv_tensors", ready.kv_tensors, 1, 2),
         ("element_bytes", ready.element_bytes, 1, MOST_ELEMENT_BYTES),
         ("linear_flops_per_token", ready.linear_flops_per_token, 0, MOST_FLOPS),
         ("attention_flops_per_pair", ready.attention_flops_per_pair, 0, MOST_FLOPS),

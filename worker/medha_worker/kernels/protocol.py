@@ -33,6 +33,10 @@ class KernelSizes:
     intermediate_size: int
     expert_intermediate_size: int = 0
     """Width of one expert; 0 if there are none. If all layers have experts, `intermediate_size` is the same."""
+    has_latents: bool = False
+    """True if a layer's keys are its values, too: rows of `head_dim` values, of which RoPE rotates only a part."""
+    further_widths: tuple[int, ...] = ()
+    """Further sizes of rows that are normed, and of halves that are rotated."""
 
 
 class StepAttention(Protocol):
@@ -52,7 +56,7 @@ class StepAttention(Protocol):
         Args:
             q: [rows, query_heads, head_dim]; rows of no span are left undefined in the result.
             pool_keys: One layer's [kv_heads, slots, head_dim]; the new tokens are already written there.
-            pool_values: Likewise, with the same strides.
+            pool_values: Likewise, with the same strides; the same tensor if rows are keys and values at once.
             sinks: One layer's attention sinks, [query_heads]: each row also sees a key whose score is its head's
                 sink and whose value is zero. If parts of a row's keys are attended to elsewhere, the sinks are
                 left out here and added once to what was merged (`partial_results.add_sinks`).
@@ -107,7 +111,10 @@ class StepWrite(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        """Store K and V, [rows, kv_heads, head_dim], in one layer's pool, [kv_heads, slots, head_dim]."""
+        """Store K and V, [rows, kv_heads, head_dim], in one layer's pool, [kv_heads, slots, head_dim].
+
+        If `pool_values` is the same tensor as `pool_keys`, so are `values` and `keys`, and one of them is stored.
+        """
         ...
 
 

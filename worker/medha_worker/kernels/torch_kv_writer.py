@@ -47,7 +47,8 @@ class _Scatter:
         self, pool_keys: torch.Tensor, pool_values: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         pool_keys.index_copy_(1, self._slots, keys.transpose(0, 1))
-        pool_values.index_copy_(1, self._slots, values.transpose(0, 1))
+        if pool_values is not pool_keys:
+            pool_values.index_copy_(1, self._slots, values.transpose(0, 1))
 
 
 class GraphScatter(_Scatter):
@@ -70,4 +71,5 @@ class _Slices:
     ) -> None:
         for rows, slots in self._runs:
             pool_keys[:, slots] = keys[rows].transpose(0, 1)
-            pool_values[:, slots] = values[rows].transpose(0, 1)
+            if pool_values is not pool_keys:
+                pool_values[:, slots] = values[rows].transpose(0, 1)

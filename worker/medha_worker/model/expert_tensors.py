@@ -32,6 +32,13 @@ class ExpertTensors:
         """Return name and shape of each tensor of the MLP of `layer`, a prefix that ends with a dot."""
         count, wide, hidden = self._experts.count, self._experts.intermediate_size, self._hidden
         shapes: dict[str, tuple[int, ...]] = {self._router(layer): (count, hidden)}
+        if self._experts.routing.is_corrected:
+            shapes[self._block.correction_name(layer)] = (count,)
+        shared = self._experts.shared_size
+        if shared:
+            shapes[self._block.shared_name(layer, self._block.gate)] = (shared, hidden)
+            shapes[self._block.shared_name(layer, self._block.up)] = (shared, hidden)
+            shapes[self._block.shared_name(layer, self._block.down)] = (hidden, shared)
         if self._is_fused:
             shapes[f"{layer}{FUSED_BLOCK}.{FUSED_GATE_UP}"] = (count, 2 * wide, hidden)
             shapes[f"{layer}{FUSED_BLOCK}.{FUSED_DOWN}"] = (count, hidden, wide)
@@ -55,7 +62,8 @@ class ExpertTensors:
         """
         count, width = self._experts.count, rows.stop - rows.start
         dtype, where = device.dtype, device.torch_device
-        router = read(self._router(layer), slice(None)).t().to(device=where, dtype=dtype).contiguous()
+        routed_in = torch.float32 if self._experts.routing.is_float32 else dtype
+        router = read(self._router(layer), slice(None)).t().to(device=where, dtype=routed_in).contiguous()
         gate_up = torch.empty(count, self._hidden, 2 * width, dtype=dtype, device=where)
         down = torch.empty(count, width, self._hidden, dtype=dtype, device=where)
         for expert in range(count):
@@ -64,6 +72,24 @@ class ExpertTensors:
             gate_up[expert, :, width:] = up.t()
             down[expert] = down_part.t()
         return router, gate_up, down
+
+    def correction(self, read: ReadSlice, layer: str, device: Device) -> torch.Tensor | None:
+        """Return the correction of the router's choice, float32 [experts]; None if it has none."""
+        if not self._experts.routing.is_corrected:
+            return None
+        found = read(self._block.correction_name(layer), slice(None))
+        return found.to(device=device.torch_device, dtype=torch.float32)
+
+    def shared_names(self, layer: str) -> tuple[str, str, str] | None:
+        """Return the names of gate, up and down, without `.weight`, of the MLP beside the experts; None without one."""
+        if not self._experts.shared_size:
+            return None
+        block = self._block
+        gate, up, down = (
+            block.shared_name(layer, linear).removesuffix(".weight")
+            for linear in (block.gate, block.up, block.down)
+        )
+        return gate, up, down
 
     def _parts(
         self, read: ReadSlice, layer: str, expert: int, rows: slice

@@ -10,8 +10,13 @@ from __future__ import annotations
 import torch
 
 from medha_worker.kernels.protocol import Kernels
+from medha_worker.model.expert_routing import ExpertRouting
 from medha_worker.model.model_config import ExpertsConfig
+from medha_worker.model.quantised_weights import LinearProducts
 from medha_worker.model.weights import LayerWeights
+
+_LEAST_SUM = 1e-20
+"""What is added to a sum of weights before they are divided by it: scores of a sigmoid can all be 0."""
 
 Choice = tuple[torch.Tensor, torch.Tensor]
 """The weights and the indexes of each row's experts, float32 and int64 [rows, per_token]."""
@@ -20,21 +25,41 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 def choose(kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor) -> Choice:
     """Return the choice of the layer's router for each row of `normed`, [rows, hidden_size].
 
-    The softmax is over all experts, before the choice. A row of NaN has weights of NaN and some experts.
+    Scores are over all experts, before the choice. A row of NaN has weights of NaN and some experts.
     """
     assert layer.router is not None
-    logits = kernels.products.product(normed, layer.router)
-    probabilities = torch.softmax(logits.float(), dim=-1)
-    weights, chosen = probabilities.topk(experts.per_token, dim=-1)
+    routing = experts.routing
+    logits = kernels.products.product(normed.to(layer.router.dtype), layer.router).float()
+    if routing.scores == "softmax":
+        scores = ranked = torch.softmax(logits, dim=-1)
+    else:
+        scores = ranked = torch.sigmoid(logits)
+    if layer.router_correction is not None:
+        ranked = scores + layer.router_correction
+    if routing.kept_groups < routing.groups:
+        ranked = _within_groups(routing, ranked)
+    chosen = ranked.topk(experts.per_token, dim=-1).indices
+    weights = scores.gather(1, chosen)
     if experts.renormalises:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, chosen
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+    return (weights if routing.scale == 1 else weights * routing.scale), chosen
+
+
+def _within_groups(routing: ExpertRouting, ranked: torch.Tensor) -> torch.Tensor:
+    """Return ranked scores, [rows, experts], with -inf in place of those outside of a row's best groups."""
+    by_group = ranked.view(len(ranked), routing.groups, ranked.shape[1] // routing.groups)
+    best = by_group.topk(1 if routing.scores == "softmax" else 2, dim=-1).values.sum(dim=-1)
+    kept = best.topk(routing.kept_groups, dim=-1).indices
+    outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
+    return by_group.masked_fill(outside[..., None], -torch.inf).flatten(1)
 
 
 def experts_mlp(
     kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor, choice: Choice
 ) -> torch.Tensor:
     """Return the weighted sum of the results of each row's experts, [rows, hidden_size], of this rank's columns.
+
+    The MLP that every row passes beside its experts is not part of it (`add_shared`).
 
     `choice` is what `choose` returned for these rows. Nothing waits for the device, unless the products do.
     """
@@ -58,3 +83,14 @@ def experts_mlp(
     for index in range(1, per_token):
         total.addcmul_(results[:, index], weights[:, index, None])
     return total.to(normed.dtype)
+
+
+def add_shared(
+    kernels: Kernels, products: LinearProducts, layer: LayerWeights, normed: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """Add what the MLP beside the experts makes of `normed` to `total`, both [rows, hidden_size]; return that."""
+    if layer.shared_gate_up is not None:
+        assert layer.shared_down is not None
+        wide = kernels.rows.silu_multiply(products.product(normed, layer.shared_gate_up))
+        products.add_product(total, wide, layer.shared_down)
+    return total

@@ -1,8 +1,9 @@
-"""The KV pool of one rank: K and V of every block, for every layer that the rank runs.
+"""The KV pool of one rank: K and V of every block, or latents, for every layer that the rank runs.
 
 The ledger in the core decides which sequence holds which block; this module has only the tensors. A layer's
 keys are one tensor [kv_heads, slots, head_dim], in which block b is slots `b * block_tokens ..`. A contiguous
-run of blocks is therefore a strided view that attention reads in place, without gathering.
+run of blocks is therefore a strided view that attention reads in place, without gathering. Latents are keys and
+values at once: a layer's values are then the same tensor as its keys.
 """
 
 import math
@@ -15,7 +16,10 @@ from medha_worker.device import Device
 
 
 class KVCache:
-    """K and V tensors of `num_layers` layers, with a scratch block behind the others; a slot holds one token."""
+    """The tensors of `num_layers` layers, with a scratch block behind the others; a slot holds one token.
+
+    A layer has two tensors, K and V, or only one, whose rows are both.
+    """
 
     def __init__(
         self,
@@ -26,28 +30,36 @@ class KVCache:
         num_blocks: int,
         block_tokens: int,
         device: Device,
+        tensors: int = 2,
     ) -> None:
         self.device = device
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        self.tensors = tensors
         self.scratch_block = num_blocks
         """A block that no sequence holds: the rows that pad a captured step write there."""
         shape = (kv_heads, (num_blocks + 1) * block_tokens, head_dim)
         # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN).
         self.keys = [_zeros(shape, device) for _ in range(num_layers)]
-        self.values = [_zeros(shape, device) for _ in range(num_layers)]
+        self.values = self.keys if tensors == 1 else [_zeros(shape, device) for _ in range(num_layers)]
 
     @staticmethod
     def bytes_per_block(
-        *, num_layers: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype
+        *,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        tensors: int = 2,
     ) -> int:
         """Return the memory that one block takes over all layers, K and V together."""
-        return 2 * num_layers * kv_heads * head_dim * block_tokens * dtype.itemsize
+        return tensors * num_layers * kv_heads * head_dim * block_tokens * dtype.itemsize
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's K and V in every layer: copy-on-write, before a shared block is written."""
         size = self.block_tokens
-        for pool in (*self.keys, *self.values):
+        for pool in (*self.keys, *(self.values if self.tensors == 2 else ())):
             pool[:, target * size : (target + 1) * size] = pool[:, source * size : (source + 1) * size]
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha.latent_shape import LatentShape
 from medha.quantisation import Quantisation, WeightFormat, decode, layer_linears
+from medha_worker.model.expert_routing import ExpertRouting
 from medha_worker.model.families.family import Activation, ExpertBlock, Family
 from medha_worker.model.families.family_table import FAMILIES
 from medha_worker.model.rope_config import RopeConfig
@@ -37,6 +39,8 @@ class ExpertsConfig:
         intermediate_size: Width of one expert.
         renormalises: Whether the probabilities of a token's experts are scaled to a sum of 1.
         layers: Indexes of the sparse layers; the others are dense.
+        routing: The way in which the router chooses.
+        shared_size: Width of the MLP that every token passes beside its experts; 0 if there is none.
     """
 
     count: int
@@ -44,6 +48,8 @@ class ExpertsConfig:
     intermediate_size: int
     renormalises: bool
     layers: frozenset[int]
+    routing: ExpertRouting = field(default_factory=ExpertRouting)
+    shared_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,9 @@ class ModelConfig:
 
     Attributes:
         intermediate_size: Width of the MLP of dense layers.
-        head_dim: Width of one attention head; `num_query_heads * head_dim` need not equal `hidden_size`.
-        num_kv_heads: Heads of K and V; each serves `num_query_heads / num_kv_heads` query heads.
+        head_dim: Width of one attention head; `num_query_heads * head_dim` need not equal `hidden_size`. With latents,
+            that of a row of the KV pool.
+        num_kv_heads: Heads of K and V; each serves `num_query_heads / num_kv_heads` query heads. With latents, 1.
         qkv_bias, output_bias, mlp_bias: Whether these linears add a bias.
         qk_norm: Whether queries and keys pass an RMSNorm over each head (Qwen3).
         tie_word_embeddings: Whether the output head is the embedding.
@@ -68,6 +75,9 @@ class ModelConfig:
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
         experts: The sparse layers; None if all layers are dense.
+        latent: The sizes of latent attention; None if each head has K and V of its own.
+        rope_is_interleaved: Whether RoPE pairs neighbouring values, and not a head's halves.
+        further_layers: Layers behind the last whose tensors are skipped: they predict further tokens.
         quantisation: The formats of quantised linears; None if none is quantised.
     """
 
@@ -91,6 +101,9 @@ class ModelConfig:
     max_position_tokens: int
     max_model_len: int
     experts: ExpertsConfig | None = None
+    latent: LatentShape | None = None
+    rope_is_interleaved: bool = False
+    further_layers: int = 0
     quantisation: Quantisation | None = None
     local_rope: RopeConfig | None = None
     local_layers: frozenset[int] = frozenset()
@@ -105,6 +118,16 @@ class ModelConfig:
     def family(self) -> Family:
         """The declarations of the model's architecture."""
         return FAMILIES[self.architecture]
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of the part of a query or key that RoPE rotates."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def kv_tensors(self) -> int:
+        """Number of tensors of a layer's KV: K and V, or the latents alone."""
+        return 2 if self.latent is None else 1
 
     def is_sparse(self, layer: int) -> bool:
         """Return True if the layer of this index has experts."""
@@ -124,9 +147,11 @@ class ModelConfig:
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """The shapes, [rows, columns], of the linears that may be quantised, by name: those of layers, and the output head.
 
-        The MLPs of sparse layers are not among them.
+        The MLPs of sparse layers are not among them, and nothing of a model with latents is.
         """
         found: dict[str, tuple[int, int]] = {}
+        if self.latent is not None:
+            return found
         for index in range(self.num_layers):
             linears = layer_linears(
                 index,
@@ -201,17 +226,23 @@ class ModelConfig:
         Of a sparse layer these are the router and the experts of one token.
         """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_query_heads + self.num_kv_heads)
+        if self.latent is not None:
+            attention = self.latent.parameters(self.hidden_size, self.num_query_heads)
         dense, mlps = self.num_layers, 0
         if self.experts is not None:
             dense -= len(self.experts.layers)
-            passed = self.experts.count + 3 * self.experts.per_token * self.experts.intermediate_size
+            widths = self.experts.per_token * self.experts.intermediate_size + self.experts.shared_size
+            passed = self.experts.count + 3 * widths
             mlps = len(self.experts.layers) * self.hidden_size * passed
         mlps += dense * 3 * self.hidden_size * self.intermediate_size
         return 2.0 * (self.num_layers * attention + mlps + self.vocab_size * self.hidden_size)
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """FLOPs per (query, key) pair in all layers and heads: scores and values, 2 x head_dim each."""
+        """FLOPs per (query, key) pair in all layers and heads: scores and values, 2 x head_dim each.
+
+        Latents are read as values in their whole width, the key's part with position included.
+        """
         return 4.0 * self.num_layers * self.num_query_heads * self.head_dim
 
     @classmethod
@@ -241,8 +272,12 @@ class ModelConfig:
 
         hidden_size = fields.positive_int("hidden_size")
         num_query_heads = fields.positive_int("num_attention_heads")
-        num_kv_heads = _num_kv_heads(fields, family, num_query_heads)
-        head_dim = _head_dim(fields, family, hidden_size, num_query_heads)
+        latent = _latent(fields, num_query_heads) if family.has_latents else None
+        if latent is None:
+            num_kv_heads = _num_kv_heads(fields, family, num_query_heads)
+            head_dim = _head_dim(fields, family, hidden_size, num_query_heads)
+        else:
+            num_kv_heads, head_dim = 1, latent.row_dim
         max_position_tokens = fields.positive_int("max_position_embeddings")
         rope, local_rope = _ropes(fields, family, max_position_tokens, rope_scaling)
         limit = _length_limit(rope, max_position_tokens, overridden=rope_scaling is not None)
@@ -270,6 +305,9 @@ class ModelConfig:
             max_position_tokens=limit,
             max_model_len=served,
             experts=None if family.experts is None else _experts(fields, family.experts, num_layers),
+            latent=latent,
+            rope_is_interleaved=latent is not None and _rope_is_interleaved(fields, family),
+            further_layers=_further_layers(fields, family),
             quantisation=_quantisation(fields, family),
             local_rope=local_rope,
             local_layers=frozenset() if local_rope is None else _indexes(sliding_layers),
@@ -360,7 +398,7 @@ class _Fields:
             raise self.invalid(name, "a whole number of at least 1")
         return value
 
-    def count(self, name: str, default: int) -> int:
+    def count(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.invalid(name, "a whole number of at least 0")
@@ -448,14 +486,9 @@ def _quantisation(fields: _Fields, family: Family) -> Quantisation | None:
 
 
 def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsConfig:
-    given = [name for name in block.count_fields if fields.get(name) is not None]
-    name = given[0] if given else block.count_fields[0]
-    count, per_token = fields.positive_int(name), fields.positive_int("num_experts_per_tok")
-    for other in given[1:]:
-        if fields.get(other) != count:
-            raise fields.invalid(other, f"equal to {name} ({count}), or absent")
-    if per_token > count:
-        raise fields.invalid("num_experts_per_tok", f"at most {name} ({count})")
+    if block.deepseek is not None:
+        return _deepseek_experts(fields, block, block.deepseek, num_layers)
+    count, per_token = _expert_counts(fields, block)
     renormalises = block.renormalises
     return ExpertsConfig(
         count,
@@ -464,6 +497,111 @@ def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsCon
         fields.boolean("norm_topk_prob", False) if renormalises is None else renormalises,
         _sparse_layers(fields, num_layers) if block.may_be_mixed else frozenset(range(num_layers)),
     )
+
+
+def _expert_counts(fields: _Fields, block: ExpertBlock) -> tuple[int, int]:
+    """Return the number of experts, and of those that a token passes."""
+    given = [name for name in block.count_fields if fields.get(name) is not None]
+    name = given[0] if given else block.count_fields[0]
+    count, per_token = fields.positive_int(name), fields.positive_int("num_experts_per_tok")
+    for other in given[1:]:
+        if fields.get(other) != count:
+            raise fields.invalid(other, f"equal to {name} ({count}), or absent")
+    if per_token > count:
+        raise fields.invalid("num_experts_per_tok", f"at most {name} ({count})")
+    return count, per_token
+
+
+def _deepseek_experts(
+    fields: _Fields, block: ExpertBlock, version: Literal[2, 3], num_layers: int
+) -> ExpertsConfig:
+    """Read the experts of DeepSeek-V2 or V3.
+
+    `transformers` ignores some fields of the published files, and computes as if they had the values that are let
+    through here.
+    """
+    method = fields.get("topk_method")
+    ignored: dict[str, tuple[object, ...]] = {
+        "moe_layer_freq": (None, 1),
+        "scoring_func": (None, "softmax" if version == 2 else "sigmoid"),
+        "topk_method": (None, "greedy", "group_limited_greedy") if version == 2 else (None, "noaux_tc"),
+    }
+    if version == 2:
+        ignored |= {"norm_topk_prob": (None, False), "mlp_bias": (None, False)}
+    for name, allowed in ignored.items():
+        if fields.get(name) not in allowed:
+            values = ", ".join(repr(value) for value in allowed if value is not None)
+            raise fields.unsupported(name, f"choose a checkpoint with one of {values}")
+    count, per_token = _expert_counts(fields, block)
+    width = fields.positive_int(block.width_field)
+    groups = kept = 1
+    if version == 3 or method == "group_limited_greedy":
+        groups, kept = _expert_groups(fields, count, per_token, least=2 if version == 3 else 1)
+    return ExpertsConfig(
+        count,
+        per_token,
+        width,
+        version == 3 and fields.boolean("norm_topk_prob", True),
+        frozenset(range(fields.count("first_k_dense_replace"), num_layers)),
+        ExpertRouting(
+            scores="softmax" if version == 2 else "sigmoid",
+            is_corrected=version == 3,
+            groups=groups,
+            kept_groups=kept,
+            scale=fields.positive_number("routed_scaling_factor"),
+            is_float32=True,
+        ),
+        fields.positive_int("n_shared_experts") * width,
+    )
+
+
+def _expert_groups(fields: _Fields, count: int, per_token: int, least: int) -> tuple[int, int]:
+    """Return the number of groups of experts and of those that a token keeps; a group has `least` experts at least."""
+    groups, kept = fields.positive_int("n_group"), fields.positive_int("topk_group")
+    if count % groups or count // groups < least:
+        raise fields.invalid(
+            "n_group", f"a divisor of the number of experts ({count}), with {least} or more in each group"
+        )
+    if kept > groups or kept * (count // groups) < per_token:
+        raise fields.invalid(
+            "topk_group",
+            f"at most n_group ({groups}), and so many that their experts suffice for num_experts_per_tok ({per_token})",
+        )
+    return groups, kept
+
+
+def _latent(fields: _Fields, num_query_heads: int) -> LatentShape:
+    """Read the sizes of latent attention. `head_dim` is not read: files have the width of RoPE there, or nothing."""
+    if fields.get("num_key_value_heads") not in (None, num_query_heads):
+        raise fields.invalid("num_key_value_heads", f"equal to num_attention_heads ({num_query_heads})")
+    if "q_lora_rank" not in fields.values:
+        raise fields.invalid("q_lora_rank", "a whole number of at least 1, or null")
+    latent = LatentShape(
+        query_rank=0 if fields.get("q_lora_rank") is None else fields.positive_int("q_lora_rank"),
+        kv_rank=fields.positive_int("kv_lora_rank"),
+        plain_dim=fields.positive_int("qk_nope_head_dim"),
+        rope_dim=fields.positive_int("qk_rope_head_dim"),
+        value_dim=fields.positive_int("v_head_dim"),
+    )
+    if latent.rope_dim % 2:
+        raise fields.invalid("qk_rope_head_dim", "even, as RoPE rotates pairs")
+    return latent
+
+
+def _rope_is_interleaved(fields: _Fields, family: Family) -> bool:
+    """True if RoPE pairs neighbouring values; only V3 has a field for it."""
+    if family.experts is not None and family.experts.deepseek == 3:
+        return fields.boolean("rope_interleave", True)
+    if fields.get("rope_interleave") not in (None, True):
+        raise fields.unsupported("rope_interleave", f"{family.architecture} always interleaves")
+    return True
+
+
+def _further_layers(fields: _Fields, family: Family) -> int:
+    """Return the number of layers that predict further tokens, which `transformers` skips in DeepSeek-V3 alone."""
+    if family.experts is None or family.experts.deepseek != 3:
+        return 0
+    return fields.count("num_nextn_predict_layers", 0)
 
 
 def _sparse_layers(fields: _Fields, num_layers: int) -> frozenset[int]:

@@ -76,11 +76,13 @@ def _yarn(rope: RopeConfig, wavelength_scale: torch.Tensor) -> torch.Tensor:
 def _yarn_attention_factor(rope: RopeConfig) -> float:
     """Return the attention temperature (YaRN, eq. 22), or the ratio of two if both mscales are given."""
 
-    def temperature(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
-    return temperature(1.0)
+        return yarn_temperature(rope.factor, rope.mscale) / yarn_temperature(rope.factor, rope.mscale_all_dim)
+    return yarn_temperature(rope.factor, 1.0)
+
+
+def yarn_temperature(factor: float, mscale: float) -> float:
+    """Return the factor on queries and keys for a context that is `factor` times as long (YaRN, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -213,18 +213,19 @@ class _SpreadAttention:
         if placed.write is not None:
             placed.write.write(*pools, k[placed.staying], v[placed.staying])
         outgoing: dict[int, list[torch.Tensor]] = {}
+        tensors = self._cache.tensors
         for lane, rows in placed.leaving.items():
-            outgoing[lane] = [k[rows].reshape(-1), v[rows].reshape(-1)]
+            outgoing[lane] = [part[rows].reshape(-1) for part in (k, v)[:tensors]]
         for part in self._plan.own:
             for lane in part.helpers:
                 outgoing.setdefault(lane, []).append(q[part.rows].reshape(-1))
-        sizes = {lane: 2 * count * kv_heads for lane, (count, _) in placed.arriving.items()}
+        sizes = {lane: tensors * count * kv_heads for lane, (count, _) in placed.arriving.items()}
         for lane, asked in self._plan.foreign:
             sizes[lane] = sizes.get(lane, 0) + asked.count * query_heads
         readers = self._exchange(outgoing, {lane: size * head_dim for lane, size in sizes.items()}, q)
         for lane, (count, write) in placed.arriving.items():
-            new_k, new_v = (readers[lane].take(count, kv_heads, head_dim) for _ in range(2))
-            write.write(*pools, new_k, new_v)
+            arrived = [readers[lane].take(count, kv_heads, head_dim) for _ in range(tensors)]
+            write.write(*pools, arrived[0], arrived[-1])
         requested_q = [
             readers[lane].take(asked.count, query_heads, head_dim) for lane, asked in self._plan.foreign
         ]
@@ -329,26 +330,25 @@ class _KeysRing:
         self._message = message
         self._pass(turn + 1)
         if source in self._attention and len(self.rows):
-            keys, values = message
-            self.partials.append(self._attention[source].attend(self._q, keys, values))
+            self.partials.append(self._attention[source].attend(self._q, message[0], message[-1]))
 
     def _own(self, layer: int) -> torch.Tensor:
-        """Return this lane's blocks, [2, kv_heads, tokens, head_dim]."""
-        pools = self._cache.keys[layer], self._cache.values[layer]
+        """Return this lane's blocks, [tensors of KV, kv_heads, tokens, head_dim]."""
+        pools = (self._cache.keys[layer], self._cache.values[layer])[: self._cache.tensors]
         kv_heads, _, head_dim = pools[0].shape
         tokens = self._cache.block_tokens
-        message = pools[0].new_empty(2, kv_heads, len(self._table), tokens * head_dim)
+        message = pools[0].new_empty(len(pools), kv_heads, len(self._table), tokens * head_dim)
         for pool, part in zip(pools, message, strict=True):
             torch.index_select(pool.view(kv_heads, -1, tokens * head_dim), 1, self._table, out=part)
-        return message.view(2, kv_heads, -1, head_dim)
+        return message.view(len(pools), kv_heads, -1, head_dim)
 
     def _pass(self, turn: int) -> None:
         """Send the current message to the next lane, and receive the one of `turn` from the previous lane."""
         if turn == len(self._order):
             return
-        _, kv_heads, _, head_dim = self._message.shape
+        tensors, kv_heads, _, head_dim = self._message.shape
         tokens = self._ring.blocks.get(self._order[turn], 0) * self._cache.block_tokens
-        self._next = self._message.new_empty(2, kv_heads, tokens, head_dim)
+        self._next = self._message.new_empty(tensors, kv_heads, tokens, head_dim)
         self._hop = _hop(self._links, self._order, self._message, self._next)
 
 

@@ -14,8 +14,9 @@ from medha_worker.device import Device, InFlight
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import DecodeGraphs
-from medha_worker.model.experts_mlp import Choice, choose, experts_mlp
+from medha_worker.model.experts_mlp import Choice, add_shared, choose, experts_mlp
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.latent_attention import LatentAttention
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.prepared_step import LayerStep, OwnStep, PreparedStep, Rotation, Rotations
@@ -73,9 +74,12 @@ class Transformer:
         self._frequencies = {
             rope: (self.device.place(frequencies), factor)
             for rope in dict.fromkeys(self._ropes)
-            for frequencies, factor in [inverse_frequencies(rope, config.head_dim)]
+            for frequencies, factor in [inverse_frequencies(rope, config.rope_dim)]
         }
         self._embedding_scale = float(torch.tensor(config.embedding_scale).to(self.dtype))
+        self._latents = (
+            None if config.latent is None else LatentAttention(config, shard, kernels, self._products)
+        )
         self._windows = config.windows[shard.first_layer : shard.last_layer]
         self._graphs: DecodeGraphs | None = None
         self._in_flight = InFlight(self.device.runtime)
@@ -155,6 +159,7 @@ class Transformer:
             num_blocks=num_blocks,
             block_tokens=block_tokens,
             device=self.device,
+            tensors=self.config.kv_tensors,
         )
 
     @torch.inference_mode()
@@ -349,12 +354,12 @@ class Transformer:
             attended = step.attend(index, *heads)
 
             def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:  # noqa: ARG001
-                return attended[rows].flatten(1)
+                return self._results(layer, attended[rows])
         else:
 
             def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:
                 heads = self._heads(layer, hidden, normed, rotation, rows)
-                return (alone or step).attend(index, *heads).flatten(1)
+                return self._results(layer, (alone or step).attend(index, *heads))
 
         post_normed = self._add(
             hidden, everything, step, attend, layer.output, layer.output_bias, layer.post_norm,
@@ -381,7 +386,8 @@ class Transformer:
             own = self._choice_of(
                 layer, normed, choice, slice(rows.start - tile.start, rows.stop - tile.start)
             )
-            return experts_mlp(self.kernels, self.config.experts, layer, normed, own)
+            total = experts_mlp(self.kernels, self.config.experts, layer, normed, own)
+            return add_shared(self.kernels, self._products, layer, normed, total)
 
         following_normed = None
         for first in range(0, rows, together):
@@ -423,6 +429,8 @@ class Transformer:
         config = self.config
         normed = self._normed(hidden, normed, layer.input_norm, some)
         rotation, rows = (rotation[0][some], rotation[1][some]), normed.shape[0]
+        if self._latents is not None:
+            return self._latents.heads(layer, normed, rotation)
         query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
         heads = self._products.product(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(rows, query_heads + 2 * kv_heads, config.head_dim)
@@ -434,6 +442,10 @@ class Transformer:
         else:
             self.kernels.rows.rotate(heads[:, :-kv_heads], *rotation)  # q and k at once
         return q, k, v
+
+    def _results(self, layer: LayerWeights, attended: torch.Tensor) -> torch.Tensor:
+        """Return the results of own heads side by side, of those of attention, [rows, heads, head_dim]."""
+        return attended.flatten(1) if self._latents is None else self._latents.values(layer, attended)
 
     def _heads_of_each(
         self,

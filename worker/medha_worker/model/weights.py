@@ -24,6 +24,7 @@ from medha.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.model.expert_tensors import ExpertTensors
+from medha_worker.model.latent_tensors import LatentTensors, LatentWeights
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.quantised_weights import Linear, PlainRows, QuantisedWeight, WeightRows
 from medha_worker.model.stage_split import tensors_of_stage, text_names
@@ -72,7 +73,7 @@ class Shard:
     def kernel_sizes(self, config: ModelConfig) -> KernelSizes:
         """Return the sizes for which this rank's kernels are made."""
         widths = [width // self.tensor_size for width in config.mlp_widths.values()]
-        is_sparse = config.experts is not None and bool(config.experts.layers)
+        is_sparse, latent = config.experts is not None and bool(config.experts.layers), config.latent
         return KernelSizes(
             query_heads=self.query_heads(config),
             kv_heads=self.kv_heads(config),
@@ -80,6 +81,10 @@ class Shard:
             hidden_size=config.hidden_size,
             intermediate_size=widths[0],
             expert_intermediate_size=widths[-1] if is_sparse else 0,
+            has_latents=config.latent is not None,
+            further_widths=()
+            if latent is None
+            else (latent.query_rank, latent.kv_rank, latent.rope_dim // 2),
         )
 
     def vocabulary(self, config: ModelConfig) -> list[slice]:
@@ -99,6 +104,8 @@ class LayerWeights:
     `post_norm` is the norm before the MLP. Queries of a model with a `query_scale` have it in `q_norm`.
 
     A sparse layer has a router, [hidden, experts], and its `gate_up` and `down` are those of all experts, [experts, in, out].
+    Its router may add a correction, float32 [experts], to scores before it chooses, and it may have an MLP beside the
+    experts (`shared_gate_up`, `shared_down`). With latent attention, `qkv` is the first product of `LatentAttention`.
     """
 
     input_norm: torch.Tensor
@@ -116,6 +123,10 @@ class LayerWeights:
     router: torch.Tensor | None = None
     attention_result_norm: torch.Tensor | None = None
     mlp_result_norm: torch.Tensor | None = None
+    router_correction: torch.Tensor | None = None
+    shared_gate_up: Linear | None = None
+    shared_down: Linear | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -179,10 +190,15 @@ def expected_shapes(config: ModelConfig, experts: ExpertTensors | None = None) -
             shapes[f"{layer}{norm}.weight"] = (hidden,)
         for norm in _MLP_NORMS if config.family.has_result_norms else ():
             shapes[f"{layer}{norm}.weight"] = (hidden,)
-        linear(f"{layer}self_attn.q_proj", q_width, hidden, config.qkv_bias)
-        linear(f"{layer}self_attn.k_proj", kv_width, hidden, config.qkv_bias)
-        linear(f"{layer}self_attn.v_proj", kv_width, hidden, config.qkv_bias)
-        linear(f"{layer}self_attn.o_proj", hidden, q_width, config.output_bias)
+        if config.latent is not None:
+            shapes |= LatentTensors(config).shapes(f"{layer}self_attn.")
+            values = config.num_query_heads * config.latent.value_dim
+            linear(f"{layer}self_attn.o_proj", hidden, values, config.output_bias)
+        else:
+            linear(f"{layer}self_attn.q_proj", q_width, hidden, config.qkv_bias)
+            linear(f"{layer}self_attn.k_proj", kv_width, hidden, config.qkv_bias)
+            linear(f"{layer}self_attn.v_proj", kv_width, hidden, config.qkv_bias)
+            linear(f"{layer}self_attn.o_proj", hidden, q_width, config.output_bias)
         if experts is not None and config.is_sparse(index):
             shapes |= experts.shapes(layer)
         else:
@@ -239,8 +255,11 @@ class _Reader:
 
         rank, size = shard.tensor_rank, shard.tensor_size
         self.vocab_rows = shard.vocabulary(config)[rank]
-        q_width = shard.query_heads(config) * config.head_dim
-        self._query_rows = slice(rank * q_width, (rank + 1) * q_width)
+        heads = shard.query_heads(config)
+        self._query_heads = slice(rank * heads, (rank + 1) * heads)
+        self._latents = None if config.latent is None else LatentTensors(config)
+        q_width = heads * (config.head_dim if config.latent is None else config.latent.value_dim)
+        self._query_rows = slice(rank * q_width, (rank + 1) * q_width)  # of the output, with latents
         kv_heads = shard.kv_heads(config)
         first_kv_head = rank * config.num_kv_heads // size
         self._kv_rows = slice(first_kv_head * config.head_dim, (first_kv_head + kv_heads) * config.head_dim)
@@ -248,6 +267,8 @@ class _Reader:
         self._mlp_rows = slice(rank * mlp_width, (rank + 1) * mlp_width)
         expert_width = 0 if config.experts is None else config.experts.intermediate_size // size
         self._expert_rows = slice(rank * expert_width, (rank + 1) * expert_width)
+        shared_width = 0 if config.experts is None else config.experts.shared_size // size
+        self._shared_rows = slice(rank * shared_width, (rank + 1) * shared_width)
 
         self._progress = progress
         self._read_bytes = 0
@@ -268,17 +289,32 @@ class _Reader:
         after_attention = f"{layer}post_attention_layernorm.weight"
         has_result_norms = config.family.has_result_norms
         router: torch.Tensor | None = None
+        correction: torch.Tensor | None = None
+        shared_gates: Linear | None = None
+        shared_downs: Linear | None = None
         gates: Linear
         downs: Linear
         if self._experts is not None and config.is_sparse(index):
             router, gates, downs = self._experts.read(self._slice, layer, self._expert_rows, self.device)
+            correction = self._experts.correction(self._slice, layer, self.device)
+            shared = self._experts.shared_names(layer)
+            if shared is not None:
+                gate, up, down = shared
+                shared_gates = self._column_parallel({gate: self._shared_rows, up: self._shared_rows})
+                shared_downs = self._row_parallel(down, self._shared_rows)
         else:
             gates = self._column_parallel(gate_up)
             downs = self._row_parallel(f"{mlp}down_proj", self._mlp_rows)
+        latent: LatentWeights | None = None
+        first: Linear
+        if self._latents is not None:
+            first, bias, latent = self._latents.read(self._slice, attention, self._query_heads, self.device)
+        else:
+            first, bias = self._column_parallel(qkv), self._biases(qkv) if config.qkv_bias else None
         return LayerWeights(
             input_norm=self.norm(f"{layer}input_layernorm.weight"),
-            qkv=self._column_parallel(qkv),
-            qkv_bias=self._biases(qkv) if config.qkv_bias else None,
+            qkv=first,
+            qkv_bias=bias,
             q_norm=self.norm(f"{attention}q_norm.weight", config.query_scale) if config.qk_norm else None,
             k_norm=self.norm(f"{attention}k_norm.weight") if config.qk_norm else None,
             output=self._row_parallel(f"{attention}o_proj", self._query_rows),
@@ -291,6 +327,10 @@ class _Reader:
             router=router,
             attention_result_norm=self.norm(after_attention) if has_result_norms else None,
             mlp_result_norm=self.norm(after_mlp) if has_result_norms else None,
+            router_correction=correction,
+            shared_gate_up=shared_gates,
+            shared_down=shared_downs,
+            latent=latent,
         )
 
     def whole(self, name: str) -> torch.Tensor:
@@ -470,13 +510,15 @@ class _Reader:
                 f"{directory}: tensor {missing[0]} of shape {list(self._tensors[missing[0]].shapes[0])} is missing"
                 f"{_and_more(missing)}; fetch the checkpoint again"
             )
-        # Two leftovers are harmless: a head beside tied embeddings, and the inverse frequencies in old
-        # Llamas.
+        # Three leftovers are harmless: a head beside tied embeddings, the inverse frequencies in old Llamas, and
+        # layers that predict further tokens.
+        further = range(self.config.num_layers, self.config.num_layers + self.config.further_layers)
         unexpected = [
             name
             for name in self._file_of
             if name not in self._tensors
             and not name.endswith(".rotary_emb.inv_freq")
+            and not name.startswith(tuple(f"model.layers.{index}." for index in further))
             and not (name == "lm_head.weight" and self.config.tie_word_embeddings)
         ]
         if unexpected:

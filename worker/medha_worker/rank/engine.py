@@ -175,6 +175,7 @@ class Loaded:
             epoch=epoch,
             query_heads=config.num_query_heads,
             kv_heads=config.num_kv_heads,
+            kv_tensors=config.kv_tensors,
             element_bytes=model.dtype.itemsize,
             link_bytes_per_second=self._link_rate(grid),
         )
@@ -268,6 +269,7 @@ class Loaded:
             query_heads=model.shard.query_heads(config),
             kv_heads=model.shard.kv_heads(config),
             head_dim=config.head_dim,
+            kv_tensors=config.kv_tensors,
             element_bytes=model.dtype.itemsize,
         )
 
@@ -358,6 +360,7 @@ def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> 
         head_dim=config.head_dim,
         block_tokens=block_tokens,
         dtype=model.dtype,
+        tensors=config.kv_tensors,
     )
 
 

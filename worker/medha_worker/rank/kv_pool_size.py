@@ -70,6 +70,7 @@ def exchange_bytes(
     query_heads: int,
     kv_heads: int,
     head_dim: int,
+    kv_tensors: int = 2,
     element_bytes: int,
 ) -> int:
     """Return the most memory that a layer shared by lanes takes on top of its activations.
@@ -78,12 +79,12 @@ def exchange_bytes(
     `shard_tokens` the most tokens that a lane holds of one request; the heads are this rank's. Queries arrive
     from each other lane and are joined with the rank's own; equally many float32 partial results, with their
     log-sum-exp, are computed and joined into a message. In a ring that passes K and V, one lane's blocks of a
-    layer are sent while as many arrive.
+    layer are sent while as many arrive; `kv_tensors` is 1 where latents are both.
     """
     if lanes == 1:
         return 0
     of_query = query_heads * (2 * head_dim * element_bytes + 2 * (head_dim + 1) * 4)
-    passing = 2 * 2 * kv_heads * shard_tokens * head_dim * element_bytes if passes_keys else 0
+    passing = 2 * kv_tensors * kv_heads * shard_tokens * head_dim * element_bytes if passes_keys else 0
     return (lanes - 1) * chunk_tokens * of_query + passing
 
 

@@ -118,6 +118,7 @@ def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShap
             count=config.experts.count,
             per_token=config.experts.per_token,
             intermediate=config.experts.intermediate_size // shard.tensor_size,
+            shared_intermediate=config.experts.shared_size // shard.tensor_size,
         )
     return ModelShape(
         name=config.architecture,
@@ -131,6 +132,7 @@ def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShap
         dtype_bytes=element_bytes,
         kv_dtype_bytes=element_bytes,
         experts=experts,
+        latent=config.latent,
         layer_weight_bytes=mean_layer_bytes(
             config.quantisation,
             config.num_layers,

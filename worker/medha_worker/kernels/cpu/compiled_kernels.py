@@ -40,6 +40,6 @@ def compiled_kernels(
         others, name="cpu", attention=attention, products=products, experts=ProductPerExpert(products)
     )
     widths = sizes.hidden_size, sizes.intermediate_size, sizes.expert_intermediate_size, sizes.head_dim // 2
-    if any(width % lanes for width in widths):
+    if any(width % lanes for width in (*widths, *sizes.further_widths)):
         return kernels
     return replace(kernels, rows=CompiledRows(team))

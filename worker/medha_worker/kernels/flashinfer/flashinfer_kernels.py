@@ -40,6 +40,10 @@ def flashinfer_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> K
         raise KernelsUnavailable(
             f"they compute in {' and '.join(DTYPES)}, and the model runs in {device.dtype}"
         )
+    if sizes.has_latents:
+        raise KernelsUnavailable(
+            "they have no attention over latents here, which all heads of the model share"
+        )
     if sizes.head_dim not in HEAD_DIMS:
         raise KernelsUnavailable(
             f"they have heads of {', '.join(map(str, HEAD_DIMS))} values, and the model's have {sizes.head_dim}"

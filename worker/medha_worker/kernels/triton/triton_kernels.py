@@ -19,6 +19,8 @@ def triton_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kerne
     Raises:
         KernelsUnavailable: they cannot run this model.
     """
+    if sizes.has_latents:
+        raise KernelsUnavailable("they have no attention over latents, which all heads of the model share")
     group = sizes.query_heads // sizes.kv_heads
     if group > TILE_ROWS:
         raise KernelsUnavailable(

@@ -27,6 +27,8 @@ class ExpertBlock:
         renormalises: Whether the weights of the chosen experts are scaled to a sum of 1; None if the field
             `norm_topk_prob` says so.
         may_be_mixed: Whether `decoder_sparse_step` and `mlp_only_layers` can make some layers dense.
+        deepseek: The version of DeepSeek's block, whose routers choose by groups, which has shared experts, and whose
+            first layers are dense (`first_k_dense_replace`); None for other blocks.
     """
 
     count_fields: tuple[str, ...]
@@ -37,10 +39,19 @@ class ExpertBlock:
     down: str
     renormalises: bool | None
     may_be_mixed: bool
+    deepseek: Literal[2, 3] | None = None
 
     def router_name(self, layer: str) -> str:
         """Return the name of the router's tensor, [experts, hidden]; `layer` ends with a dot."""
         return f"{layer}{self.block}.gate.weight"
+
+    def correction_name(self, layer: str) -> str:
+        """Return the name of the correction that the router's choice adds to scores, [experts]."""
+        return f"{layer}{self.block}.gate.e_score_correction_bias"
+
+    def shared_name(self, layer: str, linear: str) -> str:
+        """Return the name of a weight of the experts that every token passes, which are one MLP."""
+        return f"{layer}{self.block}.shared_experts.{linear}.weight"
 
     def linear_name(self, layer: str, expert: int, linear: str) -> str:
         """Return the name of one expert's weight; `linear` is `gate`, `up` or `down` of this block."""
@@ -78,6 +89,7 @@ class Family:
         scales_embedding: Whether embeddings are multiplied by the root of `hidden_size`.
         activation: The function on the gates of MLPs.
         experts: The sparse block; None if all layers are dense.
+        has_latents: Whether attention is over latents, which all heads share (`LatentShape`).
     """
 
     architecture: str
@@ -102,6 +114,7 @@ class Family:
     scales_embedding: bool = False
     activation: Activation = "silu"
     experts: ExpertBlock | None = None
+    has_latents: bool = False
 
 
 FUSED_BLOCK = "mlp"

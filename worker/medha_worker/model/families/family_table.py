@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from medha_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from medha_worker.model.families.family import Family
 from medha_worker.model.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from medha_worker.model.families.llama import LLAMA
@@ -17,7 +18,18 @@ from medha_worker.model.families.qwen3_moe import QWEN3_MOE
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.architecture: family
-        for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA3_TEXT, GEMMA3)
+        for family in (
+            DEEPSEEK_V2,
+            DEEPSEEK_V3,
+            GEMMA3,
+            GEMMA3_TEXT,
+            LLAMA,
+            MISTRAL,
+            MIXTRAL,
+            QWEN2,
+            QWEN3,
+            QWEN3_MOE,
+        )
     }
 )
 """Every family; `model_type` is unique among them too."""
