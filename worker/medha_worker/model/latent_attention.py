@@ -55,12 +55,12 @@ class LatentAttention:
 
         row = first.new_empty(count, 1, latent.row_dim)
         row[:, 0, : latent.kv_rank] = operators.rms_norm(row_latent, weights.latent_norm, _NORM_EPS)
-        key = row_key.contiguous().view(count, 1, latent.rope_dim)
+        key = _copied(row_key).view(count, 1, latent.rope_dim)
         operators.rotate(key, *rotation)
         row[:, :, latent.kv_rank :] = key
 
         queries = first.new_empty(count, self._heads, latent.row_dim)
-        plain, rotated = q[..., : latent.plain_dim], q[..., latent.plain_dim :].contiguous()
+        plain, rotated = q[..., : latent.plain_dim], _copied(q[..., latent.plain_dim :])
         queries[..., : latent.kv_rank] = self._each_head(plain, weights.key_up)
         operators.rotate(rotated, *rotation)
         queries[..., latent.kv_rank :] = rotated
@@ -81,6 +81,11 @@ class LatentAttention:
         row_ends = torch.arange(1, heads + 1, dtype=torch.int32, device=x.device) * rows
         found = self._kernels.experts.product(by_head, weights, row_ends)
         return found.view(heads, rows, weights.shape[2]).transpose(0, 1)
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the strides of its shape; `contiguous` would leave those of a tensor without rows."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _softmax_scale(config: ModelConfig) -> float:
