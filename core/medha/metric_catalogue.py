@@ -217,6 +217,8 @@ CONTROLLER_METRICS = (
     Metric("medha_step_sequences", "histogram", "sequences", "Sequences of a step, by phase.", ("phase",), _POWERS_OF_TWO[:13]),
     Metric("medha_chunk_tokens", "histogram", "tokens", "Prefill tokens of one sequence in one step.", (), _POWERS_OF_TWO),
     Metric("medha_prefill_slack_seconds", "histogram", "seconds", "Slack of a prefill when a chunk of it was packed: deadline - now - remaining work. If it is below 0, the first token will be late.", ("service_class",), _SLACK_SECONDS),
+    Metric("medha_drafted_tokens", "counter", "tokens", "Guessed tokens that steps have verified ([speculation](speculation.md))."),
+    Metric("medha_accepted_draft_tokens", "counter", "tokens", "Those of them that were right, so that each saved its sequence a step."),
     Metric("medha_decode_tpot_misses", "counter", "steps", "Steps that are predicted to take longer than the tightest TPOT target of their decodes allows. Either decodes alone take longer, or prefills keep their guaranteed share (`minPrefillShare`, or the rate at the class's own target)."),
     Metric("medha_sequences_finished", "counter", "sequences", "Sequences that ended, by reason: `stop`, `length`, `cancelled`, or the reason of a failure.", ("reason",)),
     Metric("medha_sequences_refused", "counter", "sequences", "Submissions that were refused, by reason.", ("reason",)),

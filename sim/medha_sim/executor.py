@@ -203,7 +203,7 @@ class Executor:
         samples = []
         for entry in step.entries:
             if entry.samples:
-                position = entry.extents[-1].last + 1
+                position = entry.extents[-1].last + 1 - len(entry.drafts)
                 end = ends_at.get(entry.id)
                 if end is None:
                     end = ends_at[original_id(entry.id)]

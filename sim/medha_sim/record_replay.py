@@ -370,7 +370,7 @@ def _replayed(record: Record, found: Verification) -> Iterator[tuple[Recorded, l
 def _strangers(done: Done, step: Step) -> list[str]:
     """Return the sequences that `done` reports on although `step` did not include them."""
     answered = {sample.id for sample in done.samples} | {failure.id for failure in done.failures}
-    answered |= {id_ for id_, _ in done.block_hashes}
+    answered |= {id_ for id_, _ in (*done.block_hashes, *done.drafts)}
     return sorted(answered - {entry.id for entry in step.entries})
 
 

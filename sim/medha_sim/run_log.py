@@ -126,7 +126,7 @@ class RunLog:
         for entry in step.entries:
             extents = entry.extents
             count = extents[0].count if len(extents) == 1 else entry.token_count
-            if count == 1 and entry.samples:
+            if count == 1 + len(entry.drafts) and entry.samples:
                 decodes += 1
             else:
                 prefill_tokens += count

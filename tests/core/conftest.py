@@ -35,7 +35,6 @@ from medha.wire.messages import (
     GrammarReady,
     PromptLogprobs,
     Refused,
-    Sample,
     Sampling,
     StageFree,
     Step,
@@ -43,6 +42,8 @@ from medha.wire.messages import (
     StepProfile,
     Submit,
 )
+
+from .drafted import guessed, sampled
 
 settings.register_profile("core", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.load_profile("core")
@@ -118,6 +119,10 @@ class FakeReplica:
     """Of prompts that begin alike: their KV is told apart by its ids. Others share nothing with any other."""
     hasher: PrefixHasher | None = None
     """Hashes the outputs of those prompts, too, as a controller's process does."""
+    guesses: int = 0
+    """Largest number of guesses that come with each `Done` for each sequence."""
+    guess_chance: float = 0.8
+    """Chance that one of them is right."""
 
     def __post_init__(self) -> None:
         self.controller = ReplicaController(self.config, self.profile)
@@ -269,15 +274,23 @@ class FakeReplica:
         assert len({entry.id for entry in step.entries}) == len(step.entries)
         longs = 0
         for entry in step.entries:
-            longs += self._compute(entry.id, entry.extents[0].start, entry.token_count, entry.samples, busy)
+            longs += self._compute(
+                entry.id, entry.extents[0].start, entry.token_count, entry.samples, busy, len(entry.drafts)
+            )
         assert longs <= 1, "two long prefills in one step"
-        prefilled = sum(entry.token_count for entry in step.entries if entry.token_count > 1)
+        assert sum(bool(entry.samples) + len(entry.drafts) for entry in step.entries if entry.drafts) <= (
+            self.config.scheduling.max_running
+        )
+        prefills = [entry for entry in step.entries if not entry.drafts]
+        prefilled = sum(entry.token_count for entry in prefills if entry.token_count > 1)
         assert prefilled <= self.config.scheduling.max_chunk_tokens
 
     def _check_ahead(self, step: Step) -> None:
         """Of a step that goes out while the pipeline is full."""
         assert len(self._pipeline) == 1, "only the one stage of a lane is given a step ahead"
         assert step.entries, "nothing goes ahead but what is to be computed"
+        both = (*step.entries, *self._pipeline[0].step.entries)
+        assert not any(entry.drafts for entry in both), "nobody knows how far a step with drafts comes"
         for entry in step.entries:
             assert self._sequences[entry.id].next_position >= self._sequences[entry.id].admit.tokens
         for request in self.controller.requests():
@@ -301,22 +314,28 @@ class FakeReplica:
         assert there < admit.tokens, "the last token is computed again"
         self._sequences[admit.id] = _Sequence(admit, there, admit.tokens)
 
-    def _compute(self, id_: str, start: int, count: int, samples: bool, busy: set[str]) -> bool:
-        """Write KV of the positions, and check what is there for those before. True: a long prefill."""
+    def _compute(
+        self, id_: str, start: int, count: int, samples: bool, busy: set[str], drafted: int = 0
+    ) -> bool:
+        """Write KV of the positions, and check what is there for those before. True: a long prefill.
+
+        The last `drafted` ones hold guesses, whose KV counts only once they are found right.
+        """
         sequence = self._sequences[id_]
         assert start == sequence.next_position, f"{id_}: position {start}, expected {sequence.next_position}"
         assert count > 0
-        end = start + count
+        assert start + count <= self._lane.shards(id_).tokens, f"{id_}: its last position is not reserved"
+        end = start + count - drafted
         assert end <= sequence.length, f"{id_}: position {end} is not known yet"
-        assert end <= self._lane.shards(id_).tokens, f"{id_}: position {end} is not reserved"
         assert samples == (end == sequence.length)
         if samples and sequence.length == sequence.admit.tokens and sequence.admit.sampling.grammar:
             assert sequence.admit.sampling.grammar in self.compiled, f"the grammar of {id_} is not compiled"
         if start >= sequence.admit.tokens and self.config.topology.stream > 1:
             assert id_ not in busy, f"{id_}: two decode tokens in flight"
         table, size = self.ledger.table(id_).tolist(), self.config.block_size_tokens
-        for position in range(start, end):
-            self._content[table[position // size], position % size] = self._key(sequence, position)
+        for position in range(start, start + count):
+            key = self._key(sequence, position) if position < end else ("guess", id_)
+            self._content[table[position // size], position % size] = key
         for position in range(end):
             found = self._content[table[position // size], position % size]
             assert found == self._key(sequence, position), f"{id_}: position {position} holds {found}"
@@ -326,6 +345,16 @@ class FakeReplica:
             sequence.outputs += (sequence.length,)
         return start < sequence.admit.tokens and start >= self.config.long_threshold_tokens
 
+    def _accept(self, sequence: _Sequence, count: int) -> None:
+        """Know that the next `count` guesses were right."""
+        table, size = self.ledger.table(sequence.admit.id).tolist(), self.config.block_size_tokens
+        for _ in range(count):
+            position = sequence.next_position
+            sequence.next_position += 1
+            sequence.length += 1
+            sequence.outputs += (sequence.length,)
+            self._content[table[position // size], position % size] = self._key(sequence, position)
+
     def _key(self, sequence: _Sequence, position: int) -> object:
         prompt = sequence.admit.prompt
         if prompt in self.prompt_ids:
@@ -333,20 +362,24 @@ class FakeReplica:
         return (prompt if position < sequence.admit.tokens else sequence.admit.id, position)
 
     def _done(self, step: Step) -> Done:
-        samples, failures, hashes = [], [], []
+        samples, failures, hashes, drafts = [], [], [], []
         for entry in step.entries:
             if self.random.random() < self.failure_chance:
                 failures.append(EntryFailed(entry.id, "out_of_memory", "by chance"))
             elif entry.samples:
-                stops = self.random.random() < self.stop_chance
                 sequence = self._sequences[entry.id]
-                token = entry.extents[0].start + entry.token_count + 1
-                samples.append(Sample(entry.id, token, "stop" if stops else None))
+                found = sampled(entry, lambda: self.random.random() < self.stop_chance)
+                samples += found
+                self._accept(sequence, len(found) - 1)
                 prompt_ids = self.prompt_ids.get(sequence.admit.prompt)
                 if self.hasher is not None and prompt_ids is not None:
-                    ids = np.array((*prompt_ids, *sequence.outputs)[:token], dtype=np.int32)
-                    if len(ids) % self.config.block_size_tokens == 0:
-                        hashes.append((entry.id, self.hasher.hashes(ids)[-HASH_CHARACTERS:]))
+                    for token in [one.token for one in found]:
+                        ids = np.array((*prompt_ids, *sequence.outputs)[:token], dtype=np.int32)
+                        if len(ids) % self.config.block_size_tokens == 0:
+                            hashes.append((entry.id, self.hasher.hashes(ids)[-HASH_CHARACTERS:]))
+                if self.guesses:
+                    position = found[-1].token
+                    drafts.append((entry.id, guessed(self.random, position, self.guesses, self.guess_chance)))
         return Done(
             step.step_id,
             tuple(samples),
@@ -354,6 +387,7 @@ class FakeReplica:
             compute_seconds=step.predicted_seconds,
             block_hashes=tuple(hashes),
             prompt_logprobs=tuple(self._scored(step)),
+            drafts=tuple(drafts),
         )
 
     def _scored(self, step: Step) -> Iterator[tuple[str, PromptLogprobs]]:

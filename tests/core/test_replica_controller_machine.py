@@ -38,7 +38,6 @@ from medha.wire.messages import (
     Failed,
     GrammarReady,
     Refused,
-    Sample,
     Sampling,
     StageFree,
     Step,
@@ -49,6 +48,7 @@ from medha.wire.messages import (
     Tick,
 )
 
+from .drafted import guessed, sampled
 from .replayed import assert_replayed
 
 PROFILE = StepProfile(0.001, 0.0001, 1e-8, 0.0001)
@@ -82,6 +82,8 @@ class Lanes:
     epoch: int
     random: Random
     failure_chance: float
+    guesses: int = 0  # most that come with each Done for each sequence
+    accepted: int = 0  # those of them that were verified and right
     steps: int = 0
     moving: list[Moving] = field(default_factory=list)
     sequences: dict[str, Sequence] = field(default_factory=dict)
@@ -164,6 +166,8 @@ class Lanes:
         floor_seconds = self.config.service_classes["default"].ttft_floor_seconds
         assert moving.stage == 1 or moving.step.predicted_seconds <= SHORT_STEP * floor_seconds
         assert step.entries
+        both = (*step.entries, *moving.step.entries)
+        assert not any(entry.drafts for entry in both), "nobody knows how far a step with drafts comes"
         for entry in step.entries:
             sequence = self.sequences[entry.id]
             assert sequence.next_position >= sequence.admit.tokens
@@ -229,8 +233,9 @@ class Lanes:
         start, end = positions[0], positions[-1] + 1
         assert positions == list(range(start, end)), "each position once"
         assert start == sequence.next_position, f"{entry.id}: position {start} is not the next"
-        assert start < end <= sequence.length
-        assert entry.samples == (end == sequence.length)
+        known = end - len(entry.drafts)
+        assert start < known <= sequence.length
+        assert entry.samples == (known == sequence.length)
         if entry.samples and sequence.length == sequence.admit.tokens and sequence.admit.sampling.grammar:
             assert not self.grammars[sequence.admit.sampling.grammar], "its grammar is not compiled"
         assert entry.lane == shards.owner, "the owner has the last position, and draws"
@@ -246,12 +251,22 @@ class Lanes:
             )
             block = int(self.replicas[lane].ledger.table(entry.id)[local // self.size])
             place = (lane, block, local % self.size)
-            key = self._key(sequence, position)
+            key = self._key(sequence, position) if position < known else ("guess", position)
             if position >= start:
                 self.content[place] = key
             assert self.content[place] == key, f"{entry.id}: position {position} holds {self.content[place]}"
-        sequence.next_position = end
+        sequence.next_position = known
         sequence.length += entry.samples
+
+    def _accept(self, id_: str, count: int) -> None:
+        """Know that the next `count` guesses were right, so that their KV counts."""
+        sequence, shards = self.sequences[id_], self.replicas[0].shards(id_)
+        for position in range(sequence.next_position, sequence.next_position + count):
+            lane, local = self._locate(shards, position)
+            block = int(self.replicas[lane].ledger.table(id_)[local // self.size])
+            self.content[lane, block, local % self.size] = self._key(sequence, position)
+        sequence.next_position += count
+        sequence.length += count
 
     @staticmethod
     def _locate(shards: Any, position: int) -> tuple[int, int]:
@@ -275,17 +290,26 @@ class Lanes:
         return found
 
     def outcome(self, step: Step) -> Done:
-        samples, failures = [], []
+        samples, failures, drafts = [], [], []
         for entry in step.entries:
             if self.random.random() < self.failure_chance:
                 if entry.lane == self.replicas[0].shards(entry.id).owner:
                     failures.append(EntryFailed(entry.id, "out_of_memory"))
             elif entry.samples:
-                stops = self.random.random() < 0.05
-                last = entry.extents[-1]
-                token = last.start + (last.count - 1) * last.stride + 2
-                samples.append(Sample(entry.id, token, "stop" if stops else None))
-        return Done(step.step_id, tuple(samples), tuple(failures), step.predicted_seconds, step.lanes)
+                found = sampled(entry, lambda: self.random.random() < 0.05)
+                samples += found
+                self._accept(entry.id, len(found) - 1)
+                if self.guesses:
+                    drafts.append((entry.id, guessed(self.random, found[-1].token, self.guesses, 0.8)))
+        self.accepted += len(samples) - len({sample.id for sample in samples})
+        return Done(
+            step.step_id,
+            tuple(samples),
+            tuple(failures),
+            step.predicted_seconds,
+            step.lanes,
+            drafts=tuple(drafts),
+        )
 
 
 class ControllerMachine(RuleBasedStateMachine):
@@ -307,6 +331,7 @@ class ControllerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         stream_goes_on=st.booleans(),
         floor_seconds=st.sampled_from([2.0, 2.0, 0.001]),
+        guesses=st.sampled_from([0, 2, 6]),
     )
     def start(
         self,
@@ -325,6 +350,7 @@ class ControllerMachine(RuleBasedStateMachine):
         seed: int,
         stream_goes_on: bool,
         floor_seconds: float,
+        guesses: int,
     ) -> None:
         scheduling = {
             "policy": policy,
@@ -333,6 +359,7 @@ class ControllerMachine(RuleBasedStateMachine):
             "max_running": max_running,
             "short_headroom": headroom,
             "max_running_long": 2,
+            "speculation": {"method": "promptLookup" if guesses else "none"},
         }
         self.config = ReplicaConfig(
             topology=Topology(stream=stages, kv=lanes),
@@ -352,7 +379,7 @@ class ControllerMachine(RuleBasedStateMachine):
         )
         self.now = 0.0
         self.random = Random(seed)
-        self.lanes = Lanes(self.config, 0, self.random, failure_chance)
+        self.lanes = Lanes(self.config, 0, self.random, failure_chance, guesses)
         self.open: dict[str, Submit] = {}
         self.emitted: dict[str, int] = {}
         self.endings: dict[str, int] = {}
@@ -441,7 +468,8 @@ class ControllerMachine(RuleBasedStateMachine):
     def a_rank_is_lost(self) -> None:
         """All ranks meet again under a new epoch, and the router submits again what is open."""
         self.check_replay()
-        self.lanes = Lanes(self.config, self.lanes.epoch + 1, self.random, self.lanes.failure_chance)
+        lanes = self.lanes
+        self.lanes = Lanes(self.config, lanes.epoch + 1, self.random, lanes.failure_chance, lanes.guesses)
         self.asides = {}
         for id_, submit in list(self.open.items()):
             drawn = self.emitted[id_]

@@ -8,7 +8,7 @@ count differently.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -130,8 +130,7 @@ class Life:
             self.now += 0.01
             if stage == last:
                 del self.moving[index]
-                samples = tuple(Sample(entry.id, 7) for entry in step.entries if entry.samples)
-                self.handle(Done(step.step_id, samples, (), 0.001, step.lanes))
+                self.handle(self.outcome(step))
                 return
             self.moving[index] = step, stage + 1
             if stage == 0:
@@ -139,12 +138,19 @@ class Life:
             return
         raise AssertionError("nothing moves")
 
+    def outcome(self, step: Step) -> Done:
+        """Return what ranks report of a step; the tokens do not matter."""
+        samples = tuple(Sample(entry.id, 7) for entry in step.entries if entry.samples)
+        return Done(step.step_id, samples, (), 0.001, step.lanes)
 
-def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Query]]:
-    """Let a controller serve random requests to the end; some begin with the same tokens."""
-    life = Life(ReplicaController(config, PROFILE), random)
+
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+
+
+def live(life: Life, sampling: Sampling, asked: dict[str, Query]) -> None:
+    """Let a controller serve random requests to the end, and add them to `asked`; some begin with the same tokens."""
+    config, random = life.controller.config, life.random
     hasher = PrefixHasher(config.block_size_tokens, b"secret")
-    asked: dict[str, Query] = {}
     for number in range(random.randint(2, 7)):
         block, share = config.block_size_tokens, config.tokens_per_lane
         most = min(config.pool_tokens - 20, 160)
@@ -172,7 +178,7 @@ def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Query]]
             life.handle(
                 Submit(
                     name, one.prompt, len(one.ids), len(one.ids), seed=1, sample_index=int(name.partition(".")[2]),
-                    sampling=Sampling(temperature=0.0, ignore_eos=True, max_tokens=one.max_tokens),
+                    sampling=replace(sampling, max_tokens=one.max_tokens),
                     block_hashes=hasher.hashes(one.ids), age_seconds=random.choice([0.0, 5.0]),
                 )
             )  # fmt: skip
@@ -185,7 +191,6 @@ def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Query]]
     assert set(life.ends) == set(asked), "not all have ended"
     assert life.controller.idle
     assert life.controller.pools.held_blocks == 0
-    return life, asked
 
 
 def extend_greedily(reference: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
@@ -275,7 +280,8 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
             tokens_per_lane=share_blocks * block_tokens,
             context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if striped and strategy else None,
         )
-        life, asked = live(config, Random(seed))
+        life, asked = Life(ReplicaController(config, PROFILE), Random(seed)), dict[str, Query]()
+        live(life, GREEDY, asked)
         asides.extend(life.asides)
         prompts = {one.prompt: one.ids for one in asked.values()}
         texts: dict[

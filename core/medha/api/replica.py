@@ -184,6 +184,19 @@ class KvCacheSpec(Model):
     with the same tokens."""
 
 
+class SpeculationSpec(Model):
+    """Speculative decoding: tokens that are guessed, and verified several in a step. It changes no text
+    (docs/speculation.md)."""
+
+    method: Literal["none", "promptLookup"] = Field(default="none", json_schema_extra=epoch())
+    """Method by which tokens are guessed. `promptLookup` takes what follows the last tokens where they occur in
+    the prompt or the output already, so it pays for texts that quote or repeat; it loads nothing. `none` guesses
+    nothing."""
+    max_draft_tokens: int = Field(default=4, ge=1, le=16, json_schema_extra=epoch())
+    """Largest number of guessed tokens of a sequence that a step verifies. How many it does verify follows
+    from how often they are right, the load, and the deadlines."""
+
+
 class SchedulingSpec(Model):
     """Rules by which steps are formed."""
 
@@ -236,6 +249,7 @@ class SchedulingSpec(Model):
     done; this limit holds in any case."""
     short_headroom: float = Field(default=0.05, ge=0, le=0.5, json_schema_extra=epoch())
     """Share of the KV pool that long prompts leave to short ones at admission."""
+    speculation: SpeculationSpec = SpeculationSpec()
 
 
 class ServiceClass(Model):

@@ -154,6 +154,22 @@ class Tally:
         self._decode_attention += reading
         self._decode_seconds = -1.0
 
+    def draft(self, work: Work, sign: int, *, is_masked: bool = False) -> None:
+        """Let a decode verify the last one of `work.count` drafted tokens (`sign` 1), or no longer (-1).
+
+        `work` has the decode's context, or a helper lane's share of it.
+        """
+        of, context, foreign = self._predictor._attention.of, work.context, work.attention_only
+        seconds = sign * (of(context, work.count + 1, foreign) - of(context, work.count, foreign))
+        self._attention += seconds
+        self._decode_attention += seconds
+        if not foreign:
+            self.tokens += sign
+            self.sequences += sign
+            self._decodes += sign
+            self._masked += sign * is_masked
+        self._decode_seconds = -1.0
+
     def seconds(self) -> float:
         """Return `Predictor.stage_seconds` of the step."""
         return self._predictor.correction.seconds(self.parted_seconds())

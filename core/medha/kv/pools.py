@@ -317,15 +317,15 @@ class KvPools:
                 self._publish(sequence, piece.lane, chain, stop)
         held.unpublished = left
 
-    def extend(self, sequence: str, hashes: str, known_tokens: int) -> None:
-        """Note the hash of a block that an output token, the last of `known_tokens`, has filled.
+    def extend(self, sequence: str, hashes: str, filled_tokens: int) -> None:
+        """Note the hash of a block that output tokens have filled, the last of the first `filled_tokens` tokens.
 
         `release` inserts these blocks into the cache. The output of a request on several lanes lies in
         stripes and is not shared.
         """
         held = self._held[sequence]
         blocks = held.prompt_tokens // self.block_size_tokens + len(held.outputs) + 1
-        if blocks * self.block_size_tokens == known_tokens and hash_count(hashes) == 1:
+        if blocks * self.block_size_tokens == filled_tokens and hash_count(hashes) == 1:
             held.outputs.append(hashes)
 
     def output_hashes(self, sequence: str) -> str:

@@ -37,7 +37,8 @@ their chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -59,6 +60,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.scheduler.request_table import RequestTable
 from medha.scheduler.sharing import Sharing
+from medha.scheduler.speculation import observe
 from medha.scheduler.step_builder import BuiltStep, StepBuilder
 from medha.slo import Targets, targets
 from medha.wire.messages import (
@@ -85,6 +87,7 @@ from medha.wire.messages import (
     SteppedAside,
     StepProfile,
     Submit,
+    TokenLogprob,
 )
 
 STATE_HASH_EVERY_STEPS = 31
@@ -311,7 +314,9 @@ class ReplicaController:
           for the step after the new one;
         * if the step in flight is long and still in stage 0: a request that arrives now waits for both
           steps, so a long step must have only its sampling left;
-        * while a decode lacks KV, or while a waiting request can take the place of one that ends.
+        * while a decode lacks KV, or while a waiting request can take the place of one that ends;
+        * if the step in flight verifies drafts, because then it is not known how many tokens it samples; or if the
+          next one had better verify some, for which it must start from known tokens.
         """
         if self._might_prefill or any(self._lanes[lane].decodes.starved for lane in lanes):
             return False
@@ -320,7 +325,7 @@ class ReplicaController:
             return False
         launched = self._in_flight[step_id]
         step = launched.step
-        if launched.built.prefills or step.lanes != lanes:
+        if launched.built.prefills or launched.built.drafts or step.lanes != lanes:
             return False
         if step.predicted_seconds > self._short_seconds and not self._lanes.are_free(lanes):
             return False
@@ -328,6 +333,8 @@ class ReplicaController:
         if len(continuing) < len(launched.built.decodes) and self._table.waiting:
             return False
         if not all(request.can_run_ahead for request in continuing):
+            return False
+        if self._step_builder.prefers_drafts(lanes, continuing):
             return False
         for request in continuing:
             request.length += 1
@@ -678,29 +685,52 @@ class ReplicaController:
                 self._prefill_done(request)
         for request_id, part in done.prompt_logprobs:
             self._table[request_id].prompt_logprobs.append(part)
-        for sample in done.samples:
-            emit = self._apply_sample(sample)
+        by_sequence = _by_sequence(done.samples) if launched.built.drafts else zip(done.samples, strict=True)
+        for samples in by_sequence:
+            emit = self._apply_samples(*samples)
             if emit is not None:
                 commands.append(emit)
-        for request_id, hashes in done.block_hashes:
-            self._pools.extend(request_id, hashes, self._table[request_id].known_tokens)
+        if done.block_hashes:
+            self._note_filled_blocks(done.block_hashes)
+        for request_id, draft in done.drafts:
+            drafted = self._table.find(request_id)
+            if drafted is not None:
+                drafted.draft = draft
         for request in (*launched.built.decodes, *(request for request, _ in launched.built.prefills)):
             if request.ended:
                 self._end(request)  # leaves quarantine if this was its last step
         return commands
+
+    def _note_filled_blocks(self, block_hashes: Iterable[tuple[str, str]]) -> None:
+        """Note the hashes of blocks that output tokens have filled; the last one of a request is its last whole block."""
+        size, later = self.config.block_size_tokens, Counter(request_id for request_id, _ in block_hashes)
+        for request_id, hashes in block_hashes:
+            later[request_id] -= 1
+            blocks = self._table[request_id].known_tokens // size - later[request_id]
+            self._pools.extend(request_id, hashes, blocks * size)
 
     def _prefill_done(self, request: Request) -> None:
         """Record a computed chunk: its whole blocks can be shared, and a complete prompt can be forked."""
         self._pools.computed(request.id, request.computed)
         self._sharing.computed(request)
 
-    def _apply_sample(self, sample: Sample) -> Emit | None:
+    def _apply_samples(self, sample: Sample, *further: Sample) -> Emit | None:
+        """Take a sampled token, and `further` ones behind it, before each of which a draft was right."""
         request = self._table[sample.id]
         if request.ended:
             return None  # cancelled while the step ran, or sampled beyond its end
         ran_ahead, request.runs_ahead = request.runs_ahead, False
         request.length += not ran_ahead
+        tokens: tuple[int, ...] = (sample.token,)
+        logprobs: tuple[TokenLogprob, ...] = () if sample.logprob is None else (sample.logprob,)
         finish_reason = sample.finish_reason
+        if further:
+            request.accept(len(further))
+            tokens += tuple(one.token for one in further)
+            logprobs += tuple(one.logprob for one in further if one.logprob is not None)
+            finish_reason = further[-1].finish_reason
+        if request.draft:
+            observe(request, tokens)
         if finish_reason is None and request.length >= request.limit_tokens:
             finish_reason = "length"
         is_first = request.emitted == 0
@@ -711,12 +741,12 @@ class ReplicaController:
             if is_first:
                 decodes.begin(request)
             decodes.add(request)
-        request.emitted += 1
+        request.emitted += len(tokens)
         return Emit(
             sample.id,
-            (sample.token,),
+            tokens,
             finish_reason,
-            () if sample.logprob is None else (sample.logprob,),
+            logprobs,
             request.cached_tokens if is_first and not request.has_output_in_prompt else 0,
             self._prompt_logprobs(request) if is_first and request.scores_prompt else None,
         )
@@ -733,6 +763,14 @@ class ReplicaController:
             return []
         self._stop(request, cut_off=True)
         return [Failed(id=failure.id, reason=failure.reason, detail=failure.detail)]
+
+
+def _by_sequence(samples: Iterable[Sample]) -> Iterable[Sequence[Sample]]:
+    """Return the samples of each sequence, in order."""
+    by_sequence: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_sequence.setdefault(sample.id, []).append(sample)
+    return by_sequence.values()
 
 
 def _contested_until(submit: Submit, now: float) -> float:

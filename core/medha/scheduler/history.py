@@ -86,6 +86,8 @@ class Completed:
 
     launched: Launched
     observed_seconds: float
+    drafted_tokens: int = 0  # that were verified
+    accepted_tokens: int = 0  # those of them that were right
 
 
 @dataclass(slots=True)
@@ -250,7 +252,9 @@ class History:
         if core.config.topology.stream == 1:  # launched ahead, it may have waited for the step before it
             began_at = max(began_at, *(self._free_at.get(lane, began_at) for lane in lanes))
         self._free_at |= dict.fromkeys(lanes, now)
-        return Completed(launched, now - began_at)
+        drafted = sum([len(entry.drafts) for entry in launched.decodes])
+        accepted = len(done.samples) - len({sample.id for sample in done.samples}) if drafted else 0
+        return Completed(launched, now - began_at, drafted, accepted)
 
     def _emit(self, emit: Emit, facts: Facts) -> None:
         request = self.open.get(emit.id)

@@ -117,6 +117,31 @@ class Batch:
         self._exchanged_queries += len(lane_tokens) > 1
         self._exchanged_decodes += len(lane_tokens) > 1
 
+    def add_drafted(
+        self, lane: int, lane_tokens: Mapping[int, int], context: int, count: int, *, is_masked: bool = False
+    ) -> None:
+        """Let a decode that `lane` computes verify its `count`-th drafted token.
+
+        Its KV is `context` tokens on that lane, or `lane_tokens` if several lanes hold it.
+        """
+        self._draft(lane, lane_tokens, context, count, 1, is_masked)
+
+    def remove_drafted(
+        self, lane: int, lane_tokens: Mapping[int, int], context: int, count: int, *, is_masked: bool = False
+    ) -> None:
+        """Undo `add_drafted`."""
+        self._draft(lane, lane_tokens, context, count, -1, is_masked)
+
+    def _draft(
+        self, lane: int, lane_tokens: Mapping[int, int], context: int, count: int, sign: int, is_masked: bool
+    ) -> None:
+        for holder, tokens in lane_tokens.items() or ((lane, context),):
+            work = Work(tokens, count, attention_only=holder != lane)
+            self._tallies[holder].draft(work, sign, is_masked=is_masked)
+        if len(lane_tokens) > 1:
+            self._exchanged_queries += sign
+            self._exchanged_decodes += sign
+
     def add(self, prefill: PrefillCandidate, count: int) -> None:
         """Add a chunk of `count` tokens."""
         if not prefill.lane_tokens:
@@ -339,6 +364,18 @@ class Space:
         held = self.packed.chunks[prefill.id]
         self._batch.remove(prefill, held)
         self.add(prefill, self.largest_chunk(prefill, self.packed.budget_seconds, held), held)
+
+    @property
+    def batch(self) -> Batch:
+        """The step."""
+        return self._batch
+
+    @property
+    def draft_seconds(self) -> float:
+        """Longest time of the step if it verifies drafted tokens: within every decode's TPOT target."""
+        if self._targets is None:
+            return 0.0
+        return min(self._targets.tpot_seconds, self._limits.max_step_seconds) / self._limits.stages
 
     def close(self) -> Packed:
         """Return how the step is filled."""

@@ -83,6 +83,8 @@ class Request:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the chunks that are computed
     grammar: str = ""  # name of its grammar; empty: it has none
     awaits_grammar: bool = False  # not compiled yet: the last position of its prompt is not computed before
+    draft: tuple[int, ...] = ()  # guesses at the tokens behind those that have arrived
+    draft_chance: float = 0.5  # chance that the next one of its guesses is right
 
     @property
     def deadline(self) -> float:
@@ -190,11 +192,20 @@ class Request:
 
     def dispatch(self, count: int) -> None:
         """Record that a step with its next `count` positions is launched."""
+        self._advance(count)
+        self.steps_in_flight += 1
+
+    def accept(self, count: int) -> None:
+        """Record that `count` drafted tokens of the last step were right: they are known, and their KV is computed."""
+        self.length += count
+        self.computed += count
+        self._advance(count)
+
+    def _advance(self, count: int) -> None:
         if self.is_spread and self.shard_map is not None:
             for piece in self.shard_map.pieces(self.dispatched, self.dispatched + count):
                 self.lane_tokens[piece.lane] = piece.local_start + piece.stop - piece.start
         self.dispatched += count
-        self.steps_in_flight += 1
         if self.dispatched >= self.joins_at and self.shard_map is not None:
             self._join(self.shard_map)
 

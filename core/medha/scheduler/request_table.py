@@ -399,6 +399,12 @@ class RequestTable:
         slack = request.deadline - now - self._remaining.item(request.row) * correction
         return slack / max(self._work.item(request.row), 1e-6)
 
+    def least_slack_seconds(self, now: float, correction: float) -> float:
+        """Return the least slack of all rows; infinite if there are none."""
+        rows = len(self.rows)
+        slack = self._deadline[:rows] - now - self._remaining[:rows] * correction
+        return float(slack.min(initial=inf))
+
     def total_remaining_seconds(self) -> float:
         """Return the uncorrected remaining work of all rows."""
         return float(self._remaining[: len(self.rows)].sum())

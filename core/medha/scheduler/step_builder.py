@@ -20,6 +20,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import NOWHERE, Request
 from medha.scheduler.request_table import NEAR_REVISED_DEADLINE, RequestTable
 from medha.scheduler.sharing import Sharing
+from medha.scheduler.speculation import DraftLimits, Drafts, choose_drafts
 from medha.wire.messages import Admit, Extent, PolicyTerms, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
@@ -50,6 +51,7 @@ class BuiltStep:
     entries: list[StepEntry]
     decodes: list[Request]
     prefills: list[tuple[Request, int]]  # with the tokens of its chunk
+    drafts: Drafts  # that the decodes verify
 
 
 def pack(
@@ -59,6 +61,7 @@ def pack(
     limits: Limits,
     place: Place,
     admits: Sequence[Admit] = (),
+    draft: Callable[[Space], None] = lambda _: None,
 ) -> Packed:
     """Add prefill chunks to a step that already holds its decodes.
 
@@ -68,11 +71,13 @@ def pack(
         prefills: most urgent first; read only as far as the step has space.
         place: gives KV to those that wait.
         admits: the admits that the step carries; `place` appends to them.
+        draft: adds drafted tokens to the decodes, in what space the chunks leave.
     """
     head = list(islice(prefills, 2))
     space = Space(batch, targets, head, limits)
     choose_and_place(chain(head, prefills), space, place, admits)
     give_back(space, place)
+    draft(space)
     return space.close()
 
 
@@ -141,6 +146,9 @@ class StepBuilder:
         self._prefill_order = PrefillOrder(config.scheduling, config.topology.kv, self._stages)
         self._pace = Pace(predictor.hop_seconds(_USUAL_STEP_TOKENS) * (1 - 1 / self._stages))
         self._limits = _limits(config)
+        speculation = config.scheduling.speculation
+        self._drafted_tokens = 0 if speculation.method == "none" else speculation.max_draft_tokens
+        self._most_running = config.scheduling.max_running
         self._one_token_at: dict[int, tuple[Extent, ...]] = {}
 
     def build(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> BuiltStep:
@@ -149,11 +157,16 @@ class StepBuilder:
         def place(prefill: PrefillCandidate) -> bool:
             return self._place(prefill, lanes, admits)
 
+        drafts: Drafts = {}
+
+        def draft(space: Space) -> None:
+            drafts.update(self._draft(space, lanes, now))
+
         batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
-        packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place, admits)
+        packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place, admits, draft)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]
-        entries = self._decode_entries(decodes)
+        entries = self._decode_entries(decodes, drafts)
         alone_seconds, continues = self._dispatch(prefills, entries) if prefills else (0.0, False)
         if entries:
             self._pace.launched(
@@ -167,7 +180,50 @@ class StepBuilder:
         else:
             self.rested(lanes)
         self._lanes.couple()
-        return BuiltStep(packed, entries, decodes, prefills)
+        return BuiltStep(packed, entries, decodes, prefills, drafts)
+
+    def _draft(self, space: Space, lanes: tuple[int, ...], now: float) -> Drafts:
+        """Let the decodes of a step verify drafted tokens, and return these."""
+        if not self._drafted_tokens:
+            return {}
+        decodes = [
+            request
+            for lane in lanes
+            for request in self._lanes[lane].decodes.runnable
+            if request.runs_on(lanes)
+        ]
+        if not any(request.draft and not request.runs_ahead for request in decodes):
+            return {}
+        slack_seconds = self._table.least_slack_seconds(now, self._predictor.correction.prefill)
+        limits = DraftLimits(
+            self._drafted_tokens,
+            self._most_running - len(decodes),
+            min(space.draft_seconds, space.batch.seconds() + slack_seconds),
+        )
+        between_seconds = self._pace.between_seconds
+        return choose_drafts(space.batch, decodes, limits, between_seconds=between_seconds).drafts
+
+    def prefers_drafts(self, lanes: tuple[int, ...], decodes: Sequence[Request]) -> bool:
+        """Return whether decodes in flight should wait for their tokens, so that the next step can verify drafts.
+
+        Otherwise they may run ahead, which saves the time between two steps.
+        """
+        if not self._drafted_tokens or all(len(request.draft) < 2 for request in decodes):
+            return False
+        batch = Batch(self._predictor, lanes)
+        for request in decodes:
+            if request.is_spread:
+                batch.add_spread_decode(request.lane, request.lane_tokens, is_masked=request.grammar != "")
+            else:
+                batch.add_decodes(request.lane, request.dispatched, 1, request.grammar != "")
+        targets = self._tpot_targets(lanes)
+        longest = 0.0 if targets is None else min(targets.tpot_seconds, self._limits.max_step_seconds)
+        limits = DraftLimits(self._drafted_tokens, self._most_running - len(decodes), longest)
+        ahead_tokens_per_second = len(decodes) / max(batch.seconds(), 1e-9)
+        drafted = choose_drafts(
+            batch, decodes, limits, between_seconds=self._pace.between_seconds, unknown_tokens=1
+        )
+        return bool(drafted.drafts) and drafted.tokens_per_second > ahead_tokens_per_second
 
     def _batch_of_decodes(self, lanes: tuple[int, ...]) -> Batch:
         batch = Batch(self._predictor, lanes)
@@ -269,13 +325,13 @@ class StepBuilder:
         left = self._predictor.uncorrected_prefill(request.dispatched, request.submit.tokens)
         self._table.progressed(request, left)
 
-    def _decode_entries(self, decodes: Iterable[Request]) -> list[StepEntry]:
-        """Return the entries of a step's decodes, and count these as dispatched."""
+    def _decode_entries(self, decodes: Iterable[Request], drafts: Drafts) -> list[StepEntry]:
+        """Return the entries of a step's decodes, and count these as dispatched, without what they verify."""
         entries: list[StepEntry] = []
         one_token_at = self._one_token_at
         for request in decodes:
-            if request.is_spread:
-                entries.append(_entry(request, 1))
+            if request.is_spread or request.id in drafts:
+                entries.append(_entry(request, 1, drafts.get(request.id, ())))
                 request.dispatch(1)
             else:  # the same, in a fraction of the time: benchmarks/scheduler.py, 256 decodes
                 position = request.dispatched
@@ -441,11 +497,11 @@ def _limits(config: ReplicaConfig) -> Limits:
     )
 
 
-def _entry(request: Request, count: int) -> StepEntry:
-    """Return the entry of the next `count` positions of a request, before they count as dispatched."""
-    extents = (Extent(request.dispatched, count),)
+def _entry(request: Request, count: int, drafts: tuple[int, ...] = ()) -> StepEntry:
+    """Return the entry of the next `count` positions of a request, before they count as dispatched, and of `drafts`."""
+    extents = (Extent(request.dispatched, count + len(drafts)),)
     samples = request.dispatched + count == request.length
     if len(request.lanes) == 1:
-        return StepEntry(request.id, request.lane, extents, samples)
+        return StepEntry(request.id, request.lane, extents, samples, drafts=drafts)
     assert request.shard_map is not None
-    return StepEntry(request.id, request.lane, extents, samples, "owner", request.shard_map.version)
+    return StepEntry(request.id, request.lane, extents, samples, "owner", request.shard_map.version, drafts)

@@ -452,6 +452,9 @@ class StepEntry:
     `strategy` names how attention over several lanes is computed; `local` is one lane's own KV. Unless it is
     `local`, `shard_map_version` is the version of the sequence's shard map that the step was planned with; a
     rank with another version ends the epoch.
+
+    The last positions of an entry with `drafts` hold these guesses at the tokens that come next. A token is sampled
+    before each of them, for as long as each guess is the token sampled, and one after that.
     """
 
     id: str
@@ -460,6 +463,7 @@ class StepEntry:
     samples: bool
     strategy: str = "local"
     shard_map_version: int = 0
+    drafts: tuple[int, ...] = ()
 
     @property
     def token_count(self) -> int:
@@ -609,7 +613,7 @@ class StageFree:
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Sample:
-    """The token that the last stage sampled for one sequence."""
+    """A token that the last stage sampled for one sequence; those of an entry with drafts follow each other."""
 
     id: str
     token: int
@@ -640,6 +644,9 @@ class Done:
         tuple[str, str], ...
     ] = ()  # (request, hash) of blocks that samples filled; set by the controller's process, not by ranks
     prompt_logprobs: tuple[tuple[str, PromptLogprobs], ...] = ()  # by request, of the positions of this step
+    drafts: tuple[
+        tuple[str, tuple[int, ...]], ...
+    ] = ()  # (request, guesses at the tokens behind its samples); set by the controller's process, not by ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,9 +71,10 @@ class Observer:
         for tokens in chunk_tokens:
             self._histograms["medha_chunk_tokens"].observe(tokens)
         decodes = len(launched.decodes)
+        decoded = sum([entry.token_count for entry in launched.decodes])
         for phase, tokens, sequences in (
             ("prefill", sum(chunk_tokens), len(chunk_tokens)),
-            ("decode", decodes, decodes),
+            ("decode", decoded, decodes),
         ):
             if sequences:
                 self._histograms["medha_step_tokens"].labels(phase=phase).observe(tokens)
@@ -82,6 +83,8 @@ class Observer:
             self._counters["medha_decode_tpot_misses"].inc()
 
     def _completed(self, completed: Completed) -> None:
+        self._counters["medha_drafted_tokens"].inc(completed.drafted_tokens)
+        self._counters["medha_accepted_draft_tokens"].inc(completed.accepted_tokens)
         observed, predicted = completed.observed_seconds, completed.launched.step.predicted_seconds
         self._histograms["medha_step_observed_seconds"].observe(observed)
         self._histograms["medha_step_predicted_seconds"].observe(predicted)

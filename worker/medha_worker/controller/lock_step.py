@@ -52,13 +52,18 @@ class LockStep:
             return f"step {part.step_id} took {part.compute_seconds} seconds"
         if set(part.lanes) & {lane for one in self._done.get(part.step_id, ()) for lane in one.lanes}:
             return f"step {part.step_id} is done already on lanes {part.lanes}"
-        sampling = {entry.id for entry in step.entries if entry.samples and entry.lane in part.lanes}
+        drafts = {
+            entry.id: entry.drafts for entry in step.entries if entry.samples and entry.lane in part.lanes
+        }
         running = {entry.id for entry in step.entries}
-        sampled = [sample.id for sample in part.samples]
-        if len(set(sampled)) < len(sampled) or not sampling.issuperset(sampled):
-            return (
-                f"step {part.step_id} does not sample one token each for {sampled[:8]} on lanes {part.lanes}"
-            )
+        sampled: dict[str, list[int]] = {}
+        for sample in part.samples:
+            sampled.setdefault(sample.id, []).append(sample.token)
+        for name, tokens in sampled.items():
+            if name not in drafts or len(tokens) > 1 + len(drafts[name]):
+                return f"step {part.step_id} does not sample {len(tokens)} tokens for {name} on lanes {part.lanes}"
+            if tuple(tokens[:-1]) != drafts[name][: len(tokens) - 1]:
+                return f"step {part.step_id} goes on behind a token of {name} that is not the one drafted"
         outside = [sample.token for sample in part.samples if not 0 <= sample.token < vocab_size]
         if outside:
             return f"step {part.step_id} sampled token {outside[0]} of {vocab_size}"
@@ -67,7 +72,9 @@ class LockStep:
         strange = _strange_logprobs(part, running, vocab_size)
         if strange is not None:
             return f"step {part.step_id}: {strange}"
-        return "ranks may not send block hashes" if part.block_hashes else None
+        if part.block_hashes or part.drafts:
+            return "ranks may not send block hashes or drafts"
+        return None
 
     def unsampled(self, part: Done) -> list[str]:
         """Return the requests that have neither a token nor a failure when a step ends with `part`.

@@ -33,6 +33,7 @@ from medha.kv.prefix_cache import PrefixHasher
 from medha.replica_figures import replica_figures
 from medha.scheduler.controller import Load, ReplicaController
 from medha.scheduler.history import History
+from medha.scheduler.prompt_lookup import PromptLookup
 from medha.scheduler.replica_config import ReplicaConfig, derive
 from medha.scheduler.request_progress import happenings, progress
 from medha.timeline import Timeline
@@ -165,6 +166,7 @@ class Controller:
         self._stopping = False
         self._record_file = settings.record_file  # None after a failed write
         self._record: TextIO | None = None
+        self._lookup: PromptLookup | None = None  # of the current epoch, if it speculates
         self._announced: Load | None = None
         self._card: Announce | None = None
         self._timeline = Timeline(0.0)  # of the record of the current epoch
@@ -413,6 +415,10 @@ class Controller:
             hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
         self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
         self._outputs, self._output_ids = OutputHasher(), OutputIds()
+        speculation = config.scheduling.speculation
+        self._lookup = None
+        if speculation.method == "promptLookup":
+            self._lookup = PromptLookup(1 + speculation.max_draft_tokens)  # its first token may be under way
         self._routers.forget_requests()
         self._open_record(profile, slowest)
         self._history = History()
@@ -471,7 +477,7 @@ class Controller:
         for event in self._ranks.receive():
             match event:
                 case Done() as done:
-                    yield self._with_hashes(done)
+                    yield self._with_drafts(self._with_hashes(done))
                 case StageFree() | GrammarReady() as event:
                     yield event
                 case RankReport() as report:
@@ -558,6 +564,27 @@ class Controller:
                 hashes.append((sample.id, filled))
         return replace(done, block_hashes=tuple(hashes)) if hashes or done.block_hashes else done
 
+    def _with_drafts(self, done: Done) -> Done:
+        """Return `done` with guesses at the tokens that come behind its samples, if the replica speculates."""
+        lookup, core = self._lookup, self._core
+        if lookup is None or core is None:
+            return done
+        for sample in done.samples:
+            if sample.id not in lookup:
+                request = core.find(sample.id)
+                if request is None or request.ended or request.emitted:
+                    continue
+                ids = self._prompts.ids_of(request.submit.prompt)
+                if ids is None:
+                    continue
+                lookup.begin(sample.id, request.submit.prompt, ids)
+            lookup.add(sample.id, sample.token)
+        following = {sample.id: sample.finish_reason is None for sample in done.samples}
+        drafts = [
+            (name, lookup.draft(name)) for name, goes_on in following.items() if goes_on and name in lookup
+        ]
+        return replace(done, drafts=tuple(one for one in drafts if one[1]))
+
     # --- commands -----------------------------------------------------------------------------------
 
     def _carry_out(self, command: ControllerCommand) -> None:
@@ -582,11 +609,15 @@ class Controller:
                 if aside.prompt != aside.source:
                     self._prompts.extend(aside.source, aside.prompt, output)
                 self._outputs.end(aside.id)  # it goes on with the hash of the new prompt
+                if self._lookup is not None:
+                    self._lookup.end(aside.id)
 
     def _end_output(self, request_id: str) -> None:
         """Forget the output of a request that has ended."""
         self._outputs.end(request_id)
         self._output_ids.end(request_id)
+        if self._lookup is not None:
+            self._lookup.end(request_id)
 
     def _send_prompts(self, step: Step) -> None:
         """Send token ids ahead of the step that admits the first sequence of their prompt."""

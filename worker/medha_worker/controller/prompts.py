@@ -113,6 +113,11 @@ class PromptStore:
         prompt = self._prompts.get(name)
         return prompt.hash if prompt is not None and prompt.complete else None
 
+    def ids_of(self, name: str) -> TokenIds | None:
+        """Return the ids of a prompt, int32 [n], or None if it is not complete."""
+        prompt = self._prompts.get(name)
+        return prompt.ids if prompt is not None and prompt.complete else None
+
     def contradicts(self, submit: Submit, sender: bytes = b"") -> str | None:
         """Return how a request contradicts what is known of its prompt, or None."""
         prompt = self._prompts.get(submit.prompt)

@@ -32,7 +32,7 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.prepared_step import PreparedStep
-from medha_worker.model.sampler import NotSampled, TokenMask
+from medha_worker.model.sampler import TokenMask
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
@@ -168,7 +168,7 @@ class Executor:
         if plan.batch is not None and self._pipeline is not None and not self._pipeline.is_first_stage:
             self._pipeline.expect_hidden(len(plan.batch.positions))
         for one in plan.entries:
-            one.sequence.advance(one.stop, samples=one.entry.samples)
+            one.sequence.advance(one.stop, samples=one.entry.samples, drafted=len(one.entry.drafts))
         work = count_work(plan.entries, plan.batch, self._model.windows)
         return replace(plan, prepared=self._prepared_ahead(plan.batch), work=work)
 
@@ -206,11 +206,11 @@ class Executor:
         run = self._run_alone if self._pipeline is None else self._run_in_lock_step
         with torch.inference_mode():
             results, scored = run(plan, failures, on_forward_done)
-        samples = [sample for result in results if (sample := _sample(result, failures)) is not None]
+        samples = [sample for result in results for sample in _samples(result, failures)]
         self._begin_masks()
         for one in plan.entries:
             if one.entry.samples:
-                one.sequence.fill(one.stop + 1)
+                one.sequence.fill(one.known + 1)
         self._model.device.synchronise()  # otherwise the time would be that of launching the step
         return Done(
             step_id=plan.step.step_id,
@@ -279,7 +279,10 @@ class Executor:
         if self._pipeline is not None and not self._pipeline.is_last_stage and len(hidden):
             self._pipeline.send_hidden(hidden)
         ends = accumulate(one.entry.token_count for one in entries)
-        return [Computed(one, hidden, end - 1) for one, end in zip(entries, ends, strict=True)]
+        return [
+            Computed(one, hidden, end - 1 - len(one.entry.drafts))
+            for one, end in zip(entries, ends, strict=True)
+        ]
 
     def _input(self, entries: Sequence[PlannedEntry]) -> Tensor:
         """Return token ids, int64 [rows], on the first stage, else the previous stage's hidden states."""
@@ -310,17 +313,12 @@ def _run_guarded(
     return [result for item in items for result in _run_guarded(run, [item], failures)]
 
 
-def _sample(result: Result, failures: list[EntryFailed]) -> Sample | None:
-    """Record a sampled token in its sequence and return it; or record the failure and return None."""
-    planned, sampled = result
-    if isinstance(sampled, NotSampled):
-        failures.append(EntryFailed(planned.entry.id, sampled.reason, sampled.detail))
-        return None
-    sequence = planned.sequence
-    assert sequence.sampler is not None
-    sequence.append(sampled.token)
-    finish_reason = sequence.sampler.append(sampled.token)
-    return Sample(planned.entry.id, sampled.token, finish_reason, sampled.logprob)
+def _samples(result: Result, failures: list[EntryFailed]) -> list[Sample]:
+    """Return the tokens that were sampled for an entry, or record its failure."""
+    name = result.planned.entry.id
+    if result.failure is not None:
+        failures.append(EntryFailed(name, result.failure.reason, result.failure.detail))
+    return [Sample(name, one.token, finish_reason, one.logprob) for one, finish_reason in result.sampled]
 
 
 def _lost(computed: Sequence[Computed], device: Device) -> list[EntryFailed]:

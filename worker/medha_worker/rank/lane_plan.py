@@ -43,8 +43,17 @@ class PlannedEntry:
     shards: ShardMap
     table: Ids
 
+    @property
+    def known(self) -> int:
+        """The position to which the step brings its sequence, whatever becomes of its drafts."""
+        return self.stop - len(self.entry.drafts)
+
     def fed_tokens(self) -> list[TokenIds]:
         """Return the ids of its rows, int32; those sampled in earlier steps must have arrived."""
+        drafts = self.entry.drafts
+        if drafts:
+            known = self.sequence.tokens(self.entry.extents[0].start, self.known)
+            return [known, np.array(drafts, dtype=np.int32)]
         return [
             self.sequence.tokens(extent.start, extent.last + 1)[:: extent.stride]
             for extent in self.entry.extents
@@ -53,7 +62,7 @@ class PlannedEntry:
     @property
     def scored_rows(self) -> int:
         """Number of its rows, from the first one on, whose log-probabilities of the next prompt token are asked for."""
-        if self.sequence.alternatives is None:
+        if self.sequence.alternatives is None or self.entry.drafts:
             return 0
         extents, prompt_tokens = self.entry.extents, len(self.sequence.prompt)
         if extents[0].start >= prompt_tokens:
@@ -156,7 +165,7 @@ def count_work(
     if batch is None:
         return StepWork()
     rows = len(batch.positions)
-    sampled = sum([one.entry.samples + one.scored_rows for one in entries])
+    sampled = sum([one.entry.samples + len(one.entry.drafts) + one.scored_rows for one in entries])
     layers = Counter(windows or (None,))
     seen = [(count, *_pairs_and_keys(entries, batch, window)) for window, count in layers.items()]
     pairs, keys = (sum([one[0] * one[at] for one in seen]) / layers.total() for at in (1, 2))
@@ -209,25 +218,35 @@ def _own_entry(
     problem = run.problem
     if problem is None and entry.strategy not in STRATEGIES:
         problem = f"strategy {entry.strategy!r} is not known"
+    drafted = len(entry.drafts)
+    if problem is None and drafted and not _can_draft(entry, run):
+        problem = f"{drafted} tokens are drafted, with extents {entry.extents} and samples {entry.samples}"
     if problem is not None:
         if run.lanes > 1:
             raise diverged(step, f"{entry.id}: {problem}")
         return EntryFailed(entry.id, "internal", problem)
     # Only the owner of a request tracks how far all of it is computed.
     computed = sequence.computed if is_owner else run.start
-    if not (run.start <= computed and run.stop <= min(sequence.length, shards.tokens)):
+    known = run.stop - drafted
+    if not (run.start <= computed and known <= sequence.length and run.stop <= shards.tokens):
         raise diverged(
             step,
             f"{entry.id}: positions {run.start} to {run.stop}: {computed} are computed, {sequence.length} tokens "
             f"known, {shards.tokens} reserved",
         )
-    last = entry.extents[-1].last
+    last = entry.extents[-1].last - drafted
     if entry.samples and last + 1 != sequence.length:
         raise diverged(
             step,
             f"{entry.id}: a token is sampled after position {last}, but {sequence.length} tokens are known",
         )
     return PlannedEntry(entry, sequence, run.stop, shards, sequence.table)
+
+
+def _can_draft(entry: StepEntry, run: _Run) -> bool:
+    """Return whether an entry may have drafts: it samples, and computes one position and those of the drafts."""
+    is_run = run.lanes == 1 and len(entry.extents) == 1
+    return entry.samples and is_run and run.stop - run.start == 1 + len(entry.drafts)
 
 
 def _foreign_entry(entry: StepEntry, run: _Run, step: Step, state: LaneState) -> SpreadEntry | None:

@@ -6,8 +6,9 @@ controller's cannot be recovered, and raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +46,9 @@ class SequenceState:
     sampler: SequenceSampler | None
     fault: str | None  # reason why there is no sampler; every entry then fails with it
     table: npt.NDArray[np.int64]  # block table on this lane; empty if it holds nothing here
-    computed: int  # tokens whose KV is in the pool once all planned steps have run
-    planned_outputs: int = 0  # tokens that those steps will have sampled
+    computed: int  # tokens whose KV is in the pool once all planned steps have run, without drafted ones
+    planned_outputs: int = 0  # tokens that those steps will have sampled, without drafted ones
+    drafted: int = 0  # tokens of the last planned step, of which some may turn out to be the sampled ones
     _outputs: TokenIds = field(default_factory=lambda: np.empty(_FIRST_OUTPUT_CAPACITY, dtype=np.int32))
     _output_count: int = 0
     unknown: int = 0  # number of the last outputs that were sampled elsewhere and have not arrived yet
@@ -57,10 +59,22 @@ class SequenceState:
         """Number of tokens in the sequence once all planned steps have run."""
         return len(self.prompt) + self.planned_outputs
 
-    def advance(self, stop: int, *, samples: bool) -> None:
-        """Record that a planned step brings the sequence to `stop`, and perhaps samples its next token."""
-        self.computed = max(self.computed, stop)
+    def advance(self, stop: int, *, samples: bool, drafted: int = 0) -> None:
+        """Record that a planned step brings the sequence to `stop`, and perhaps samples its next token.
+
+        The last `drafted` positions count only if the next step begins behind them (`settle`).
+        """
+        self.computed = max(self.computed, stop - drafted)
         self.planned_outputs += samples
+        self.drafted = drafted
+
+    def settle(self, start: int) -> None:
+        """Count the drafted tokens that a step which begins at `start` takes as sampled; it comes after their results."""
+        accepted = start - self.computed
+        if 0 < accepted <= self.drafted:
+            self.computed += accepted
+            self.planned_outputs += accepted
+        self.drafted = 0
 
     def append(self, token: int) -> None:
         if self._output_count == len(self._outputs):
@@ -73,10 +87,16 @@ class SequenceState:
         self.append(0)
         self.unknown += 1
 
-    def learn(self, token: int) -> None:
-        """Record the first of the expected tokens; -1 if none could be sampled, and its zero then stays."""
-        self._outputs[self._output_count - self.unknown] = max(token, 0)
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Record the tokens of the oldest step that was expected to sample.
+
+        They end before the first -1. If that is the first of them, none could be sampled, and its zero stays. Several
+        come only if no later step is expected to sample.
+        """
+        self._outputs[self._output_count - self.unknown] = max(tokens[0], 0)
         self.unknown -= 1
+        for token in takewhile(lambda token: token >= 0, tokens[1:]):
+            self.append(token)
 
     def fill(self, length: int) -> None:
         """Append zeros for tokens before `length` that could not be sampled.
@@ -154,12 +174,15 @@ class LaneState:
             self.prompts.pop(name, None)  # absent if its requests were cancelled before admission
 
     def reserve(self, step: Step) -> tuple[BlockCopy, ...]:
-        """Apply the step's grows and admits; return the KV blocks to copy before it runs.
+        """Settle what was drafted, and apply the step's grows and admits; return the KV blocks to copy before it runs.
 
         Raises:
             PartFailed: this state and the controller's have diverged.
         """
         copies: list[BlockCopy] = []
+        for entry in step.entries:
+            if entry.lane == self.lane and entry.id in self.sequences and entry.extents:
+                self.sequences[entry.id].settle(entry.extents[0].start)
         for grow in step.grows:
             sequence = self.sequence(grow.id, step)
             if not self.replica.grow(grow):

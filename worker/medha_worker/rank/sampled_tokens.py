@@ -11,7 +11,8 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from medha.errors import PartFailed
 from medha.wire.frames import TokenIds
-from medha.wire.messages import Admit, StepEntry
+from medha.wire.messages import Admit, FinishReason, StepEntry
 from medha_worker.device import Device
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, TokenMask
@@ -47,7 +48,10 @@ class TokenLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """An entry that was computed: its last position is row `row` of hidden states, [rows, hidden]."""
+    """An entry that was computed: its last position is row `row` of hidden states, [rows, hidden].
+
+    Those of its drafts follow behind that.
+    """
 
     planned: PlannedEntry
     hidden: Tensor
@@ -58,7 +62,38 @@ class Computed:
         return self.planned.entry
 
 
-Result = tuple[PlannedEntry, SampledToken | NotSampled]
+@dataclass(slots=True)
+class Result:
+    """The tokens that were sampled for an entry, each with the reason to finish; or why there is none."""
+
+    planned: PlannedEntry
+    sampled: list[tuple[SampledToken, FinishReason | None]] = field(default_factory=list)
+    failure: NotSampled | None = None
+
+    def take(self, one: SampledToken | NotSampled) -> None:
+        """Take a row's result, and record its token in its sequence."""
+        if isinstance(one, NotSampled):
+            self.failure = one
+            return
+        sequence = self.planned.sequence
+        assert sequence.sampler is not None
+        sequence.append(one.token)
+        self.sampled.append((one, sequence.sampler.append(one.token)))
+
+    @property
+    def is_drafted_further(self) -> bool:
+        """True if all tokens so far are those drafted, and another one is sampled behind the last draft of them."""
+        drafts, count = self.planned.entry.drafts, len(self.sampled)
+        if not 0 < count <= len(drafts):
+            return False
+        token, finish_reason = self.sampled[-1]
+        return token.token == drafts[count - 1] and finish_reason is None
+
+    @property
+    def tokens(self) -> list[int]:
+        """One number for each row that could be sampled: the tokens, and -1 for the rest."""
+        tokens = [one.token for one, _ in self.sampled]
+        return tokens + [-1] * (1 + len(self.planned.entry.drafts) - len(tokens))
 
 
 class SampledTokens:
@@ -82,14 +117,17 @@ class SampledTokens:
         self._digest = 0  # of all tokens of this lane that are known here
 
     def sample(self, computed: Sequence[Computed]) -> list[Result]:
-        """Sample the next token of each entry. If another rank samples, expect its tokens and return []."""
+        """Sample the next token of each entry, and go on where it is the one drafted.
+
+        If another rank samples, expect its tokens and return [].
+        """
         link, entries = self._link, [one.planned for one in computed]
         samplers = [one.sequence.sampler for one in entries if one.sequence.sampler is not None]
         # While a device runs the layers: after the logits it is then given nothing but kernels.
         plan = self._planned(samplers) if link is None or link.samples else None
         logits = None
         if link is None or link.is_last_stage:
-            logits = self._logits(last_hidden(computed, self._device))
+            logits = self._logits(sampled_hidden(computed, self._device))
         if logits is None:
             assert link is not None
             for one in entries:
@@ -97,13 +135,47 @@ class SampledTokens:
             if link.is_first_stage:
                 self._expected.append(entries)
             return []
-        sampled = self._sampled(logits, samplers, plan)
-        sampled = [_explained(one, sampler) for one, sampler in zip(sampled, samplers, strict=True)]
+        first_rows = len(entries)
+        sampled = self._sampled(logits[:first_rows], samplers, plan)
+        results = [Result(one) for one in entries]
+        for result, token, sampler in zip(results, sampled, samplers, strict=True):
+            result.take(_explained(token, sampler))
+        if len(logits) > first_rows:
+            self._verify_drafts(logits[first_rows:], results)
         if link is not None:
-            tokens = [-1 if isinstance(result, NotSampled) else result.token for result in sampled]
+            tokens = [token for result in results for token in result.tokens]
             self._digest = _digest(self._digest, entries, tokens)
             link.send_tokens([*tokens, self._digest])
-        return list(zip(entries, sampled, strict=True))
+        return results
+
+    def _verify_drafts(self, logits: Tensor, results: Sequence[Result]) -> None:
+        """Sample one more token wherever the last one is the one drafted, until none is.
+
+        Each token is sampled as in a step of its own: from its row of logits, which are [drafts, vocab], and with all
+        tokens before it in penalties, grammar and counts. So no draft can change a text. Where no token can be
+        sampled, that is left to the step behind this one.
+        """
+        starts = list(accumulate([len(one.planned.entry.drafts) for one in results], initial=0))
+        going = [index for index, one in enumerate(results) if one.is_drafted_further]
+        while going:
+            rows = [starts[index] + len(results[index].sampled) - 1 for index in going]
+            samplers = [
+                sampler for index in going if (sampler := results[index].planned.sequence.sampler) is not None
+            ]
+            try:
+                chosen = logits.index_select(0, self._device.place(torch.tensor(rows)))
+                sampled = self._sampler.sample(chosen, samplers)
+            except Exception as error:  # noqa: BLE001 - what is sampled already stands
+                _log.warning("drafts of %d sequences could not be verified: %s", len(going), error)
+                return
+            for index, one in zip(going, sampled, strict=True):
+                if isinstance(one, SampledToken):
+                    results[index].take(one)
+            going = [
+                index
+                for index, one in zip(going, sampled, strict=True)
+                if isinstance(one, SampledToken) and results[index].is_drafted_further
+            ]
 
     def _planned(self, samplers: Sequence[SequenceSampler]) -> SamplingPlan | None:
         """Plan a step's sampling; None if memory runs out, and then it runs out again where that can be contained."""
@@ -167,15 +239,17 @@ class SampledTokens:
     def _learn(self, link: TokenLink) -> None:
         """Receive the tokens of the oldest step that still expects some."""
         entries = self._expected.popleft()
-        *tokens, digest = link.receive_tokens(len(entries) + 1)
+        counts = [1 + len(one.entry.drafts) for one in entries]
+        *tokens, digest = link.receive_tokens(sum(counts) + 1)
         self._digest = _digest(self._digest, entries, tokens)
         if digest != self._digest:
             raise PartFailed(
                 f"tokens came for {', '.join(one.entry.id for one in entries)} that are not those sampled for them: this "
                 "rank and the one that samples have diverged"
             )
-        for one, token in zip(entries, tokens, strict=True):
-            one.sequence.learn(token)
+        received = iter(tokens)
+        for one, count in zip(entries, counts, strict=True):
+            one.sequence.learn(list(islice(received, count)))
 
 
 def _explained(result: SampledToken | NotSampled, sampler: SequenceSampler) -> SampledToken | NotSampled:
@@ -194,6 +268,15 @@ def last_hidden(computed: Sequence[Computed], device: Device) -> Tensor:
     if rows == list(range(len(rows))):  # decodes come first
         return together[: len(rows)]
     return together.index_select(0, device.place(torch.tensor(rows)))
+
+
+def sampled_hidden(computed: Sequence[Computed], device: Device) -> Tensor:
+    """Return what `last_hidden` does, and behind it the hidden states of all drafts: [entries + drafts, hidden]."""
+    last = last_hidden(computed, device)
+    drafted = [
+        one.hidden[one.row + 1 : one.row + 1 + len(one.entry.drafts)] for one in computed if one.entry.drafts
+    ]
+    return torch.cat([last, *drafted]) if drafted else last
 
 
 def new_samplers(

@@ -1,0 +1,194 @@
+"""How many guesses a step verifies follows from how often they are right, the load and the deadlines; texts never change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from medha.api.replica import SpeculationSpec
+from medha.kv.prefix_cache import PrefixHasher
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History
+from medha.wire.messages import Done, Step, StepProfile
+
+SPECULATES = {"speculation": {"method": "promptLookup", "max_draft_tokens": 4}}
+READS_WEIGHTS = StepProfile(0.01, 1e-6, 1e-9, 1e-6)
+"""A device whose steps take as long with few tokens as with one."""
+COMPUTES = StepProfile(1e-6, 0.001, 1e-9, 1e-6)
+"""A device whose steps take as long as they have tokens."""
+
+
+def drafted(replica: Any) -> list[int]:
+    """The numbers of guesses in each step's entries."""
+    return [len(entry.drafts) for step in replica.steps for entry in step.entries]
+
+
+@given(seed=st.integers(0, 100_000), guesses=st.integers(1, 9), chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+@example(seed=3, guesses=5, chance=0.9)
+def test_whatever_is_guessed_all_requests_end_with_the_tokens_that_they_would_have(
+    replica_of: Any, submit_of: Any, seed: int, guesses: int, chance: float
+) -> None:
+    """Prompts share prefixes, KV runs out, requests step aside and are cancelled; a fresh controller decides the same."""
+    random = Random(seed)
+    hasher = PrefixHasher(4, b"secret")
+    replica = replica_of(
+        random=Random(seed), stages=random.randint(1, 3), kv_blocks=random.choice([40, 400]), max_chunk_tokens=32,
+        default_output_tokens=random.choice([2, 16]), stop_chance=random.choice([0.0, 0.05]),
+        failure_chance=random.choice([0.0, 0.02]), max_running=random.choice([4, 256]), guesses=guesses,
+        guess_chance=chance, hasher=hasher, long_threshold_tokens=50, **SPECULATES,
+    )  # fmt: skip
+    limits: dict[str, int] = {}
+    for index in range(30):
+        choice = random.random()
+        if choice < 0.35:
+            name, length, most = f"r{index}", random.randint(1, 60), random.choice([3, 8, 20])
+            ids = tuple(random.randint(0, 1) * (position // 8) for position in range(length))
+            replica.prompt_ids[f"prompt of {name}"] = ids
+            hashes = hasher.hashes(np.array(ids, dtype=np.int32))
+            limits[name] = most
+            replica.submit(submit_of(name, length, most, block_hashes=hashes))
+        elif choice < 0.4 and limits:
+            replica.cancel(random.choice(list(limits)))
+        else:
+            replica.advance()
+        replica.controller.ledger.check()
+    replica.run().check_empty()
+    for name, most in limits.items():
+        if replica.endings[name] == ["length"]:
+            assert len(replica.emitted[name]) == most
+    fresh = ReplicaController(replica.config, replica.profile)
+    assert [fresh.handle(event, now) for now, event in replica.log] == replica.commands
+
+
+def test_right_guesses_save_steps(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(profile=READS_WEIGHTS, guesses=5, guess_chance=1.0, random=Random(1), **SPECULATES)
+    replica.submit(submit_of("a", 8, 60))
+    replica.run().check_empty()
+    assert replica.emitted["a"] == list(range(9, 69))
+    assert len([step for step in replica.steps if step.entries]) < 30
+    assert max(drafted(replica)) == 4
+    assert sum(drafted(replica)) > 30
+
+
+def test_a_sequence_whose_guesses_are_wrong_soon_has_none_verified(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(profile=READS_WEIGHTS, guesses=5, guess_chance=0.0, random=Random(1), **SPECULATES)
+    replica.submit(submit_of("a", 8, 80))
+    replica.run().check_empty()
+    assert sum(drafted(replica)[:10]) > 0
+    assert sum(drafted(replica)[30:]) == 0
+    assert len(replica.emitted["a"]) == 80
+    request_steps = [step for step in replica.steps if step.entries]
+    assert len(request_steps) == 80, "decodes run ahead again, as without guesses"
+
+
+def test_the_more_there_is_to_compute_the_fewer_guesses_are_verified(replica_of: Any, submit_of: Any) -> None:
+    """A device that must compute each token gains nothing from guesses that are right half of the time."""
+
+    def guesses_of(profile: StepProfile) -> float:
+        replica = replica_of(
+            profile=profile, guesses=5, guess_chance=0.5, random=Random(2), kv_blocks=400, **SPECULATES
+        )
+        for index in range(8):
+            replica.submit(submit_of(f"r{index}", 4, 30))
+        replica.run().check_empty()
+        return float(np.mean(drafted(replica)))
+
+    assert guesses_of(READS_WEIGHTS) > 0.5
+    assert guesses_of(COMPUTES) < 0.1
+
+
+def test_guesses_keep_a_step_within_the_tightest_tpot_target(replica_of: Any, submit_of: Any) -> None:
+    """A step of one decode takes 1.2 ms here, and each guess 0.2 ms more; one target is 1.5 ms at first."""
+    replica = replica_of(guesses=9, guess_chance=1.0, random=Random(1), **SPECULATES)
+    service_class = replica.config.service_classes["default"]
+    tight = service_class.model_copy(update={"tpot_floor_seconds": 0.001})
+    replica.config.service_classes["default"] = tight
+    replica.submit(submit_of("a", 8, 40, tpot_target_seconds=0.0015))
+    replica.run().check_empty()
+    decodes = [step for step in replica.steps if any(entry.drafts for entry in step.entries)]
+    assert decodes
+    assert all(step.predicted_seconds <= 0.0015 for step in decodes)
+    assert max(drafted(replica)) < 4
+
+
+def test_nothing_is_drafted_while_a_prompt_would_be_late(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(
+        profile=READS_WEIGHTS, guesses=5, guess_chance=1.0, random=Random(1), kv_blocks=40, **SPECULATES
+    )
+    replica.submit(submit_of("a", 8, 100))
+    replica.submit(submit_of("waits", 150, 1, age_seconds=100.0))  # longer than the KV that is left
+    while replica.controller.find("waits") is not None and replica.controller.find("waits").waits:
+        assert replica.advance()
+    assert len(replica.steps) > 20
+    assert sum(drafted(replica)) == 0
+    replica.run().check_empty()
+
+
+def test_decodes_run_ahead_unless_the_next_step_had_better_verify_guesses(
+    replica_of: Any, submit_of: Any
+) -> None:
+    def most_in_flight(**keywords: Any) -> int:
+        replica = replica_of(profile=READS_WEIGHTS, random=Random(1), **keywords)
+        replica.submit(submit_of("a", 8, 40))
+        most = 0
+        while replica.advance():
+            in_flight = replica.controller.steps_in_flight
+            most = max(most, len(in_flight))
+            assert len(in_flight) < 2 or not any(entry.drafts for step in in_flight for entry in step.entries)
+        return most
+
+    assert most_in_flight(guesses=0, **SPECULATES) == 2
+    assert most_in_flight(guesses=5, guess_chance=0.9, **SPECULATES) == 2, "where there is no guess"
+
+
+def test_guesses_change_nothing_while_speculation_is_off(replica_of: Any, submit_of: Any) -> None:
+    plain, guessing = [replica_of(guesses=guesses, random=Random(1)) for guesses in (0, 5)]
+    for replica in (plain, guessing):
+        replica.submit(submit_of("a", 8, 40))
+        replica.submit(submit_of("b", 3, 9))
+        replica.run().check_empty()
+    assert plain.steps == guessing.steps
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6])
+def test_no_token_is_sampled_behind_the_limit(replica_of: Any, submit_of: Any, max_tokens: int) -> None:
+    replica = replica_of(profile=READS_WEIGHTS, guesses=9, guess_chance=1.0, random=Random(1), **SPECULATES)
+    replica.submit(submit_of("a", 8, max_tokens))
+    replica.run().check_empty()
+    assert replica.emitted["a"] == list(range(9, 9 + max_tokens))
+
+
+def test_the_facts_of_a_step_tell_how_many_guesses_were_verified_and_right(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(profile=READS_WEIGHTS, guesses=5, guess_chance=0.7, random=Random(4), **SPECULATES)
+    replica.submit(submit_of("a", 8, 60))
+    replica.run().check_empty()
+    history, fresh = History(), ReplicaController(replica.config, replica.profile)
+    verified = right = tokens = steps = 0
+    for (now, event), _ in zip(replica.log, replica.commands, strict=True):
+        commands = fresh.handle(event, now)
+        facts = history.take(fresh, event, commands, now)
+        if facts.completed is not None:
+            verified += facts.completed.drafted_tokens
+            right += facts.completed.accepted_tokens
+        tokens += facts.later_tokens + len(facts.first_tokens)
+        steps += isinstance(event, Done) and bool(event.samples)
+    assert verified == sum(drafted(replica)) > right > 0
+    assert tokens == 60 == steps + right
+
+
+def test_steps_without_guesses_are_on_the_wire_as_before(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of()
+    replica.submit(submit_of("a", 8, 3))
+    replica.run()
+    entries = [entry for step in replica.steps if isinstance(step, Step) for entry in step.entries]
+    assert entries
+    assert all(entry == replace(entry, drafts=()) for entry in entries)
+    assert SpeculationSpec().method == "none"
