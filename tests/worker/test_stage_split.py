@@ -71,3 +71,26 @@ def test_a_stage_loads_from_its_files_alone(tmp_path: Path, stages: int, tied: b
                 load_weights(part, config, shard, device=device)
             shutil.copy(whole / name, part / name)
     assert seen == {path.name for path in whole.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_what_sees_images_is_not_fetched(prefix: str, tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 2, "sliding_window": 512}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = {
+        f"{prefix}embed_tokens.weight": "embedding",
+        f"{prefix}layers.0.mlp.up_proj.weight": "first",
+        f"{prefix}layers.1.mlp.up_proj.weight": "second",
+        f"{prefix}norm.weight": "second",
+        "vision_tower.vision_model.post_layernorm.weight": "images",
+        "model.multi_modal_projector.mm_soft_emb_norm.weight": "images",
+    }
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    found = ModelConfig.from_directory(tmp_path)
+    assert needed_files(tmp_path, range(1), found) == ["embedding", "first"]
+    assert needed_files(tmp_path, range(1, 2), found) == ["embedding", "second"]
