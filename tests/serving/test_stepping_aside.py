@@ -10,8 +10,8 @@ import httpx
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
-POOL_TOKENS = 2048
-STREAMS, STREAM_TOKENS = 3, 950  # the pool holds two of them
+POOL_TOKENS = 1024
+STREAMS, STREAM_TOKENS = 3, 460  # the pool holds two of them
 
 
 def answer(served: Served, name: str, max_tokens: int, *, ignore_eos: bool) -> tuple[str, Any]:
@@ -32,12 +32,12 @@ def test_streams_larger_than_the_pool_go_on_with_the_text_that_each_has_alone(
     port = free_port()
     manifest = write_manifest(
         tmp_path / "small.yaml", checkpoint, port,
-        model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 1024},
+        model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 512},
         kvCache={"size": f"{POOL_TOKENS // 1024}Mi"},
         serviceClasses=[{"name": "default", "defaultOutputTokens": 64}],
     )  # fmt: skip
     asked = [(f"stream {index}", STREAM_TOKENS, True) for index in range(STREAMS)]
-    asked += [(f"chat {index}", 300, False) for index in range(4)]
+    asked += [(f"chat {index}", 150, False) for index in range(4)]
     served = start(manifest, port, checkpoint)
     try:
         with ThreadPoolExecutor(len(asked)) as threads:  # first, while 64 tokens are expected of each
