@@ -22,7 +22,6 @@ all texts are the same, that each loss made streams move, and that no stream pau
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -39,6 +38,7 @@ import numpy as np
 import zmq
 from fleet import START_SECONDS, Fleet, Replica
 from harness import Row, claim, exit_with, parser, progress, report
+from served import StreamFailed, texts_of_events
 
 from medha.api.replica import MedhaReplicaSpec, ModelSource, ModelSpec
 from medha.wire.frames import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
@@ -108,16 +108,10 @@ class Stream:
         try:
             with httpx.stream("POST", url + "/v1/completions", json=body, timeout=STREAM_SECONDS) as response:
                 response.raise_for_status()
-                for line in response.iter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        self.error = str(event["error"])
-                        return
-                    self.text += event["choices"][0]["text"]
+                for text in texts_of_events(response.iter_lines()):
+                    self.text += text
                     self.times.append(time.monotonic())
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, StreamFailed) as error:
             self.error = repr(error)
 
     @property

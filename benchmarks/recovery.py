@@ -49,6 +49,7 @@ import psutil
 import yaml
 from harness import Row, claim, exit_with, parser, progress, report
 from rich.console import Console
+from served import StreamFailed, texts_of_events
 
 from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.manifest import model_directory, read_manifest
@@ -137,18 +138,12 @@ class Stream:
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
             response.raise_for_status()
             self.taken = True
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    self.error = str(event["error"])
-                    return
-                self.text += event["choices"][0]["text"]
-                self.times.append(time.monotonic())
-        raise httpx.RemoteProtocolError("the answer ends before [DONE]")
+            try:
+                for text in texts_of_events(response.iter_lines()):
+                    self.text += text
+                    self.times.append(time.monotonic())
+            except StreamFailed as failed:
+                self.error = str(failed)
 
     def interruption(self, failed_at: float, back_at: float) -> float | None:
         """Return the seconds from `back_at` to the end of the longest wait for a token since `failed_at`.
