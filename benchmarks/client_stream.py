@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 
 import httpx
 from harness import Row
+from served import StreamFailed, events_of
 
 MODEL = "m"
 ROWS: Row = {
@@ -54,19 +54,13 @@ class Stream:
         with httpx.stream("POST", url + path, json=self.body(), timeout=timeout_seconds) as response:
             response.raise_for_status()
             self.taken = True
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    self.error = str(event["error"])
-                    return
-                for piece in map(_text_of, event["choices"]):
-                    self.text += piece
-                    self.times.append(time.monotonic())
-        raise httpx.RemoteProtocolError("the answer ends before [DONE]")
+            try:
+                for event in events_of(response.iter_lines()):
+                    for piece in map(_text_of, event["choices"]):
+                        self.text += piece
+                        self.times.append(time.monotonic())
+            except StreamFailed as failed:
+                self.error = str(failed)
 
     def body(self) -> Row:
         """Return the body of the request."""

@@ -1,7 +1,8 @@
-"""Run `medha up`, or another server, for as long as a block lasts."""
+"""Run `medha up`, or another server, for as long as a block lasts; read its streams."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,33 @@ def served(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+class StreamFailed(Exception):
+    """A stream has an event with an error; says which."""
+
+
+def events_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield each event of a streamed answer, as its lines come.
+
+    Raises:
+        StreamFailed: an event is an error.
+        httpx.RemoteProtocolError: the lines end before `[DONE]`.
+    """
+    for line in lines:
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise StreamFailed(str(event["error"]))
+            yield event
+    raise httpx.RemoteProtocolError("the answer ends before [DONE]")
+
+
+def texts_of_events(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the text of each event of a streamed completion; raises what `events_of` raises."""
+    return (str(event["choices"][0]["text"]) for event in events_of(lines))
 
 
 def _is_ready(url: str) -> bool:

@@ -103,6 +103,18 @@ class Served:
     def resident_bytes(self) -> int:
         return sum(part.memory_info().rss for part in self.parts())
 
+    def wait_served(self, timeout_seconds: float = 60) -> None:
+        """Wait until a router that was started again is ready; fail the test if it does not become so."""
+        end = time.monotonic() + timeout_seconds
+        while time.monotonic() < end:
+            try:
+                if self.get("/ready")[0] == 200:
+                    return
+            except httpx.TransportError:
+                pass  # it does not listen yet
+            time.sleep(0.1)
+        pytest.fail("the router is not ready again:\n" + "".join(self.lines))
+
     def wait_idle(self, timeout_seconds: float = 30) -> None:
         """Until no request is known and no KV is held; fails the test if that does not come."""
         end = time.monotonic() + timeout_seconds

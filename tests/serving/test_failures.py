@@ -145,14 +145,7 @@ def test_a_router_that_dies_breaks_its_connections_and_frees_what_they_held(repl
     (router,) = processes(replica, "medha_router")
     with pytest.raises(httpx.HTTPError):
         streamed(replica, 3000, GUIDED, kill=router, after=3)
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        try:
-            if replica.get("/ready")[0] == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
+    replica.wait_served()
     assert streamed(replica, 40, GUIDED) == guided
     replica.wait_idle()
 

@@ -159,14 +159,7 @@ def test_kv_is_free_within_ten_seconds_of_the_routers_end_whatever_waited(
     while router.is_running() and router.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() - died < 60, "a router that was stopped is not started again"
         time.sleep(0.1)
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        try:
-            if replica.get("/ready")[0] == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
+    replica.wait_served()
     for thread in asking:
         thread.join()
     assert len(streamed(replica, 20, BODY)) > 0
