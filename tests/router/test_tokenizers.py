@@ -355,7 +355,7 @@ def test_special_tokens_of_a_class_and_of_the_model_are_known_to_the_chat_templa
 
 
 REFUSED = (
-    "tokenizer_class is 'GemmaTokenizer",
+    "tokenizer_class is 'T5Tokenizer",
     "model.type is 'Unigram', but",
     "ids of added tokens must follow",
 )
@@ -377,8 +377,8 @@ def test_whatever_files_lay_down_is_served_as_transformers_does_or_refused(
 
 BAD = {
     "a class that builds what is not known": (
-        Made("llama 2", config={"tokenizer_class": "GemmaTokenizerFast"}),
-        r"tokenizer_config\.json: tokenizer_class is 'GemmaTokenizerFast'.*known are .*LlamaTokenizer",
+        Made("llama 2", config={"tokenizer_class": "CodeLlamaTokenizerFast"}),
+        r"tokenizer_config\.json: tokenizer_class is 'CodeLlamaTokenizerFast'.*known are .*LlamaTokenizer",
     ),
     "code of its own": (
         Made("llama 2", config={"auto_map": {"AutoTokenizer": ["mine.Slow", "mine.Fast"]}}),
@@ -461,7 +461,7 @@ def test_a_decoder_that_is_not_known_is_refused_before_it_serves(tmp_path: Path)
 
 
 def test_the_fix_that_the_error_names_makes_the_checkpoint_serve(tmp_path: Path) -> None:
-    config = {"tokenizer_class": "GemmaTokenizer", "additional_special_tokens": ["<|im|>"]}
+    config = {"tokenizer_class": "CodeLlamaTokenizer", "additional_special_tokens": ["<|im|>"]}
     one = Made("llama 2", config=config)
     with pytest.raises(CheckpointInvalid) as caught:
         read_bundle(one.write(tmp_path))
