@@ -41,20 +41,32 @@ def counted(served: Served, name: str) -> float:
     return float(value)
 
 
-@pytest.mark.parametrize("shape", [{}, {"stream": 2}], ids=["one rank", "two stages"])
-def test_answers_are_those_of_a_replica_that_does_not_guess(
-    served: Served, checkpoint: Path, tmp_path: Path, shape: dict[str, int]
-) -> None:
+def small(checkpoint: Path, folder: Path, *options: str, **spec: object) -> Served:
+    """Start a replica that warms up quickly."""
     port = free_port()
+    scheduling = {"maxChunkTokens": 256, "maxRunning": 16, **spec.pop("scheduling", {})}  # type: ignore[dict-item]
     manifest = write_manifest(
-        tmp_path / "guesses.yaml", checkpoint, port,
-        model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 4096},
-        kvCache={"size": "64Mi"}, parallelism=shape,
-        scheduling={"speculation": {"method": "promptLookup", "maxDraftTokens": 6}},
-        serviceClasses=[{"name": "default", "tpotTargetSeconds": 5}],
+        folder / f"{port}.yaml", checkpoint, port,
+        model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 1024},
+        kvCache={"size": "16Mi"}, scheduling=scheduling, serviceClasses=[{"name": "default", "tpotTargetSeconds": 5}], **spec,
     )  # fmt: skip
+    return start(manifest, port, checkpoint, *options)
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, pytest.param({"stream": 2, "kv": 2}, marks=pytest.mark.long)], ids=["one rank", "a grid"]
+)
+def test_answers_are_those_of_a_replica_that_does_not_guess(
+    checkpoint: Path, tmp_path: Path, shape: dict[str, int]
+) -> None:
+    plain = small(checkpoint, tmp_path)
+    try:
+        expected = answers(plain)
+    finally:
+        stop(plain)
     record = tmp_path / "record.jsonl"
-    guessing = start(manifest, port, checkpoint, "--record", str(record))
+    speculation = {"speculation": {"method": "promptLookup", "maxDraftTokens": 6}}
+    guessing = small(checkpoint, tmp_path, "--record", str(record), scheduling=speculation, parallelism=shape)
     try:
         found = answers(guessing)
         drafted, accepted = (
@@ -63,9 +75,10 @@ def test_answers_are_those_of_a_replica_that_does_not_guess(
         assert guessing.interrupt() == 0
     finally:
         stop(guessing)
-    for (choices, usage), (expected, expected_usage) in zip(found, answers(served), strict=True):
+    for (choices, usage), (as_choices, as_usage) in zip(found, expected, strict=True):
+        assert usage["completion_tokens"] == as_usage["completion_tokens"]
         for (text, reason, logprobs), (as_text, as_reason, as_logprobs) in zip(
-            choices, expected, strict=True
+            choices, as_choices, strict=True
         ):
             assert (text, reason) == (as_text, as_reason)
             assert (logprobs is None) == (as_logprobs is None)
@@ -73,7 +86,6 @@ def test_answers_are_those_of_a_replica_that_does_not_guess(
                 assert logprobs["tokens"] == as_logprobs["tokens"]
                 near = pytest.approx(as_logprobs["token_logprobs"], abs=1e-3)
                 assert logprobs["token_logprobs"] == near
-        assert usage["completion_tokens"] == expected_usage["completion_tokens"]
     assert drafted > accepted > 0
     command = [sys.executable, "-m", "medha_cli.main", "replay", str(record)]
     replayed = subprocess.run(command, capture_output=True, text=True, timeout=120)

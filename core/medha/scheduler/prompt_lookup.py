@@ -11,7 +11,6 @@ indexed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ class PromptIndex:
     def __init__(self, ids: TokenIds) -> None:
         """`ids` is int32 [n]."""
         self.ids = ids
+        self.users = 0  # running sequences
         bits = max(4, (2 * len(ids) - 1).bit_length())
         self._shift = np.uint64(_BITS - bits)
         self._behind: npt.NDArray[np.int32] = np.zeros(1 << bits, dtype=np.int32)  # 0: no run has this hash
@@ -66,6 +66,7 @@ class PromptIndex:
 
 @dataclass(slots=True)
 class _Sequence:
+    name: str  # of its prompt
     prompt: PromptIndex
     outputs: list[int] = field(default_factory=list)
     grams: dict[tuple[int, ...], int] = field(
@@ -110,7 +111,7 @@ class PromptLookup:
         """`draft_tokens` is the length of a draft."""
         self._draft_tokens = draft_tokens
         self._sequences: dict[str, _Sequence] = {}
-        self._prompts: WeakValueDictionary[str, PromptIndex] = WeakValueDictionary()
+        self._prompts: dict[str, PromptIndex] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -123,7 +124,8 @@ class PromptLookup:
         prompt = self._prompts.get(name)
         if prompt is None:
             prompt = self._prompts[name] = PromptIndex(ids)
-        self._sequences[request_id] = _Sequence(prompt)
+        prompt.users += 1
+        self._sequences[request_id] = _Sequence(name, prompt)
 
     def add(self, request_id: str, token: int) -> None:
         """Add an output token of a sequence that has begun."""
@@ -137,4 +139,9 @@ class PromptLookup:
 
     def end(self, request_id: str) -> None:
         """Stop following a sequence; does nothing if it has not begun."""
-        self._sequences.pop(request_id, None)
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return
+        sequence.prompt.users -= 1
+        if sequence.prompt.users == 0:
+            del self._prompts[sequence.name]

@@ -6,7 +6,7 @@ token for each guess that turns out right, and one behind them. So drafts change
 
 How many are verified follows from a few numbers:
 
-* The *chance* of a sequence that one more guess is right. Every sampled token tells, whether or not its guess was verified.
+* The *chance* of a sequence that one more guess is right. Every sampled token counts, whether or not its guess was verified.
 * The predicted time of the whole step with them. They are worth it as long as the expected tokens per second rise, so
   fewer are verified the more the device has to compute anyhow.
 * The time that nobody misses: the step stays within the TPOT targets of all decodes, and within the slack of the prompt
@@ -41,7 +41,7 @@ class DraftLimits:
 
 @dataclass(slots=True)
 class Drafted:
-    """What a step verifies, and the expected rate of output tokens."""
+    """The guesses that a step verifies, and the expected rate of output tokens."""
 
     tokens_per_second: float
     drafts: Drafts = field(default_factory=dict)
@@ -84,7 +84,7 @@ def choose_drafts(
         if len(request.draft) > unknown_tokens and not request.runs_ahead
         for index in range(_most(request, limits, unknown_tokens))
     ]
-    # Of one request, each guess is less likely than the one before, so these stay in order.
+    # Each guess of a request is less likely than the one before, so these stay in order.
     guesses = sorted(
         (one for one in guesses if one[0] >= LEAST_CHANCE), key=lambda one: one[:2], reverse=True
     )

@@ -91,7 +91,7 @@ class Result:
 
     @property
     def tokens(self) -> list[int]:
-        """One number for each row that could be sampled: the tokens, and -1 for the rest."""
+        """The tokens, and -1 for each further row that another token could have been sampled from."""
         tokens = [one.token for one, _ in self.sampled]
         return tokens + [-1] * (1 + len(self.planned.entry.drafts) - len(tokens))
 
