@@ -35,8 +35,11 @@ _CHUNKS = tuple(
 _EXPERT_FIELDS = {
     "mixtral": (("num_local_experts",), "intermediate_size"),
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
+    "gpt_oss": (("num_local_experts", "num_experts"), "intermediate_size"),
 }
 """Fields with the number of experts, and with the width of one, of the model types that have experts."""
+_EXPERT_METHODS = {"gpt_oss": ("mxfp4",)}
+"""The methods in which experts of a model type may be quantised."""
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FIELDS)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GRID_POINTS = 33  # contexts at which the speed of a prefill is evaluated
@@ -271,6 +274,7 @@ def read_shape(config: Path) -> ModelShape:
     width = _DTYPE_BYTES[values.get("dtype") or values.get("torch_dtype") or "bfloat16"]
     layers, kv_heads = field("num_hidden_layers"), field("num_key_value_heads", heads)
     head_dim, intermediate = field("head_dim", hidden // heads), field("intermediate_size")
+    quantisation, experts = _quantisation(path, values), _read_experts(path, values, field)
     return ModelShape(
         name=path.parent.name or "model",
         layers=layers,
@@ -284,7 +288,7 @@ def read_shape(config: Path) -> ModelShape:
         kv_dtype_bytes=width,
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         layer_weight_bytes=mean_layer_bytes(
-            _quantisation(path, values),
+            quantisation,
             layers,
             width,
             hidden=hidden,
@@ -292,7 +296,10 @@ def read_shape(config: Path) -> ModelShape:
             kv_width=kv_heads * head_dim,
             intermediate=intermediate,
         ),
-        experts=_read_experts(path, values, field),
+        experts=experts,
+        expert_weight_bytes=None
+        if quantisation is None or experts is None
+        else quantisation.expert_weight_bytes(hidden, experts.intermediate),
     )
 
 
@@ -332,9 +339,10 @@ def _quantisation(path: Path, values: dict[str, Any]) -> Quantisation | None:
     name = "compression_config" if values.get("quantization_config") is None else "quantization_config"
     if values.get(name) is None:
         return None
-    has_experts = values.get("model_type") in _EXPERT_FIELDS
+    kind = values.get("model_type")
+    expert_methods = _EXPERT_METHODS.get(kind, ()) if kind in _EXPERT_FIELDS else None
     try:
-        return decode(values[name], f"{path}: {name}", has_experts=has_experts)
+        return decode(values[name], f"{path}: {name}", expert_methods=expert_methods)
     except (CheckpointInvalid, ModelUnsupported) as error:
         raise ConfigInvalid(str(error)) from error
 

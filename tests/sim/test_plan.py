@@ -12,7 +12,17 @@ from click.testing import CliRunner
 
 from medha.cost.predictor import Chunking, Predictor, Work
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, QWEN3_30B_A3B, ExpertShape, profile_for
+from medha.hardware import (
+    A100,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    H100,
+    LLAMA3_8B,
+    LLAMA3_70B,
+    QWEN3_30B_A3B,
+    ExpertShape,
+    profile_for,
+)
 from medha.topology import Topology
 from medha_cli.main import main
 from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape, shortfall
@@ -190,6 +200,30 @@ def test_a_mixture_of_experts_counts_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(mixed))
     assert read_shape(tmp_path).experts == ExpertShape(23, 128, 8, 768)
     assert plan(read_shape(tmp_path), H100, WISH)[0].fits
+
+
+def test_experts_in_mxfp4_take_the_bytes_of_the_published_files(tmp_path: Path) -> None:
+    values = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = read_shape(tmp_path)
+    assert replace(shape, name=GPT_OSS_20B.name, layer_weight_bytes=None) == GPT_OSS_20B
+    assert shape.layer_weight_bytes == 2
+    assert shape.weights_bytes == GPT_OSS_20B.weights_bytes == pytest.approx(13.76e9, rel=2e-3)
+    assert GPT_OSS_120B.weights_bytes == pytest.approx(65.25e9, rel=2e-3)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": None}))
+    assert read_shape(tmp_path).weights_bytes == pytest.approx(2 * 20.91e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,17 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """The activation of gpt-oss' experts: (up + 1) * gate * sigmoid(alpha * gate).
+
+    `limit` is the largest gate, and the largest size of an up, before that.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """Shape and arithmetic of the experts of a model's sparse layers.
 
@@ -35,6 +46,7 @@ class ExpertsConfig:
         intermediate_size: Width of one expert.
         renormalises: Whether the probabilities of a token's experts are scaled to a sum of 1.
         layers: Indexes of the sparse layers; the others are dense.
+        swiglu: The activation if it is clamped; None: silu(gate) * up.
     """
 
     count: int
@@ -42,6 +54,7 @@ class ExpertsConfig:
     intermediate_size: int
     renormalises: bool
     layers: frozenset[int]
+    swiglu: ClampedSwiglu | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,25 @@ class ModelConfig:
         if self.quantisation is None:
             return self.parameters * element_bytes
         embedding = self.vocab_size * self.hidden_size * element_bytes
-        return embedding + self.quantisation.weights_bytes(self.linear_layers, element_bytes)
+        total = embedding + self.quantisation.weights_bytes(self.linear_layers, element_bytes)
+        if self.experts is not None:
+            routers = len(self.experts.layers) * self.experts.count * self.hidden_size
+            each = self.expert_weight_bytes or element_bytes
+            total += routers * element_bytes + round(self._parameters_of_experts(self.experts.count) * each)
+        return total
+
+    @property
+    def expert_weight_bytes(self) -> float | None:
+        """Mean bytes of a weight of the experts, scales included; None if they are not quantised."""
+        if self.quantisation is None or self.experts is None:
+            return None
+        return self.quantisation.expert_weight_bytes(self.hidden_size, self.experts.intermediate_size)
+
+    def _parameters_of_experts(self, count: int) -> int:
+        """Return the number of weights of so many experts in each sparse layer."""
+        if self.experts is None:
+            return 0
+        return len(self.experts.layers) * count * 3 * self.hidden_size * self.experts.intermediate_size
 
     @property
     def parameters(self) -> int:
@@ -144,8 +175,7 @@ class ModelConfig:
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         idle = 0
         if self.experts is not None:
-            one = 3 * self.hidden_size * self.experts.intermediate_size
-            idle = len(self.experts.layers) * (self.experts.count - self.experts.per_token) * one
+            idle = self._parameters_of_experts(self.experts.count - self.experts.per_token)
         return int(self.linear_flops_per_token / 2) + idle + embedding
 
     @property
@@ -258,7 +288,7 @@ class ModelConfig:
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             rope=rope,
             windows=_windows(fields, family, num_layers, served),
-            dtype=_dtype(fields),
+            dtype=_dtype(fields, family),
             max_position_tokens=limit,
             max_model_len=served,
             experts=None if family.experts is None else _experts(fields, family.experts, num_layers),
@@ -287,6 +317,8 @@ _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
     "logit_scale": (None, 1, 1.0),
     "clip_qkv": (None,),
     "attention_sink": (None, False),
+    "swiglu_alpha": (None,),
+    "swiglu_limit": (None,),
     "attention_chunk_size": (None,),
     "no_rope_layers": (None,),
     "no_rope_layer_interval": (None,),
@@ -401,7 +433,11 @@ def _family(fields: _Fields) -> Family:
 
 
 def _refuse_foreign_features(fields: _Fields, family: Family) -> None:
-    own = () if family.experts is None else family.experts.count_fields
+    own: tuple[str, ...] = ()
+    if family.experts is not None:
+        own = family.experts.count_fields
+        if family.experts.is_interleaved:
+            own += ("swiglu_alpha", "swiglu_limit")
     for name, neutral in _FOREIGN_FIELDS.items():
         if name not in own and fields.get(name) not in neutral:
             raise fields.unsupported(name, "choose a checkpoint without it")
@@ -410,8 +446,9 @@ def _refuse_foreign_features(fields: _Fields, family: Family) -> None:
 def _quantisation(fields: _Fields, family: Family) -> Quantisation | None:
     """Return the formats of quantised linears; old files have them under `compression_config`."""
     name = "compression_config" if fields.get("quantization_config") is None else "quantization_config"
-    value, has_experts = fields.get(name), family.experts is not None
-    return None if value is None else decode(value, f"{fields.source}: {name}", has_experts=has_experts)
+    value = fields.get(name)
+    expert_methods = None if family.experts is None else family.experts.quantised_as
+    return None if value is None else decode(value, f"{fields.source}: {name}", expert_methods=expert_methods)
 
 
 def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsConfig:
@@ -430,6 +467,11 @@ def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsCon
         fields.positive_int(block.width_field),
         fields.boolean("norm_topk_prob", False) if renormalises is None else renormalises,
         _sparse_layers(fields, num_layers) if block.may_be_mixed else frozenset(range(num_layers)),
+        ClampedSwiglu(
+            fields.positive_number("swiglu_alpha", 1.702), fields.positive_number("swiglu_limit", 7.0)
+        )
+        if block.is_interleaved
+        else None,
     )
 
 
@@ -477,14 +519,14 @@ def _attention_bias(fields: _Fields, family: Family) -> bool:
 
     Some families have no such field; the tensors are checked anyway.
     """
-    return family.reads_attention_bias and fields.boolean("attention_bias", False)
+    return family.reads_attention_bias and fields.boolean("attention_bias", family.attention_bias)
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: _Fields, family: Family) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)
     if value is None:
-        return "float32"
+        return family.dtype
     if not isinstance(value, str) or value not in ELEMENT_BYTES:
         raise fields.unsupported(name, f"choose a checkpoint in one of {', '.join(ELEMENT_BYTES)}")
     return value
@@ -497,7 +539,7 @@ def _rope(
     old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
     if old and new and old != new:
         raise fields.invalid("rope_scaling", f"equal to rope_parameters ({new!r}), or absent")
-    stored = old or new or {}
+    stored = old or new or dict(family.rope or {})
     parameters = dict(stored if override is None else override)
     theta = stored.get("rope_theta", fields.get("rope_theta"))
     parameters.setdefault("rope_theta", family.rope_theta if theta is None else theta)
@@ -628,6 +670,15 @@ def _windows(fields: _Fields, family: Family, num_layers: int, max_model_len: in
     elif window is not None:
         window = fields.positive_int("sliding_window")
     is_sliding = [True] * num_layers
+    if family.window_pattern is not None:
+        pattern = family.window_pattern
+        is_sliding = [pattern[index % len(pattern)] for index in range(num_layers)]
+        if layer_types is not None:
+            is_sliding = [name == "sliding_attention" for name in layer_types]
+        if window is None and any(is_sliding):
+            raise fields.invalid(
+                "sliding_window", "a whole number of at least 1, as layers have sliding attention"
+            )
     if family.has_window_switch:
         if not fields.boolean("use_sliding_window", False):
             if "sliding_attention" in (layer_types or ()):
@@ -643,7 +694,8 @@ def _windows(fields: _Fields, family: Family, num_layers: int, max_model_len: in
     mend = f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
     if not family.has_window:
         raise fields.unsupported("sliding_window", f"{family.architecture} has no window; {mend}")
-    if family.max_window_layers is None and "full_attention" in (layer_types or ()):
+    is_uniform = family.max_window_layers is None and family.window_pattern is None
+    if is_uniform and "full_attention" in (layer_types or ()):
         raise fields.unsupported(
             "layer_types", f"all layers of {family.architecture} have the same window; {mend}"
         )

@@ -131,6 +131,7 @@ def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShap
         dtype_bytes=element_bytes,
         kv_dtype_bytes=element_bytes,
         experts=experts,
+        expert_weight_bytes=config.expert_weight_bytes,
         layer_weight_bytes=mean_layer_bytes(
             config.quantisation,
             config.num_layers,

@@ -5,7 +5,9 @@ Shared blocks do the rest: a further family of the same blocks is one more file,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,10 @@ class ExpertBlock:
         renormalises: Whether the weights of the chosen experts are scaled to a sum of 1; None if the field
             `norm_topk_prob` says so.
         may_be_mixed: Whether `decoder_sparse_step` and `mlp_only_layers` can make some layers dense.
+        is_interleaved: Whether experts are those of gpt-oss, which `interleaved_experts` reads: one tensor for all, whose
+            columns are gates and ups in turn, with biases, as has the router, and a clamped activation. `gate`, `up` and
+            `down` are not used then.
+        quantised_as: Values of `quant_method` in which the experts may be quantised.
     """
 
     count_fields: tuple[str, ...]
@@ -33,6 +39,8 @@ class ExpertBlock:
     down: str
     renormalises: bool | None
     may_be_mixed: bool
+    is_interleaved: bool = False
+    quantised_as: tuple[str, ...] = ()
 
     def router_name(self, layer: str) -> str:
         """Return the name of the router's tensor, [experts, hidden]; `layer` ends with a dot."""
@@ -52,17 +60,23 @@ class Family:
         model_type: Value of the field `model_type`, and the name that `medha model init` takes.
         qkv_bias: Whether q, k and v always have a bias.
         reads_attention_bias: Whether the field `attention_bias` gives q, k, v and o a bias.
+        attention_bias: Value if `attention_bias` is missing.
         reads_mlp_bias: Whether the field `mlp_bias` gives gate, up and down a bias.
         qk_norm: Whether queries and keys pass an RMSNorm over each head.
         kv_heads_may_be_missing: Whether a missing `num_key_value_heads` means as many as query heads.
         head_dim: Head dimension if `head_dim` is missing; None: `hidden_size / num_attention_heads`.
         rms_norm_eps: Value if `rms_norm_eps` is missing.
         rope_theta: Value if `rope_theta` is missing.
+        rope: RoPE parameters if config.json has none; None: RoPE without scaling.
+        dtype: Data type if neither `dtype` nor `torch_dtype` is given.
         has_window: Whether its layers can have a sliding window.
         window_tokens: Sliding window if `sliding_window` is missing; None: no window.
         has_window_switch: Whether the window holds only if `use_sliding_window` is true.
         max_window_layers: Layers without a window if the field `max_window_layers` is missing; None: that field is not
             read, and all layers have the window.
+        window_pattern: Whether a layer has the window, of the first layers and then over again, if `layer_types` is
+            missing; None: layers do not alternate.
+        has_sinks: Whether each query head has an attention sink.
         experts: The sparse block; None if all layers are dense.
     """
 
@@ -70,16 +84,21 @@ class Family:
     model_type: str
     qkv_bias: bool = False
     reads_attention_bias: bool = False
+    attention_bias: bool = False
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     kv_heads_may_be_missing: bool = False
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rope: Mapping[str, Any] | None = None
+    dtype: str = "float32"
     has_window: bool = True
     window_tokens: int | None = 4096
     has_window_switch: bool = False
     max_window_layers: int | None = None
+    window_pattern: tuple[bool, ...] | None = None
+    has_sinks: bool = False
     experts: ExpertBlock | None = None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from medha_worker.model.families.family import Family
+from medha_worker.model.families.gpt_oss import GPT_OSS
 from medha_worker.model.families.llama import LLAMA
 from medha_worker.model.families.mistral import MISTRAL
 from medha_worker.model.families.mixtral import MIXTRAL
@@ -14,6 +15,6 @@ from medha_worker.model.families.qwen3 import QWEN3
 from medha_worker.model.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.architecture: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+    {family.architecture: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS)}
 )
 """Every family; `model_type` is unique among them too."""
