@@ -253,6 +253,7 @@ def test_every_tensor_rank_holds_all_latents_and_lanes_divide_them(tmp_path: Pat
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, 4096, 1.0),
         ({"model_type": "gemma3_text", "sliding_window": 512}, 512, 10 / 12),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 4}, 4096, 0.75),
+        ({"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2}, 128, 0.5),
         ({"layer_types": ["full_attention"] * 9 + ["sliding_attention"] * 3}, 1, 0.0),
         (
             {
