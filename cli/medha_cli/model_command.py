@@ -24,7 +24,8 @@ def command() -> None:
     "--architecture",
     default="llama",
     show_default=True,
-    help="Family: llama, mistral, qwen2, qwen3, gemma3_text, or with experts: mixtral, qwen3_moe, deepseek_v2, deepseek_v3.",
+    help="Family: llama, mistral, qwen2, qwen3, gemma3_text, or with experts: mixtral, qwen3_moe, deepseek_v2, deepseek_v3, "
+    "gpt_oss.",
 )
 @click.option(
     "--dtype",
@@ -37,13 +38,14 @@ def command() -> None:
     type=click.IntRange(min=1),
     default=None,
     help="Tokens of a sliding window: of all layers of a mistral, mixtral or qwen3_moe, of the upper half of a qwen2 or "
-    "qwen3, of every second layer of a gemma3_text, which has one of 512 tokens in any case.",
+    "qwen3, of every second layer of a gemma3_text or gpt_oss, which has one of 512 or 128 tokens in any case.",
 )
 @click.option(
     "--quantisation",
     default="none",
     show_default=True,
-    help="Format of the linears: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, awq, gptq or gptq-desc-act.",
+    help="Format of the linears: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, awq, gptq or gptq-desc-act; "
+    "of a gpt_oss' experts: mxfp4.",
 )
 @click.option(
     "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."
@@ -72,6 +74,7 @@ def init(
       medha model init /tmp/experts --architecture mixtral
       medha model init /tmp/window --architecture mistral --window 1024
       medha model init /tmp/w4a16 --quantisation w4a16
+      medha model init /tmp/gpt-oss --architecture gpt_oss --quantisation mxfp4
     """
     from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds
 

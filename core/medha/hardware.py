@@ -146,6 +146,8 @@ class ModelShape:
     layer_weight_bytes: float | None = None
     """Mean bytes of a weight of the layers' linears, scales included, if they are quantised."""
     experts: ExpertShape | None = None
+    expert_weight_bytes: float | None = None
+    """Mean bytes of a weight of the experts, scales included, if they are quantised."""
     window_tokens: int = 1  # keys that a query sees in a layer with a window
     window_share: float = 0.0  # share of the layers that have a window
     latent: LatentShape | None = None
@@ -154,6 +156,11 @@ class ModelShape:
     def linear_bytes(self) -> float:
         """Mean bytes of a weight of the layers' linears, experts not counted."""
         return self.dtype_bytes if self.layer_weight_bytes is None else self.layer_weight_bytes
+
+    @property
+    def expert_bytes(self) -> float:
+        """Mean bytes of a weight of the experts."""
+        return self.dtype_bytes if self.expert_weight_bytes is None else self.expert_weight_bytes
 
     @property
     def layer_parameters(self) -> int:
@@ -208,7 +215,8 @@ class ModelShape:
     @property
     def weights_bytes(self) -> int:
         linears = int(self.shared_parameters * self.linear_bytes)
-        return linears + (self.expert_parameters + self._embedding_parameters) * self.dtype_bytes
+        experts = int(self.expert_parameters * self.expert_bytes)
+        return linears + experts + self._embedding_parameters * self.dtype_bytes
 
     @property
     def _embedding_parameters(self) -> int:
@@ -288,10 +296,20 @@ DEEPSEEK_V3 = ModelShape(
     "DeepSeek-V3", 61, 7168, 128, 1, 576, 18432, 129280, experts=ExpertShape(58, 256, 8, 2048, 2048),
     latent=LatentShape(1536, 512, 128, 64, 128),
 )  # fmt: skip
+_MXFP4_BYTES = 17 / 32  # 4 bits, and a scale of 8 bits for 32 of them
+GPT_OSS_20B = ModelShape(
+    "gpt-oss-20b", 24, 2880, 64, 8, 64, 2880, 201088, window_tokens=128, window_share=0.5,
+    experts=ExpertShape(24, 32, 4, 2880), expert_weight_bytes=_MXFP4_BYTES,
+)  # fmt: skip
+GPT_OSS_120B = ModelShape(
+    "gpt-oss-120b", 36, 2880, 64, 8, 64, 2880, 201088, window_tokens=128, window_share=0.5,
+    experts=ExpertShape(36, 128, 4, 2880), expert_weight_bytes=_MXFP4_BYTES,
+)  # fmt: skip
 MODELS = {
     model.name: model
     for model in (
         LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, MIXTRAL_8X7B, QWEN3_30B_A3B, GEMMA3_27B, DEEPSEEK_V2_LITE, DEEPSEEK_V3,
+        GPT_OSS_20B, GPT_OSS_120B,
     )
 }  # fmt: skip
 
@@ -431,7 +449,7 @@ def _experts(name: str, model: ModelShape, hardware: Hardware, inputs: int, outp
     """Return the products of rows with their experts; each expert has weights of the given size. The router is left out."""
     assert model.experts is not None
     count, per_token = model.experts.count, model.experts.per_token
-    one = _matrix(name, model, hardware, inputs, outputs, model.dtype_bytes)
+    one = _matrix(name, model, hardware, inputs, outputs, model.expert_bytes)
     return replace(
         one,
         fixed_seconds=count * one.fixed_seconds,

@@ -2,7 +2,7 @@
 
 `decode` reads `quantization_config` field by field. A field that changes results is implemented or refused, never
 ignored. The formats are those of compressed-tensors (integers of 8 bits, packed integers of 4 or 8 bits, FP8),
-DeepSeek's FP8 blocks, AWQ and GPTQ.
+DeepSeek's FP8 blocks, AWQ and GPTQ, and of experts MXFP4.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from medha.errors import CheckpointInvalid, ModelUnsupported
 
-Layout = Literal["bytes", "packed", "awq", "gptq"]
-"""The way in which integers lie in a file: one in each byte, or several in a word of 32 bits."""
+Layout = Literal["bytes", "packed", "awq", "gptq", "mxfp4"]
+"""The way in which values lie in a file: one in each byte, several in a word of 32 bits, or two in each byte."""
 
 _FLOATS = frozenset({"F32", "BF16", "F16"})
 _WORD_BITS = 32
@@ -51,7 +52,7 @@ class WeightFormat:
     Attributes:
         name: Its name in messages.
         layout: See `Layout`.
-        is_float: True for FP8 (E4M3), False for integers.
+        is_float: True for FP8 (E4M3) and FP4 (E2M1), False for integers.
         bits: Bits of one value.
         has_zero_points: True if a zero point is subtracted from the values of each group.
         group_size: Neighbouring columns that share a scale; None if all do.
@@ -153,6 +154,15 @@ class WeightFormat:
         )
 
 
+MXFP4_BLOCK = 32
+"""Neighbouring values of a row that share a scale in MXFP4, a power of two."""
+MXFP4 = WeightFormat("MXFP4", "mxfp4", is_float=True, bits=4, group_size=MXFP4_BLOCK, scale_bytes=1)
+"""FP4 (E2M1) with a scale for each block of a row: the format of gpt-oss' experts."""
+
+_EVERY_EXPERT = r"model\.layers\.\d+\.mlp\.experts$"
+_EXPERTS = "model.layers.0.mlp.experts"
+
+
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     """The format of each linear layer of a checkpoint.
@@ -191,6 +201,14 @@ class Quantisation:
                 else form.held_bytes(rows, columns, element_bytes)
             )
         return total
+
+    def expert_weight_bytes(self, hidden: int, intermediate: int) -> float | None:
+        """Return the mean bytes of a weight of experts, scales included; None if they are not quantised."""
+        form = self.format_of(_EXPERTS)
+        if form is None:
+            return None
+        held = form.held_bytes(2 * intermediate, hidden, 0) + form.held_bytes(hidden, intermediate, 0)
+        return held / (3 * hidden * intermediate)
 
 
 def mean_layer_bytes(
@@ -233,29 +251,34 @@ def layer_linears(
 
 
 def decode(
-    value: object, source: str = "config.json: quantization_config", *, has_experts: bool = False
+    value: object,
+    source: str = "config.json: quantization_config",
+    *,
+    expert_methods: tuple[str, ...] | None = None,
 ) -> Quantisation:
     """Return the description that `value`, a checkpoint's `quantization_config`, has of its layers.
 
     Args:
         value: The JSON value.
         source: Its name in errors.
-        has_experts: True if the model is a mixture of experts.
+        expert_methods: The methods in which the experts of a mixture may be quantised; None for a dense model.
 
     Raises:
-        ModelUnsupported: the method, or one of its settings, is not supported, or the model has experts; the text says which.
+        ModelUnsupported: the method, or one of its settings, is not supported by this model; the text says which.
         CheckpointInvalid: a field is missing, has the wrong type, or contradicts another one.
     """
     fields = _Settings(value, source)
-    if has_experts:
+    if expert_methods is not None and fields.get("quant_method") not in expert_methods:
+        served = f" but in {' or '.join(expert_methods)}" if expert_methods else ""
         raise ModelUnsupported(
-            f"{source}.quant_method is {fields.get('quant_method')!r}, but quantised experts are not supported; "
+            f"{source}.quant_method is {fields.get('quant_method')!r}, but quantised experts are not supported{served}; "
             "choose the unquantised checkpoint (bfloat16, float16 or float32)"
         )
     method = fields.text("quant_method")
-    if method not in _METHODS:
-        raise fields.unsupported("quant_method", f"one of {', '.join(_METHODS)}")
-    return _METHODS[method](fields)
+    methods = _METHODS if expert_methods is None else _EXPERT_METHODS
+    if method not in methods:
+        raise fields.unsupported("quant_method", f"one of {', '.join(methods)}")
+    return methods[method](fields)
 
 
 class _Settings:
@@ -501,6 +524,15 @@ def _gptq(fields: _Settings) -> Quantisation:
     return _of_every_layer("gptq", form, fields)
 
 
+def _mxfp4(fields: _Settings) -> Quantisation:
+    for entry in fields.names("modules_to_not_convert"):
+        # Entries name modules by patterns; those of experts, or of the MLP around them, would leave some as they are.
+        of_any_layer = re.sub(r"\d+", "*", entry)
+        if "experts" in entry or fnmatchcase(_EXPERTS, f"*{of_any_layer}*"):
+            raise fields.unsupported("modules_to_not_convert", "all experts in MXFP4")
+    return Quantisation("mxfp4", (((f"re:{_EVERY_EXPERT}",), MXFP4),))
+
+
 def _of_every_layer(method: str, form: WeightFormat, fields: _Settings) -> Quantisation:
     """Return the description of a method that has one format, and never quantises the output head."""
     ignored = ("lm_head", *fields.names("modules_to_not_convert"))
@@ -513,3 +545,5 @@ _METHODS = {
     "awq": _awq,
     "gptq": _gptq,
 }
+_EXPERT_METHODS = {"mxfp4": _mxfp4}
+"""Methods of mixtures of experts."""

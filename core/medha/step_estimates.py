@@ -59,7 +59,7 @@ class StepCosts:
             layers_bytes=float(shard.shared_parameters * shard.linear_bytes),
             head_bytes=float(head * shard.dtype_bytes),
             key_bytes=float(shard.kv_bytes_per_token),
-            experts_bytes=float(shard.expert_parameters * shard.dtype_bytes),
+            experts_bytes=float(shard.expert_parameters * shard.expert_bytes),
             experts=1 if experts is None else experts.count,
             experts_per_row=1 if experts is None else experts.per_token,
         )

@@ -39,8 +39,11 @@ _EXPERT_FIELDS = {
     "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
     "deepseek_v2": (("n_routed_experts", "num_experts"), "moe_intermediate_size"),
     "deepseek_v3": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
+    "gpt_oss": (("num_local_experts", "num_experts"), "intermediate_size"),
 }
 """Fields with the number of experts, and with the width of one, of the model types that have experts."""
+_EXPERT_METHODS = {"gpt_oss": ("mxfp4",)}
+"""The methods in which experts of a model type may be quantised."""
 _LATENT = ("deepseek_v2", "deepseek_v3")
 """Model types with latent attention. Their first layers are dense, and their experts have a shared one beside them."""
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *TEXT_CONFIGS, *_EXPERT_FIELDS)
@@ -53,9 +56,8 @@ class _Windows:
     tokens: int | None  # if `sliding_window` is missing
     has_switch: bool = False  # `use_sliding_window` must be true
     first_layer: int | None = None  # if `max_window_layers` is missing; None: the field is not read
-    full_layer_interval: int | None = (
-        None  # if `sliding_window_pattern` is missing; None: the field is not read
-    )
+    full_layer_interval: int | None = None  # one layer of so many has none; None: layers do not alternate
+    reads_interval: bool = False  # `sliding_window_pattern` gives another interval
 
 
 _WINDOWS = {
@@ -64,7 +66,8 @@ _WINDOWS = {
     "qwen2": _Windows(4096, has_switch=True, first_layer=28),
     "qwen3": _Windows(4096, has_switch=True, first_layer=28),
     "qwen3_moe": _Windows(4096, has_switch=True),
-    "gemma3_text": _Windows(4096, full_layer_interval=6),
+    "gemma3_text": _Windows(4096, full_layer_interval=6, reads_interval=True),
+    "gpt_oss": _Windows(128, full_layer_interval=2),
 }
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GRID_POINTS = 33  # contexts at which the speed of a prefill is evaluated
@@ -303,6 +306,7 @@ def read_shape(config: Path) -> ModelShape:
         )
     width = _DTYPE_BYTES[values.get("dtype") or values.get("torch_dtype") or "bfloat16"]
     layers, kv_heads = field("num_hidden_layers"), field("num_key_value_heads", heads)
+    quantisation, experts = _quantisation(path, values), _read_experts(path, values, field)
     intermediate, latent = field("intermediate_size"), None
     if values.get("model_type") in _LATENT:
         latent = _read_latent(values, field)
@@ -322,7 +326,7 @@ def read_shape(config: Path) -> ModelShape:
         kv_dtype_bytes=width,
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         layer_weight_bytes=mean_layer_bytes(
-            _quantisation(path, values),
+            quantisation,
             layers,
             width,
             hidden=hidden,
@@ -330,7 +334,10 @@ def read_shape(config: Path) -> ModelShape:
             kv_width=kv_heads * head_dim,
             intermediate=intermediate,
         ),
-        experts=_read_experts(path, values, field),
+        experts=experts,
+        expert_weight_bytes=None
+        if quantisation is None or experts is None
+        else quantisation.expert_weight_bytes(hidden, experts.intermediate),
         **_read_windows(path, values, layers, field),
         latent=latent,
     )
@@ -366,7 +373,10 @@ def _read_windows(
         is_zero = values.get("max_window_layers") == 0
         count = max(0, layers - (0 if is_zero else field("max_window_layers", known.first_layer)))
     elif known.full_layer_interval is not None:
-        count = layers - layers // field("sliding_window_pattern", known.full_layer_interval)
+        interval = known.full_layer_interval
+        count = layers - layers // (
+            field("sliding_window_pattern", interval) if known.reads_interval else interval
+        )
     else:
         count = layers
     if count == 0:
@@ -424,9 +434,10 @@ def _quantisation(path: Path, values: dict[str, Any]) -> Quantisation | None:
     name = "compression_config" if values.get("quantization_config") is None else "quantization_config"
     if values.get(name) is None:
         return None
-    has_experts = values.get("model_type") in _EXPERT_FIELDS
+    kind = values.get("model_type")
+    expert_methods = _EXPERT_METHODS.get(kind, ()) if kind in _EXPERT_FIELDS else None
     try:
-        return decode(values[name], f"{path}: {name}", has_experts=has_experts)
+        return decode(values[name], f"{path}: {name}", expert_methods=expert_methods)
     except (CheckpointInvalid, ModelUnsupported) as error:
         raise ConfigInvalid(str(error)) from error
 

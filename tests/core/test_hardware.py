@@ -107,7 +107,7 @@ def test_the_ranks_of_a_pod_share_the_flops(model: ModelShape, tensor: int) -> N
     ).layer_parameters  # more ranks than heads keep copies
     assert flops * A100.peak_flops * tensor == pytest.approx(2.0 * (dense + copies + experts.per_token * one))
     weights = sum(operation.fixed_seconds for operation in operations) * A100.memory_bytes_per_second * tensor
-    assert weights == pytest.approx(2.0 * (dense + copies + experts.count * one))
+    assert weights == pytest.approx(2.0 * (dense + copies) + experts.count * one * model.expert_bytes)
 
 
 @EACH_MODEL

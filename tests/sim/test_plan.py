@@ -16,6 +16,8 @@ from medha.hardware import (
     A100,
     DEEPSEEK_V2_LITE,
     GEMMA3_27B,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
     H100,
     LLAMA3_8B,
     LLAMA3_70B,
@@ -251,6 +253,7 @@ def test_every_tensor_rank_holds_all_latents_and_lanes_divide_them(tmp_path: Pat
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, 4096, 1.0),
         ({"model_type": "gemma3_text", "sliding_window": 512}, 512, 10 / 12),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 4}, 4096, 0.75),
+        ({"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2}, 128, 0.5),
         ({"layer_types": ["full_attention"] * 9 + ["sliding_attention"] * 3}, 1, 0.0),
         (
             {
@@ -293,6 +296,30 @@ def test_the_text_model_of_a_model_with_images_has_a_plan(tmp_path: Path) -> Non
     values = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert replace(read_shape(tmp_path), name=GEMMA3_27B.name) == GEMMA3_27B
+
+
+def test_experts_in_mxfp4_take_the_bytes_of_the_published_files(tmp_path: Path) -> None:
+    values = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = read_shape(tmp_path)
+    assert replace(shape, name=GPT_OSS_20B.name, layer_weight_bytes=None) == GPT_OSS_20B
+    assert shape.layer_weight_bytes == 2
+    assert shape.weights_bytes == GPT_OSS_20B.weights_bytes == pytest.approx(13.76e9, rel=2e-3)
+    assert GPT_OSS_120B.weights_bytes == pytest.approx(65.25e9, rel=2e-3)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": None}))
+    assert read_shape(tmp_path).weights_bytes == pytest.approx(2 * 20.91e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(

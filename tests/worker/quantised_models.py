@@ -14,7 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medha.quantisation import ActivationFormat, decode
-from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, quantise
+from medha_worker.checkpoints.quantised_checkpoint import (
+    EXPERT_QUANTISATIONS,
+    QUANTISATIONS,
+    quantise,
+    quantise_experts,
+)
 
 STATIC_SCALE = 8.0 / 448.0
 """The `input_scale` of checkpoints made here."""
@@ -69,3 +74,15 @@ def quantise_checkpoint(directory: Path, reference: Any, settings: dict[str, Any
         if form is not None and form.activations is not None:
             rounding = rounding_of(form.activations)
             module.register_forward_pre_hook(lambda _, inputs, rounding=rounding: (rounding(inputs[0]),))
+
+
+def quantise_experts_of(directory: Path, reference: Any) -> None:
+    """Rewrite a gpt-oss checkpoint of one file with experts in MXFP4, and make `reference` compute what these stand for."""
+    path, config = directory / "model.safetensors", directory / "config.json"
+    stored, numbers = quantise_experts(load_file(path))
+    save_file(stored, path)
+    settings = {"quantization_config": EXPERT_QUANTISATIONS["mxfp4"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    with torch.no_grad():
+        for name, weight in numbers.items():
+            reference.get_parameter(name).copy_(weight)

@@ -104,10 +104,16 @@ class Replanned:
         self._planned = self._backend.plan(spans, block_tokens)
 
     def attend(
-        self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor, *, needs_sums: bool
+        self,
+        q: torch.Tensor,
+        pool_keys: torch.Tensor,
+        pool_values: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        needs_sums: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._planned is not None
-        return self._planned.attend(q, pool_keys, pool_values, needs_sums=needs_sums)
+        return self._planned.attend(q, pool_keys, pool_values, sinks, needs_sums=needs_sums)
 
 
 class Replanning:

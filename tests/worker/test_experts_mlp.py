@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from medha_worker.device import Device, host_device
@@ -19,7 +20,7 @@ from medha_worker.kernels.protocol import Kernels, KernelSizes
 from medha_worker.kernels.torch_products import TorchProducts
 from medha_worker.model.experts_mlp import choose
 from medha_worker.model.experts_mlp import experts_mlp as mlp_of_choice
-from medha_worker.model.model_config import ExpertsConfig
+from medha_worker.model.model_config import ClampedSwiglu, ExpertsConfig
 from medha_worker.model.weights import LayerWeights
 
 HIDDEN = 32
@@ -96,6 +97,48 @@ def test_any_sizes_give_what_transformers_gives(
     x = rows_of(rows, seed + 1)
     found = experts_mlp(kernels, experts, weights_of(block), x)
     torch.testing.assert_close(found, block(x[None])[0], rtol=1e-4, atol=1e-5)
+
+
+@given(
+    sizes=st.integers(1, 8).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count))),
+    width=st.sampled_from([1, 7, 16, 48]),
+    rows=st.integers(1, 60),
+    limit=st.sampled_from([0.5, 3.0, 7.0]),
+    seed=st.integers(0, 100),
+    kernels=st.sampled_from([PLAIN, COMPILED, GROUPED]),
+)
+@settings(max_examples=30)
+@torch.inference_mode()
+def test_biases_and_clamped_gates_give_what_gpt_oss_gives(
+    sizes: tuple[int, int], width: int, rows: int, limit: float, seed: int, kernels: Kernels
+) -> None:
+    """With rows of large numbers, gates and ups are on both sides of the limit."""
+    if kernels is COMPILED and width % 16:
+        kernels = replace(COMPILED, rows=PLAIN.rows)
+    swiglu = ClampedSwiglu(1.702, limit)
+    experts = ExpertsConfig(*sizes, width, renormalises=True, layers=frozenset({0}), swiglu=swiglu)
+    config = transformers.GptOssConfig(
+        hidden_size=HIDDEN, intermediate_size=width, num_local_experts=sizes[0], num_experts_per_tok=sizes[1],
+        swiglu_limit=limit, experts_implementation="eager",
+    )  # fmt: skip
+    block, random = GptOssMLP(config), torch.Generator().manual_seed(seed)
+    for parameter in block.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
+    x = rows_of(rows, seed + 1) * 3
+    apart = [*range(0, 2 * width, 2), *range(1, 2 * width, 2)]
+    weights = replace(
+        weights_of(block_of(ExpertsConfig(1, 1, 1, False, frozenset()))),
+        gate_up=block.experts.gate_up_proj[..., apart].contiguous(),
+        gate_up_bias=block.experts.gate_up_proj_bias[:, apart].contiguous(),
+        down=block.experts.down_proj.data,
+        down_bias=block.experts.down_proj_bias.data,
+        router=block.router.weight.t().contiguous(),
+        router_bias=block.router.bias.data,
+    )
+    found = experts_mlp(kernels, experts, weights, x)
+    torch.testing.assert_close(found, block(x[None])[0][0], rtol=1e-4, atol=1e-4)
+    if kernels is COMPILED:
+        assert torch.equal(experts_mlp(kernels, experts, weights, x[:1]), found[:1])
 
 
 @torch.inference_mode()

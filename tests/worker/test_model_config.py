@@ -8,7 +8,7 @@ import pytest
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
-from medha_worker.model.model_config import ExpertsConfig, ModelConfig
+from medha_worker.model.model_config import ClampedSwiglu, ExpertsConfig, ModelConfig
 from medha_worker.model.rope import RopeConfig
 
 ABSENT = object()
@@ -133,6 +133,40 @@ GEMMA3_WITH_IMAGES: dict[str, Any] = {
     "tie_word_embeddings": ABSENT,
 }
 """The model of 4 B parameters; the fields of a Llama around it do not count."""
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_local_experts": 32,
+    "experts_per_token": 4,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150_000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "torch_dtype": None,
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    },
+}  # fmt: skip
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 DEFAULT = {"rope_type": "default", "rope_theta": 500_000.0}
 
@@ -204,6 +238,57 @@ def test_published_mixtures_of_experts_have_their_published_sizes(tmp_path: Path
     assert qwen.experts == ExpertsConfig(128, 8, 768, renormalises=True, layers=frozenset(range(48)))
     assert qwen.parameters == pytest.approx(30.53e9, rel=1e-3)
     assert qwen.linear_flops_per_token == pytest.approx(2 * 3.04e9, rel=1e-2)
+
+
+def test_the_published_gpt_oss_is_read_as_written(tmp_path: Path) -> None:
+    """Without a data type it is in bfloat16, as its tensors are."""
+    config = read(tmp_path, GPT_OSS)
+    assert config.parameters == pytest.approx(20.9e9, rel=0.005)
+    assert config.weights_bytes(2) == pytest.approx(13.76e9, rel=0.002)
+    assert config.experts == ExpertsConfig(
+        32, 4, 2880, renormalises=True, layers=frozenset(range(24)), swiglu=ClampedSwiglu(1.702, 7.0)
+    )
+    assert config.windows == (128, None) * 12
+    assert config.qkv_bias
+    assert config.output_bias
+    assert config.dtype == "bfloat16"
+    assert config.max_model_len == 131_072
+    assert config.rope == RopeConfig("yarn", 150_000.0, 32.0, 4096, truncate=False)
+    missing = (
+        "layer_types",
+        "rope_scaling",
+        "rope_theta",
+        "attention_bias",
+        "sliding_window",
+        "swiglu_limit",
+    )
+    assert read(tmp_path, GPT_OSS | dict.fromkeys(missing, ABSENT)) == config
+    assert read(tmp_path, GPT_OSS, max_model_len=128).windows == (None,) * 24
+    wider = read(tmp_path, GPT_OSS | {"swiglu_limit": 9.0, "quantization_config": None})
+    assert wider.experts is not None
+    assert wider.experts.swiglu == ClampedSwiglu(1.702, 9.0)
+    assert wider.weights_bytes(2) == 2 * wider.parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (GPT_OSS | {"sliding_window": None}, "sliding_window is None, but must be a whole number of at least 1"),
+        (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit is 0, but must be a positive number"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "awq"}}, "not supported but in mxfp4; choose"),
+        (
+            GPT_OSS
+            | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.3.mlp"]}},
+            r"modules_to_not_convert is \['model.layers.3.mlp'\], which is not supported",
+        ),
+        (MIXTRAL | {"quantization_config": {"quant_method": "mxfp4"}}, "quantised experts are not supported; choose"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is 'mxfp4', which is not supported"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit is 7.0, which is not supported"),
+    ],
+)  # fmt: skip
+def test_what_a_gpt_oss_cannot_be_is_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(MedhaError, match=named):
+        read(tmp_path, changes)
 
 
 def test_sparse_layers_are_those_that_transformers_makes_sparse(tmp_path: Path) -> None:

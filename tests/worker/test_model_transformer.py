@@ -93,6 +93,11 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "sliding_window": 7,
         },
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 11},
+    ),
     # Of six layers, the second and the sixth have experts.
     "qwen3_moe-mixed": (
         transformers.Qwen3MoeConfig,
@@ -183,6 +188,10 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 ROPE_THETA = 5000.0
 LOCAL_ROPE_THETA = 300.0
+GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,7 @@ def save_reference(
 ) -> Any:
     """Save a random `transformers` model in which every weight, also of biases and norms, differs from its default."""
     config_class, model_class, extra = ARCHITECTURES[architecture]
-    parameters = dict(rope or ROPES["default"]) | {"rope_theta": ROPE_THETA}
+    parameters = {"rope_theta": ROPE_THETA} | dict(rope or ROPES["default"])
     if config_class is transformers.Gemma3TextConfig:
         parameters = {"full_attention": parameters, "sliding_attention": {"rope_theta": LOCAL_ROPE_THETA}}
     config = config_class(**SIZES | extra | overrides, rope_parameters=parameters)
@@ -223,6 +232,8 @@ def save_reference(
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
+            elif name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter) * 2)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
@@ -330,6 +341,20 @@ def test_the_old_spelling_of_rope_gives_the_same_model(
     assert theirs.items() >= pair.reference.config.rope_parameters.items()
 
 
+def test_gpt_oss_without_rope_parameters_has_those_of_transformers(tmp_path: Path) -> None:
+    """YaRN whose ramp is not rounded to whole dimensions; and a window in every second layer where none are named."""
+    pair = make_pair(tmp_path, "gpt_oss", num_hidden_layers=4, rope=GPT_OSS_ROPE)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    tokens = random_tokens(LENGTH)
+    assert largest_error(run_chunks(pair.model, tokens, [LENGTH]), pair.reference_logits(tokens)) <= TOLERANCE
+    for name in ("rope_parameters", "layer_types", "attention_bias", "rms_norm_eps"):
+        fields.pop(name)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert ModelConfig.from_directory(tmp_path) == pair.config
+    assert transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters == GPT_OSS_ROPE
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", *WINDOWED])
 def test_scattered_blocks_give_the_same_logits_as_contiguous_ones(
     pair_of: PairMaker, architecture: str
@@ -391,7 +416,18 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(pair_of: PairMaker
 
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", *WINDOWED],
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen3_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+        *WINDOWED,
+    ],
 )
 def test_greedy_text_of_64_tokens_is_identical(pair_of: PairMaker, architecture: str) -> None:
     pair = pair_of(architecture, "llama3")
@@ -482,7 +518,7 @@ def test_two_stages_one_after_the_other_give_the_whole_models_logits(pair_of: Pa
 
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gemma3_text-window"],
+    ["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "gemma3_text-window"],
 )
 def test_bfloat16_is_as_near_to_float32_as_the_reference_in_bfloat16(
     architecture: str, tmp_path: Path

@@ -74,7 +74,13 @@ def test_the_tensors_are_exactly_those_of_the_architecture(architecture: str, tm
 
 @pytest.mark.parametrize(
     ("architecture", "windows"),
-    [("mistral", (9, 9)), ("qwen2", (None, 9)), ("qwen3", (None, 9)), ("gemma3_text", (9, None))],
+    [
+        ("mistral", (9, 9)),
+        ("qwen2", (None, 9)),
+        ("qwen3", (None, 9)),
+        ("gemma3_text", (9, None)),
+        ("gpt_oss", (9, None)),
+    ],
 )
 def test_a_window_is_that_of_the_layers_to_which_the_architecture_gives_one(
     architecture: str, windows: tuple[int | None, ...], tmp_path: Path
@@ -117,6 +123,8 @@ def test_greedy_text_depends_on_the_prompt_and_does_not_repeat_one_token(tiny: P
         ({"window_tokens": 8}, "window is 8 for architecture llama"),
         ({"architecture": "mistral", "window_tokens": 0}, "window is 0"),
         ({"architecture": "mixtral", "quantisation": "awq"}, "quantisation is awq for architecture mixtral"),
+        ({"architecture": "gpt_oss", "quantisation": "awq"}, "quantisation is awq for architecture gpt_oss"),
+        ({"quantisation": "mxfp4"}, "quantisation is mxfp4 for architecture llama.* choose one of gpt_oss"),
     ],
 )
 def test_a_wrong_argument_is_named_and_nothing_is_written(

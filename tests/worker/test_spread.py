@@ -135,13 +135,19 @@ class Request:
             for pool in (caches[lane].keys[0], caches[lane].values[0]):
                 pool[:, torch.from_numpy(slots)] = math.nan
 
-    def wanted(self, start: int, stop: int, window_tokens: int | None) -> torch.Tensor:
-        """Return the causal attention of positions `start .. stop`, in float64."""
+    def wanted(
+        self, start: int, stop: int, window_tokens: int | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the causal attention of positions `start .. stop`, in float64; each row sees its heads' sinks once."""
         k, v = (x[:stop].double().repeat_interleave(GROUP, 1).transpose(0, 1) for x in (self.k, self.v))
         scores = self.q[start:stop].double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(HEAD_DIM)
         key, row = torch.arange(stop)[None], torch.arange(start, stop)[:, None]
         hidden = (key > row) | (key <= row - (window_tokens or stop))
-        return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(0, 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            beside = sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            return (torch.cat([scores, beside], -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
+        return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,7 @@ def run_step(
     requests: list[Request],
     chunks: list[Chunk],
     window_tokens: int | None,
+    sinks: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Run one step on all lanes at once; return the outputs of each chunk, in the order of positions."""
     lanes = len(backends)
@@ -193,7 +200,7 @@ def run_step(
             plan = local_plan(lane, [entry for _, entry in own], window_tokens)
         kernels = replace(torch_kernels(caches[lane].device), attention=backends[lane])
         step = SpreadStep(plan, boxes.of(lane), caches[lane], kernels, windows=(window_tokens,))
-        result = step.attend(0, q, k, v)
+        result = step.attend(0, q, k, v, sinks)
         row = 0
         for (index, entry), rows in zip(own, at, strict=True):
             outputs[index][rows - chunks[index].start] = result[row : row + entry.count]
@@ -255,13 +262,19 @@ def test_any_requests_in_any_chunks_on_any_shard_maps_and_in_any_layout_are_exac
         maps=st.lists(shard_maps(LANES), min_size=1, max_size=MOST_REQUESTS),
         strategies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=6),
         window_tokens=st.none() | st.integers(1, 60),
+        has_sinks=st.booleans(),
         seed=st.integers(0, 1000),
     )
     @settings(max_examples=examples)
     def run(
-        maps: list[ShardMap], strategies: list[tuple[str, Cut]], window_tokens: int | None, seed: int
+        maps: list[ShardMap],
+        strategies: list[tuple[str, Cut]],
+        window_tokens: int | None,
+        has_sinks: bool,
+        seed: int,
     ) -> None:
         rng = np.random.default_rng(seed)
+        sinks = torch.linspace(-2, 3, HEADS) if has_sinks else None
         ledgers = [fragmented(rng) for _ in range(LANES)]
         requests = [
             Request(f"r{index}", shards, index, ledgers, kind.dtype) for index, shards in enumerate(maps)
@@ -289,9 +302,9 @@ def test_any_requests_in_any_chunks_on_any_shard_maps_and_in_any_layout_are_exac
                     at[index] += size
             if not chunks:
                 continue
-            results = run_step(backends, caches, requests, chunks, window_tokens)
+            results = run_step(backends, caches, requests, chunks, window_tokens, sinks)
             for chunk, found in zip(chunks, results, strict=True):
-                wanted = requests[chunk.request].wanted(chunk.start, chunk.stop, window_tokens)
+                wanted = requests[chunk.request].wanted(chunk.start, chunk.stop, window_tokens, sinks)
                 torch.testing.assert_close(found.double(), wanted, rtol=kind.tolerance, atol=kind.tolerance)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from medha.config_fields import TEXT_CONFIGS
 from medha.errors import ConfigInvalid
+from medha.quantisation import MXFP4_BLOCK
 from medha_worker.checkpoints import latent_preset, needle_model
-from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, quantise
+from medha_worker.checkpoints.quantised_checkpoint import (
+    EXPERT_QUANTISATIONS,
+    QUANTISATIONS,
+    quantise,
+    quantise_experts,
+)
 from medha_worker.model.families.family import Family
 from medha_worker.model.families.family_table import FAMILIES
 
@@ -64,6 +70,7 @@ ARCHITECTURES = {
 
 # An expert is half as wide as the dense MLP of the same preset.
 _EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
+_QUANTISATIONS = {**QUANTISATIONS, **EXPERT_QUANTISATIONS}
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -134,7 +141,7 @@ def init_checkpoint(
     """Create a checkpoint in `directory`; the same arguments give the same bytes.
 
     With `window_tokens`, layers have a sliding window: all of a Mistral, Mixtral or Qwen3-MoE, and the upper half of a Qwen's.
-    Every second layer of a Gemma has one in any case, of 512 tokens unless given.
+    Every second layer of a Gemma or gpt-oss has one in any case, of 512 or 128 tokens unless given.
 
     The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left.
     Their modes follow the umask. `force` replaces an earlier checkpoint of this kind; a directory that holds
@@ -148,7 +155,7 @@ def init_checkpoint(
         ("preset", preset, tuple(PRESETS)),
         ("architecture", architecture, tuple(ARCHITECTURES)),
         ("dtype", dtype, tuple(_DTYPES)),
-        ("quantisation", quantisation, ("none", *QUANTISATIONS)),
+        ("quantisation", quantisation, ("none", *_QUANTISATIONS)),
     ):
         if value not in allowed:
             raise ConfigInvalid(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
@@ -162,11 +169,11 @@ def init_checkpoint(
         raise ConfigInvalid(
             f"window is {window_tokens} for architecture {architecture}; give at least 1, and one of {windowed}"
         )
-    if quantisation != "none" and ARCHITECTURES[architecture].experts is not None:
-        dense = ", ".join(name for name, family in ARCHITECTURES.items() if family.experts is None)
+    able = [name for name, family in ARCHITECTURES.items() if quantisation in _quantisations_of(family)]
+    if quantisation != "none" and architecture not in able:
         raise ConfigInvalid(
-            f"quantisation is {quantisation} for architecture {architecture}, but quantised experts are not supported; "
-            f"choose one of {dense}"
+            f"quantisation is {quantisation} for architecture {architecture}, which cannot have it; choose one of "
+            f"{', '.join(able)}"
         )
     if seed < 0:
         raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
@@ -182,7 +189,7 @@ def init_checkpoint(
         family = ARCHITECTURES[architecture]
         config = _model_config(sizes, family, dtype, window_tokens)
         if quantisation != "none":
-            config["quantization_config"] = QUANTISATIONS[quantisation]
+            config["quantization_config"] = _QUANTISATIONS[quantisation]
         _write_json(made / "config.json", config)
         _write_json(made / "generation_config.json", _generation_config())
         if preset == "needle":
@@ -195,7 +202,9 @@ def init_checkpoint(
             tokenizer = _train_tokenizer(sizes.vocab_size, _corpus())
             template = _CHAT_TEMPLATE
             weights = _random_weights(sizes, family, seed, _DTYPES[dtype])
-            if quantisation != "none":
+            if quantisation in EXPERT_QUANTISATIONS:
+                weights, _ = quantise_experts(weights)
+            elif quantisation != "none":
                 weights, _ = quantise(weights, QUANTISATIONS[quantisation], seed)
         _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
@@ -206,6 +215,17 @@ def init_checkpoint(
         if target.exists():
             target.rename(Path(scratch) / "old")
         made.rename(target)
+
+
+def _quantisations_of(family: Family) -> tuple[str, ...]:
+    """Return the formats that a family's checkpoints are made in."""
+    return tuple(QUANTISATIONS) if family.experts is None else family.experts.quantised_as
+
+
+def _expert_width(sizes: Preset, family: Family) -> int:
+    """Return the width of an expert: half of the dense MLP's, and of a gpt-oss a multiple of MXFP4's blocks."""
+    half = sizes.intermediate // 2
+    return half - half % MXFP4_BLOCK if family.experts and family.experts.quantised_as else half
 
 
 def _require_replaceable(target: Path, force: bool) -> None:
@@ -252,8 +272,11 @@ def _model_config(sizes: Preset, family: Family, dtype: str, window_tokens: int 
         if family.max_window_layers is not None:
             config["max_window_layers"] = sizes.layers // 2
     elif family.full_layer_interval is not None:
-        config["sliding_window"] = window_tokens or _WINDOW_TOKENS
-        config["sliding_window_pattern"] = _FULL_LAYER_INTERVAL
+        config["sliding_window"] = window_tokens or min(
+            _WINDOW_TOKENS, family.window_tokens or _WINDOW_TOKENS
+        )
+        if family.reads_layer_interval:
+            config["sliding_window_pattern"] = _FULL_LAYER_INTERVAL
     elif family.has_window:
         config["sliding_window"] = window_tokens
     if family.activation == "silu":
@@ -267,13 +290,15 @@ def _model_config(sizes: Preset, family: Family, dtype: str, window_tokens: int 
     if family.experts is not None:
         config[family.experts.count_fields[0]] = _EXPERTS
         config["num_experts_per_tok"] = _EXPERTS_PER_TOKEN
-        config[family.experts.width_field] = sizes.intermediate // 2
+        config[family.experts.width_field] = _expert_width(sizes, family)
         if family.experts.renormalises is None:
             config["norm_topk_prob"] = True
         if family.experts.deepseek is not None:
             latent = latent_preset.latent_shape(family.experts.deepseek, sizes.hidden, sizes.query_heads)
             config |= latent_preset.config_fields(family.experts.deepseek, latent, sizes.query_heads)
             del config["head_dim"]
+    if family.rope is not None:
+        config["rope_scaling"] = dict(family.rope)
     return config
 
 
@@ -347,8 +372,11 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
             weights[f"{mlp}gate_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
             weights[f"{mlp}up_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
             weights[f"{mlp}down_proj.weight"] = linear(sizes.hidden, sizes.intermediate, 2.0)
+        elif family.experts.is_interleaved:
+            width = _expert_width(sizes, family)
+            weights |= _interleaved_experts(f"{layer}mlp.", sizes.hidden, width, normal)
         else:
-            width = sizes.intermediate // 2
+            width = _expert_width(sizes, family)
             weights[block.router_name(layer)] = linear(_EXPERTS, sizes.hidden, 2.0)
             if block.deepseek == 3:
                 weights[block.correction_name(layer)] = normal(_EXPERTS, std=0.1).float()
@@ -360,10 +388,14 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
                 weights[block.linear_name(layer, expert, block.gate)] = linear(width, sizes.hidden)
                 weights[block.linear_name(layer, expert, block.up)] = linear(width, sizes.hidden)
                 weights[block.linear_name(layer, expert, block.down)] = linear(sizes.hidden, width, 3.0)
-        if family.qkv_bias:
+        if family.qkv_bias or family.attention_bias:
             weights[f"{attention}q_proj.bias"] = normal(q_width, std=0.1)
             weights[f"{attention}k_proj.bias"] = normal(kv_width, std=0.1)
             weights[f"{attention}v_proj.bias"] = normal(kv_width, std=0.1)
+        if family.attention_bias:
+            weights[f"{attention}o_proj.bias"] = normal(sizes.hidden, std=0.1)
+        if family.has_sinks:
+            weights[f"{attention}sinks"] = normal(sizes.query_heads, std=1.0)
         if family.qk_norm:
             weights[f"{attention}q_norm.weight"] = norm(head_dim, qk_gain)
             weights[f"{attention}k_norm.weight"] = norm(head_dim, qk_gain)
@@ -371,6 +403,23 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
     head = linear(sizes.vocab_size, sizes.hidden, 3.0)
     head[list(_UNREADABLE)] = 0.0
     weights["lm_head.weight"] = head
+    return weights
+
+
+def _interleaved_experts(
+    mlp: str, hidden: int, width: int, normal: Callable[..., torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return router and experts of a gpt-oss layer; `normal` returns random weights of a shape."""
+    weights = {
+        f"{mlp}router.weight": normal(_EXPERTS, hidden, std=2.0 / math.sqrt(hidden)),
+        f"{mlp}router.bias": normal(_EXPERTS, std=0.1),
+    }
+    for name, rows, columns, gain in (
+        ("gate_up_proj", 2 * width, hidden, 1.0),
+        ("down_proj", hidden, width, 2.0),
+    ):
+        weights[f"{mlp}experts.{name}"] = normal(_EXPERTS, columns, rows, std=gain / math.sqrt(columns))
+        weights[f"{mlp}experts.{name}_bias"] = normal(_EXPERTS, rows, std=0.1)
     return weights
 
 

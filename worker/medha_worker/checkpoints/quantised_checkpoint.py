@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from medha.quantisation import WeightFormat, decode
+from medha.quantisation import MXFP4_BLOCK, WeightFormat, decode
 
 _FLOAT8_MAX = 448.0
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -79,6 +79,25 @@ QUANTISATIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
     }
 )
 """The `quantization_config` of each format that checkpoints are made in."""
+
+EXPERT_QUANTISATIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "mxfp4": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        }
+    }
+)
+"""Likewise, of formats for experts."""
+
+_FLOAT4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FLOAT4_EXPONENT = 2  # of the largest size
+_SCALE_BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -212,3 +231,40 @@ def _words(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
     columns = padded.view(values.shape[0], -1, each)[..., list(order or range(each))]
     words = (columns << (bits * torch.arange(each))).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def quantise_experts(
+    weights: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return a gpt-oss checkpoint's tensors with its experts in MXFP4; and the numbers that these stand for.
+
+    The second are float32, of the shape of the weights, by their names.
+    """
+    stored, numbers = {}, {}
+    for name, weight in weights.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = weight
+            continue
+        blocks, scales, rounded = round_mxfp4(weight.transpose(1, 2))
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        numbers[name] = rounded.transpose(1, 2).contiguous()
+    return stored, numbers
+
+
+def round_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a weight, [..., columns], as MXFP4: bytes [..., blocks, 16], scales [..., blocks], and the rounded numbers.
+
+    The scale of a block is the power of two that its largest value needs, as the OCP specification has it.
+    """
+    tiles = weight.float().reshape(*weight.shape[:-1], -1, MXFP4_BLOCK)
+    largest = tiles.abs().amax(-1)
+    exponent = torch.frexp(largest).exponent - 1 - _FLOAT4_EXPONENT
+    scales = (exponent + _SCALE_BIAS).clamp(0, 254).masked_fill(largest == 0, _SCALE_BIAS)
+    power = torch.ldexp(torch.ones_like(largest), scales - _SCALE_BIAS)[..., None]
+    sizes = torch.tensor(_FLOAT4_SIZES)
+    borders = (sizes[1:] + sizes[:-1]) / 2
+    size = torch.bucketize((tiles / power).abs().contiguous(), borders)
+    values = size + 8 * (tiles < 0)
+    blocks = (values[..., ::2] + 16 * values[..., 1::2]).to(torch.uint8)
+    rounded = sizes[size] * torch.where(tiles < 0, -1.0, 1.0) * power
+    return blocks, scales.to(torch.uint8), rounded.flatten(-2)

@@ -234,7 +234,9 @@ class _GraphStep:
         self._attention.replan(spans, block_tokens)
         self._write.replan(new_slots(spans, block_tokens))
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._write.write(*pools, k, v)
-        return self._attention.attend(q, *pools, needs_sums=False)[0]
+        return self._attention.attend(q, *pools, sinks, needs_sums=False)[0]

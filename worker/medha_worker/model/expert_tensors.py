@@ -8,15 +8,32 @@ would leave the ranks unequal work in each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
+from medha.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.model.families.family import FUSED_BLOCK, FUSED_DOWN, FUSED_GATE_UP
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.quantised_experts import QuantisedExperts
+from medha_worker.model.quantised_weights import Linear
 
 ReadSlice = Callable[..., torch.Tensor]
 """Reads a part of a tensor by its name and a slice for each dimension."""
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """A rank's part of a layer's MLP, in the form of `LayerWeights`; a dense layer has no router."""
+
+    gate_up: Linear | QuantisedExperts
+    gate_up_bias: torch.Tensor | None
+    down: Linear | QuantisedExperts
+    down_bias: torch.Tensor | None
+    router: torch.Tensor | None = None
+    router_bias: torch.Tensor | None = None
+    router_correction: torch.Tensor | None = None
 
 
 class ExpertTensors:
@@ -28,8 +45,11 @@ class ExpertTensors:
         self._experts, self._block, self._hidden = config.experts, config.family.experts, config.hidden_size
         self._is_fused = any(name.endswith(f".{FUSED_BLOCK}.{FUSED_GATE_UP}") for name in names)
 
-    def shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of each tensor of the MLP of `layer`, a prefix that ends with a dot."""
+    def tensors(self, layer: str) -> dict[str, StoredTensor]:
+        """Return each tensor of the MLP of `layer`, a prefix that ends with a dot."""
+        return {name: StoredTensor((shape,)) for name, shape in self._shapes(layer).items()}
+
+    def _shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
         count, wide, hidden = self._experts.count, self._experts.intermediate_size, self._hidden
         shapes: dict[str, tuple[int, ...]] = {self._router(layer): (count, hidden)}
         if self._experts.routing.is_corrected:
@@ -50,15 +70,22 @@ class ExpertTensors:
         return shapes
 
     def read(
-        self, read: ReadSlice, layer: str, rows: slice, device: Device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return router, gates beside ups, and downs of this rank, in the form of `LayerWeights`.
+        self,
+        read: ReadSlice,
+        layer: str,
+        rows: slice,
+        device: Device,
+        *,
+        has_output_bias: bool,  # noqa: ARG002 - there are no biases
+    ) -> MlpWeights:
+        """Return router, gates beside ups, and downs of this rank.
 
         Args:
             read: Reads a part of a tensor.
             layer: Prefix of the layer's names, with a dot at its end.
             rows: The part of the intermediate dimension that this rank has.
             device: Where the weights go, and their number format.
+            has_output_bias: Whether this rank holds the bias of downs.
         """
         count, width = self._experts.count, rows.stop - rows.start
         dtype, where = device.dtype, device.torch_device
@@ -71,9 +98,10 @@ class ExpertTensors:
             gate_up[expert, :, :width] = gate.t()
             gate_up[expert, :, width:] = up.t()
             down[expert] = down_part.t()
-        return router, gate_up, down
+        correction = self._correction(read, layer, device)
+        return MlpWeights(gate_up, None, down, None, router, router_correction=correction)
 
-    def correction(self, read: ReadSlice, layer: str, device: Device) -> torch.Tensor | None:
+    def _correction(self, read: ReadSlice, layer: str, device: Device) -> torch.Tensor | None:
         """Return the correction of the router's choice, float32 [experts]; None if it has none."""
         if not self._experts.routing.is_corrected:
             return None

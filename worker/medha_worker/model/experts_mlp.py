@@ -11,8 +11,9 @@ import torch
 
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.expert_routing import ExpertRouting
-from medha_worker.model.model_config import ExpertsConfig
-from medha_worker.model.quantised_weights import LinearProducts
+from medha_worker.model.model_config import ClampedSwiglu, ExpertsConfig
+from medha_worker.model.quantised_experts import products_of_experts
+from medha_worker.model.quantised_weights import LinearProducts, QuantisedWeight
 from medha_worker.model.weights import LayerWeights
 
 _LEAST_SUM = 1e-20
@@ -25,11 +26,12 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 def choose(kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor) -> Choice:
     """Return the choice of the layer's router for each row of `normed`, [rows, hidden_size].
 
-    Scores are over all experts, before the choice. A row of NaN has weights of NaN and some experts.
+    Scores are over all experts, before the choice. Probabilities that are scaled to a sum of 1 are those of a softmax over
+    the chosen experts alone (gpt-oss). A row of NaN has weights of NaN and some experts.
     """
     assert layer.router is not None
     routing = experts.routing
-    logits = kernels.products.product(normed.to(layer.router.dtype), layer.router).float()
+    logits = kernels.products.product(normed.to(layer.router.dtype), layer.router, layer.router_bias).float()
     if routing.scores == "softmax":
         scores = ranked = torch.softmax(logits, dim=-1)
     else:
@@ -63,8 +65,8 @@ def experts_mlp(
 
     `choice` is what `choose` returned for these rows. Nothing waits for the device, unless the products do.
     """
-    assert isinstance(layer.gate_up, torch.Tensor), "experts are never quantised"
-    assert isinstance(layer.down, torch.Tensor), "experts are never quantised"
+    assert not isinstance(layer.gate_up, QuantisedWeight)
+    assert not isinstance(layer.down, QuantisedWeight)
     rows, per_token = normed.shape[0], experts.per_token
     weights, chosen = choice
 
@@ -72,8 +74,14 @@ def experts_mlp(
     indexes = torch.arange(experts.count, device=normed.device)
     row_ends = torch.searchsorted(by_expert, indexes, right=True).to(torch.int32)
     x = normed[order // per_token]
-    wide = kernels.rows.silu_multiply(kernels.experts.product(x, layer.gate_up, row_ends))
-    found = kernels.experts.product(wide, layer.down, row_ends)
+    wide = products_of_experts(kernels, x, layer.gate_up, row_ends)
+    if layer.gate_up_bias is not None:
+        wide.add_(layer.gate_up_bias[by_expert])
+    if experts.swiglu is not None:
+        _clamp(wide, experts.swiglu)
+    found = products_of_experts(kernels, kernels.rows.silu_multiply(wide), layer.down, row_ends)
+    if layer.down_bias is not None:
+        found.add_(layer.down_bias[by_expert])
 
     results = torch.empty_like(found)
     results[order] = found
@@ -94,3 +102,13 @@ def add_shared(
         wide = kernels.rows.silu_multiply(products.product(normed, layer.shared_gate_up))
         products.add_product(total, wide, layer.shared_down)
     return total
+
+
+def _clamp(gate_up: torch.Tensor, swiglu: ClampedSwiglu) -> None:
+    """Change gates and ups, [rows, 2 * width], in place, so that silu(gate) * up of them is the clamped activation.
+
+    With a = alpha, silu(a * gate) * ((up + 1) / a) = (up + 1) * gate * sigmoid(a * gate). So one kernel serves both.
+    """
+    gate, up = gate_up.chunk(2, dim=1)
+    gate.clamp_(max=swiglu.limit).mul_(swiglu.alpha)
+    up.clamp_(-swiglu.limit, swiglu.limit).add_(1.0).div_(swiglu.alpha)

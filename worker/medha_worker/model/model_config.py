@@ -30,6 +30,17 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """The activation of gpt-oss' experts: (up + 1) * gate * sigmoid(alpha * gate).
+
+    `limit` is the largest gate, and the largest size of an up, before that.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """Shape and arithmetic of the experts of a model's sparse layers.
 
@@ -41,6 +52,7 @@ class ExpertsConfig:
         layers: Indexes of the sparse layers; the others are dense.
         routing: The way in which the router chooses.
         shared_size: Width of the MLP that every token passes beside its experts; 0 if there is none.
+        swiglu: The activation if it is clamped; None: silu(gate) * up.
     """
 
     count: int
@@ -50,6 +62,7 @@ class ExpertsConfig:
     layers: frozenset[int]
     routing: ExpertRouting = field(default_factory=ExpertRouting)
     shared_size: int = 0
+    swiglu: ClampedSwiglu | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +189,25 @@ class ModelConfig:
         if self.quantisation is None:
             return self.parameters * element_bytes
         embedding = self.vocab_size * self.hidden_size * element_bytes
-        return embedding + self.quantisation.weights_bytes(self.linear_layers, element_bytes)
+        total = embedding + self.quantisation.weights_bytes(self.linear_layers, element_bytes)
+        if self.experts is not None:
+            routers = len(self.experts.layers) * self.experts.count * self.hidden_size
+            each = self.expert_weight_bytes or element_bytes
+            total += routers * element_bytes + round(self._parameters_of_experts(self.experts.count) * each)
+        return total
+
+    @property
+    def expert_weight_bytes(self) -> float | None:
+        """Mean bytes of a weight of the experts, scales included; None if they are not quantised."""
+        if self.quantisation is None or self.experts is None:
+            return None
+        return self.quantisation.expert_weight_bytes(self.hidden_size, self.experts.intermediate_size)
+
+    def _parameters_of_experts(self, count: int) -> int:
+        """Return the number of weights of so many experts in each sparse layer."""
+        if self.experts is None:
+            return 0
+        return len(self.experts.layers) * count * 3 * self.hidden_size * self.experts.intermediate_size
 
     @property
     def parameters(self) -> int:
@@ -184,8 +215,7 @@ class ModelConfig:
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         idle = 0
         if self.experts is not None:
-            one = 3 * self.hidden_size * self.experts.intermediate_size
-            idle = len(self.experts.layers) * (self.experts.count - self.experts.per_token) * one
+            idle = self._parameters_of_experts(self.experts.count - self.experts.per_token)
         return int(self.linear_flops_per_token / 2) + idle + embedding
 
     def require_tensor_size(self, tensor_size: int) -> None:
@@ -301,7 +331,7 @@ class ModelConfig:
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             rope=rope,
             windows=_windows(fields, family, sliding_layers, served),
-            dtype=_dtype(fields),
+            dtype=_dtype(fields, family),
             max_position_tokens=limit,
             max_model_len=served,
             experts=None if family.experts is None else _experts(fields, family.experts, num_layers),
@@ -337,6 +367,8 @@ _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
     "logit_scale": (None, 1, 1.0),
     "clip_qkv": (None,),
     "attention_sink": (None, False),
+    "swiglu_alpha": (None,),
+    "swiglu_limit": (None,),
     "attention_chunk_size": (None,),
     "no_rope_layers": (None,),
     "no_rope_layer_interval": (None,),
@@ -466,9 +498,13 @@ def _require_text_config(fields: _Fields, family: Family) -> None:
 
 
 def _refuse_foreign_features(fields: _Fields, family: Family) -> None:
-    own = () if family.experts is None else family.experts.count_fields
+    own: tuple[str, ...] = ()
+    if family.experts is not None:
+        own = family.experts.count_fields
+        if family.experts.is_interleaved:
+            own += ("swiglu_alpha", "swiglu_limit")
     if family.query_scalar is not None:
-        own = (*own, "query_pre_attn_scalar")
+        own += ("query_pre_attn_scalar",)
     for name, neutral in (*_FOREIGN_FIELDS.items(), _ACTIVATIONS[family.activation]):
         if name not in own and fields.get(name) not in neutral:
             raise fields.unsupported(name, "choose a checkpoint without it")
@@ -477,12 +513,13 @@ def _refuse_foreign_features(fields: _Fields, family: Family) -> None:
 def _quantisation(fields: _Fields, family: Family) -> Quantisation | None:
     """Return the formats of quantised linears; old files have them under `compression_config`."""
     name = "compression_config" if fields.get("quantization_config") is None else "quantization_config"
-    value, has_experts = fields.get(name), family.experts is not None
+    value = fields.get(name)
     if value is not None and family.model_type in TEXT_CONFIGS:
         raise fields.unsupported(
             name, f"choose an unquantised {family.architecture}, or a quantised text model"
         )
-    return None if value is None else decode(value, f"{fields.source}: {name}", has_experts=has_experts)
+    expert_methods = None if family.experts is None else family.experts.quantised_as
+    return None if value is None else decode(value, f"{fields.source}: {name}", expert_methods=expert_methods)
 
 
 def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsConfig:
@@ -496,6 +533,11 @@ def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsCon
         fields.positive_int(block.width_field),
         fields.boolean("norm_topk_prob", False) if renormalises is None else renormalises,
         _sparse_layers(fields, num_layers) if block.may_be_mixed else frozenset(range(num_layers)),
+        swiglu=ClampedSwiglu(
+            fields.positive_number("swiglu_alpha", 1.702), fields.positive_number("swiglu_limit", 7.0)
+        )
+        if block.is_interleaved
+        else None,
     )
 
 
@@ -648,14 +690,14 @@ def _attention_bias(fields: _Fields, family: Family) -> bool:
 
     Some families have no such field; the tensors are checked anyway.
     """
-    return family.reads_attention_bias and fields.boolean("attention_bias", False)
+    return family.reads_attention_bias and fields.boolean("attention_bias", family.attention_bias)
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: _Fields, family: Family) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)
     if value is None:
-        return "float32"
+        return family.dtype
     if not isinstance(value, str) or value not in ELEMENT_BYTES:
         raise fields.unsupported(name, f"choose a checkpoint in one of {', '.join(ELEMENT_BYTES)}")
     return value
@@ -678,7 +720,9 @@ def _ropes(
         old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
         if old and new and old != new:
             raise fields.invalid("rope_scaling", f"equal to rope_parameters ({new!r}), or absent")
-        return _rope(fields, old or new or {}, family.rope_theta, max_position_tokens, override), None
+        return _rope(
+            fields, old or new or family.rope or {}, family.rope_theta, max_position_tokens, override
+        ), None
     full, local = _rope_by_layer_type(fields)
     local.setdefault("rope_theta", fields.get("rope_local_base_freq") or family.local_rope_theta)
     near = _rope_config(_Fields(local, "config.json: RoPE parameters"), fields, max_position_tokens)
@@ -855,7 +899,7 @@ def _sliding_layers(fields: _Fields, family: Family, num_layers: int) -> list[bo
         first = fields.count("max_window_layers", family.max_window_layers)
         return [index >= first for index in range(num_layers)]
     interval = family.full_layer_interval
-    if "sliding_window_pattern" in fields.values:
+    if family.reads_layer_interval and "sliding_window_pattern" in fields.values:
         interval = fields.positive_int("sliding_window_pattern")
     assert interval is not None
     return [bool((index + 1) % interval) for index in range(num_layers)]

@@ -33,8 +33,13 @@ class LayerStep(Protocol):
         """Rows of each sequence, which can be computed alone if memory runs out."""
         ...
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write K and V, [rows, kv_heads, head_dim], and attend with q, [rows, query_heads, head_dim]."""
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Write K and V, [rows, kv_heads, head_dim], and attend with q, [rows, query_heads, head_dim].
+
+        `sinks` are the layer's attention sinks, [query_heads], if it has any; each row sees them once.
+        """
         ...
 
 
@@ -82,10 +87,12 @@ class OwnStep:
         """Return the same step for one of its sequences, whose rows are then the only ones."""
         return OwnStep([replace(self._spans[index], row_start=0)], self._cache, self._kernels, self._windows)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._write.write(*pools, k, v)
-        return self._attention[self._windows[layer]].attend(q, *pools, needs_sums=False)[0]
+        return self._attention[self._windows[layer]].attend(q, *pools, sinks, needs_sums=False)[0]
 
 
 def new_slots(spans: Sequence[SequenceSpan], block_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

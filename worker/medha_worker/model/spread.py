@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from medha_worker.device import Device
-from medha_worker.kernels.partial_results import merge_partials
+from medha_worker.kernels.partial_results import add_sinks, merge_partials
 from medha_worker.kernels.protocol import AttentionBackend, Kernels, KVWriter, StepAttention, StepWrite
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
@@ -165,9 +165,15 @@ class SpreadStep:
             for window in dict.fromkeys(self._windows)
         }
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend as `StepAttention.attend` does, for own rows [rows, heads, head_dim]; `k` and `v` are theirs."""
-        return self._attention[self._windows[layer]].attend(layer, q, k, v)
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend as `StepAttention.attend` does, for own rows [rows, heads, head_dim]; `k` and `v` are theirs.
+
+        `sinks`, [heads], are added to what was merged: each lane that helps would count them once more.
+        """
+        output, sums = self._attention[self._windows[layer]].attend(layer, q, k, v)
+        return output if sinks is None else add_sinks(output, sums, sinks)[0]
 
 
 class _SpreadAttention:
@@ -192,7 +198,10 @@ class _SpreadAttention:
             self._queries = _QueriesRing(plan.queries, links, cache, attending)
             self._passing.append(self._queries)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and log-sum-exp of own rows, [rows, heads, head_dim] and float32 [rows, heads]."""
         all_q = self._share(layer, q, k, v)
         for ring in self._passing:
             ring.start(layer, q)
@@ -231,8 +240,8 @@ class _SpreadAttention:
         ]
         return _joined([q, *requested_q])
 
-    def _merge(self, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """Send partial results back to their lanes, in float32; return the merged output of own rows."""
+    def _merge(self, output: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send partial results back to their lanes, in float32; return merged output and log-sum-exp of own rows."""
         _, heads, head_dim = output.shape
         outgoing: dict[int, list[torch.Tensor]] = {}
         for lane, rows in self._foreign:
@@ -251,23 +260,23 @@ class _SpreadAttention:
             outgoing, {lane: size * heads * (head_dim + 1) for lane, size in sizes.items()}, sums
         )
 
-        merged = output[: self._plan.local.count]
+        merged, merged_sums = output[: self._plan.local.count], sums[: self._plan.local.count]
         for own in self._plan.own:
             count = own.rows.stop - own.rows.start
             parts = [readers[lane].take_partial(count, heads, head_dim) for lane in own.helpers]
             outputs, part_sums = zip((output[own.rows], sums[own.rows]), *parts, strict=True)
-            merged[own.rows] = merge_partials(outputs, part_sums)[0]
+            merged[own.rows], merged_sums[own.rows] = merge_partials(outputs, part_sums)
         if self._queries is not None and ring is not None and len(ring.rows) and ring.answers:
             mine = self._queries.rows
             parts = [readers[lane].take_partial(len(mine), heads, head_dim) for lane in ring.answers]
             outputs, part_sums = zip((output[mine], sums[mine]), *parts, strict=True)
-            merged[mine] = merge_partials(outputs, part_sums)[0]
+            merged[mine], merged_sums[mine] = merge_partials(outputs, part_sums)
         for passed in self._passing:
             if isinstance(passed, _KeysRing) and passed.partials:
                 mine = passed.rows
                 outputs, part_sums = zip((output[mine], sums[mine]), *passed.partials, strict=True)
-                merged[mine] = merge_partials(outputs, part_sums)[0]
-        return merged
+                merged[mine], merged_sums[mine] = merge_partials(outputs, part_sums)
+        return merged, merged_sums
 
     def _exchange(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], sizes: Mapping[int, int], like: torch.Tensor

@@ -20,6 +20,7 @@ from medha_worker.model.latent_attention import LatentAttention
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.prepared_step import LayerStep, OwnStep, PreparedStep, Rotation, Rotations
+from medha_worker.model.quantised_experts import QuantisedExperts
 from medha_worker.model.quantised_weights import Linear, LinearProducts, QuantisedWeight, tensors_of
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
@@ -351,7 +352,7 @@ class Transformer:
         everything = slice(0, hidden.shape[0])
         if isinstance(step, SpreadStep):  # all rows at once: other lanes wait for what they need of it
             heads = self._heads_of_each(layer, hidden, normed, rotation, step.sequences)
-            attended = step.attend(index, *heads)
+            attended = step.attend(index, *heads, layer.sinks)
 
             def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:  # noqa: ARG001
                 return self._results(layer, attended[rows])
@@ -359,7 +360,7 @@ class Transformer:
 
             def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:
                 heads = self._heads(layer, hidden, normed, rotation, rows)
-                return self._results(layer, (alone or step).attend(index, *heads))
+                return self._results(layer, (alone or step).attend(index, *heads, layer.sinks))
 
         post_normed = self._add(
             hidden, everything, step, attend, layer.output, layer.output_bias, layer.post_norm,
@@ -376,10 +377,10 @@ class Transformer:
         def mlp(rows: slice, _: OwnStep | None) -> torch.Tensor:
             nonlocal wide, choice
             normed = self._normed(hidden, post_normed, layer.post_norm, rows)
-            if layer.router is None:
+            if layer.router is None and not isinstance(layer.gate_up, QuantisedExperts):
                 if wide is None:
                     wide = hidden.new_empty(rows.stop - rows.start, layer.gate_up.shape[1])
-                return self._widened(layer, normed, wide)
+                return self._widened(layer.gate_up, layer.gate_up_bias, normed, wide)
             assert self.config.experts is not None
             if rows == tile:
                 choice = choose(self.kernels, self.config.experts, layer, normed)
@@ -393,7 +394,8 @@ class Transformer:
         for first in range(0, rows, together):
             tile, choice = slice(first, min(first + together, rows)), None
             norm = following if tile == everything else None  # the next layer wants all rows normed, or none
-            down = layer.down if layer.router is None else None
+            is_sparse = layer.router is not None
+            down = None if is_sparse or isinstance(layer.down, QuantisedExperts) else layer.down
             following_normed = self._add(
                 hidden, tile, step, mlp, down, layer.down_bias, norm, layer.mlp_result_norm
             )
@@ -490,11 +492,11 @@ class Transformer:
             self._has_reported = True
             self._ran_out()
 
-    def _widened(self, layer: LayerWeights, normed: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    def _widened(
+        self, weight: Linear, bias: torch.Tensor | None, normed: torch.Tensor, wide: torch.Tensor
+    ) -> torch.Tensor:
         """Return activation(gate(x)) * up(x) of normed rows; `wide` is scratch memory."""
-        gate_up = self._products.product(
-            normed, layer.gate_up, layer.gate_up_bias, out=wide[: normed.shape[0]]
-        )
+        gate_up = self._products.product(normed, weight, bias, out=wide[: normed.shape[0]])
         if self.config.family.activation == "gelu_tanh":
             return self.kernels.rows.gelu_multiply(gate_up)
         return self.kernels.rows.silu_multiply(gate_up)

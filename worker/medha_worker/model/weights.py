@@ -23,9 +23,11 @@ from medha.errors import CheckpointInvalid, ModelUnsupported
 from medha.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.kernels.protocol import KernelSizes
-from medha_worker.model.expert_tensors import ExpertTensors
+from medha_worker.model.expert_tensors import ExpertTensors, MlpWeights
+from medha_worker.model.interleaved_experts import InterleavedExperts
 from medha_worker.model.latent_tensors import LatentTensors, LatentWeights
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.quantised_experts import QuantisedExperts
 from medha_worker.model.quantised_weights import Linear, PlainRows, QuantisedWeight, WeightRows
 from medha_worker.model.stage_split import tensors_of_stage, text_names
 from medha_worker.model.stored_quantised import WeightSlice, read_rows
@@ -101,11 +103,13 @@ class LayerWeights:
     The biases of row-parallel linears (`output_bias`, `down_bias`) are held by tensor rank 0 only, because
     the all-reduce sums up the ranks' results.
 
-    `post_norm` is the norm before the MLP. Queries of a model with a `query_scale` have it in `q_norm`.
+    `post_norm` is the norm before the MLP. Queries of a model with a `query_scale` have it in `q_norm`. `sinks` are those of
+    this rank's query heads, [heads].
 
-    A sparse layer has a router, [hidden, experts], and its `gate_up` and `down` are those of all experts, [experts, in, out].
-    Its router may add a correction, float32 [experts], to scores before it chooses, and it may have an MLP beside the
-    experts (`shared_gate_up`, `shared_down`). With latent attention, `qkv` is the first product of `LatentAttention`.
+    A sparse layer has a router, [hidden, experts], and its `gate_up` and `down` are those of all experts, [experts, in, out],
+    as are their biases, [experts, out]. Its router may add a correction, float32 [experts], to scores before it chooses, and
+    it may have an MLP beside the experts (`shared_gate_up`, `shared_down`). With latent attention, `qkv` is the first product
+    of `LatentAttention`.
     """
 
     input_norm: torch.Tensor
@@ -116,9 +120,9 @@ class LayerWeights:
     output: Linear
     output_bias: torch.Tensor | None
     post_norm: torch.Tensor
-    gate_up: Linear
+    gate_up: Linear | QuantisedExperts
     gate_up_bias: torch.Tensor | None
-    down: Linear
+    down: Linear | QuantisedExperts
     down_bias: torch.Tensor | None
     router: torch.Tensor | None = None
     attention_result_norm: torch.Tensor | None = None
@@ -127,6 +131,8 @@ class LayerWeights:
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     latent: LatentWeights | None = None
+    router_bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,19 @@ def load_weights(
         return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head)
 
 
-def expected_shapes(config: ModelConfig, experts: ExpertTensors | None = None) -> dict[str, tuple[int, ...]]:
-    """Return every tensor of a complete checkpoint of this model, with its shape; `experts` has those of sparse layers."""
+_Experts = ExpertTensors | InterleavedExperts
+
+
+def _experts_of(config: ModelConfig, names: Iterable[str]) -> _Experts | None:
+    """Return the form in which a checkpoint with tensors of these names holds its experts; None if it has none."""
+    block = config.family.experts
+    if config.experts is None or block is None:
+        return None
+    return InterleavedExperts(config) if block.is_interleaved else ExpertTensors(config, names)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return every tensor of a complete checkpoint of this model, with its shape, but for the MLPs of sparse layers."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_width, kv_width = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -199,26 +216,29 @@ def expected_shapes(config: ModelConfig, experts: ExpertTensors | None = None) -
             linear(f"{layer}self_attn.k_proj", kv_width, hidden, config.qkv_bias)
             linear(f"{layer}self_attn.v_proj", kv_width, hidden, config.qkv_bias)
             linear(f"{layer}self_attn.o_proj", hidden, q_width, config.output_bias)
-        if experts is not None and config.is_sparse(index):
-            shapes |= experts.shapes(layer)
-        else:
+        if not config.is_sparse(index):
             linear(f"{layer}mlp.gate_proj", intermediate, hidden, config.mlp_bias)
             linear(f"{layer}mlp.up_proj", intermediate, hidden, config.mlp_bias)
             linear(f"{layer}mlp.down_proj", hidden, intermediate, config.mlp_bias)
         if config.qk_norm:
             shapes[f"{layer}self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{layer}self_attn.k_norm.weight"] = (config.head_dim,)
+        if config.family.has_sinks:
+            shapes[f"{layer}self_attn.sinks"] = (config.num_query_heads,)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
 
-def stored_tensors(config: ModelConfig, experts: ExpertTensors | None = None) -> dict[str, StoredTensor]:
-    """Return every tensor that the files of this model hold, with the forms that it may have."""
+def stored_tensors(config: ModelConfig, experts: _Experts | None = None) -> dict[str, StoredTensor]:
+    """Return every tensor that the files of this model hold, with the forms that it may have.
+
+    `experts` has those of sparse layers.
+    """
     found: dict[str, StoredTensor] = {}
     linears = config.linear_layers
-    for name, shape in expected_shapes(config, experts).items():
+    for name, shape in expected_shapes(config).items():
         layer = name.removesuffix(".weight")
         form = config.format_of(layer) if layer in linears else None
         if form is None:
@@ -226,6 +246,9 @@ def stored_tensors(config: ModelConfig, experts: ExpertTensors | None = None) ->
         else:
             rows, columns = linears[layer]
             found |= {f"{layer}.{part}": tensor for part, tensor in form.tensors(rows, columns).items()}
+    if experts is not None:
+        for index in filter(config.is_sparse, range(config.num_layers)):
+            found |= experts.tensors(f"model.layers.{index}.")
     return found
 
 
@@ -247,7 +270,7 @@ class _Reader:
         file_of = self._locate(directory)
         self._stored_as = text_names(file_of, config)
         self._file_of = {name: file_of[stored] for name, stored in self._stored_as.items()}
-        self._experts = None if config.experts is None else ExpertTensors(config, self._file_of)
+        self._experts = _experts_of(config, self._file_of)
         self._tensors = stored_tensors(config, self._experts)
         self._check_names(directory)
         if config.tie_word_embeddings and "lm_head.weight" in self._file_of:
@@ -282,35 +305,38 @@ class _Reader:
             f"{attention}k_proj": self._kv_rows,
             f"{attention}v_proj": self._kv_rows,
         }
-        gate_up = {f"{mlp}gate_proj": self._mlp_rows, f"{mlp}up_proj": self._mlp_rows}
         adds_bias = self.shard.tensor_rank == 0
         config = self.config
         before_mlp, after_mlp = (f"{layer}{norm}.weight" for norm in _MLP_NORMS)
         after_attention = f"{layer}post_attention_layernorm.weight"
         has_result_norms = config.family.has_result_norms
-        router: torch.Tensor | None = None
-        correction: torch.Tensor | None = None
         shared_gates: Linear | None = None
         shared_downs: Linear | None = None
-        gates: Linear
-        downs: Linear
         if self._experts is not None and config.is_sparse(index):
-            router, gates, downs = self._experts.read(self._slice, layer, self._expert_rows, self.device)
-            correction = self._experts.correction(self._slice, layer, self.device)
-            shared = self._experts.shared_names(layer)
+            rows = self._expert_rows
+            weights = self._experts.read(self._slice, layer, rows, self.device, has_output_bias=adds_bias)
+            shared = self._experts.shared_names(layer) if isinstance(self._experts, ExpertTensors) else None
             if shared is not None:
                 gate, up, down = shared
                 shared_gates = self._column_parallel({gate: self._shared_rows, up: self._shared_rows})
                 shared_downs = self._row_parallel(down, self._shared_rows)
         else:
-            gates = self._column_parallel(gate_up)
-            downs = self._row_parallel(f"{mlp}down_proj", self._mlp_rows)
+            gate_up = {f"{mlp}gate_proj": self._mlp_rows, f"{mlp}up_proj": self._mlp_rows}
+            weights = MlpWeights(
+                gate_up=self._column_parallel(gate_up),
+                gate_up_bias=self._biases(gate_up) if config.mlp_bias else None,
+                down=self._row_parallel(f"{mlp}down_proj", self._mlp_rows),
+                down_bias=self.whole(f"{mlp}down_proj.bias") if config.mlp_bias and adds_bias else None,
+            )
         latent: LatentWeights | None = None
         first: Linear
         if self._latents is not None:
             first, bias, latent = self._latents.read(self._slice, attention, self._query_heads, self.device)
         else:
             first, bias = self._column_parallel(qkv), self._biases(qkv) if config.qkv_bias else None
+        sinks: torch.Tensor | None = None
+        if config.family.has_sinks:
+            sinks = self._convert(self._slice(f"{attention}sinks", self._query_heads))
         return LayerWeights(
             input_norm=self.norm(f"{layer}input_layernorm.weight"),
             qkv=first,
@@ -320,17 +346,19 @@ class _Reader:
             output=self._row_parallel(f"{attention}o_proj", self._query_rows),
             output_bias=self.whole(f"{attention}o_proj.bias") if config.output_bias and adds_bias else None,
             post_norm=self.norm(before_mlp if has_result_norms else after_attention),
-            gate_up=gates,
-            gate_up_bias=self._biases(gate_up) if config.mlp_bias else None,
-            down=downs,
-            down_bias=self.whole(f"{mlp}down_proj.bias") if config.mlp_bias and adds_bias else None,
-            router=router,
+            gate_up=weights.gate_up,
+            gate_up_bias=weights.gate_up_bias,
+            down=weights.down,
+            down_bias=weights.down_bias,
+            router=weights.router,
+            router_bias=weights.router_bias,
+            router_correction=weights.router_correction,
             attention_result_norm=self.norm(after_attention) if has_result_norms else None,
             mlp_result_norm=self.norm(after_mlp) if has_result_norms else None,
-            router_correction=correction,
             shared_gate_up=shared_gates,
             shared_down=shared_downs,
             latent=latent,
+            sinks=sinks,
         )
 
     def whole(self, name: str) -> torch.Tensor:
@@ -528,7 +556,7 @@ class _Reader:
             )
 
 
-_FORMAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "F8_E4M3": 1}
+_FORMAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 """Bytes of a value, by safetensors' names of number formats."""
 
 _FORMAT_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -133,6 +133,7 @@ def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShap
         kv_dtype_bytes=element_bytes,
         experts=experts,
         latent=config.latent,
+        expert_weight_bytes=config.expert_weight_bytes,
         layer_weight_bytes=mean_layer_bytes(
             config.quantisation,
             config.num_layers,

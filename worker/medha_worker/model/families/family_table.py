@@ -8,6 +8,7 @@ from types import MappingProxyType
 from medha_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from medha_worker.model.families.family import Family
 from medha_worker.model.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from medha_worker.model.families.gpt_oss import GPT_OSS
 from medha_worker.model.families.llama import LLAMA
 from medha_worker.model.families.mistral import MISTRAL
 from medha_worker.model.families.mixtral import MIXTRAL
@@ -23,6 +24,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             DEEPSEEK_V3,
             GEMMA3,
             GEMMA3_TEXT,
+            GPT_OSS,
             LLAMA,
             MISTRAL,
             MIXTRAL,

@@ -11,6 +11,7 @@ GEMMA3_TEXT = Family(
     qk_norm=True,
     rope_theta=1_000_000.0,
     full_layer_interval=6,
+    reads_layer_interval=True,
     local_rope_theta=10_000.0,
     query_scalar=256.0,
     norm_adds_one=True,
