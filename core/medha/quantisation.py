@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from medha.errors import CheckpointInvalid, ModelUnsupported
@@ -527,8 +526,8 @@ def _gptq(fields: _Settings) -> Quantisation:
 def _mxfp4(fields: _Settings) -> Quantisation:
     for entry in fields.names("modules_to_not_convert"):
         # Entries name modules by patterns; those of experts, or of the MLP around them, would leave some as they are.
-        of_any_layer = re.sub(r"\d+", "*", entry)
-        if "experts" in entry or fnmatchcase(_EXPERTS, f"*{of_any_layer}*"):
+        of_any_layer = ".*".join(re.escape(part) for part in re.split(r"\d+|\*", entry))
+        if "experts" in entry or re.search(of_any_layer, _EXPERTS):
             raise fields.unsupported("modules_to_not_convert", "all experts in MXFP4")
     return Quantisation("mxfp4", (((f"re:{_EVERY_EXPERT}",), MXFP4),))
 
