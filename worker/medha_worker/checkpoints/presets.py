@@ -372,7 +372,7 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
             weights[f"{mlp}gate_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
             weights[f"{mlp}up_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
             weights[f"{mlp}down_proj.weight"] = linear(sizes.hidden, sizes.intermediate, 2.0)
-        elif family.experts.is_interleaved:
+        elif block.is_interleaved:
             width = _expert_width(sizes, family)
             weights |= _interleaved_experts(f"{layer}mlp.", sizes.hidden, width, normal)
         else:
