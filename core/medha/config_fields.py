@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's `config.json` that `transformers` knows without being told."""
+"""The fields that a checkpoint's `config.json` may leave out, with the values that `transformers` takes."""
 
 from __future__ import annotations
 

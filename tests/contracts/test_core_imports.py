@@ -20,7 +20,6 @@ ALSO = {
     ("config_fields.py", "types"): "for a table that nobody changes",
     ("cost/cost_profile.py", "pydantic"): "profiles are read from files",
     ("declared.py", "pydantic"): "the models that manifests name are read from a ConfigMap",
-    ("quantisation.py", "fnmatch"): "for patterns of names",
     ("scheduler/status_report.py", "pydantic"): "the status goes over HTTP",
     ("wire/frames.py", "pydantic_core"): "frames are JSON",
     ("wire/frames.py", "pydantic"): "and are validated",
