@@ -278,8 +278,9 @@ class FakeReplica:
                 entry.id, entry.extents[0].start, entry.token_count, entry.samples, busy, len(entry.drafts)
             )
         assert longs <= 1, "two long prefills in one step"
-        assert sum(bool(entry.samples) + len(entry.drafts) for entry in step.entries if entry.drafts) <= (
-            self.config.scheduling.max_running
+        rows = sum(entry.samples + len(entry.drafts) for entry in step.entries)
+        assert rows <= self.config.scheduling.max_running, (
+            "ranks have not measured the memory of so many rows"
         )
         prefills = [entry for entry in step.entries if not entry.drafts]
         prefilled = sum(entry.token_count for entry in prefills if entry.token_count > 1)

@@ -47,6 +47,14 @@ def test_a_text_that_repeats_itself_is_drafted_beyond_its_end() -> None:
     assert followed([9], [5, 6, 5, 6, 5], draft_tokens=5).draft("a") == (6, 5, 6, 5, 6)
 
 
+def test_a_run_of_large_ids_is_found_where_it_was_indexed() -> None:
+    """Each run is looked up with integers and indexed with numpy: both must come to one place."""
+    index = prompt_lookup.PromptIndex(np.random.default_rng(1).integers(0, 2**31, 500, dtype=np.int32))
+    runs = np.lib.stride_tricks.sliding_window_view(index.ids, GRAM_TOKENS)
+    places = index._hashes([runs[:, column] for column in range(GRAM_TOKENS)])
+    assert [index._hash(tuple(run)) for run in runs.tolist()] == places.tolist()
+
+
 def test_the_last_tokens_of_a_prompt_count_for_the_first_output() -> None:
     assert followed([7, 8, 9, 10, 1, 7, 8], [9]).draft("a")[:2] == (10, 1)
 

@@ -10,7 +10,6 @@ indexed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,10 @@ GRAM_TOKENS = 3
 """Number of tokens that have to occur again."""
 PIECE_TOKENS = 65_536
 """Tokens of a prompt that are indexed at once."""
-_FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9))
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+_FOLD = 29
 _BITS = 64
+_MASK = (1 << _BITS) - 1
 
 
 class PromptIndex:
@@ -33,7 +34,7 @@ class PromptIndex:
         self.ids = ids
         self.users = 0  # running sequences
         bits = max(4, (2 * len(ids) - 1).bit_length())
-        self._shift = np.uint64(_BITS - bits)
+        self._shift = _BITS - bits
         self._behind: npt.NDArray[np.int32] = np.zeros(1 << bits, dtype=np.int32)  # 0: no run has this hash
         self._indexed = 0  # runs
 
@@ -50,58 +51,68 @@ class PromptIndex:
 
     def find(self, gram: tuple[int, ...]) -> int | None:
         """Return the position behind the last indexed occurrence of `gram`, if it is known."""
-        behind = int(self._behind[self._hashes([np.array([token], dtype=np.int32) for token in gram])[0]])
+        behind = int(self._behind[self._hash(gram)])
         if behind and tuple(self.ids[behind - GRAM_TOKENS : behind].tolist()) == gram:
             return behind
         return None
 
+    def _hash(self, gram: tuple[int, ...]) -> int:
+        """Return the place of a run in the table: for one run, numpy takes ten times as long."""
+        total = 0
+        for token, factor in zip(gram, _FACTORS, strict=True):
+            total = (total ^ token) * factor & _MASK
+            total ^= total >> _FOLD
+        return (total * _FACTORS[0] & _MASK) >> self._shift
+
     def _hashes(self, columns: list[TokenIds]) -> npt.NDArray[np.uint64]:
-        """Return the place of each run in the table; `columns` are their first, second, ... tokens."""
+        """Return the place of each run in the table, as `_hash` does; `columns` are their first, second, ... tokens."""
         total = np.zeros(len(columns[0]), dtype=np.uint64)
         for column, factor in zip(columns, _FACTORS, strict=True):
-            total = (total ^ column.astype(np.uint64)) * factor
-            total ^= total >> np.uint64(29)
-        return (total * _FACTORS[0]) >> self._shift
+            total = (total ^ column.astype(np.uint64)) * np.uint64(factor)
+            total ^= total >> np.uint64(_FOLD)
+        return (total * np.uint64(_FACTORS[0])) >> np.uint64(self._shift)
 
 
-@dataclass(slots=True)
 class _Sequence:
-    name: str  # of its prompt
-    prompt: PromptIndex
-    outputs: list[int] = field(default_factory=list)
-    grams: dict[tuple[int, ...], int] = field(
-        default_factory=dict
-    )  # of the output -> the position behind each
-    source: int | None = (
-        None  # position of the token that should come next, where the sequence repeats itself
-    )
+    """A prompt and its output so far, and where the sequence repeats itself."""
 
-    @property
-    def length(self) -> int:
-        return len(self.prompt.ids) + len(self.outputs)
+    __slots__ = ("_border", "_last", "_outputs", "_source", "grams", "name", "prompt")
 
-    def token(self, position: int) -> int:
-        border = len(self.prompt.ids)
-        return int(self.prompt.ids[position]) if position < border else self.outputs[position - border]
+    def __init__(self, name: str, prompt: PromptIndex) -> None:
+        self.name, self.prompt = name, prompt  # of the prompt
+        self._border = len(prompt.ids)
+        self._last = tuple(prompt.ids[1 - GRAM_TOKENS :].tolist())  # the tokens before the next one
+        self._outputs: list[int] = []
+        self.grams: dict[tuple[int, ...], int] = {}  # of the output -> the position behind each
+        self._source: int | None = None  # position of the token that should come next
 
     def append(self, token: int) -> None:
         """Take the next token, and find where the last ones occurred before."""
-        if self.source is not None:
-            self.source = self.source + 1 if self.token(self.source) == token else None
-        self.outputs.append(token)
-        if self.length < GRAM_TOKENS:
-            return
-        gram = tuple(self.token(position) for position in range(self.length - GRAM_TOKENS, self.length))
-        if self.source is None:
-            self.source = self.grams.get(gram) or self.prompt.find(gram)
-        self.grams[gram] = self.length
+        source = self._source
+        if source is not None:
+            source = source + 1 if self._tokens(source, 1) == [token] else None
+        self._outputs.append(token)
+        gram = (*self._last, token)
+        self._last = gram[1 - GRAM_TOKENS :]
+        if len(gram) == GRAM_TOKENS:
+            if source is None:
+                source = self.grams.get(gram) or self.prompt.find(gram)
+            self.grams[gram] = self._border + len(self._outputs)
+        self._source = source
 
     def draft(self, tokens: int) -> tuple[int, ...]:
-        """Return up to `tokens` tokens that should come next; if they reach the end, they repeat themselves."""
-        if self.source is None:
+        """Return `tokens` tokens that should come next, if any are known; those that reach the end repeat themselves."""
+        if self._source is None:
             return ()
-        period = self.length - self.source
-        return tuple(self.token(self.source + index % period) for index in range(tokens))
+        known = self._tokens(self._source, tokens)
+        return tuple((known * -(-tokens // len(known)))[:tokens])
+
+    def _tokens(self, start: int, count: int) -> list[int]:
+        """Return up to `count` tokens from position `start` on."""
+        if start >= self._border:
+            return self._outputs[start - self._border : start - self._border + count]
+        known: list[int] = self.prompt.ids[start : start + count].tolist()
+        return known if len(known) == count else known + self._outputs[: count - len(known)]
 
 
 class PromptLookup:

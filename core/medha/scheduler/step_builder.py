@@ -197,7 +197,9 @@ class StepBuilder:
         slack_seconds = self._table.least_slack_seconds(now, self._predictor.correction.prefill)
         limits = DraftLimits(
             self._drafted_tokens,
-            self._most_running - len(decodes),
+            self._most_running
+            - len(decodes)
+            - len(space.packed.chunks),  # a prompt that ends is sampled, too
             min(space.draft_seconds, space.batch.seconds() + slack_seconds),
         )
         between_seconds = self._pace.between_seconds

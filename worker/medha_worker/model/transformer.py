@@ -77,7 +77,11 @@ class Transformer:
             for rope in dict.fromkeys(self._ropes)
             for frequencies, factor in [inverse_frequencies(rope, config.rope_dim)]
         }
-        self._embedding_scale = float(torch.tensor(config.embedding_scale).to(self.dtype))
+        self._embedding_scale = (
+            None
+            if config.embedding_scale == 1.0
+            else self.device.place(torch.tensor(config.embedding_scale, dtype=self.dtype))
+        )
         self._latents = (
             None if config.latent is None else LatentAttention(config, shard, kernels, self._products)
         )
@@ -310,7 +314,7 @@ class Transformer:
     def _embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Embed token ids as hidden states, [rows, hidden_size]; a rank holds a slice of the vocabulary."""
         hidden = self._looked_up(token_ids, embedding)
-        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+        return hidden if self._embedding_scale is None else hidden.mul_(self._embedding_scale)
 
     def _looked_up(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         if self.shard.tensor_size == 1:
