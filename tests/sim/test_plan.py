@@ -321,6 +321,13 @@ def test_the_text_model_of_a_model_with_images_has_a_plan(tmp_path: Path) -> Non
         (SPARSE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a positive"),
         (SPARSE | {"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types is .* a list of 4"),
+        ({"model_type": "gemma3"}, "text_config is None; it must be an object with the text model's sizes"),
+        ({"model_type": "gemma3", "text_config": [1]}, r"text_config is \[1\]; it must be an object"),
+        ({"model_type": "gemma3", "text_config": {"dtype": "int3"}}, "dtype is 'int3'; it must be one of"),
+        (
+            {"model_type": "gemma3", "text_config": {}, "quantization_config": {"quant_method": "awq"}},
+            "quantization_config is .*'awq'.*; choose an unquantised gemma3",
+        ),
         ({"num_key_value_heads": None, "head_dim": None, "num_local_experts": 0}, ""),
     ],
 )
