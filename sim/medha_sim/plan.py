@@ -437,7 +437,7 @@ def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
     if kind is not None and kind not in _MODEL_TYPES:
         raise ConfigInvalid(f"{path}: model_type is {kind!r}; choose a model of {', '.join(_MODEL_TYPES)}")
     text = text_fields(values)
-    if kind in TEXT_CONFIGS:
+    if isinstance(kind, str) and kind in TEXT_CONFIGS:
         name = TEXT_CONFIGS[kind][0]
         if not isinstance(values.get(name), dict):
             raise ConfigInvalid(
