@@ -447,7 +447,17 @@ def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
     kind = values.get("model_type")
     if kind is not None and kind not in _MODEL_TYPES:
         raise ConfigInvalid(f"{path}: model_type is {kind!r}; choose a model of {', '.join(_MODEL_TYPES)}")
-    dtype = values.get("dtype") or values.get("torch_dtype")
+    text = text_fields(values)
+    if isinstance(kind, str) and kind in TEXT_CONFIGS:
+        name = TEXT_CONFIGS[kind][0]
+        if not isinstance(values.get(name), dict):
+            raise ConfigInvalid(
+                f"{path}: {name} is {values.get(name)!r}; it must be an object with the text model's sizes"
+            )
+        for name in ("quantization_config", "compression_config"):
+            if text.get(name) is not None:
+                raise ConfigInvalid(f"{path}: {name} is {text[name]!r:.80}; choose an unquantised {kind}")
+    dtype = text.get("dtype") or text.get("torch_dtype")
     if dtype is not None and str(dtype) not in _DTYPE_BYTES:
         raise ConfigInvalid(f"{path}: dtype is {dtype!r}; it must be one of {', '.join(_DTYPE_BYTES)}")
     own = _EXPERT_FIELDS[kind][0] if kind in _EXPERT_FIELDS else ()

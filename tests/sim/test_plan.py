@@ -348,6 +348,13 @@ def test_experts_in_mxfp4_take_the_bytes_of_the_published_files(tmp_path: Path) 
         (SPARSE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a positive"),
         (SPARSE | {"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types is .* a list of 4"),
+        ({"model_type": "gemma3"}, "text_config is None; it must be an object with the text model's sizes"),
+        ({"model_type": "gemma3", "text_config": [1]}, r"text_config is \[1\]; it must be an object"),
+        ({"model_type": "gemma3", "text_config": {"dtype": "int3"}}, "dtype is 'int3'; it must be one of"),
+        (
+            {"model_type": "gemma3", "text_config": {}, "quantization_config": {"quant_method": "awq"}},
+            "quantization_config is .*'awq'.*; choose an unquantised gemma3",
+        ),
         ({"num_key_value_heads": None, "head_dim": None, "num_local_experts": 0}, ""),
     ],
 )

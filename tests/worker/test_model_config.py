@@ -421,6 +421,10 @@ def test_every_spelling_of_rope_means_the_same(spelling: dict[str, Any], tmp_pat
         ({"rope_scaling": None}, None, 131_072),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, None, 131_072),
         ({"rope_scaling": None}, {"rope_type": "linear", "factor": 4.0}, 4 * 131_072),
+        # A linear scaling takes the place of the checkpoint's own, which its length has in it.
+        (GEMMA3_WITH_IMAGES, {"rope_type": "linear", "factor": 8.0}, 131_072),
+        (GEMMA3_WITH_IMAGES, {"rope_type": "linear", "factor": 16.0}, 2 * 131_072),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rope_type": "linear", "factor": 2.0}, 65_536),
         ({"rope_scaling": None}, {"rope_type": "yarn", "factor": 8.0}, 8 * 131_072),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, None, 131_072),
         ({"rope_scaling": YARN | {"factor": None}}, None, 131_072),

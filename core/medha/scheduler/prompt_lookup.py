@@ -10,7 +10,6 @@ indexed.
 
 from __future__ import annotations
 
-
 import numpy as np
 import numpy.typing as npt
 

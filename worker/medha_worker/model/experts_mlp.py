@@ -35,7 +35,7 @@ def choose(kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed
     if routing.scores == "softmax":
         scores = ranked = torch.softmax(logits, dim=-1)
     else:
-        scores = ranked = torch.sigmoid(logits)
+        scores = ranked = _sigmoid(logits)
     if layer.router_correction is not None:
         ranked = scores + layer.router_correction
     if routing.kept_groups < routing.groups:
@@ -45,6 +45,15 @@ def choose(kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed
     if experts.renormalises:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
     return (weights if routing.scale == 1 else weights * routing.scale), chosen
+
+
+def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """Return the sigmoid of each value, with the same bits wherever the value stands: the softmax of it and 0.
+
+    `torch.sigmoid` has two ways to compute it on CPUs. The number of all values, and of threads, decides which values
+    it computes in the slower one, which rounds otherwise.
+    """
+    return torch.softmax(torch.stack([logits, torch.zeros_like(logits)], dim=-1), dim=-1)[..., 0]
 
 
 def _within_groups(routing: ExpertRouting, ranked: torch.Tensor) -> torch.Tensor:

@@ -310,7 +310,8 @@ class ModelConfig:
             num_kv_heads, head_dim = 1, latent.row_dim
         max_position_tokens = fields.positive_int("max_position_embeddings")
         rope, local_rope = _ropes(fields, family, max_position_tokens, rope_scaling)
-        limit = _length_limit(rope, max_position_tokens, overridden=rope_scaling is not None)
+        replaced = None if rope_scaling is None else _stored_ropes(fields, family)[0]
+        limit = _length_limit(rope, max_position_tokens, replaced)
         num_layers = fields.positive_int("num_hidden_layers")
         served = _served_length(max_model_len, limit, rope)
         sliding_layers = _sliding_layers(fields, family, num_layers)
@@ -716,19 +717,26 @@ def _ropes(
 
     The second are those of layers that could have a window, if the family has them.
     """
-    if family.local_rope_theta is None:
-        old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
-        if old and new and old != new:
-            raise fields.invalid("rope_scaling", f"equal to rope_parameters ({new!r}), or absent")
-        return _rope(
-            fields, old or new or family.rope or {}, family.rope_theta, max_position_tokens, override
-        ), None
-    full, local = _rope_by_layer_type(fields)
-    local.setdefault("rope_theta", fields.get("rope_local_base_freq") or family.local_rope_theta)
-    near = _rope_config(_Fields(local, "config.json: RoPE parameters"), fields, max_position_tokens)
-    if near.kind not in ("default", "linear"):
-        raise fields.unsupported("rope_parameters", "sliding_attention may have rope_type default or linear")
+    full, local = _stored_ropes(fields, family)
+    near: RopeConfig | None = None
+    if local is not None:
+        local.setdefault("rope_theta", fields.get("rope_local_base_freq") or family.local_rope_theta)
+        near = _rope_config(_Fields(local, "config.json: RoPE parameters"), fields, max_position_tokens)
+        if near.kind not in ("default", "linear"):
+            raise fields.unsupported(
+                "rope_parameters", "sliding_attention may have rope_type default or linear"
+            )
     return _rope(fields, full, family.rope_theta, max_position_tokens, override), near
+
+
+def _stored_ropes(fields: _Fields, family: Family) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the checkpoint's own parameters; the second are those of layers that could have a window, as in `_ropes`."""
+    if family.local_rope_theta is not None:
+        return _rope_by_layer_type(fields)
+    old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
+    if old and new and old != new:
+        raise fields.invalid("rope_scaling", f"equal to rope_parameters ({new!r}), or absent")
+    return dict(old or new or family.rope or {}), None
 
 
 def _rope_by_layer_type(fields: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -839,16 +847,21 @@ def _flat(fields: _Fields, name: str) -> dict[str, Any] | None:
     return nested[0]
 
 
-def _length_limit(rope: RopeConfig, max_position_tokens: int, *, overridden: bool) -> int:
+def _length_limit(
+    rope: RopeConfig, max_position_tokens: int, replaced: Mapping[str, Any] | None = None
+) -> int:
     """Return the longest sequence that the checkpoint, with its RoPE scaling, was made for.
 
     A yarn checkpoint may state its length before the extension (Qwen2.5) or after it. A checkpoint's own
-    linear scaling is already included in `max_position_embeddings`; one that overrides it is not.
+    linear scaling is already included in `max_position_embeddings`. If `rope` overrides the checkpoint's parameters,
+    `replaced`, its linear scaling takes the place of that one.
     """
     if rope.kind in ("llama3", "yarn"):
         return max(max_position_tokens, int(rope.original_max_position_tokens * rope.factor))
-    if rope.kind == "linear" and overridden:
-        return int(max_position_tokens * rope.factor)
+    if rope.kind == "linear" and replaced is not None:
+        own = _Fields(replaced, "config.json: RoPE parameters")
+        is_linear = (own.get("rope_type") or own.get("type")) == "linear"
+        return int(max_position_tokens * rope.factor / (own.positive_number("factor") if is_linear else 1))
     return max_position_tokens
 
 
