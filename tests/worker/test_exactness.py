@@ -202,7 +202,12 @@ def tokens_before_a_tie(reference: torch.nn.Module, ids: torch.Tensor) -> int:
     if experts is None:
         return len(ids)
     certain = torch.ones(len(ids), dtype=torch.bool)
-    gates = [layer.mlp.gate for layer in reference.model.layers if hasattr(layer.mlp, "gate")]
+    gates = [
+        getattr(layer.mlp, name)
+        for layer in reference.model.layers
+        for name in ("gate", "router")
+        if hasattr(layer.mlp, name)
+    ]
     routed = reference(ids[None], output_router_logits=True).router_logits
     for logits, gate in zip(routed, gates, strict=True):
         ranked, best_of_group = logits, 1
