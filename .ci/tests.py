@@ -1,10 +1,9 @@
-"""`make tests`: every test, in seven runs of pytest on three sides; a side goes on where a run before has failed.
+"""`make tests`: every test, in six runs of pytest on two sides; a side goes on where a run before has failed.
 
-Many tests wait, for Kubernetes or for a process to begin or to be missed, so that three sides are faster than two even on
-two cores. Those that start Kubernetes come last, so that what they need can be built meanwhile, and only one side starts
-nodes. What the other sides print follows behind the first.
+Tests that start Kubernetes mostly wait for it. They come last, so that what they need can be built meanwhile, and only one
+side starts nodes. What the second side prints follows behind the first.
 
-All sides share the machine, so a test may fail because it judges before the program has had its turn. A few failed tests
+Both sides share the machine, so a test may fail because it judges before the program has had its turn. A few failed tests
 therefore run again at the end, with nothing beside them. One that passes then is named in the table as a row `again`: its
 cause is to be found and fixed, but it does not hide what the others have proved. One that fails twice has failed.
 """
@@ -16,13 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 
-ENGINE = ("tests/serving", "tests/worker")
+ENGINE = ("tests/serving", "tests/worker", "tests/pods")
 CAMPAIGN = ("tests/campaign", "tests/chart")
-ROUTER = ("tests/router", "tests/gateways")
-PODS = ("tests/pods",)
 NODES = tuple(
     f"tests/cluster/test_{name}.py"
     for name in (
@@ -30,19 +26,19 @@ NODES = tuple(
     )
 )  # fmt: skip
 """Files whose clusters have nodes with containers."""
-ELSEWHERE = tuple(f"--ignore={path}" for path in (*ENGINE, *CAMPAIGN, *ROUTER, *PODS, "tests/cluster"))
+ELSEWHERE = tuple(f"--ignore={path}" for path in (*ENGINE, *CAMPAIGN, "tests/cluster"))
 TESTS = {
     "engine": ENGINE,
-    "router": ROUTER,
-    "pods": PODS,
     "nodes": NODES,
     "decisions": ELSEWHERE,
     "campaign": CAMPAIGN,
     "servers": ("tests/cluster", *(f"--ignore={path}" for path in NODES)),
 }
-"""Rows of tests, with pytest's arguments; `decisions` has all folders that no other row names."""
+"""Rows of tests, with pytest's arguments. `decisions` has also `tests/cli` and `tests/process`: both sides take equally long."""
 TESTS_FAILED = 1
 """Pytest's exit status where tests failed, and nothing worse happened."""
+NEEDED = {"binaries": (), "images": ("--for-tests",)}
+"""Programs that build what the tests of Kubernetes need, with their options."""
 CACHES = Path(".pytest_cache/rows")
 """The state of each row: pytest's cache with the names of failed tests, and beside it the exit status."""
 MOST_AGAIN = 3
@@ -50,52 +46,39 @@ MOST_AGAIN = 3
 
 
 def main() -> int:
-    others = {"second": second_side, "third": third_side}
-    if sys.argv[1:]:
-        others[sys.argv[1]]()
+    if sys.argv[1:] == ["second"]:
+        second_side()
         return 0
     shutil.rmtree(CACHES, ignore_errors=True)
     CACHES.mkdir(parents=True)
-    is_broken = False
-    with ExitStack() as stack:
-        started = []
-        for side in others:
-            printed = stack.enter_context(tempfile.TemporaryFile())
-            command = [sys.executable, __file__, side]
-            started.append((subprocess.Popen(command, stdout=printed, stderr=printed), printed))
+    with tempfile.TemporaryFile() as printed:
+        second = subprocess.Popen([sys.executable, __file__, "second"], stdout=printed, stderr=printed)
         try:
             first_side()
-        finally:  # Ctrl-C reaches all of them
-            for process, printed in started:
-                is_broken |= process.wait() != 0
-                printed.seek(0)
-                sys.stdout.write(printed.read().decode())
-                sys.stdout.flush()
+        finally:  # Ctrl-C reaches both
+            broken = second.wait() != 0
+            printed.seek(0)
+            sys.stdout.write(printed.read().decode())
+            sys.stdout.flush()
     failed = [note.stem for note in sorted(CACHES.glob("*.status")) if int(note.read_text()) != 0]
     recovered = [passes_again(name) for name in failed]
-    return int(is_broken or not all(recovered))
+    return int(broken or not all(recovered))
 
 
 def first_side() -> None:
-    """Run the tests of the engine, which computes most of the time."""
+    """Run the engine's tests, then those on nodes."""
     tests("engine")
+    for needed, options in NEEDED.items():
+        row(needed, f"tests/cluster/{needed}.py", *options)
+    tests("nodes")
 
 
 def second_side() -> None:
-    """Run the tests of decisions, then those on an API server alone."""
+    """Run all tests that need neither, then those on an API server alone."""
     tests("decisions")
     row("programs", "tests/cluster/binaries.py")
     tests("campaign")
     tests("servers")
-
-
-def third_side() -> None:
-    """Run the tests of routers and of pods without a cluster, then those on nodes; a build of programs comes before all."""
-    row("binaries", "tests/cluster/binaries.py")
-    tests("router")
-    tests("pods")
-    row("images", "tests/cluster/images.py", "--for-tests")
-    tests("nodes")
 
 
 def tests(name: str, *options: str) -> int:
@@ -121,5 +104,5 @@ def row(name: str, *argv: str) -> int:
 
 
 if __name__ == "__main__":
-    missing = [path for path in (*ENGINE, *CAMPAIGN, *ROUTER, *PODS, *NODES) if not Path(path).exists()]
+    missing = [path for path in (*ENGINE, *CAMPAIGN, *NODES) if not Path(path).exists()]
     sys.exit(f"no such tests: {missing}" if missing else main())

@@ -62,7 +62,7 @@ def test_it_wants_requests_once_all_declared_replicas_have_joined_and_from_then_
 
 def test_it_waits_for_a_replica_that_never_comes_only_so_long(tmp_path: Path) -> None:
     models = declare(tmp_path, replicas=1)
-    with running_router(tmp_path, models_directory=str(models), join_seconds=1.5) as router:
+    with running_router(tmp_path, models_directory=str(models), join_seconds=5) as router:
         assert accepting(router)[0] == 503
         wait_for(lambda: accepting(router)[0] == 200, "the wait is bounded")
 

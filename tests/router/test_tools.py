@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -472,7 +473,9 @@ def test_replicas_of_an_earlier_version_share_the_requests_that_a_newer_one_coul
         return serving.router.post("/v1/chat/completions", required).status_code == 200
 
     def both_are_asked() -> bool:
-        chat(client, "before", tool_choice="none")
+        """Ask several times at once: idle replicas are alike, so one after the other may all go to the same."""
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: chat(client, "before", tool_choice="none"), range(8)))
         return bool(earlier.submits and newer.submits)
 
     try:
