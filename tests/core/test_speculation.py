@@ -1,4 +1,4 @@
-"""How many guesses a step verifies follows from how often they are right, the load and the deadlines; texts never change."""
+"""The number of guesses in a step follows from how often they are right, the load and the deadlines; texts never change."""
 
 from __future__ import annotations
 

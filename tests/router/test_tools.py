@@ -464,7 +464,7 @@ def test_what_needs_a_grammar_is_refused_while_all_replicas_are_of_an_earlier_ve
 def test_replicas_of_an_earlier_version_share_the_requests_that_a_newer_one_could_keep_from_calling(
     client: openai.OpenAI, serving: Serving
 ) -> None:
-    """Where one of them ignores grammars, none forbids calls: the newer replica would get all such requests."""
+    """The router forbids calls only if all replicas follow grammars: a single newer one would get all such requests."""
     earlier = serving.script("before", "x")
     newer = ScriptedReplica(serving.router, FILES["before"], "r-newer", earlier.script, {"model": "before"})
     required = {"model": "before", "messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}

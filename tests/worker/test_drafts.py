@@ -51,7 +51,7 @@ def masks(checkpoint: Path) -> GrammarMasks:
 
 @dataclass
 class Text:
-    """What was sampled for a sequence so far, and in how many steps."""
+    """The tokens sampled for a sequence so far, and the number of steps that took."""
 
     admit: Admit
     samples: list[Sample] = field(default_factory=list)

@@ -67,7 +67,7 @@ def stored_numbers(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_slices_of_all_ranks_together_are_what_transformers_reads(
     checkpoints: dict[str, Path], name: str, size: int
 ) -> None:
-    """Of 160 columns, two ranks have 80 and four have 40: slices begin within blocks of 32."""
+    """Two ranks have 80 of 160 columns, and four have 40: slices begin within blocks of 32."""
     directory = checkpoints[name]
     stored = load_file(directory / FILE)
     layers = [load(directory, rank, size).layers[1] for rank in range(size)]

@@ -17,7 +17,7 @@ from medha_worker.model.quantised_weights import LinearProducts, QuantisedWeight
 from medha_worker.model.weights import LayerWeights
 
 _LEAST_SUM = 1e-20
-"""What is added to a sum of weights before they are divided by it: scores of a sigmoid can all be 0."""
+"""Addend of a sum of weights before they are divided by it, because all scores of a sigmoid can be 0."""
 
 Choice = tuple[torch.Tensor, torch.Tensor]
 """The weights and the indexes of each row's experts, float32 and int64 [rows, per_token]."""
