@@ -83,7 +83,11 @@ class Counted:
         return None
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, _: torch.Tensor, *, needs_sums: bool
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        *_: torch.Tensor | None,
+        needs_sums: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = sum(Work(span.context_length, span.row_count).pairs for span in self._spans)
         read = sum(span.total_length for span in self._spans)

@@ -108,6 +108,7 @@ def test_the_router_can_read_its_settings(helm: Helm) -> None:
     assert left == {
         "ready_file", "large_body_bytes", "silence_seconds", "tokenize_seconds", "unserved_seconds",
         "max_bodies_bytes", "max_connections", "head_seconds", "body_seconds", "idle_seconds", "output_seconds",
+        "poll_seconds",
     }  # fmt: skip
 
 

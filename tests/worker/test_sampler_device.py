@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from medha.wire.messages import Sampling
+from medha.shards import Segment, ShardMap
+from medha.wire.messages import Extent, Sampling, StepEntry
 from medha_worker.device import HOST, Device, InOrder, host_device
 from medha_worker.host_memory import HostMemory
 from medha_worker.kernels.torch_race import DenseRace, SparseRace
 from medha_worker.model import token_sampler
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
-from medha_worker.rank.sampled_tokens import SampledTokens
+from medha_worker.rank.lane_plan import PlannedEntry
+from medha_worker.rank.lane_state import SequenceState
+from medha_worker.rank.sampled_tokens import Computed, SampledTokens
 
 from .device_watch import fake_gpu, watched
 from .sampling_cases import CASES, Allowing, case, results
@@ -138,6 +140,13 @@ def test_the_watch_finds(defect: Any, error: str, monkeypatch: pytest.MonkeyPatc
     assert caught.type is not AttributeError
 
 
+def decode(sampler: SequenceSampler) -> PlannedEntry:
+    """Return the entry of a decode behind eight tokens; only its sampling is of interest."""
+    sequence = SequenceState(np.arange(8, dtype=np.int32), sampler, None, np.arange(1), 7)
+    entry = StepEntry("one", 0, (Extent(7, 1),), samples=True)
+    return PlannedEntry(entry, sequence, 8, ShardMap((Segment(0, 0, 8),)), np.arange(1))
+
+
 def test_only_kernels_follow_the_logits() -> None:
     """All numbers of a plan are on the device before the logits are computed, also those of penalties and masks."""
     events: list[str] = []
@@ -148,20 +157,16 @@ def test_only_kernels_follow_the_logits() -> None:
             return super().place(tensor)
 
     vocab, device = 300, Beside(HOST, torch.float32, HostMemory(), Noting(HOST))
-    computed: list[Any] = [
-        SimpleNamespace(planned=SimpleNamespace(sequence=SimpleNamespace(sampler=one)), hidden=None, row=row)
-        for row, one in enumerate(every_option(vocab))
-    ]
-    hidden = torch.randn(len(computed), vocab, generator=torch.Generator().manual_seed(2))
-    for one in computed:
-        one.hidden = hidden
+    samplers = every_option(vocab)
+    hidden = torch.randn(len(samplers), vocab, generator=torch.Generator().manual_seed(2))
+    computed = [Computed(decode(sampler), hidden, row) for row, sampler in enumerate(samplers)]
 
     def logits(last: torch.Tensor) -> torch.Tensor:
         events.append("logits")
         return last
 
     tokens = SampledTokens(logits, None, device, TokenSampler(DenseRace(), device), vocab)
-    sampled = [result for _, result in tokens.sample(computed)]
+    sampled = [result.sampled[0][0] for result in tokens.sample(computed)]
     assert events == ["copy", "copy", "copy", "logits"]
     here = TokenSampler(SparseRace(), host_device(torch.float32))
     expected = here.sample(hidden, every_option(vocab))

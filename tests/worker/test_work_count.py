@@ -27,6 +27,7 @@ LANDING = Landing((NOTHING, np.arange(0)), {}, {})
 @dataclass
 class Entry:
     samples: bool
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -48,13 +49,14 @@ def test_a_mixed_batch_counts_rows_samples_pairs_and_keys() -> None:
     entries: Any = [
         Planned(Entry(True), 100),
         Planned(Entry(False), 14, scored_rows=3),
-        Planned(Entry(True), 9),
+        Planned(Entry(True, (7, 8)), 9),
     ]
     batch = Batch(positions, spans, None)
     pairs, keys = sum(attention_pairs(span.row_count, span.context_length) for span in spans), 100 + 14 + 9
-    assert count_work(entries, batch) == StepWork(8, 2 + 3, pairs, keys)
+    sampled = 1 + (1 + 2) + 3  # a row for each draft and each scored position
+    assert count_work(entries, batch) == StepWork(8, sampled, pairs, keys)
     windowed, read = 12 + (11 + 12 + 12 + 12) + (7 + 8 + 9), 12 + 14 + 9
-    mean = StepWork(8, 2 + 3, round((pairs + 3 * windowed) / 4), round((keys + 3 * read) / 4))
+    mean = StepWork(8, sampled, round((pairs + 3 * windowed) / 4), round((keys + 3 * read) / 4))
     assert count_work(entries, batch, (12, None, 12, 12)) == mean
 
 
