@@ -64,12 +64,12 @@ def test_a_tokenizer_that_cannot_be_served_exactly_ends_medha_up_with_the_file_a
     shutil.copytree(checkpoint, directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(
-        json.dumps({**config, "tokenizer_class": "GemmaTokenizer"})
+        json.dumps({**config, "tokenizer_class": "T5Tokenizer"})
     )
     manifest = write_manifest(tmp_path / "replica.yaml", directory, free_port())
     ended = subprocess.run(
         [sys.executable, "-m", "medha_cli.main", "up", str(manifest)], capture_output=True, text=True
     )
     assert ended.returncode == 1
-    message = f"{directory / 'tokenizer_config.json'}: tokenizer_class is 'GemmaTokenizer'"
+    message = f"{directory / 'tokenizer_config.json'}: tokenizer_class is 'T5Tokenizer'"
     assert message in ended.stdout + ended.stderr
