@@ -12,6 +12,7 @@ SHARED = (
     "harness",
     "client_stream",
     "served",
+    "serve_engines",
     "random_llama",
     "convoy_trace",
     "fleet",

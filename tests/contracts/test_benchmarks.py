@@ -13,7 +13,7 @@ import pytest
 from benchmark import FOLDER, benchmark
 
 HELPERS = {
-    "harness", "client_stream", "served", "fleet", "random_llama", "autoscale_page", "chaos_accounts", "convoy_trace", "convoy_llama",
+    "harness", "client_stream", "served", "serve_engines", "fleet", "random_llama", "autoscale_page", "chaos_accounts", "convoy_trace", "convoy_llama",
     "scheduler_vllm",
 }  # fmt: skip
 """Files that are not started by hand: the last two by `convoy.py` and `scheduler.py`, in an interpreter that has the peer."""
