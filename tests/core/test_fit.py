@@ -67,6 +67,7 @@ def _write(path: Path, rows: list[dict[str, object]]) -> None:
         writer.writerows(rows)
 
 
+@pytest.mark.long
 def test_ranges_that_the_fit_has_not_seen_are_predicted(
     fit: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

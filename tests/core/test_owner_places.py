@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.scheduler.owner_places import REMEMBERED_SECONDS, OwnerPlaces
@@ -71,6 +71,7 @@ def test_an_owner_that_took_all_places_while_alone_gets_none_back_while_others_w
     replica.run().check_empty()
 
 
+@settings(max_examples=25)
 @given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4))
 def test_an_owner_that_is_alone_is_served_as_if_there_were_no_owners(
     replica_of: Any, submit_of: Any, sizes: list[int]
@@ -92,8 +93,8 @@ def test_waiting_sequences_over_the_threshold_do_not_keep_decodes_from_running_a
     replica_of: Any, submit_of: Any
 ) -> None:
     replica = replica_of(max_running=PLACES, kv_blocks=20_000)
-    submitted(replica, submit_of, "a", 1, max_tokens=400)
-    submitted(replica, submit_of, "b", 100, max_tokens=400)
+    submitted(replica, submit_of, "a", 1, max_tokens=150)
+    submitted(replica, submit_of, "b", 100, max_tokens=150)
     until(replica, lambda: running(replica)["b"] == 56)
     for _ in range(10):
         replica.advance()
@@ -137,8 +138,8 @@ def test_an_owner_over_the_threshold_gets_a_place_when_others_have_gone(
     replica_of: Any, submit_of: Any
 ) -> None:
     replica = replica_of(max_running=PLACES, kv_blocks=20_000)
-    (one,) = submitted(replica, submit_of, "a", 1, max_tokens=400)
-    submitted(replica, submit_of, "b", 100, max_tokens=400)
+    (one,) = submitted(replica, submit_of, "a", 1, max_tokens=150)
+    submitted(replica, submit_of, "b", 100, max_tokens=150)
     until(replica, lambda: running(replica)["b"] == 56)
     replica.cancel(one)
     for _ in range(10):

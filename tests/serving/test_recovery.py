@@ -195,7 +195,10 @@ def test_a_machine_without_network_namespaces_skips_and_fails_in_ci(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("failures", "count"),
-    [pytest.param(CUT, 5, id="cut"), pytest.param(STOPPED, 4, id="stopped", marks=pytest.mark.long)],
+    [
+        pytest.param(CUT, 5, id="cut", marks=pytest.mark.long),
+        pytest.param(STOPPED, 4, id="stopped", marks=pytest.mark.long),
+    ],
 )
 def test_streams_outlive_every_process_that_is_stopped_or_cut_off(
     failures: tuple[list[str], ...], count: int

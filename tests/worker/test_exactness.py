@@ -93,11 +93,11 @@ WINDOWED = [
 
 CASES = (
     [
-        pytest.param((shape, architecture, 10 // max(shape[0], 2)), id=f"{Topology(*shape)} {architecture}")
+        pytest.param((shape, architecture, 6 // max(shape[0], 2)), id=f"{Topology(*shape)} {architecture}")
         for shape, architecture in PAIRWISE  # fewer examples where many all-reduces share two cores
     ]
     + [
-        pytest.param((shape, architecture, 8), id=f"{Topology(*shape)} {architecture}")
+        pytest.param((shape, architecture, 4), id=f"{Topology(*shape)} {architecture}")
         for shape, architecture in WINDOWED
     ]
     + [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
@@ -210,6 +211,7 @@ def test_float32_logits_are_those_of_transformers(tmp_path: Path) -> None:
     check(served, later, wanted, 1e-4)
 
 
+@pytest.mark.long
 def test_bfloat16_logits_are_those_of_the_same_model_with_a_pool_in_order(tmp_path: Path) -> None:
     """Two layouts round differently: logits of a standard deviation of 3 lie up to 0.13 apart, wrong ones more than 3."""
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1, dtype="bfloat16")

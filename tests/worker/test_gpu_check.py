@@ -41,7 +41,15 @@ def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, check=check, timeout=300, env=path)
 
 
-@pytest.mark.parametrize("part", ["numerics", "determinism", "sampling", "graphs", "chunks", "peers"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "numerics",
+        "sampling",
+        "graphs",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("determinism", "chunks", "peers")),
+    ],
+)
 def test_a_part_runs_without_our_packages(part: str) -> None:
     found = json.loads(run("--inside", part, "--quick").stdout.splitlines()[-1])
     match part:

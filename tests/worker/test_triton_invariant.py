@@ -144,6 +144,7 @@ triton_rows.TritonRows.rms_norm = by_rows
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "planted", "found"),
     [
