@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ENGINE = ("tests/serving", "tests/worker", "tests/pods")
+ENGINE = ("tests/serving", "tests/worker")
 CAMPAIGN = ("tests/campaign", "tests/chart")
 NODES = tuple(
     f"tests/cluster/test_{name}.py"
@@ -34,7 +34,7 @@ TESTS = {
     "campaign": CAMPAIGN,
     "servers": ("tests/cluster", *(f"--ignore={path}" for path in NODES)),
 }
-"""Rows of tests, with pytest's arguments. `decisions` has also `tests/cli` and `tests/process`: both sides take equally long."""
+"""Rows of tests, with pytest's arguments. `decisions` has also `tests/cli`, `tests/pods` and `tests/process`: both sides take equally long."""
 TESTS_FAILED = 1
 """Pytest's exit status where tests failed, and nothing worse happened."""
 NEEDED = {"binaries": (), "images": ("--for-tests",)}
