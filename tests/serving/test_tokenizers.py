@@ -63,9 +63,7 @@ def test_a_tokenizer_that_cannot_be_served_exactly_ends_medha_up_with_the_file_a
     directory = tmp_path / "refused"
     shutil.copytree(checkpoint, directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({**config, "tokenizer_class": "T5Tokenizer"})
-    )
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "T5Tokenizer"}))
     manifest = write_manifest(tmp_path / "replica.yaml", directory, free_port())
     ended = subprocess.run(
         [sys.executable, "-m", "medha_cli.main", "up", str(manifest)], capture_output=True, text=True
