@@ -14,6 +14,7 @@ from medha.timeline import Began
 from medha.wire.frames import TokenIds
 from medha.wire.messages import PromptLogprobs, ServiceClassTerms, TokenLogprob
 from medha_router.api_error import ApiError
+from medha_router.channels import Channels
 from medha_router.detokenize import StopStrings, TextStream
 from medha_router.key_accounts import Account
 from medha_router.outcome_queue import MOST_WAITING_TOKENS, Unread
@@ -94,6 +95,9 @@ class ChoiceOutput:
         self._shown_characters = 0
         self._pending: list[ShownToken] = []  # tokens whose text is still held back
         self._hidden_ids = bundle.special_ids if plan.skip_special_tokens else frozenset[int]()
+        self._channels: Channels | None = None
+        if plan.endpoint != "completions" and plan.skip_special_tokens and bundle.channel_marks:
+            self._channels = Channels(bundle.channel_marks)
         self._calls = None
         if plan.tools is not None:
             self._calls = reader_of(plan.tools)
@@ -108,6 +112,9 @@ class ChoiceOutput:
         for position, token in enumerate(delivered.tokens):
             self.output_tokens += 1
             ends_here = delivered.finish_reason == "stop" and position == len(delivered.tokens) - 1
+            spelled = self._bundle.token_bytes.get(token, b"")
+            if self._channels is not None and not self._channels.shows(token, spelled):
+                continue
             if delivered.logprobs and (not ends_here or self._plan.echo_logprobs):
                 self._pending.append(
                     ShownToken(token, delivered.logprobs[position], self._decoded_characters)
@@ -115,7 +122,7 @@ class ChoiceOutput:
             if ends_here:
                 break  # a stop token is counted, not shown; beside an echo, clients count tokens from the end
             hidden = token in self._hidden_ids
-            text = "" if hidden else self._stream.feed(self._bundle.token_bytes.get(token, b""))
+            text = "" if hidden else self._stream.feed(spelled)
             if self._show(piece, text) or (self._calls is not None and self._calls.is_done):
                 return self._finish(piece, "stop")
         if delivered.finish_reason is not None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from medha.errors import CheckpointInvalid, RequestInvalid
 from medha.wire.bundle_digest import bundle_digest
 from medha.wire.frames import TokenIds
+from medha_router.channels import MARKS
 from medha_router.chat_template import ChatTemplate
 from medha_router.detokenize import token_bytes
 from medha_router.grammar_check import GrammarCheck
@@ -76,6 +77,14 @@ class Bundle:
     def special_ids_of(self, texts: Sequence[str]) -> dict[str, int]:
         """Return the ids of those texts that are special tokens."""
         return {text: self._special_by_text[text] for text in texts if text in self._special_by_text}
+
+    @property
+    def channel_marks(self) -> Mapping[str, int]:
+        """The ids of the marks of channels, if the chat template tells the model to write them; else empty."""
+        found = self.special_ids_of(MARKS)
+        if self.chat_template is None or len(found) < len(MARKS):
+            return {}
+        return found if all(mark in self.chat_template.source for mark in MARKS) else {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """Return the token ids of `text`, int32 [n]."""

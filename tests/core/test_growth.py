@@ -300,11 +300,13 @@ def test_no_answer_of_a_key_with_few_steps_aside_for_those_of_a_key_with_many(
     replica.run().check_empty()
 
 
+@pytest.mark.parametrize("answers", [22, 30])
 def test_decodes_of_a_key_with_much_kv_make_way_for_a_key_that_would_be_late(
-    replica_of: Any, submit_of: Any
+    replica_of: Any, submit_of: Any, answers: int
 ) -> None:
+    """All KV is taken; with 30, some of the large key's own requests wait for it, too."""
     replica = replica_of(kv_blocks=400, block_size_tokens=SIZE, step_seconds=0.1)
-    for index in range(30):
+    for index in range(answers):
         replica.submit(submit_of(f"large {index}", 8, 64, owner="large"))
     for _ in range(3):
         replica.advance()
@@ -317,7 +319,70 @@ def test_decodes_of_a_key_with_much_kv_make_way_for_a_key_that_would_be_late(
     assert replica.asides
     assert all(name.startswith("large") for name in replica.asides)
     replica.run().check_empty()
-    assert {len(replica.emitted[f"large {index}"]) for index in range(30)} == {64}
+    assert {len(replica.emitted[f"large {index}"]) for index in range(answers)} == {64}
+
+
+def test_an_answer_that_made_way_comes_back_with_the_reservation_that_it_had(
+    replica_of: Any, submit_of: Any
+) -> None:
+    """It did not outgrow its KV. If it reserved all that it can need, it would wait until nearly all KV is free."""
+    replica = replica_of(
+        kv_blocks=200, block_size_tokens=SIZE, default_output_tokens=60, max_model_len=790, step_seconds=0.1
+    )
+    for index in range(9):
+        replica.submit(submit_of(f"large {index}", 8, owner="large"))
+    for index in range(6):
+        for _ in range(3):
+            replica.advance()
+        name = f"small {index}"
+        replica.submit(submit_of(name, 300, 2, owner="small", deadline_after_seconds=0.2))
+        while name not in replica.endings:
+            assert replica.advance()
+    made_way = Counter(replica.asides)
+    assert max(made_way.values()) > 1
+    for name in made_way:
+        assert max(reserved(replica, name)) <= 8 + 60 + SIZE, name
+    for index in range(9):
+        replica.cancel(f"large {index}")
+    replica.run().check_empty()
+
+
+def test_of_answers_that_share_their_prompt_the_last_one_to_make_way_frees_it(
+    replica_of: Any, submit_of: Any
+) -> None:
+    """It counts for the first of them, which has ended."""
+    replica = replica_of(kv_blocks=212, block_size_tokens=SIZE, step_seconds=0.1)
+    for index, tokens in enumerate((2, 60, 60)):
+        sample = submit_of(f"sample {index}", 321, tokens, prompt="shared", sample_index=index, owner="large")
+        replica.submit(sample)
+    replica.submit(submit_of("other", 330, 60, owner="large"))
+    while "sample 0" not in replica.endings or len(replica.emitted) < 4:
+        assert replica.advance()
+    replica.submit(submit_of("small", 160, 8, owner="small", deadline_after_seconds=0.5))
+    while "small" not in replica.emitted:
+        assert replica.advance()
+    assert sorted(replica.asides) == ["sample 1", "sample 2"]
+    replica.run().check_empty()
+
+
+def test_while_others_make_way_nobody_takes_what_they_leave(replica_of: Any, submit_of: Any) -> None:
+    """What later requests took would be missing again, so that more answers would have to make way."""
+    replica = replica_of(
+        stages=3, kv_blocks=400, block_size_tokens=SIZE, step_seconds=0.1, short_headroom=0.5
+    )
+    for index in range(22):
+        replica.submit(submit_of(f"large {index}", 8, 64, owner="large"))
+    while len(replica.emitted) < 22:
+        assert replica.advance()
+    replica.submit(submit_of("small", 600, 8, owner="small", deadline_after_seconds=0.5))
+    before = len(admitted(replica))
+    for index in range(20):
+        replica.submit(submit_of(f"later {index}", 8, 8, owner=f"key {index}", deadline_after_seconds=60.0))
+        assert replica.advance()
+    first = next(admit.id for admit in admitted(replica)[before:] if not admit.id.startswith("later"))
+    assert first == "small"
+    assert len(replica.asides) == 9, "151 blocks, where 4 are free and an answer has 18"
+    replica.run().check_empty()
 
 
 def test_requests_without_keys_do_not_make_way_for_each_other(replica_of: Any, submit_of: Any) -> None:
@@ -359,7 +424,8 @@ def test_making_way_frees_enough_and_leaves_each_owner_as_much_as_the_other_gets
         one.requests, one.blocks = one.requests + 1, one.blocks + blocks
     before = {owner: one.blocks for owner, one in held.items()}
     missing = needed - free
-    found = who_make_way(requests, held, "small", needed, missing)
+    blocks_of = {request.id: request.counted_blocks for request in requests}
+    found = who_make_way(requests, held, "small", needed, missing, lambda name: blocks_of[name])
     assert {owner: one.blocks for owner, one in held.items()} == before, "nothing is changed"
     if not found:
         return

@@ -257,6 +257,21 @@ def test_what_is_free_on_a_claimed_lane_is_not_for_a_request_that_finds_its_pref
     assert two_lanes.lane_of["large"] == 0
 
 
+def test_a_claim_moves_to_the_lane_where_others_can_make_way(two_lanes: Lanes, submit_of: Any) -> None:
+    """More is free on the first lane, but no key with much KV decodes there."""
+    two_lanes.submit(submit_of("first", 4, 157, owner="a"))  # 40 blocks
+    two_lanes.submit(submit_of("large 1", 4, 109, owner="large"))  # 28 blocks
+    two_lanes.submit(submit_of("large 2", 4, 109, owner="large"))
+    while len(two_lanes.begun) < 6:
+        two_lanes.advance()
+    assert two_lanes.free_blocks == [20, 4]
+    two_lanes.submit(submit_of("late", 1, 96, owner="small", age_seconds=5.0))  # 24 blocks
+    for _ in range(6):
+        two_lanes.advance()
+    assert two_lanes.lane_of["late"] == 1
+    assert two_lanes.controller.find("first") is not None
+
+
 # --- long ones that their share keeps out ----------------------------------------------------------------
 
 

@@ -154,6 +154,15 @@ class KvPools:
         here = self._lanes[lane]
         return here.ledger.free_blocks + here.cache.evictable_blocks
 
+    def freed_in_turn(self, lanes: Iterable[int]) -> Callable[[str], int]:
+        """Return a function that counts blocks of `lanes` as `BlockLedger.freed_in_turn` does; cached ones count as free."""
+        each = [(self._lanes[lane].ledger, self._lanes[lane].ledger.freed_in_turn()) for lane in lanes]
+
+        def freed(sequence: str) -> int:
+            return sum(on_lane(sequence) for ledger, on_lane in each if sequence in ledger)
+
+        return freed
+
     def free_tokens_on(self, lane: int) -> int:
         return self._lanes[lane].available_blocks * self.block_size_tokens
 

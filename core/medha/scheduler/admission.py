@@ -53,6 +53,7 @@ class _Claim:
     blocks: int  # free ones on `lanes` that it waits for
     beside: dict[str, int] = field(default_factory=dict)
     is_overdue: bool = False  # it ends not because its owner has more than an equal share of KV
+    is_helped: bool = False  # blocks of requests that make way are to come free, as many as it lacks
 
 
 class Admission:
@@ -138,9 +139,16 @@ class Admission:
         over = owners.over(self._free_places, together)
         over_kv = bool(over) and owners.over_kv(together)
         above = owners.above_share()
+        early_seconds = self._way_seconds if owners.any_may_make_way() else 0.0
+        starts_long = self._starts_long()
         return Capacity(
-            max(free), together, self._left_for_longs(), self._starts_long(), over, over_kv, above
+            max(free), together, self._left_for_longs(), starts_long, over, over_kv, above, early_seconds
         )
+
+    @property
+    def _way_seconds(self) -> float:
+        """The time before its latest start from which others make way for a claimant."""
+        return WAY_STEPS * self._config.scheduling.max_step_seconds
 
     def capacity(self, lanes: Sequence[int]) -> Capacity:
         """Return the most blocks that requests computed by `lanes` may take now."""
@@ -313,6 +321,8 @@ class Admission:
         held = sum(claim.beside.values())
         headroom = max(self._headroom_blocks - held, 0)
         beyond = sum(map(self._free_blocks, claim.lanes)) - claim.blocks
+        if claim.is_helped:
+            return 0  # what others took would be missing again, and more would have to make way
         if claim.request.is_long and not self._has_share_for(claim.request):
             return max(headroom, beyond)
         return 0 if beyond + held >= 0 else headroom
@@ -449,28 +459,55 @@ class Admission:
         """Return the running requests that give their KV back to the claimant.
 
         There are none as long as the claimant may be on time without, nor for a long one. What requests that have
-        ended will release is waited for.
+        ended will release is waited for. If nobody on the claimed lane can make way, the claim moves to a lane where
+        some can, unless the claimant must run on that lane.
         """
         claim = self._claim
-        if claim is None or claim.is_overdue or self.is_paused or len(self._table.owners) == 1:
+        if claim is None:
+            return []
+        claim.is_helped = False
+        if claim.is_overdue or self.is_paused or len(self._table.owners) == 1:
             return []
         request = claim.request
         slack_seconds = request.deadline - now - self._table.remaining_seconds(request) * correction
-        has_time = slack_seconds > WAY_STEPS * self._config.scheduling.max_step_seconds
-        if has_time or request.is_long or not self.has_place(request):
+        if slack_seconds > self._way_seconds or request.is_long or not self.has_place(request):
             return []
-        there = [one for one in self._table if not one.waits and one.held_lanes == claim.lanes]
-        soon = sum(one.counted_blocks for one in there if one.ended)
-        missing = claim.blocks - soon - sum(map(self._free_blocks, claim.lanes))
-        if missing <= 0:
-            return []
-        return who_make_way(there, self._held_by_owner(), request.submit.owner, claim.blocks, missing)
+        held: dict[str, Held] | None = None
+        for lanes in self._claimable(claim):
+            frees = self.pools.freed_in_turn(lanes)
+            soon = sum(frees(one.id) for one in self._table.holders if one.ended)
+            missing = claim.blocks - sum(map(self._free_blocks, lanes))
+            if lanes == claim.lanes and missing <= soon:
+                claim.is_helped = missing > 0
+                return []
+            held = held or self._held_by_owner()
+            is_everywhere = len(lanes) == len(self._lanes)
+            there = [
+                one
+                for one in self._table.holders
+                if one.id not in self._taken_by_longs  # an answer may have become one
+                and (is_everywhere or (one.lane == lanes[0] and not one.is_spread))
+            ]
+            found = who_make_way(there, held, request.submit.owner, claim.blocks, missing - soon, frees)
+            if found:
+                if lanes != claim.lanes:
+                    claim.lanes, claim.beside = lanes, {}
+                claim.is_helped = True
+                return found
+        return []
+
+    def _claimable(self, claim: _Claim) -> list[tuple[int, ...]]:
+        """Return the lanes that a claim may have, those that it has first."""
+        if claim.request.may_spread or claim.request.prompt.sharing is not None:
+            return [claim.lanes]
+        others = sorted(self._lanes, key=lambda lane: (-self._free_blocks(lane), lane))
+        return [claim.lanes, *((lane,) for lane in others if (lane,) != claim.lanes)]
 
     def _held_by_owner(self) -> dict[str, Held]:
         """Return what the running requests of each owner hold."""
         found: dict[str, Held] = {}
-        for request in self._table:
-            if not (request.waits or request.ended):
+        for request in self._table.holders:
+            if not request.ended:
                 held = found.setdefault(request.submit.owner, Held())
                 held.requests += 1
                 held.blocks += self._taken_by_longs.get(request.id, request.counted_blocks)

@@ -442,6 +442,7 @@ class ReplicaController:
         """Let requests of owners with much KV step aside for the claimant, if it would be late; return them."""
         aside = self._admission.who_make_way(now, self.predictor.correction.prefill)
         for request in aside:
+            request.makes_way = True
             self._step_aside(request)
         return aside
 
@@ -513,15 +514,18 @@ class ReplicaController:
     def _expected_output_tokens(self, submit: Submit, service_class: str, before: Request | None) -> int:
         """Return for how many output tokens a request reserves KV, unless its limit is lower.
 
-        `before` is the request as it stepped aside: to outgrow its KV again, it must at least double its output.
+        `before` is the request as it stepped aside: to outgrow its KV again, it must at least double its output. One
+        that made way for another request did not outgrow it.
         """
         produced = submit.tokens - submit.prompt_length
         expected = self._output_lengths.expected_tokens(service_class, submit.owner, produced)
         if before is None:
             return expected
-        if before.asides + 1 >= MOST_ASIDES:
-            return self.config.max_model_len
         reserved = before.reservation_tokens - submit.prompt_length
+        if before.makes_way:
+            return max(expected, reserved + 1)  # a last token needs no KV
+        if before.asides + 1 - before.ways >= MOST_ASIDES:
+            return self.config.max_model_len
         return max(expected, 2 * produced, 2 * reserved)
 
     def _arrive(self, submit: Submit, now: float, before: Request | None = None) -> list[CompileGrammar]:
@@ -561,6 +565,7 @@ class ReplicaController:
             service_class=class_name,
             expected_output_tokens=expected,
             asides=0 if before is None else before.asides + 1,
+            ways=0 if before is None else before.ways + before.makes_way,
             may_spread=may_spread,
             cached_tokens=cached_tokens,
         )

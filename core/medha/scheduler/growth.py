@@ -14,14 +14,16 @@ oldest of all is spared as long as there is another.
 Requests also step aside for one that waits: if an owner with little KV would miss a deadline because others hold
 the KV, decodes of those with too much give it back (`who_make_way`).
 
-Two rules keep requests from displacing each other for ever. Each time that a request comes back, it reserves at
-least twice the output that it had, and from its `MOST_ASIDES`-th time on all that it can ever need. A request
-that holds all that it can need never steps aside.
+Three rules keep requests from displacing each other for ever. Each time that a request comes back because one
+outgrew its KV, it reserves at least twice the output that it had, and from its `MOST_ASIDES`-th time on all that it
+can ever need. A request that holds all that it can need never steps aside for growth. One that has stepped aside
+`MOST_ASIDES` times, for whatever reason, makes way no more. To make way is no sign that an answer is long, so it
+comes back with the reservation that it had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from medha.scheduler.request import Request
@@ -31,7 +33,7 @@ GROWTH_SHARE = 0.1
 GROWTH_PART = 0.25
 """Part of its output reservation that is held in addition for each request that may outgrow it."""
 MOST_ASIDES = 3
-"""Times that a request steps aside at most."""
+"""Times that a request steps aside at most for growth; and it makes way only as long as it has done so less often."""
 
 
 @dataclass(slots=True)
@@ -45,13 +47,20 @@ class Held:
 def with_too_much(held: Mapping[str, Held]) -> frozenset[str]:
     """Return the owners whose several requests hold more than an equal share of what all hold."""
     total = sum(one.blocks for one in held.values())
-    return frozenset(
-        owner for owner, one in held.items() if one.requests > 1 and one.blocks * len(held) > total
-    )
+    return frozenset(owner for owner, one in held.items() if _has_too_much(one, len(held), total))
+
+
+def _has_too_much(one: Held, owners: int, total_blocks: int) -> bool:
+    return one.requests > 1 and one.blocks * owners > total_blocks
 
 
 def who_make_way(
-    running: Iterable[Request], held: Mapping[str, Held], owner: str, needed_blocks: int, missing_blocks: int
+    running: Iterable[Request],
+    held: Mapping[str, Held],
+    owner: str,
+    needed_blocks: int,
+    missing_blocks: int,
+    frees: Callable[[str], int],
 ) -> list[Request]:
     """Return the decodes that step aside so that a waiting request gets KV; none if they could not free enough.
 
@@ -64,9 +73,12 @@ def who_make_way(
         owner: the owner of the waiting request.
         needed_blocks: KV that the waiting request takes.
         missing_blocks: the part of it that is not free.
+        frees: returns the blocks that come free if the request with an id, and all for which it was called before, give
+            theirs back.
     """
     held = {name: replace(one) for name, one in held.items()}
     will_hold = held.setdefault(owner, Held()).blocks + needed_blocks
+    total = sum(one.blocks for one in held.values())
     candidates = [
         request
         for request in running
@@ -78,12 +90,13 @@ def who_make_way(
         if missing_blocks <= 0:
             break
         own = held[request.submit.owner]
-        if own.blocks - request.counted_blocks < will_hold or request.submit.owner not in with_too_much(held):
+        if own.blocks - request.counted_blocks < will_hold or not _has_too_much(own, len(held), total):
             continue
         found.append(request)
         own.requests -= 1
         own.blocks -= request.counted_blocks
-        missing_blocks -= request.counted_blocks
+        total -= request.counted_blocks
+        missing_blocks -= frees(request.id)
     return found if missing_blocks <= 0 else []
 
 

@@ -153,6 +153,15 @@ class OwnerPlaces:
         )
         return above if len(above) < self._with_waiting_shorts else ()
 
+    def any_may_make_way(self) -> bool:
+        """Return whether an owner of several running requests has more than an equal share of KV, beside another one."""
+        if len(self._owners) == 1:
+            return False
+        sharers = len(self._holding) + 1
+        return any(
+            owner.running > 1 and owner.blocks * sharers > self._blocks for owner in self._holding.values()
+        )
+
     def any_may_take(self, free_places: int, free_blocks: int) -> bool:
         """Return whether a request waits whose owner may take one of the free places."""
         over = set(self.over(free_places, free_blocks))

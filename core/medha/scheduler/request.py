@@ -59,6 +59,7 @@ class Request:
     service_class: str = "default"
     expected_output_tokens: int = 0  # whole output that was expected when it began to wait
     asides: int = 0  # how often it has stepped aside
+    ways: int = 0  # how often it did so for one that waited
     may_spread: bool = False  # its KV may be split over several lanes
     row: int = NOWHERE  # in the table of requests, while it has prompt left to dispatch
     lane: int = NOWHERE  # the lane that computes it
@@ -80,6 +81,7 @@ class Request:
     steps_in_flight: int = 0
     ended: bool = False  # no more steps; its KV waits in quarantine for those in flight
     steps_aside: bool = False  # it gives its KV back, and then waits to compute it again
+    makes_way: bool = False  # it does so for one that waits
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the chunks that are computed
     grammar: str = ""  # name of its grammar; empty: it has none
     awaits_grammar: bool = False  # not compiled yet: the last position of its prompt is not computed before

@@ -57,6 +57,7 @@ class Capacity:
     over: tuple[int, ...] = ()  # owners that must leave running places or KV to others, by number
     over_kv: bool = False  # one of them holds too much KV
     above_share: tuple[int, ...] = ()  # owners whose requests that are not long may not claim KV
+    early_seconds: float = 0.0  # before they are late, requests that are not long count as late
 
 
 class RequestTable:
@@ -66,6 +67,7 @@ class RequestTable:
         """`by_due`: maintain the order by due time, for a policy that reads it."""
         self._keeps_order = by_due
         self._by_id: dict[str, Request] = {}
+        self._holders: dict[str, Request] = {}
         self.waiting = 0
         """Number of requests that hold no KV."""
         self.owners = OwnerPlaces()
@@ -128,6 +130,11 @@ class RequestTable:
     def __iter__(self) -> Iterator[Request]:
         """Yield every request, in the order of arrival."""
         return iter(self._by_id.values())
+
+    @property
+    def holders(self) -> Iterable[Request]:
+        """The requests that hold KV, including those that have ended, in the order of admission."""
+        return self._holders.values()
 
     @property
     def running(self) -> int:
@@ -204,6 +211,7 @@ class RequestTable:
     def place(self, request: Request) -> None:
         """Record that a waiting request now holds KV and runs on its lane."""
         self.waiting -= 1
+        self._holders[request.id] = request
         self.owners.place(request.submit.owner, is_long=request.is_long)
         self._lane[request.row] = request.lane
         self._needed[request.row] = 0
@@ -226,6 +234,7 @@ class RequestTable:
             self._leave_rows([request], served=False)
         else:
             self._ended -= 1
+            del self._holders[request.id]
         self.owners.leave(request.submit.owner, waited=request.waits, is_long=request.is_long)
 
     def prefilled(self, requests: Iterable[Request]) -> None:
@@ -441,9 +450,10 @@ class RequestTable:
     def late_without_capacity(self, room: Capacity, now: float, correction: float) -> Request | None:
         """Return the late waiting request that lacks only free KV and has the earliest deadline.
 
-        A request is late if it has no slack left. If the owner of others holds too much KV, short requests count as
-        late. A long one may lack its share of KV instead. A demoted long request that lacks its share counts as late
-        only once its revised deadline is, or was, near: before that, others can still be on time.
+        A request is late if it has no slack left, or for a short one too little for others to make way. If the owner of
+        others holds too much KV, short requests count as late. A long one may lack its share of KV instead. A demoted
+        long request that lacks its share counts as late only once its revised deadline is, or was, near: before that,
+        others can still be on time.
         """
         rows = len(self.rows)
         least = room.of_one_lane if room.of_longs is None else min(room.of_one_lane, room.of_longs)
@@ -472,7 +482,8 @@ class RequestTable:
             lacks_share = is_long & (needed > room.of_longs)
             lacks |= lacks_share
         remaining = self._remaining[found] * correction
-        late = lacks & (self._deadline[found] - remaining < now)
+        early_seconds = np.where(is_long, 0.0, room.early_seconds)
+        late = lacks & (self._deadline[found] - remaining < now + early_seconds)
         if room.over_kv:
             late |= lacks & ~is_long
         if self._keeps_order and lacks_share.any():
