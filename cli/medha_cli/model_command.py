@@ -44,7 +44,7 @@ def command() -> None:
     "--quantisation",
     default="none",
     show_default=True,
-    help="Format of the linears: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, awq, gptq or gptq-desc-act; "
+    help="Format of the linears: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, fp8-kv, awq, gptq or gptq-desc-act; "
     "of a gpt_oss' experts: mxfp4.",
 )
 @click.option(

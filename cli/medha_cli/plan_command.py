@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from medha.errors import ConfigInvalid
 from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
+from medha.kv_dtype import KvDtype, kv_element_bytes
 from medha_cli.options import FILE, Number
 from medha_cli.result_files import require_writable, write_page
 from medha_cli.simulate_command import require_plotly
@@ -83,6 +84,10 @@ class Tokens(click.ParamType[int]):
     help="Price of one GPU for one hour, in your currency.",
 )  # fmt: skip
 @click.option(
+    "--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True,
+    help="Data type of keys and values, as spec.kvCache.dtype.",
+)  # fmt: skip
+@click.option(
     "--memory-fraction", type=Number(0, 1, min_open=True), default=0.9, show_default=True,
     help="Share of a GPU's memory that may be used.",
 )  # fmt: skip
@@ -101,6 +106,7 @@ def command(
     concurrent: int,
     max_gpus: int,
     price: float,
+    kv_dtype: KvDtype,
     memory_fraction: float,
     rows: int,
     plot: Path | None,
@@ -119,6 +125,8 @@ def command(
       medha plan --model .medha/tiny --context 4K --json
     """
     model = _model(model_name)
+    if kv_dtype != "auto":
+        model = replace(model, kv_dtype_bytes=kv_element_bytes(kv_dtype, model.dtype_bytes))
     hardware = _hardware(hardware_name)
     wish = Wish(
         context_tokens=context,

@@ -20,6 +20,7 @@ from medha_process.launch import RANK_ENVIRONMENT
 
 if TYPE_CHECKING:
     from medha.determinism import Determinism
+    from medha.kv_dtype import KvDtype
     from medha_worker.profiling.profile_fit import HeldOut
 
 _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
@@ -102,11 +103,12 @@ def command(
 
     directory, dtype, max_model_len = source, "auto", None
     determinism: Determinism = "bestEffort"
+    kv_dtype: KvDtype = "auto"
     if source.is_file():
         spec = (replica := read_manifest(source)).spec
         directory = model_directory(replica)
         dtype, max_model_len = spec.model.dtype, spec.model.max_model_len
-        determinism = spec.determinism
+        determinism, kv_dtype = spec.determinism, spec.kv_cache.dtype
         max_chunk = max_chunk or spec.scheduling.max_chunk_tokens
         threads = threads or spec.threads
         if spec.parallelism.tensor > 1:
@@ -133,6 +135,7 @@ def command(
             dtype=dtype,
             threads=1 if cpu_time else threads,
             determinism=determinism,
+            kv_dtype=kv_dtype,
         )
         limit = model.config.max_model_len
         grid = measuring.grid(

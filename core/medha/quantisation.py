@@ -171,12 +171,14 @@ class Quantisation:
         formats: Formats, each with the layers that it is for: names, `re:` and an expression, or `Linear` for all.
         ignored: Layers that are not quantised, named in the same way.
         ignores_parts: True if an ignored layer may also be named by a part of its name.
+        kv_scales: Whether the checkpoint stores scales for K and V in FP8, for each layer or for each head; None: it does not.
     """
 
     method: str
     formats: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     ignored: tuple[str, ...] = ()
     ignores_parts: bool = False
+    kv_scales: Literal["tensor", "attn_head"] | None = None
 
     def format_of(self, layer: str) -> WeightFormat | None:
         """Return the format of a linear layer such as `model.layers.0.mlp.up_proj`; None if it is not quantised."""
@@ -381,11 +383,14 @@ _EVERY_LINEAR = "Linear"
 
 
 def _compressed_tensors(fields: _Settings) -> Quantisation:
-    fields.refuse("kv_cache_scheme", "transform_config")
+    fields.refuse("transform_config")
+    kv_scales = _kv_scales(fields.inner("kv_cache_scheme")) if fields.get("kv_cache_scheme") else None
     sparsity = fields.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
         raise fields.unsupported("sparsity_config", "dense weights")
     fields.choice("quantization_status", "compressed", "frozen")
+    if kv_scales is not None and not fields.get("config_groups"):
+        return Quantisation("compressed-tensors", (), kv_scales=kv_scales)
     groups = fields.inner("config_groups")
     if not groups.values:
         raise fields.invalid("config_groups", "an object with at least one group")
@@ -396,7 +401,18 @@ def _compressed_tensors(fields: _Settings) -> Quantisation:
         if not targets:
             raise group.invalid("targets", "a list of at least one name")
         formats.append((targets, _compressed_group(group, fields)))
-    return Quantisation("compressed-tensors", tuple(formats), fields.names("ignore"))
+    return Quantisation("compressed-tensors", tuple(formats), fields.names("ignore"), kv_scales=kv_scales)
+
+
+def _kv_scales(scheme: _Settings) -> Literal["tensor", "attn_head"]:
+    """Return whether a layer or a head of K and V has a scale, if they were calibrated for FP8."""
+    if scheme.get("type") != "float":  # absent, it is "int"
+        raise scheme.unsupported("type", "type 'float' (FP8)")
+    scheme.choice("num_bits", 8)
+    scheme.choice("dynamic", False)
+    scheme.choice("symmetric", True)
+    strategy: Literal["tensor", "attn_head"] = scheme.choice("strategy", "tensor", "attn_head")
+    return strategy
 
 
 def _compressed_group(group: _Settings, fields: _Settings) -> WeightFormat:

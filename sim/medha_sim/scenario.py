@@ -19,6 +19,7 @@ from medha.cost.cost_profile import Profile
 from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
+from medha.kv_dtype import kv_element_bytes
 from medha.routing.replica_demand import DemandTerms
 from medha.routing.router_core import RouterCore
 from medha.scheduler.controller import ReplicaController
@@ -213,6 +214,8 @@ def deployment_of(
         ConfigInvalid: the profile cannot be read.
     """
     size, profile = spec.kv_cache.size, spec.scheduling.profile
+    if spec.kv_cache.dtype != "auto":
+        model = replace(model, kv_dtype_bytes=kv_element_bytes(spec.kv_cache.dtype, model.dtype_bytes))
     return Deployment(
         model=model,
         hardware=hardware,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isclose
 
 import pytest
@@ -132,3 +133,14 @@ def test_entries_of_a_chunk_say_which_lane_computes_what_and_which_one_samples()
     assert {entry.strategy for entry in cached} == {"passQ"}
     (alone,) = auto.entries("a", (1, 0), 100, 103, samples=True, shard_map_version=3)
     assert (alone.lane, alone.strategy, alone.samples) == (1, "owner", True)
+
+
+def test_keys_and_values_of_a_byte_take_a_quarter_of_the_message_of_float32() -> None:
+    whole = RingCosts(8, 8, 4, attention_flops_per_second=1e12, link_bytes_per_second=1e9)
+    rounded = replace(whole, kv_element_bytes=1)
+    assert rounded.sent_heads == whole.sent_heads / 4
+    least = 2 * 1000 * whole.sent_heads * 4 / (4 * 8)
+    assert pass_kv_is_hidden(int(least), 2, whole)
+    assert not pass_kv_is_hidden(int(least) - 1, 2, whole)
+    assert pass_kv_is_hidden(int(least / 4), 2, rounded)
+    assert not pass_kv_is_hidden(int(least / 4) - 1, 2, rounded)

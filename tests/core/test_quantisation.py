@@ -65,6 +65,7 @@ GPTQ = {
     "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True, "damp_percent": 0.1,
     "static_groups": False, "true_sequential": True, "model_name_or_path": None,
 }  # fmt: skip
+FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 CONFIGS = {"w8a8": W8A8, "w4a16": W4A16, "deepseek": DEEPSEEK, "awq": AWQ, "gptq": GPTQ}
 UP = "model.layers.3.mlp.up_proj"
 
@@ -150,7 +151,13 @@ def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
         (W8A8, "quant_method", None, CheckpointInvalid, "quant_method is None"),
         (W8A8, "format", "marlin-24", ModelUnsupported, "format is 'marlin-24'"),
         (W8A8, "format", "pack-quantized-2", ModelUnsupported, "format is 'pack-quantized-2'"),
-        (W8A8, "kv_cache_scheme", {"num_bits": 8}, ModelUnsupported, "kv_cache_scheme"),
+        (W8A8, "kv_cache_scheme", {"num_bits": 8}, ModelUnsupported, "kv_cache_scheme.type is None"),
+        (W8A8, "kv_cache_scheme", FP8_KV | {"type": "int"}, ModelUnsupported, "kv_cache_scheme.type is 'int'"),
+        (W8A8, "kv_cache_scheme", FP8_KV | {"num_bits": 4}, ModelUnsupported, "kv_cache_scheme.num_bits is 4"),
+        (W8A8, "kv_cache_scheme", FP8_KV | {"dynamic": True}, ModelUnsupported, "kv_cache_scheme.dynamic is True"),
+        (W8A8, "kv_cache_scheme", FP8_KV | {"symmetric": False}, ModelUnsupported, "scheme.symmetric is False"),
+        (W8A8, "kv_cache_scheme", FP8_KV | {"strategy": "token"}, ModelUnsupported, "scheme.strategy is 'token'"),
+        (W8A8, "kv_cache_scheme", "fp8", CheckpointInvalid, "kv_cache_scheme is 'fp8'"),
         (W8A8, "transform_config", {"config_groups": {"u": 1}}, ModelUnsupported, "transform_config"),
         (W8A8, "sparsity_config", {"format": "sparse-24-bitmask"}, ModelUnsupported, "sparsity_config"),
         (W8A8, "quantization_status", "calibration", ModelUnsupported, "quantization_status is 'calibration'"),
@@ -218,3 +225,13 @@ def test_the_mean_size_of_a_weight_counts_scales_and_ignored_layers() -> None:
     assert mean_layer_bytes(None, 2, 2, **sizes) is None
     half = mean_layer_bytes(decode(W4A16), 2, 2, **sizes)  # layer 0 is ignored
     assert half == pytest.approx((2 * count + count / 2 + 2 * count / 128) / (2 * count))
+
+
+def test_scales_of_keys_and_values_are_stated_for_a_layer_or_for_each_head() -> None:
+    assert decode(W8A8).kv_scales is None
+    assert decode(W8A8 | {"kv_cache_scheme": FP8_KV}).kv_scales == "tensor"
+    by_head = FP8_KV | {"strategy": "attn_head"}
+    assert decode(W8A8 | {"kv_cache_scheme": by_head}).kv_scales == "attn_head"
+    alone = decode(W8A8 | {"kv_cache_scheme": FP8_KV, "config_groups": {}})
+    assert alone.kv_scales == "tensor"
+    assert alone.format_of(UP) is None

@@ -792,6 +792,21 @@ def test_a_lost_rank_resumes_and_other_failures_end_the_sequence() -> None:
     assert end == Fail("b", "out_of_memory", "too big a chunk", retry_after_seconds=1)
 
 
+@pytest.mark.parametrize("emits", [True, False])
+def test_a_text_goes_on_where_keys_and_values_are_rounded_alike_if_it_has_begun(emits: bool) -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    announce(core, 0.1, kv_dtype="fp8")
+    if emits:
+        core.handle(Received("r0", Emit("a", (1,))), 0.2)
+    announce(core, 0.3, replica="r1", running=0)
+    announce(core, 0.3, replica="r2", kv_dtype="fp8", running=9, pending_prefill_seconds=2.0)
+    ((replica, again),) = submits(core.handle(LinkLost("r0"), 1.0))
+    assert (replica, again.id) == ("r2" if emits else "r1", "a~1")
+    ((replica, _),) = submits(core.handle(LinkLost(replica), 2.0))
+    assert replica == ("r1" if emits else "r2"), "there is no other"
+
+
 def test_a_grammar_that_is_late_may_be_tried_again_and_one_that_costs_too_much_may_not() -> None:
     core = serving()
     core.handle(arrive("late", "costly"), 0.0)

@@ -6,10 +6,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from medha.api.replica import MedhaReplicaSpec
 from medha.cost.predictor import Chunking, Predictor, Work
 from medha.errors import ConfigInvalid
 from medha.hardware import (
@@ -28,6 +30,7 @@ from medha.hardware import (
 from medha.topology import Topology
 from medha_cli.main import main
 from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape, shortfall
+from medha_sim.scenario import deployment_of
 
 SPARSE: dict[str, object] = {
     "model_type": "qwen3_moe",
@@ -491,3 +494,29 @@ def test_the_command_refuses_what_it_does_not_know() -> None:
         result = runner.invoke(main, ["plan", *arguments])
         assert result.exit_code == 2
         assert message in " ".join(result.output.split())
+
+
+def test_fp8_halves_the_kv_of_a_model_in_bfloat16_and_needs_no_more_gpus() -> None:
+    def planned(*options: str) -> dict[str, Any]:
+        shown = CliRunner().invoke(main, ["plan", "--model", "Llama-3-8B", "--json", *options])
+        found: dict[str, Any] = json.loads(shown.output)
+        return found
+
+    full, rounded = planned(), planned("--kv-dtype", "fp8")
+    kv_bytes = {str(one["topology"]): one["kv_bytes"] for one in full["grids"]}
+    for one in rounded["grids"]:
+        assert one["kv_bytes"] == pytest.approx(kv_bytes[str(one["topology"])] / 2)
+    for before, after in zip(full["by_context"], rounded["by_context"], strict=True):
+        assert after["memory"] <= before["memory"]
+        assert after["bandwidth"] <= before["bandwidth"]
+    assert rounded["by_context"][-1]["bandwidth"] < full["by_context"][-1]["bandwidth"]
+
+
+def test_a_manifest_that_asks_for_fp8_is_simulated_with_twice_the_tokens() -> None:
+    source = {"name": "m", "source": {"path": "x"}}
+    auto, fp8 = (
+        MedhaReplicaSpec.model_validate({"model": source, "kvCache": {"dtype": dtype, "size": "8Gi"}})
+        for dtype in ("auto", "fp8")
+    )
+    tokens = [deployment_of(spec, H100, LLAMA3_8B).kv_tokens() for spec in (auto, fp8)]
+    assert tokens[1] == 2 * tokens[0]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from medha.determinism import Determinism
+from medha.kv_dtype import KvDtype
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import PromptLogprobs, Sample, Step, Tokens
 from medha_worker.device import host_device
@@ -76,9 +77,10 @@ class Ranks:
         new_plane: NewPlane = choose_plane,
         *,
         determinism: Determinism = "bestEffort",
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         self.topology, self._new_plane, self._determinism = topology, new_plane, determinism
-        self._config = config = ModelConfig.from_directory(directory)
+        self._config = config = ModelConfig.from_directory(directory, kv_dtype=kv_dtype)
         self._pool = ThreadPoolExecutor(topology.ranks, initializer=torch.set_num_threads, initargs=(1,))
         stages = stage_layers(config.num_layers, topology.stream)
 

@@ -25,6 +25,7 @@ from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.kv_parallel_plan import positions
 
+from .fp8_kv_reference import round_kv
 from .quantised_models import quantise_checkpoint, quantise_experts_of, with_sizes
 from .random_steps import STRATEGIES, Cut, Planner, Query, Running, asked
 from .ranks import Ranks
@@ -48,6 +49,20 @@ QUANTISED = ("w8a8", "w4a16", "w4a16-asym", "fp8", "fp8-tensor", "awq", "gptq-de
 """Formats, in groups of 16 columns that slices cut. Blocks of FP8, whose activations have groups, cannot be cut."""
 # An activation that lies between two steps may be rounded to the other one, which the last bit of a sum decides.
 TOLERANCES = {"w8a8": 0.1, "fp8": 0.3, "fp8-tensor": 0.3}
+
+ROUNDED_KV = " fp8-kv"
+"""End of the names of models whose K and V are rounded to FP8."""
+# A number of K or V may likewise be rounded to the other one of two.
+ROUNDED_KV_TOLERANCE = 0.05
+ROUNDED_KV_CASES = [
+    ((2, 2, 2), "llama"),
+    ((1, 1, 4), "qwen2"),
+    ((8, 1, 1), "llama-biased"),
+    ((1, 4, 1), "qwen3"),
+    ((1, 2, 2), "gemma3_text-window"),
+    ((2, 1, 2), "deepseek_v2"),
+    ((1, 1, 2), "gpt_oss"),
+]
 
 POWERS = (1, 2, 4, 8)
 SHAPES = [shape for shape in product(POWERS, repeat=3) if np.prod(shape) <= 8]
@@ -111,6 +126,18 @@ CASES = (
             ((4, 1, 1), "awq"),
             ((2, 1, 2), "w4a16 gemma3_text-window"),
         ]
+    ]
+    + [
+        pytest.param((shape, name + ROUNDED_KV, 3), id=f"{Topology(*shape)} {name}{ROUNDED_KV}")
+        for shape, name in ROUNDED_KV_CASES
+    ]
+    + [
+        pytest.param(
+            (shape, name + ROUNDED_KV, 15),
+            id=f"{Topology(*shape)} {name}{ROUNDED_KV} long",
+            marks=pytest.mark.long,
+        )
+        for shape, name in product(SHAPES, ("llama", "mistral-window", "deepseek_v3"))
     ]
     + [
         pytest.param((shape, name, 10), id=f"{Topology(*shape)} {name} long", marks=pytest.mark.long)
@@ -274,17 +301,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     def checkpoint(architecture: str) -> tuple[Path, torch.nn.Module]:
         if architecture not in made:
             directory = tmp_path_factory.mktemp(architecture)
+            model = architecture.removesuffix(ROUNDED_KV)
             more = {} if architecture.startswith("qwen2") else {"head_dim": 16}
-            if architecture in LATENT:
+            if model in LATENT:
                 more = {"num_key_value_heads": SIZES["num_attention_heads"]}
-            scheme, _, family = architecture.partition(" ")
+            scheme, _, family = model.partition(" ")
             is_quantised = scheme in QUANTISED
-            family = (family or "llama") if is_quantised else architecture.removesuffix("-mxfp4")
-            reference = save_reference(directory, family, **SIZES | more, **GPT_OSS.get(architecture, {}))
+            family = (family or "llama") if is_quantised else model.removesuffix("-mxfp4")
+            reference = save_reference(directory, family, **SIZES | more, **GPT_OSS.get(model, {}))
             if is_quantised:
                 quantise_checkpoint(directory, reference, with_sizes(scheme, 16))
             if architecture.endswith("-mxfp4"):
                 quantise_experts_of(directory, reference)
+            if architecture.endswith(ROUNDED_KV):
+                round_kv(directory, reference)
             made[architecture] = directory, reference
         return made[architecture]
 
@@ -297,8 +327,10 @@ def replica(
 ) -> Iterator[tuple[Ranks, torch.nn.Module, int, float]]:
     shape, architecture, examples = request.param
     directory, reference = checkpoints(architecture)
-    ranks = Ranks(Topology(*shape), directory)
-    yield ranks, reference, examples, TOLERANCES.get(architecture, TOLERANCE)
+    has_rounded_kv = architecture.endswith(ROUNDED_KV)
+    ranks = Ranks(Topology(*shape), directory, kv_dtype="fp8" if has_rounded_kv else "auto")
+    tolerance = ROUNDED_KV_TOLERANCE if has_rounded_kv else TOLERANCES.get(architecture, TOLERANCE)
+    yield ranks, reference, examples, tolerance
     ranks.close()
 
 

@@ -5,8 +5,14 @@ from math import inf, nan
 
 import pytest
 
+from medha.topology import Topology
 from medha.wire.messages import RankHello, RankReady, Rendezvous, StepProfile
-from medha_worker.controller.membership import SILENT_SECONDS, Membership, implausible
+from medha_worker.controller.membership import (
+    SILENT_SECONDS,
+    Membership,
+    differing_scales,
+    implausible,
+)
 
 READY = RankReady(
     rank=0, block_size_tokens=16, kv_blocks=4, weights_bytes=1, activation_bytes=1, kv_bytes=1,
@@ -172,3 +178,22 @@ def test_times_that_nobody_can_have_measured_are_named_with_their_rank(
     assert found is not None
     assert found.startswith("rank 3 ")
     assert said in found
+
+
+def test_ranks_that_hold_the_same_heads_must_have_the_same_scales() -> None:
+    """Four tensor ranks share two KV heads, in two stages of two lanes."""
+    topology = Topology(tensor=4, stream=2, kv=2)
+
+    def report(rank: int, scales: str | None = None) -> RankReady:
+        here = topology.coordinates(rank)
+        own = f"stage {here.stream}, head {here.tensor // 2}" if scales is None else scales
+        return replace(READY, rank=rank, kv_heads=2, kv_scales=own)
+
+    everyone = [report(rank) for rank in range(topology.ranks)]
+    assert differing_scales(everyone, topology) is None
+    for rank in range(topology.ranks):
+        found = differing_scales([*everyone[:rank], report(rank, ""), *everyone[rank + 1 :]], topology)
+        assert found is not None
+        assert f"{rank}" in found
+        assert "none" in found
+        assert "spec.kvCache.dtype" in found

@@ -27,6 +27,7 @@ from medha.api.cluster import (
 from medha.api.fields import ENDPOINT_PATTERN, HostName, Model, Origin, Quantity, epoch, live, restart, rules
 from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
+from medha.kv_dtype import KvDtype
 
 API_VERSION = "medha.dev/v1alpha1"
 KIND = "MedhaReplica"
@@ -174,6 +175,9 @@ class KvCacheSpec(Model):
     memory_fraction: float = Field(default=0.8, gt=0, le=0.98, json_schema_extra=restart())
     """Share of the memory that is free after weights and a warm-up step. 0.8 leaves room for the overhead
     of the allocator."""
+    dtype: KvDtype = Field(default="auto", json_schema_extra=restart())
+    """Data type of keys and values in memory. `auto` keeps them in the model's data type. `fp8` rounds them to
+    float8 (E4M3), a byte each, with one scale for each KV head and layer (docs/quantisation.md)."""
     block_size_tokens: int = Field(default=16, ge=1, le=1024, json_schema_extra=restart())
     """Tokens per block, the unit of allocation and of sharing."""
     tokens_per_lane: int = Field(default=524_288, ge=1, le=2**31 - 1, json_schema_extra=restart())

@@ -38,6 +38,13 @@ class RingCosts:
     attention_flops_per_second: float = 0.0  # C, of a lane
     link_bytes_per_second: float = 0.0  # BW, between two lanes
     kv_tensors: int = 2  # K and V; 1 where latents are both
+    kv_element_bytes: int = 0  # of a number of K or V, as lanes send blocks of the pool; 0: e
+
+    @property
+    def sent_heads(self) -> float:
+        """Heads of numbers of e bytes that a token's K and V take in a message."""
+        share = (self.kv_element_bytes or self.element_bytes) / self.element_bytes
+        return self.kv_heads * self.kv_tensors * share
 
     @property
     def flops_per_byte(self) -> float:
@@ -49,8 +56,7 @@ class RingCosts:
 
 def pass_kv_is_hidden(new_tokens: int, lanes: int, costs: RingCosts) -> bool:
     """Return whether attention hides the sending of K and V: T >= N C N_KV e / (2 N_H BW) (eq. 2)."""
-    sent_heads = costs.kv_heads * costs.kv_tensors / 2
-    least = lanes * costs.flops_per_byte * sent_heads * costs.element_bytes / (2 * costs.query_heads)
+    least = lanes * costs.flops_per_byte * costs.sent_heads * costs.element_bytes / (4 * costs.query_heads)
     return new_tokens >= least
 
 
@@ -63,7 +69,7 @@ def prefers_pass_kv(new_tokens: int, cached_tokens: int, lanes: int, costs: Ring
         return True
     hidden = 4 * new_tokens / (lanes * costs.flops_per_byte * costs.element_bytes)
     miss_rate = new_tokens / (new_tokens + cached_tokens)
-    return miss_rate >= costs.kv_tensors * costs.kv_heads / costs.query_heads - hidden
+    return miss_rate >= costs.sent_heads / costs.query_heads - hidden
 
 
 def balanced(start: int, stop: int, lanes: int) -> list[tuple[Extent, ...]]:

@@ -24,13 +24,18 @@ LOAD_SECONDS = 1.0
 
 
 def able_replicas(sequence: OpenSequence, serving: Sequence[KnownReplica]) -> list[KnownReplica]:
-    """Return the replicas that follow a sequence's grammar and can hold it: with all of its output, if any can."""
+    """Return the replicas that follow a sequence's grammar and can hold it: with all of its output, if any can.
+
+    A text that has begun goes on where keys and values are rounded alike, if it can: elsewhere it might be another one.
+    """
     tokens = sequence.tokens
     whole = sequence.whole_tokens
     following = [replica for replica in serving if replica.follows(sequence.request)]
     able = [replica for replica in following if replica.card.longest_request_tokens >= whole]
     # The others would cut the output short.
-    return able or [replica for replica in following if replica.card.longest_request_tokens > tokens]
+    able = able or [replica for replica in following if replica.card.longest_request_tokens > tokens]
+    alike = [replica for replica in able if sequence.emitted and replica.card.kv_dtype == sequence.kv_dtype]
+    return alike or able
 
 
 def ignored_grammar(model: str) -> str:

@@ -393,6 +393,7 @@ class RouterCore:
         sequence.emitted.extend(emit.tokens)
         if emit.tokens:
             sequence.has_progress = True  # so it is not what kills its replicas
+            sequence.kv_dtype = self._replicas[replica].card.kv_dtype
             sequence.losses, sequence.was_aboard = 0, False
             self._attained.charge(sequence.owner, len(emit.tokens), now)
         if emit.finish_reason is not None:

@@ -91,6 +91,7 @@ def _context_parallel(spec: MedhaReplicaSpec, topology: Topology, ready: RankRea
         kv_heads=max(ready.kv_heads, 1),
         kv_tensors=ready.kv_tensors,
         element_bytes=ready.element_bytes,
+        kv_element_bytes=ready.kv_element_bytes or ready.element_bytes,
         attention_flops_per_second=rate,
         link_bytes_per_second=ready.link_bytes_per_second,
     )

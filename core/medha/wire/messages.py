@@ -248,6 +248,7 @@ class Announce:
     reports_progress: bool = False  # it understands `WatchProgress`
     follows_grammars: bool = False  # it reads `Sampling.grammar`; an earlier release samples any text
     ends_texts: bool = True  # the model has a token that ends a text, without which it can follow no grammar
+    kv_dtype: str = "auto"  # spec.kvCache.dtype; a text goes on where it is the same, if it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,9 +597,13 @@ class RankReady:
     epoch: int = 0
     query_heads: int = 0  # of the whole model; 0: not reported
     kv_heads: int = 0
-    element_bytes: int = 4  # of a key or value in memory
+    element_bytes: int = 4  # of a number of activations
     link_bytes_per_second: float = 0.0  # between this rank and the same rank of another lane; 0: not measured
     kv_tensors: int = 2  # of a layer: K and V, or 1 where latents are both
+    kv_element_bytes: int = (
+        0  # of a number of a key or value in memory; 0: as `element_bytes` (earlier release)
+    )
+    kv_scales: str = ""  # digest of the scales of K and V; empty: they have none
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py

@@ -8,10 +8,12 @@ comes back after it was replaced, is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from medha.cost.cost_profile import Profile
+from medha.topology import Topology
 from medha.wire.messages import RankHello, RankReady, Rendezvous
 
 LinkName = Literal["control", "tokens"]
@@ -160,6 +162,7 @@ def implausible(ready: RankReady) -> str | None:
         ("kv_heads", ready.kv_heads, 0, MOST_HEADS),
         ("kv_tensors", ready.kv_tensors, 1, 2),
         ("element_bytes", ready.element_bytes, 1, MOST_ELEMENT_BYTES),
+        ("kv_element_bytes", ready.kv_element_bytes, 0, MOST_ELEMENT_BYTES),
         ("linear_flops_per_token", ready.linear_flops_per_token, 0, MOST_FLOPS),
         ("attention_flops_per_pair", ready.attention_flops_per_pair, 0, MOST_FLOPS),
         ("link_bytes_per_second", ready.link_bytes_per_second, 0, MOST_BYTES_PER_SECOND),
@@ -182,4 +185,24 @@ def implausible(ready: RankReady) -> str | None:
         Profile.of_warm_up(profile)
     except ValueError as error:
         return f"rank {ready.rank} has measured what is no profile: {error}"
+    return None
+
+
+def differing_scales(ranks: Sequence[RankReady], topology: Topology) -> str | None:
+    """Return which two ranks hold K and V of the same layers and heads with different scales, or None.
+
+    `ranks` are in their order, and complete.
+    """
+    first_of: dict[tuple[int, int], RankReady] = {}
+    for ready in ranks:
+        here = topology.coordinates(ready.rank)
+        # If tensor ranks outnumber KV heads, several hold the same one.
+        first_head = here.tensor * max(ready.kv_heads, 1) // topology.tensor
+        first = first_of.setdefault((here.stream, first_head), ready)
+        if first.kv_scales != ready.kv_scales:
+            return (
+                f"ranks {first.rank} and {ready.rank} hold the same KV heads with different scales "
+                f"({first.kv_scales or 'none'}, {ready.kv_scales or 'none'}), so that texts would depend on the rank; "
+                "give all ranks the same checkpoint and release, or set spec.kvCache.dtype to auto"
+            )
     return None

@@ -87,6 +87,7 @@ from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
 from medha_worker.controller.controller_metrics import Observer
 from medha_worker.controller.inspection import Inspection
 from medha_worker.controller.live_settings import LiveFile
+from medha_worker.controller.membership import differing_scales
 from medha_worker.controller.output_hashes import OutputHasher
 from medha_worker.controller.output_ids import OutputIds
 from medha_worker.controller.prompts import PromptStore
@@ -405,6 +406,10 @@ class Controller:
         except (ValueError, ArithmeticError) as error:  # each number is plausible, together they are not
             self._ranks.end_epoch(f"no replica can be made of what rank {slowest.rank} reports: {error}")
             return
+        differing = differing_scales(ranks, config.topology)
+        if differing is not None:
+            self._ranks.end_epoch(differing)
+            return
         is_first, self._config, self._slowest = self._config is None, config, slowest
         self._changed_at = None
         self._vocab_size = slowest.vocab_size
@@ -694,6 +699,7 @@ class Controller:
             reports_progress=True,
             follows_grammars=True,
             ends_texts=any(one < self._vocab_size for one in self._bundle.eos_token_ids),
+            kv_dtype=self._settings.spec.kv_cache.dtype,
         )
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:

@@ -130,7 +130,9 @@ def _attention_is_invariant(
     context = 9_000  # more than a decode's keys are computed at once
     blocks = -(-(context + _ROWS) // _BLOCK_TOKENS)
     table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
-    pools = tuple(values(sizes.kv_heads, blocks * _BLOCK_TOKENS, sizes.head_dim) for _ in range(2))
+    pools = [values(sizes.kv_heads, blocks * _BLOCK_TOKENS, sizes.head_dim) for _ in range(2)]
+    if sizes.has_fp8_kv:
+        pools = [pool.to(torch.float8_e4m3fn) for pool in pools]
     q = values(_ROWS, sizes.query_heads, sizes.head_dim)
 
     def attended(spans: Iterable[SequenceSpan], rows: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,8 @@ class KernelSizes:
     """True if a layer's keys are its values, too: rows of `head_dim` values, of which RoPE rotates only a part."""
     further_widths: tuple[int, ...] = ()
     """Further sizes of rows that are normed, and of halves that are rotated."""
+    has_fp8_kv: bool = False
+    """True if the pool holds FP8 (E4M3): attention reads its numbers as they are, and the model knows their scales."""
 
 
 class StepAttention(Protocol):
@@ -55,7 +57,8 @@ class StepAttention(Protocol):
 
         Args:
             q: [rows, query_heads, head_dim]; rows of no span are left undefined in the result.
-            pool_keys: One layer's [kv_heads, slots, head_dim]; the new tokens are already written there.
+            pool_keys: One layer's [kv_heads, slots, head_dim]; the new tokens are already written there. It may hold
+                FP8 (E4M3), whose numbers are read as they are, a few keys at a time.
             pool_values: Likewise, with the same strides; the same tensor if rows are keys and values at once.
             sinks: One layer's attention sinks, [query_heads]: each row also sees a key whose score is its head's
                 sink and whose value is zero. If parts of a row's keys are attended to elsewhere, the sinks are
@@ -111,7 +114,7 @@ class StepWrite(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        """Store K and V, [rows, kv_heads, head_dim], in one layer's pool, [kv_heads, slots, head_dim].
+        """Store K and V, [rows, kv_heads, head_dim], in one layer's pool, [kv_heads, slots, head_dim], of their type.
 
         If `pool_values` is the same tensor as `pool_keys`, so are `values` and `keys`, and one of them is stored.
         """

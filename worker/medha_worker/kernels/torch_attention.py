@@ -4,7 +4,8 @@ Per sequence, K and V come as *segments*: contiguous runs of the pool, read in p
 are short. The query heads that share a KV head are folded into rows of one product: the same arithmetic with
 larger matrices. A decode (one row) attends to each segment through torch's flash kernel. A chunk attends to each
 segment of its context without a mask, and causally to its own tokens, which are one segment. Partial results
-over disjoint keys are merged exactly by their log-sum-exp. With a window, a chunk attends to all that it sees, its
+over disjoint keys are merged exactly by their log-sum-exp. Of a pool of FP8, a segment is made numbers before it is used.
+With a window, a chunk attends to all that it sees, its
 context too, as one masked segment. Blocks before every row's window are not read.
 
 The causal mask counts keys, so that segment holds them in the order of their positions. Keys that every row
@@ -127,12 +128,28 @@ def _in_token_order(runs: Sequence[SlotRun], device: Device) -> Segment:
 Pool = tuple[torch.Tensor, torch.Tensor]
 
 
-def _load(segment: Segment, pool: Pool) -> Pool:
-    """Return K and V of a segment, [kv_heads, tokens, head_dim]: a view of a run, or a copy if gathered."""
+def _load(segment: Segment, pool: Pool, dtype: torch.dtype) -> Pool:
+    """Return K and V of a segment, [kv_heads, tokens, head_dim], in the type of queries.
+
+    They are a view of a run, or a copy if gathered, or if the pool has another type.
+    """
     keys, values = pool
     if isinstance(segment, SlotRun):
-        return keys[:, segment.start : segment.stop], values[:, segment.start : segment.stop]
-    return keys.index_select(1, segment), values.index_select(1, segment)
+        loaded = keys[:, segment.start : segment.stop], values[:, segment.start : segment.stop]
+    else:
+        loaded = keys.index_select(1, segment), values.index_select(1, segment)
+    converted = loaded[0].to(dtype)
+    return converted, converted if values is keys else loaded[1].to(dtype)
+
+
+def _pieces(segments: Sequence[Segment], pool: Pool, dtype: torch.dtype) -> Iterator[Segment]:
+    """Yield segments of which none is too long to be copied, if the pool has another type than queries."""
+    for segment in segments:
+        if isinstance(segment, SlotRun) and pool[0].dtype != dtype:
+            for start in range(segment.start, segment.stop, _GATHERED_TOKENS):
+                yield SlotRun(start, min(start + _GATHERED_TOKENS, segment.stop))
+        else:
+            yield segment
 
 
 def _over_segments(
@@ -145,8 +162,8 @@ def _over_segments(
     rows, kv_heads, group, head_dim = q.shape
     folded = q.transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
     outputs, sums = [], []
-    for segment in segments:
-        keys, values = _load(segment, pool)
+    for segment in _pieces(segments, pool, q.dtype):
+        keys, values = _load(segment, pool, q.dtype)
         output, log_sum_exp = flash_attention(folded[None], keys[None], values[None], scale=scale)
         outputs.append(output.view(kv_heads, rows, group, head_dim).transpose(0, 1))
         sums.append(log_sum_exp.view(kv_heads, rows, group).transpose(0, 1))
@@ -161,7 +178,7 @@ def _over_own(
     `q` is [rows, kv_heads, group, head_dim]. The segment holds the tokens in the order of their positions.
     """
     rows, kv_heads, group, head_dim = q.shape
-    keys, values = _load(segment, pool)
+    keys, values = _load(segment, pool, q.dtype)
     # Folding would break the causal order: the kernel lets row i of *its* rows see keys 0 to i.
     by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
     output, log_sum_exp = flash_attention(

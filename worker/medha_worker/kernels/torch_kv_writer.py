@@ -46,9 +46,14 @@ class _Scatter:
     def write(
         self, pool_keys: torch.Tensor, pool_values: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        pool_keys.index_copy_(1, self._slots, keys.transpose(0, 1))
+        _bits(pool_keys).index_copy_(1, self._slots, _bits(keys).transpose(0, 1))
         if pool_values is not pool_keys:
-            pool_values.index_copy_(1, self._slots, values.transpose(0, 1))
+            _bits(pool_values).index_copy_(1, self._slots, _bits(values).transpose(0, 1))
+
+
+def _bits(numbers: torch.Tensor) -> torch.Tensor:
+    """Return FP8 as bytes, which torch can scatter, and other numbers as they are."""
+    return numbers.view(torch.uint8) if numbers.dtype == torch.float8_e4m3fn else numbers
 
 
 class GraphScatter(_Scatter):

@@ -238,5 +238,6 @@ class _GraphStep:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         pools = self._cache.keys[layer], self._cache.values[layer]
-        self._write.write(*pools, k, v)
-        return self._attention.attend(q, *pools, sinks, needs_sums=False)[0]
+        self._write.write(*pools, *self._cache.rounded(layer, k, v))
+        q = self._cache.queries(layer, q)
+        return self._cache.results(layer, self._attention.attend(q, *pools, sinks, needs_sums=False)[0])

@@ -4,15 +4,22 @@ The ledger in the core decides which sequence holds which block; this module has
 keys are one tensor [kv_heads, slots, head_dim], in which block b is slots `b * block_tokens ..`. A contiguous
 run of blocks is therefore a strided view that attention reads in place, without gathering. Latents are keys and
 values at once: a layer's values are then the same tensor as its keys.
+
+A pool may hold FP8 with scales. Keys and values are rounded once, before they are written or sent to another lane, and
+attention reads no others, those of its own chunk included.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 
 from medha_worker.device import Device
+from medha_worker.model.kv_scales import FP8, LayerScales, ScaledHeads
 
 
 class KVCache:
@@ -31,8 +38,11 @@ class KVCache:
         block_tokens: int,
         device: Device,
         tensors: int = 2,
+        scales: Sequence[LayerScales] | None = None,
     ) -> None:
+        """Allocate the tensors, of the device's data type, or of FP8 if there are `scales` of the layers."""
         self.device = device
+        self.dtype = device.dtype if scales is None else FP8
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.tensors = tensors
@@ -40,8 +50,23 @@ class KVCache:
         """A block that no sequence holds: the rows that pad a captured step write there."""
         shape = (kv_heads, (num_blocks + 1) * block_tokens, head_dim)
         # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN).
-        self.keys = [_zeros(shape, device) for _ in range(num_layers)]
-        self.values = self.keys if tensors == 1 else [_zeros(shape, device) for _ in range(num_layers)]
+        self.keys = [_zeros(shape, self.dtype, device) for _ in range(num_layers)]
+        self.values = (
+            self.keys if tensors == 1 else [_zeros(shape, self.dtype, device) for _ in range(num_layers)]
+        )
+        self._scaled = None if scales is None else [ScaledHeads(one) for one in scales]
+
+    def rounded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V, [rows, kv_heads, head_dim], as a layer's pool holds them: the same tensor twice if they are one."""
+        return (k, v) if self._scaled is None else self._scaled[layer].rounded(k, v)
+
+    def queries(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Return queries, [rows, query_heads, head_dim], that attend to the pool's numbers; they may replace `q`."""
+        return q if self._scaled is None else self._scaled[layer].queries(q)
+
+    def results(self, layer: int, attended: torch.Tensor) -> torch.Tensor:
+        """Return sums of values, of sums of the pool's numbers, [rows, query_heads, head_dim]; they may replace these."""
+        return attended if self._scaled is None else self._scaled[layer].results(attended)
 
     @staticmethod
     def bytes_per_block(
@@ -50,11 +75,11 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         block_tokens: int,
-        dtype: torch.dtype,
+        element_bytes: int,
         tensors: int = 2,
     ) -> int:
         """Return the memory that one block takes over all layers, K and V together."""
-        return tensors * num_layers * kv_heads * head_dim * block_tokens * dtype.itemsize
+        return tensors * num_layers * kv_heads * head_dim * block_tokens * element_bytes
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's K and V in every layer: copy-on-write, before a shared block is written."""
@@ -63,16 +88,16 @@ class KVCache:
             pool[:, target * size : (target + 1) * size] = pool[:, source * size : (source + 1) * size]
 
 
-def _zeros(shape: tuple[int, int, int], device: Device) -> torch.Tensor:
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> torch.Tensor:
     """Return zeros whose pages a CPU takes on first touch: `torch.zeros` writes them, a second per gigabyte.
 
     They use large pages if Linux has them. With pages of 4 KiB, whose addresses take time to look up, a
     decode over scattered blocks reads K and V at three quarters of the rate.
     """
-    size = math.prod(shape) * device.dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     if not device.is_host or size == 0:
-        return torch.zeros(shape, dtype=device.dtype, device=device.torch_device)
+        return torch.zeros(shape, dtype=dtype, device=device.torch_device)
     pages = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     with suppress(OSError):  # the kernel has no large pages
         pages.madvise(MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=device.dtype).view(shape)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha.kv_dtype import KvDtype
 from medha.latent_shape import LatentShape
 from medha.quantisation import Quantisation, WeightFormat, decode, layer_linears
 from medha_worker.model.expert_routing import ExpertRouting
@@ -92,6 +93,7 @@ class ModelConfig:
         rope_is_interleaved: Whether RoPE pairs neighbouring values, and not a head's halves.
         further_layers: Layers behind the last whose tensors are skipped: they predict further tokens.
         quantisation: The formats of quantised linears; None if none is quantised.
+        kv_dtype: Data type of the KV pool.
     """
 
     architecture: str
@@ -122,6 +124,7 @@ class ModelConfig:
     local_layers: frozenset[int] = frozenset()
     query_scale: float = 1.0
     embedding_scale: float = 1.0
+    kv_dtype: KvDtype = "auto"
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the rotary embedding of the layer of this index."""
@@ -281,6 +284,7 @@ class ModelConfig:
         directory: Path | str,
         max_model_len: int | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
+        kv_dtype: KvDtype = "auto",
     ) -> ModelConfig:
         """Read `config.json` in `directory`.
 
@@ -288,6 +292,7 @@ class ModelConfig:
             directory: A Hugging Face model directory.
             max_model_len: Longest sequence to serve, in tokens; None serves the checkpoint's own limit.
             rope_scaling: Replaces the checkpoint's RoPE parameters; its `rope_theta` is kept unless given.
+            kv_dtype: Data type of the KV pool.
 
         Raises:
             CheckpointInvalid: the file is missing, is not a JSON object, or its values contradict each other.
@@ -344,6 +349,7 @@ class ModelConfig:
             local_layers=frozenset() if local_rope is None else _indexes(sliding_layers),
             query_scale=_query_scale(fields, family, head_dim),
             embedding_scale=math.sqrt(fields.positive_int("hidden_size")) if family.scales_embedding else 1.0,
+            kv_dtype=kv_dtype,
         )
         for layer, (rows, columns) in config.linear_layers.items():
             form = config.format_of(layer)

@@ -91,8 +91,10 @@ class OwnStep:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         pools = self._cache.keys[layer], self._cache.values[layer]
-        self._write.write(*pools, k, v)
-        return self._attention[self._windows[layer]].attend(q, *pools, sinks, needs_sums=False)[0]
+        self._write.write(*pools, *self._cache.rounded(layer, k, v))
+        q = self._cache.queries(layer, q)
+        attended, _ = self._attention[self._windows[layer]].attend(q, *pools, sinks, needs_sums=False)
+        return self._cache.results(layer, attended)
 
 
 def new_slots(spans: Sequence[SequenceSpan], block_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

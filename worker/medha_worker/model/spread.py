@@ -154,7 +154,7 @@ class SpreadStep:
         windows: Sequence[int | None] | None = None,
     ) -> None:
         """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them."""
-        self.sequences = plan.sequences
+        self.sequences, self._cache = plan.sequences, cache
         self._windows = windows or [None] * len(cache.keys)
         attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out)
         placed = _Placed(plan.landing, cache.device, kernels.writer)
@@ -172,8 +172,11 @@ class SpreadStep:
 
         `sinks`, [heads], are added to what was merged: each lane that helps would count them once more.
         """
+        q, (k, v) = self._cache.queries(layer, q), self._cache.rounded(layer, k, v)
         output, sums = self._attention[self._windows[layer]].attend(layer, q, k, v)
-        return output if sinks is None else add_sinks(output, sums, sinks)[0]
+        if sinks is not None:
+            output = add_sinks(output, sums, sinks)[0]
+        return self._cache.results(layer, output)
 
 
 class _SpreadAttention:
@@ -224,7 +227,8 @@ class _SpreadAttention:
         outgoing: dict[int, list[torch.Tensor]] = {}
         tensors = self._cache.tensors
         for lane, rows in placed.leaving.items():
-            outgoing[lane] = [part[rows].reshape(-1) for part in (k, v)[:tensors]]
+            # Numbers of a pool of FP8 are exact in the type of queries, beside which they travel.
+            outgoing[lane] = [part[rows].reshape(-1).to(q.dtype) for part in (k, v)[:tensors]]
         for part in self._plan.own:
             for lane in part.helpers:
                 outgoing.setdefault(lane, []).append(q[part.rows].reshape(-1))
@@ -233,7 +237,7 @@ class _SpreadAttention:
             sizes[lane] = sizes.get(lane, 0) + asked.count * query_heads
         readers = self._exchange(outgoing, {lane: size * head_dim for lane, size in sizes.items()}, q)
         for lane, (count, write) in placed.arriving.items():
-            arrived = [readers[lane].take(count, kv_heads, head_dim) for _ in range(tensors)]
+            arrived = [readers[lane].take(count, kv_heads, head_dim).to(k.dtype) for _ in range(tensors)]
             write.write(*pools, arrived[0], arrived[-1])
         requested_q = [
             readers[lane].take(asked.count, query_heads, head_dim) for lane, asked in self._plan.foreign
@@ -339,11 +343,14 @@ class _KeysRing:
         self._message = message
         self._pass(turn + 1)
         if source in self._attention and len(self.rows):
-            self.partials.append(self._attention[source].attend(self._q, message[0], message[-1]))
+            blocks = message.view(self._cache.dtype)
+            self.partials.append(self._attention[source].attend(self._q, blocks[0], blocks[-1]))
 
     def _own(self, layer: int) -> torch.Tensor:
-        """Return this lane's blocks, [tensors of KV, kv_heads, tokens, head_dim]."""
+        """Return this lane's blocks, [tensors of KV, kv_heads, tokens, head_dim]; FP8 as bytes, which links can send."""
         pools = (self._cache.keys[layer], self._cache.values[layer])[: self._cache.tensors]
+        if self._cache.dtype.itemsize == 1:
+            pools = tuple(pool.view(torch.uint8) for pool in pools)
         kv_heads, _, head_dim = pools[0].shape
         tokens = self._cache.block_tokens
         message = pools[0].new_empty(len(pools), kv_heads, len(self._table), tokens * head_dim)

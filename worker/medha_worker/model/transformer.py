@@ -16,6 +16,7 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import DecodeGraphs
 from medha_worker.model.experts_mlp import Choice, add_shared, choose, experts_mlp
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.kv_scales import digest_of
 from medha_worker.model.latent_attention import LatentAttention
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
@@ -152,6 +153,7 @@ class Transformer:
         for layer in weights.layers:
             held += [getattr(layer, field.name) for field in fields(layer)]
         tensors = [tensor for weight in held if weight is not None for tensor in tensors_of(weight)]
+        tensors += [tensor for scales in weights.kv_scales or () for tensor in (scales.keys, scales.values)]
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
@@ -165,7 +167,13 @@ class Transformer:
             block_tokens=block_tokens,
             device=self.device,
             tensors=self.config.kv_tensors,
+            scales=self._weights.kv_scales,
         )
+
+    @property
+    def kv_scales_digest(self) -> str:
+        """Digest of the scales of this rank's K and V; empty if they have none."""
+        return digest_of(self._weights.kv_scales)
 
     @torch.inference_mode()
     def capture_decodes(self, kv_cache: KVCache, sizes: Sequence[int], copies: int = 2) -> None:

@@ -8,7 +8,7 @@ products copy them without transposing.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,14 @@ from medha_worker.device import Device
 from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.model.expert_tensors import ExpertTensors, MlpWeights
 from medha_worker.model.interleaved_experts import InterleavedExperts
+from medha_worker.model.kv_scales import HeadWeights, LayerScales, scales_of_heads, scales_of_latents
 from medha_worker.model.latent_tensors import LatentTensors, LatentWeights
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.quantised_experts import QuantisedExperts
 from medha_worker.model.quantised_weights import Linear, PlainRows, QuantisedWeight, WeightRows
+from medha_worker.model.rope import inverse_frequencies
 from medha_worker.model.stage_split import tensors_of_stage, text_names
+from medha_worker.model.stored_kv_scales import StoredKvScales
 from medha_worker.model.stored_quantised import WeightSlice, read_rows
 from medha_worker.readable import require_readable
 
@@ -84,6 +87,7 @@ class Shard:
             intermediate_size=widths[0],
             expert_intermediate_size=widths[-1] if is_sparse else 0,
             has_latents=config.latent is not None,
+            has_fp8_kv=config.kv_dtype == "fp8",
             further_widths=()
             if latent is None
             else (latent.query_rank, latent.kv_rank, latent.rope_dim // 2),
@@ -139,6 +143,8 @@ class LayerWeights:
 class Weights:
     """A rank's weights. `embedding` is on the first stage, `final_norm` and `head` on the last, else None.
 
+    `kv_scales` are those of each layer if the KV pool holds FP8.
+
     `embedding` is [vocab rows, hidden], `head` [hidden, vocab rows]; both hold the vocabulary from
     `vocab_start` on. Tied embeddings on one rank are one tensor.
     """
@@ -149,6 +155,7 @@ class Weights:
     embedding: torch.Tensor | None
     final_norm: torch.Tensor | None
     head: Linear | None
+    kv_scales: Sequence[LayerScales] | None = None
 
 
 def load_weights(
@@ -176,7 +183,10 @@ def load_weights(
         if shard.is_last_stage:
             final_norm = reader.norm("model.norm.weight")
             head = reader.head(embedding)
-        return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head)
+        scales = None
+        if config.kv_dtype == "fp8":
+            scales = [reader.kv_scales(index, layer) for index, layer in enumerate(layers, shard.first_layer)]
+        return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head, scales)
 
 
 _Experts = ExpertTensors | InterleavedExperts
@@ -231,10 +241,20 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def stored_tensors(config: ModelConfig, experts: _Experts | None = None) -> dict[str, StoredTensor]:
+def _kv_scales_of(config: ModelConfig, names: Collection[str]) -> StoredKvScales | None:
+    """Return the form in which a checkpoint with tensors of these names holds scales of K and V; None if it has none."""
+    stated = None if config.quantisation is None else config.quantisation.kv_scales
+    return (
+        None if stated is None else StoredKvScales(names, config.num_kv_heads, per_head=stated == "attn_head")
+    )
+
+
+def stored_tensors(
+    config: ModelConfig, experts: _Experts | None = None, kv_scales: StoredKvScales | None = None
+) -> dict[str, StoredTensor]:
     """Return every tensor that the files of this model hold, with the forms that it may have.
 
-    `experts` has those of sparse layers.
+    `experts` has those of sparse layers, `kv_scales` those of K and V.
     """
     found: dict[str, StoredTensor] = {}
     linears = config.linear_layers
@@ -249,6 +269,9 @@ def stored_tensors(config: ModelConfig, experts: _Experts | None = None) -> dict
     if experts is not None:
         for index in filter(config.is_sparse, range(config.num_layers)):
             found |= experts.tensors(f"model.layers.{index}.")
+    if kv_scales is not None:
+        for index in range(config.num_layers):
+            found |= kv_scales.tensors(f"model.layers.{index}.self_attn.")
     return found
 
 
@@ -271,7 +294,8 @@ class _Reader:
         self._stored_as = text_names(file_of, config)
         self._file_of = {name: file_of[stored] for name, stored in self._stored_as.items()}
         self._experts = _experts_of(config, self._file_of)
-        self._tensors = stored_tensors(config, self._experts)
+        self._stored_kv_scales = _kv_scales_of(config, self._file_of)
+        self._tensors = stored_tensors(config, self._experts, self._stored_kv_scales)
         self._check_names(directory)
         if config.tie_word_embeddings and "lm_head.weight" in self._file_of:
             self._tensors["lm_head.weight"] = StoredTensor(((config.vocab_size, config.hidden_size),))
@@ -360,6 +384,23 @@ class _Reader:
             latent=latent,
             sinks=sinks,
         )
+
+    def kv_scales(self, index: int, layer: LayerWeights) -> LayerScales:
+        """Return the scales of a layer's K and V: those of the checkpoint, or such as its weights cannot exceed."""
+        config, head_dim = self.config, self.config.head_dim
+        if self._stored_kv_scales is not None:
+            heads = slice(self._kv_rows.start // head_dim, self._kv_rows.stop // head_dim)
+            return self._stored_kv_scales.read(
+                lambda name: self._place(self._slice(name, slice(None))),
+                f"model.layers.{index}.self_attn.",
+                heads,
+            )
+        own_norm = layer.k_norm if layer.latent is None else layer.latent.latent_norm
+        _, factor = inverse_frequencies(config.rope_of(index), config.rope_dim)
+        made_by = HeadWeights(layer.qkv, layer.qkv_bias, layer.input_norm, own_norm, factor)
+        if config.latent is not None:
+            return scales_of_latents(made_by, config.latent.rope_dim)
+        return scales_of_heads(made_by, self.shard.kv_heads(config), head_dim)
 
     def whole(self, name: str) -> torch.Tensor:
         return self._convert(self._slice(name, slice(None)))

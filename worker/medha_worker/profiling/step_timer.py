@@ -20,6 +20,7 @@ import torch
 from medha.cost.predictor import Work
 from medha.determinism import Determinism
 from medha.errors import ConfigInvalid, OutOfMemory
+from medha.kv_dtype import KvDtype
 from medha.wire.messages import Sampling
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels
@@ -113,7 +114,7 @@ class StepTimer:
         try:
             self.pool = model.new_kv_cache(blocks, BLOCK_TOKENS)
             for part in (*self.pool.keys, *self.pool.values):
-                part.normal_()  # makes the pool resident, without denormal numbers
+                _fill(part)  # makes the pool resident
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
@@ -203,6 +204,7 @@ def load(
     dtype: str,
     threads: int | None,
     determinism: Determinism = "bestEffort",
+    kv_dtype: KvDtype = "auto",
 ) -> Transformer:
     """Load the checkpoint as a rank would run it, on `threads` threads of this process.
 
@@ -210,11 +212,19 @@ def load(
         MedhaError: the checkpoint is incomplete, or needs what is not implemented.
     """
     torch.set_num_threads(threads or os.cpu_count() or 1)
-    config = ModelConfig.from_directory(directory, max_model_len)
+    config = ModelConfig.from_directory(directory, max_model_len, kv_dtype=kv_dtype)
     device = host_device(DTYPES[config.dtype if dtype == "auto" else dtype])
     shard = Shard.whole(config)
     kernels = choose_kernels(shard.kernel_sizes(config), device, determinism)
     return Transformer.load(directory, config, shard, device=device, kernels=kernels)
+
+
+def _fill(pool: torch.Tensor) -> None:
+    """Fill a pool with random numbers near 1, none of which is subnormal or NaN."""
+    if pool.dtype == torch.float8_e4m3fn:
+        pool.view(torch.uint8).random_(0x30, 0x40)  # from 0.5 to 2
+    else:
+        pool.normal_()
 
 
 def _covers(works: Shape, other: Shape) -> bool:

@@ -17,6 +17,7 @@ import torch
 from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
 from medha.hardware import ModelShape
+from medha.kv_dtype import kv_element_bytes
 from medha.topology import Topology
 from medha.wire.messages import Admit, RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
@@ -177,6 +178,8 @@ class Loaded:
             kv_heads=config.num_kv_heads,
             kv_tensors=config.kv_tensors,
             element_bytes=model.dtype.itemsize,
+            kv_element_bytes=kv_cache.dtype.itemsize,
+            kv_scales=model.kv_scales_digest,
             link_bytes_per_second=self._link_rate(grid),
         )
         executor = Executor(
@@ -271,6 +274,7 @@ class Loaded:
             head_dim=config.head_dim,
             kv_tensors=config.kv_tensors,
             element_bytes=model.dtype.itemsize,
+            kv_element_bytes=kv_element_bytes(config.kv_dtype, model.dtype.itemsize),
         )
 
     def _pool(self, warm: WarmUp, grid: Mesh | None) -> KVCache:
@@ -315,7 +319,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     keep_freed_memory()
     torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // settings.neighbours))
     config = ModelConfig.from_directory(
-        settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
+        settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling, spec.kv_cache.dtype
     )
     device = _device(settings, DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, device.dtype)
@@ -359,7 +363,7 @@ def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> 
         kv_heads=model.shard.kv_heads(config),
         head_dim=config.head_dim,
         block_tokens=block_tokens,
-        dtype=model.dtype,
+        element_bytes=kv_element_bytes(config.kv_dtype, model.dtype.itemsize),
         tensors=config.kv_tensors,
     )
 

@@ -72,6 +72,7 @@ def exchange_bytes(
     head_dim: int,
     kv_tensors: int = 2,
     element_bytes: int,
+    kv_element_bytes: int,
 ) -> int:
     """Return the most memory that a layer shared by lanes takes on top of its activations.
 
@@ -84,7 +85,7 @@ def exchange_bytes(
     if lanes == 1:
         return 0
     of_query = query_heads * (2 * head_dim * element_bytes + 2 * (head_dim + 1) * 4)
-    passing = 2 * kv_tensors * kv_heads * shard_tokens * head_dim * element_bytes if passes_keys else 0
+    passing = 2 * kv_tensors * kv_heads * shard_tokens * head_dim * kv_element_bytes if passes_keys else 0
     return (lanes - 1) * chunk_tokens * of_query + passing
 
 

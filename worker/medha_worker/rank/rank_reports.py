@@ -13,6 +13,7 @@ from dataclasses import replace
 from time import monotonic
 
 from medha.hardware import ExpertShape, ModelShape
+from medha.kv_dtype import kv_element_bytes
 from medha.quantisation import mean_layer_bytes
 from medha.step_estimates import StepCosts, StepWork, peak_of
 from medha.wire.messages import Message, RankReport, RankXid
@@ -130,7 +131,7 @@ def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShap
         intermediate=config.intermediate_size // shard.tensor_size,
         vocab=rows.stop - rows.start if shard.is_last_stage else 0,
         dtype_bytes=element_bytes,
-        kv_dtype_bytes=element_bytes,
+        kv_dtype_bytes=kv_element_bytes(config.kv_dtype, element_bytes),
         experts=experts,
         latent=config.latent,
         expert_weight_bytes=config.expert_weight_bytes,

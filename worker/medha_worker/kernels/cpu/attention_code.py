@@ -12,6 +12,9 @@ Softmax does not change when a constant is subtracted from a row's scores, so no
 constant is 0 if the first tile's scores are small, else somewhat above their maximum. If a later score
 exceeds it so far that the sum overflows, the task starts again with the true maximum. Exponentials are powers
 of two: queries are scaled by log2 e.
+
+A pool may hold FP8 (E4M3). Its numbers become floats as they are loaded: once for each tile of a chunk, and in registers
+for a decode.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from medha_worker.kernels.cpu.host_compiler import Compiled, Target
 from medha_worker.kernels.cpu.team_code import PART
 from medha_worker.kernels.cpu.vector_code import (
     BOOL,
+    BYTE,
     FLOAT,
     INT32,
     INT64,
@@ -42,7 +46,7 @@ _MOST_DIRECT_HEAD_DIM = 256
 # knows no block table; a load alone waits for memory. Two tiles, 32 KiB of each, are in flight while one is
 # computed.
 _KEYS_AHEAD = 2 * TILE_KEYS
-_CACHE_LINE_FLOATS = 16
+_CACHE_LINE_BYTES = 64
 
 # While a row's maximum over its first tile is within +-_SMALL (powers of two), it needs no constant.
 # Otherwise the constant is _SMALL above that maximum. A weight below 2^-104 is raised to 2^-104, which is
@@ -99,7 +103,14 @@ class CompiledAttention:
     """
 
     def __init__(
-        self, head_dim: int, group: int, task_rows: int, target: Target, *, invariant: bool = False
+        self,
+        head_dim: int,
+        group: int,
+        task_rows: int,
+        target: Target,
+        *,
+        invariant: bool = False,
+        has_fp8_kv: bool = False,
     ) -> None:
         """Compile the kernel.
 
@@ -110,18 +121,21 @@ class CompiledAttention:
             target: Target to compile for.
             invariant: Compute a decode as a chunk of one row, and subtract every row's true maximum at once: a row
                 then gets the same bits in every task. Otherwise a row whose scores overflow changes those beside it.
+            has_fp8_kv: The pool holds FP8.
         """
         assert head_dim % target.lanes == 0
         self.scratch = Scratch(max(task_rows, group), head_dim, target)
-        self.compiled = Compiled(_module(head_dim, group, target, self.scratch, invariant))
+        self.compiled = Compiled(_module(head_dim, group, target, self.scratch, invariant, has_fp8_kv))
 
 
-def _module(head_dim: int, group: int, target: Target, scratch: Scratch, invariant: bool) -> ir.Module:
+def _module(
+    head_dim: int, group: int, target: Target, scratch: Scratch, invariant: bool, has_fp8_kv: bool
+) -> ir.Module:
     module = ir.Module("medha_cpu_attention")
-    chunks = decodes = _Emitter(module, head_dim, target, scratch)
+    chunks = decodes = _Emitter(module, head_dim, target, scratch, has_fp8_kv)
     decode_rows = -(-group // -(-group // target.rows))  # block size that a decode's few rows fill evenly
     if not invariant and decode_rows < target.rows and head_dim <= _MOST_DIRECT_HEAD_DIM:
-        decodes = _DecodeEmitter(module, head_dim, replace(target, rows=decode_rows), scratch)
+        decodes = _DecodeEmitter(module, head_dim, replace(target, rows=decode_rows), scratch, has_fp8_kv)
     _emit_attend(module, target, chunks, decodes, measures_first=invariant)
     return module
 
@@ -179,7 +193,10 @@ class _Scored:
 class _Emitter:
     """Emits the functions that work on blocks of `target.rows` rows."""
 
-    def __init__(self, module: ir.Module, head_dim: int, target: Target, scratch: Scratch) -> None:
+    def __init__(
+        self, module: ir.Module, head_dim: int, target: Target, scratch: Scratch, has_fp8_kv: bool
+    ) -> None:
+        self.has_fp8_kv = has_fp8_kv
         assert TILE_KEYS % (target.lanes * target.vectors) == 0
         self.module, self.head_dim, self.target, self.scratch = module, head_dim, target, scratch
         self.weigh_all = self._scores("weigh_all", masked=False, only_maximum=False)
@@ -188,6 +205,14 @@ class _Emitter:
         self.add_values = self._add_values()
         self.pack: ir.Function | None = self._pack()
         self.run_task = self._run_task()
+
+    @property
+    def _pool_type(self) -> ir.Type:
+        return BYTE if self.has_fp8_kv else FLOAT
+
+    def _pooled(self, code: VectorBuilder, pool: ir.Value, index: Number) -> ir.Value:
+        """Return consecutive numbers of the pool as floats."""
+        return code.vector_of_float8(pool, index) if self.has_fp8_kv else code.vector(pool, index)
 
     def _function(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
         kind = ir.FunctionType(result, arguments)
@@ -315,9 +340,9 @@ class _Emitter:
                 square = []
                 for lane, source in enumerate(sources):
                     at = code.plus(source, first)
-                    square.append(code.vector(pool_keys, at))
+                    square.append(self._pooled(code, pool_keys, at))
                     target = code.plus(code.times(code.plus(loop.index, lane), head_dim), first)
-                    code.put(code.vector(pool_values, at), values, target)
+                    code.put(self._pooled(code, pool_values, at), values, target)
                 for lane, column in enumerate(code.transpose(square)):
                     code.put(column, keys, code.plus(loop.index, (first + lane) * TILE_KEYS))
         code.ret_void()
@@ -341,7 +366,9 @@ class _Emitter:
         )
         slots = code.inttoptr(task["slots"], POINTER)
         pool_keys, pool_values = (
-            code.at(code.inttoptr(call[name], POINTER), code.times(head, call["head_stride"]))
+            code.at(
+                code.inttoptr(call[name], POINTER), code.times(head, call["head_stride"]), self._pool_type
+            )
             for name in ("keys", "values")
         )
         rows = code.times(task["tokens"], group)
@@ -456,7 +483,10 @@ class _DecodeEmitter(_Emitter):
     are folded into one vector.
     """
 
-    def __init__(self, module: ir.Module, head_dim: int, target: Target, scratch: Scratch) -> None:
+    def __init__(
+        self, module: ir.Module, head_dim: int, target: Target, scratch: Scratch, has_fp8_kv: bool
+    ) -> None:
+        self.has_fp8_kv = has_fp8_kv
         self.module, self.head_dim, self.target, self.scratch = module, head_dim, target, scratch
         self.weigh_all = self._scores("weigh_all", masked=False, only_maximum=False)
         self.weigh_visible = self._scores("weigh_visible", masked=True, only_maximum=False)
@@ -485,7 +515,7 @@ class _DecodeEmitter(_Emitter):
                     self._fetch_ahead(code, pool_keys, slots, at_key, last_key)
                 products = [code.same(0.0) for _ in rows]
                 for at in range(0, head_dim, lanes):
-                    part = code.vector(pool_keys, code.plus(source, at))
+                    part = self._pooled(code, pool_keys, code.plus(source, at))
                     for row in rows:
                         query = code.vector(q, row * head_dim + at)
                         products[row] = (
@@ -519,7 +549,9 @@ class _DecodeEmitter(_Emitter):
                 at_key = code.plus(key, loop.index)
                 source = self._place(code, slots, at_key, last_key)
                 self._fetch_ahead(code, pool_values, slots, at_key, last_key)
-                values = {column: code.vector(pool_values, code.plus(source, column)) for column in columns}
+                values = {
+                    column: self._pooled(code, pool_values, code.plus(source, column)) for column in columns
+                }
                 for row in rows:
                     weight = code.splat(code.one(weights, code.plus(loop.index, row * TILE_KEYS)))
                     for column in columns:
@@ -535,8 +567,8 @@ class _DecodeEmitter(_Emitter):
     ) -> None:
         """Prefetch the key `_KEYS_AHEAD` positions on into second-level cache, wherever its block lies."""
         source = self._place(code, slots, code.plus(key, _KEYS_AHEAD), last_key)
-        for at in range(0, self.head_dim, _CACHE_LINE_FLOATS):
-            code.prefetch(pool, code.plus(source, at))
+        for at in range(0, self.head_dim, _CACHE_LINE_BYTES // (1 if self.has_fp8_kv else 4)):
+            code.prefetch(pool, code.plus(source, at), self._pool_type)
 
     def _place(self, code: VectorBuilder, slots: ir.Value, key: ir.Value, last_key: ir.Value) -> ir.Value:
         """Return the offset of a key in the pool; past the last key, which no row sees, the last key's."""

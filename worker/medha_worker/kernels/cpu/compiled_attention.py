@@ -34,9 +34,13 @@ _TOKENS, _HEAD, _START, _STOP = (
 
 
 @lru_cache
-def compiled_kernel(head_dim: int, group: int, *, invariant: bool = False) -> CompiledAttention:
+def compiled_kernel(
+    head_dim: int, group: int, *, invariant: bool = False, has_fp8_kv: bool = False
+) -> CompiledAttention:
     """Return the kernel for a shape, compiled once, which takes half a second."""
-    return CompiledAttention(head_dim, group, _TASK_ROWS, Target.of_host(), invariant=invariant)
+    return CompiledAttention(
+        head_dim, group, _TASK_ROWS, Target.of_host(), invariant=invariant, has_fp8_kv=has_fp8_kv
+    )
 
 
 class CpuAttention:
@@ -45,15 +49,24 @@ class CpuAttention:
     One instance serves one thread at a time: its steps share the kernel's scratch memory.
     """
 
-    def __init__(self, head_dim: int, group: int, team: HelperTeam, *, invariant: bool = False) -> None:
-        """Set up attention with `group` query heads per KV head, of `head_dim` values each.
+    def __init__(
+        self,
+        head_dim: int,
+        group: int,
+        team: HelperTeam,
+        *,
+        invariant: bool = False,
+        has_fp8_kv: bool = False,
+    ) -> None:
+        """Set up attention with `group` query heads per KV head, of `head_dim` values each; the pool may hold FP8.
 
         If `invariant`, a row gets the same bits as a decode and in a chunk of any size. Then no decode is split, so that
         a single long one keeps fewer threads busy, and keys are read twice.
         """
         self.group, self.invariant = group, invariant
+        self.pool_dtype = torch.float8_e4m3fn if has_fp8_kv else torch.float32
         self._team = team
-        self._kernel = compiled_kernel(head_dim, group, invariant=invariant)
+        self._kernel = compiled_kernel(head_dim, group, invariant=invariant, has_fp8_kv=has_fp8_kv)
         self._attend = team.function(self._kernel.compiled, "attend")
         self._scratch = torch.empty(0)
 
@@ -125,6 +138,7 @@ class _CpuStep:
         assert rows == self._rows
         assert query_heads == pool_keys.shape[0] * self._backend.group
         assert q.stride()[1:] == (head_dim, 1)
+        assert pool_keys.dtype == pool_values.dtype == self._backend.pool_dtype
         assert pool_keys.stride() == pool_values.stride()
         if self._tasks is None:
             self._tasks = _for_each_head(self._parts, pool_keys.shape[0])

@@ -34,7 +34,8 @@ def compiled_kernels(
     if sizes.head_dim % lanes:
         raise KernelsUnavailable(f"heads of {sizes.head_dim} values do not fill vector registers of {lanes}")
     team = HelperTeam()
-    attention = CpuAttention(sizes.head_dim, sizes.query_heads // sizes.kv_heads, team, invariant=invariant)
+    group = sizes.query_heads // sizes.kv_heads
+    attention = CpuAttention(sizes.head_dim, group, team, invariant=invariant, has_fp8_kv=sizes.has_fp8_kv)
     products = CompiledProducts(team)
     kernels = replace(
         others, name="cpu", attention=attention, products=products, experts=ProductPerExpert(products)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from llvmlite import ir
 
-BOOL, INT32, INT64, FLOAT = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
+BOOL, BYTE, INT32, INT64, FLOAT = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 POINTER, VOID = ir.PointerType(), ir.VoidType()
 
 # Numbers of the kernel (indices, offsets) are int64 values, or integers known when it is emitted.
@@ -71,14 +71,34 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
         """Load consecutive floats, aligned or not."""
         return self.load(self.at(pointer, index), typ=self.vector_type, align=4)
 
+    def vector_of_float8(self, pointer: ir.Value, index: Number) -> ir.Value:
+        """Load consecutive numbers of FP8 (E4M3) as floats."""
+        bytes_type = ir.VectorType(BYTE, self.lanes)
+        stored = self.load(self.at(pointer, index, BYTE), typ=bytes_type, align=1)
+        bits = self.zext(stored, self.integers_type)
+
+        def integers(value: int) -> ir.Constant:
+            return ir.Constant(self.integers_type, [value] * self.lanes)
+
+        size = self.and_(bits, integers(0x7F))
+        # Exponent and mantissa go to their places in a float, whose exponent counts from another number.
+        moved = self.add(self.shl(size, integers(20)), integers((127 - 7) << 23))
+        # Numbers below 2^-6 have no leading 1; a subnormal float that is multiplied instead would take long.
+        small = self.fmul(self.sitofp(size, self.vector_type), self.same(2.0**-9))
+        is_small = self.icmp_signed("<", size, integers(8))
+        number = self.select(is_small, self.bitcast(small, self.integers_type), moved)
+        number = self.select(self.icmp_signed("==", size, integers(0x7F)), integers(0x7FC00000), number)
+        sign = self.shl(self.and_(bits, integers(0x80)), integers(24))
+        return self.bitcast(self.or_(number, sign), self.vector_type)
+
     def put(self, value: ir.Value, pointer: ir.Value, index: Number) -> None:
         self.store(value, self.at(pointer, index), align=4)
 
-    def prefetch(self, pointer: ir.Value, index: Number) -> None:
+    def prefetch(self, pointer: ir.Value, index: Number, kind: ir.Type = FLOAT) -> None:
         """Prefetch the cache line of an element for reading, into second-level cache."""
         function = self._external("llvm.prefetch.p0", VOID, POINTER, INT32, INT32, INT32)
         to_read, locality, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
-        self.call(function, [self.at(pointer, index), to_read, locality, data])
+        self.call(function, [self.at(pointer, index, kind), to_read, locality, data])
 
     # --- vectors ------------------------------------------------------------------------------------
 

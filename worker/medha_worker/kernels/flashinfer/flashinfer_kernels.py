@@ -14,7 +14,7 @@ import torch
 
 from medha_worker.device import Device
 from medha_worker.kernels.flashinfer.compiled_modules import DTYPES, HEAD_DIMS
-from medha_worker.kernels.flashinfer.flashinfer_attention import FlashInferAttention
+from medha_worker.kernels.flashinfer.flashinfer_attention import FlashInferAttention, ScaledPool
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 from medha_worker.kernels.sequence_span import SequenceSpan
@@ -50,7 +50,9 @@ def flashinfer_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> K
         )
     if not torch.cuda.is_available():
         raise KernelsUnavailable("torch sees no GPU")
-    attention = FlashInferAttention(_library(), device, sizes)
+    # The model multiplies queries and results by the scales of their heads.
+    scaled_pool = ScaledPool(torch.float8_e4m3fn, 1.0, 1.0) if sizes.has_fp8_kv else None
+    attention = FlashInferAttention(_library(), device, sizes, scaled_pool=scaled_pool)
     kernels = replace(others, name="flashinfer", attention=attention)
     if not (sizes.intermediate_size % _VALUES_AT_ONCE or sizes.expert_intermediate_size % _VALUES_AT_ONCE):
         kernels = replace(kernels, rows=FlashInferRows(attention.library, others.rows))
@@ -77,6 +79,8 @@ def try_out(kernels: Kernels, sizes: KernelSizes, device: Device) -> None:
     rows = spans[-1].rows.stop
     heads = one.new_zeros(rows, sizes.query_heads, sizes.head_dim)
     pool = one.new_zeros(sizes.kv_heads, len(blocks) * block_tokens, sizes.head_dim)
+    if sizes.has_fp8_kv:
+        pool = pool.to(torch.float8_e4m3fn)
     angles = one.new_zeros(rows, sizes.head_dim // 2)
     kernels.rows.rotate(heads, angles, angles)
     for x in (one.new_zeros(rows, sizes.hidden_size), heads):

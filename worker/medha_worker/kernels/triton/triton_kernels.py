@@ -21,6 +21,8 @@ def triton_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kerne
     """
     if sizes.has_latents:
         raise KernelsUnavailable("they have no attention over latents, which all heads of the model share")
+    if sizes.has_fp8_kv:
+        raise KernelsUnavailable("they read no KV in FP8, for which spec.kvCache.dtype asks")
     group = sizes.query_heads // sizes.kv_heads
     if group > TILE_ROWS:
         raise KernelsUnavailable(
