@@ -49,7 +49,7 @@ def settings_of(folder: Path, *, drafts: bool, rank: int = 0, **parallelism: int
     source = {"path": str(folder / "draft")}
     document = {
         "model": {"name": "m", "source": {"path": str(folder / "tiny")}, "maxModelLen": 128},
-        "kvCache": {"size": "1Mi"},
+        "kvCache": {"size": "384Ki"},
         "scheduling": {
             "maxChunkTokens": 32,
             "maxRunning": 4,
@@ -80,7 +80,9 @@ def test_a_draft_model_takes_a_part_of_each_block_and_its_guesses_are_timed(tmp_
 
     plain, drafting = ready(False), ready(True)
     assert drafting.kv_blocks == plain.kv_blocks // 2
-    assert drafting.kv_bytes == plain.kv_bytes <= 2**20, "the same memory for fewer blocks of twice the size"
+    assert drafting.kv_bytes == plain.kv_bytes == 384 * 2**10, (
+        "the same memory for fewer blocks of twice the size"
+    )
     assert drafting.weights_bytes == 2 * plain.weights_bytes
     assert plain.draft_costs is None
     assert drafting.draft_costs is not None

@@ -24,13 +24,13 @@ def draft_config(directory: Path, model_directory: Path, config: ModelConfig) ->
         draft = ModelConfig.from_directory(directory)
         if draft.max_model_len < config.max_model_len:
             raise ConfigInvalid(
-                f"{directory} reads at most {draft.max_model_len} tokens, and spec.model.maxModelLen is "
+                f"it reads at most {draft.max_model_len} tokens, and spec.model.maxModelLen is "
                 f"{config.max_model_len}; lower that, or choose another draft model"
             )
         _require_same_tokens(directory, draft, model_directory, config)
         return ModelConfig.from_directory(directory, config.max_model_len)
     except MedhaError as error:
-        raise type(error)(f"{FIELD}: {error}") from error
+        raise type(error)(f"{FIELD} ({directory}): {error}") from error
 
 
 def _require_same_tokens(
@@ -43,13 +43,13 @@ def _require_same_tokens(
         differing = {token for token, _ in own.items() ^ served.items()}
         example = min(differing, key=lambda token: (served.get(token, len(served)), token))
         raise ConfigInvalid(
-            f"the tokenizer of {directory} is another one than the served model's ({len(own)} and {len(served)} tokens; "
+            f"its tokenizer is another one than the served model's ({len(own)} and {len(served)} tokens; "
             f"{example!r} is {own.get(example, 'not there')} and {served.get(example, 'not there')}); {fix}"
         )
     largest = max(served.values(), default=0)
     if min(draft.vocab_size, config.vocab_size) <= largest:
         raise ConfigInvalid(
-            f"vocab_size of {directory} is {draft.vocab_size}, and the served model's {config.vocab_size}, but the tokenizer "
+            f"its vocab_size is {draft.vocab_size}, and the served model's {config.vocab_size}, but the tokenizer "
             f"has ids up to {largest}; {fix}"
         )
 
