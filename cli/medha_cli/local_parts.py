@@ -17,6 +17,7 @@ from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplica
 from medha.declared import DeclaredModel, to_text
 from medha.wire.messages import Readiness
+from medha_cli.manifest import draft_directory
 from medha_cli.runs import KEYS
 from medha_process.launch import controller_part, rank_part, router_part
 from medha_process.part_settings import ControllerSettings, LogLevel, RankSettings, RouterEndpoints
@@ -158,6 +159,7 @@ def write_parts(
             rank=rank,
             spec=spec,
             model_directory=model,
+            draft_directory=draft_directory(replica),
             accelerator=_accelerator(spec.resources),
             control=rank_control,
             tokens=rank_tokens,

@@ -113,13 +113,40 @@ def model_directory(replica: MedhaReplica) -> Path:
     return directory
 
 
+def draft_directory(replica: MedhaReplica) -> Path | None:
+    """Return the directory of the checkpoint of the replica's draft model; None if it has none.
+
+    Raises:
+        ConfigInvalid: there is no checkpoint.
+    """
+    source, field = replica.spec.scheduling.speculation.draft_model, "spec.scheduling.speculation.draftModel"
+    if source is None:
+        return None
+    if source.path is None:
+        raise ConfigInvalid(
+            f"{field}: only a cluster's pods can mount this kind of source; here, set `path` to the directory of a "
+            "checkpoint on this machine"
+        )
+    directory = Path(source.path)
+    if not (directory / "config.json").is_file():
+        raise ConfigInvalid(
+            f"{field}.path: {directory} has no config.json, so it is no checkpoint; correct the path"
+        )
+    return directory
+
+
 def _with_absolute_paths(replica: MedhaReplica, folder: Path) -> MedhaReplica:
     model, scheduling = replica.spec.model, replica.spec.scheduling
     source = model.source.model_copy(update={"path": _absolute(model.source.path, folder)})
+    speculation, draft = scheduling.speculation, scheduling.speculation.draft_model
+    if draft is not None:
+        draft = draft.model_copy(update={"path": _absolute(draft.path, folder)})
+        speculation = speculation.model_copy(update={"draft_model": draft})
+    absolute = {"profile": _absolute(scheduling.profile, folder), "speculation": speculation}
     spec = replica.spec.model_copy(
         update={
             "model": model.model_copy(update={"source": source}),
-            "scheduling": scheduling.model_copy(update={"profile": _absolute(scheduling.profile, folder)}),
+            "scheduling": scheduling.model_copy(update=absolute),
         }
     )
     return replica.model_copy(update={"spec": spec})

@@ -57,6 +57,11 @@ class Tokens(click.ParamType[int]):
     help=f"A preset ({', '.join(MODELS)}), a config.json, or the folder of a checkpoint.",
 )
 @click.option(
+    "--draft-model",
+    "draft_name",
+    help="A draft model, as --model: its weights and KV take memory of the GPU that samples. Times do not count it.",
+)
+@click.option(
     "--hardware", "hardware_name", default="H100", show_default=True, help=f"One of {', '.join(HARDWARE)}."
 )
 @click.option(
@@ -98,6 +103,7 @@ class Tokens(click.ParamType[int]):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 def command(
     model_name: str,
+    draft_name: str | None,
     hardware_name: str,
     context: int,
     output: int,
@@ -124,7 +130,7 @@ def command(
       medha plan --model Llama-3-70B --hardware H200 --context 2M --ttft 60 --max-gpus 256 --plot plan.html
       medha plan --model .medha/tiny --context 4K --json
     """
-    model = _model(model_name)
+    model = _model("--model", model_name)
     if kv_dtype != "auto":
         model = replace(model, kv_dtype_bytes=kv_element_bytes(kv_dtype, model.dtype_bytes))
     hardware = _hardware(hardware_name)
@@ -137,6 +143,7 @@ def command(
         gpu_hour_price=price,
         memory_fraction=memory_fraction,
         max_gpus=max_gpus,
+        draft=None if draft_name is None else _model("--draft-model", draft_name),
     )
     if plot is not None:
         require_plotly()
@@ -160,13 +167,13 @@ def command(
         raise ConfigInvalid(shortfall(model, hardware, wish, ratings[0]))
 
 
-def _model(name: str) -> ModelShape:
+def _model(option: str, name: str) -> ModelShape:
     for preset in MODELS.values():
         if preset.name.lower() == name.lower():
             return preset
     if not Path(name).exists():
         raise ConfigInvalid(
-            f"--model {name}: neither a preset ({', '.join(MODELS)}) nor a file or folder that exists"
+            f"{option} {name}: neither a preset ({', '.join(MODELS)}) nor a file or folder that exists"
         )
     return read_shape(Path(name))
 
@@ -192,6 +199,8 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
         f"A token takes {model.kv_bytes_per_token:,} bytes of KV. GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one behind "
         "the other, decodes in the largest batch."
     )
+    if wish.draft is not None:
+        caption += f" Weights and KV of the GPU that samples hold those of {wish.draft.name}, too."
     offloads = any(rating.offload_bytes for rating in ratings)
     if not all(rating.fits for rating in ratings):
         caption += " A figure with ! misses its target."

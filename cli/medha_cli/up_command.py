@@ -22,7 +22,7 @@ from medha.api.replica import MedhaReplica
 from medha.errors import ConfigInvalid, PartFailed
 from medha_cli.keys_command import read_keys
 from medha_cli.local_parts import RunFiles, write_parts
-from medha_cli.manifest import model_directory, read_manifest
+from medha_cli.manifest import draft_directory, model_directory, read_manifest
 from medha_cli.options import FILE, FOLDER
 from medha_cli.result_files import require_writable
 from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, removed_if_killed, require_unused
@@ -119,7 +119,7 @@ def command(
       medha up examples/tiny.yaml --api-keys keys.yaml
     """
     replica = _with_traces(_with_port(read_manifest(file), port), otlp)
-    directory = model_directory(replica)
+    directory, draft = model_directory(replica), draft_directory(replica)
     _require_installed(replica)
     _require_free_port(replica)
     if (tls_certificate is None) != (tls_key is None):
@@ -129,7 +129,7 @@ def command(
             raise ConfigInvalid(f"{option} is {path}, which is no file; name a file in PEM")
     if api_keys is not None:
         read_keys("--api-keys", api_keys)  # what is wrong is reported now, and not in the router's log
-    require_possible(replica.spec, directory, host_free_bytes(1))
+    require_possible(replica.spec, directory, host_free_bytes(1), draft)
     raise_file_limit()  # for the parts too, which inherit it
     console = Console(highlight=False)
     if api_keys is None:

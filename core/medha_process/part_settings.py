@@ -70,6 +70,8 @@ class RankSettings(ReplicaPartSettings):
     accelerator: str = NO_ACCELERATOR
     """Device resource that this rank has one of, e.g. `nvidia.com/gpu`: it computes there or not at all. `none`: it
     computes on the CPU. `spec.resources.accelerator` does not decide that: it has a default, for pods."""
+    draft_directory: Path | None = None
+    """Directory of the draft model's checkpoint, which the rank that samples loads, too; None: there is none."""
     controller_key_file: Path
     """File of the controller's public key."""
 

@@ -88,6 +88,7 @@ class Wish:
     gpu_hour_price: float = 2.5
     memory_fraction: float = 0.9  # of a GPU's memory, for weights, activations and KV
     max_gpus: int = 128
+    draft: ModelShape | None = None  # a draft model, whose weights and KV one GPU of the last stage holds
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "output_tokens", "concurrent", "max_gpus"):
@@ -102,6 +103,10 @@ class Wish:
     @property
     def request_tokens(self) -> int:
         return self.context_tokens + self.output_tokens
+
+    def allows(self, topology: Topology) -> bool:
+        """Return whether a replica may have this grid: a draft model computes on one lane."""
+        return self.draft is None or topology.kv == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +172,16 @@ def grids(model: ModelShape, hardware: Hardware, max_gpus: int) -> Iterator[Topo
 
 
 def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) -> Rating:
-    """Rate how `topology` serves `wish`."""
+    """Rate how `topology` serves `wish`. Bytes are those of the GPU that samples, which also holds a draft model."""
     pace = _Pace(model, hardware, Topology(topology.tensor, topology.stream, topology.kv))
     ranks_of_lane = topology.tensor * topology.stream
     copies = max(1, topology.tensor // model.kv_heads)  # KV heads are replicated if there are more ranks
     token_bytes = model.kv_bytes_per_token * copies / (ranks_of_lane * topology.kv)
     copied = model.copied_bytes * (topology.tensor - 1)
     weights = (model.weights_bytes + copied) / ranks_of_lane
+    if wish.draft is not None:
+        weights += wish.draft.weights_bytes
+        token_bytes += wish.draft.kv_bytes_per_token
     beside_weights = (
         wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
     )
@@ -229,7 +237,8 @@ def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
         times = rating.ttft_seconds / wish.ttft_seconds, rating.tpot_seconds / wish.tpot_seconds
         return 1, max(times), rating.gpus
 
-    ratings = (rate(model, hardware, topology, wish) for topology in grids(model, hardware, wish.max_gpus))
+    allowed = filter(wish.allows, grids(model, hardware, wish.max_gpus))
+    ratings = (rate(model, hardware, topology, wish) for topology in allowed)
     return sorted(ratings, key=place)
 
 
@@ -264,7 +273,7 @@ def bounds(
 
 def _fewest(model: ModelShape, hardware: Hardware, wish: Wish) -> int | None:
     """Return the GPUs of the smallest grid that serves the wish, or None."""
-    grids_by_size = _by_size(model, hardware, wish.max_gpus)
+    grids_by_size = filter(wish.allows, _by_size(model, hardware, wish.max_gpus))
     ratings = (rate(model, hardware, grid, wish) for grid in grids_by_size)
     return next((rating.gpus for rating in ratings if rating.fits), None)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +304,7 @@ def what_if(
     moments.
     """
     record, requests = reading.record, reading.workload()
-    config = record.config(scheduling)
+    config = replace(record.config(scheduling), draft_costs=None)  # a record has no ids to guess
     truth = Predictor(record.profile, config.topology, tokens_per_lane=config.tokens_per_lane)
     replica = medha_replica(
         "replica",

@@ -44,6 +44,12 @@ _REPLICA: Fields = {
 }
 _DEPLOYMENT: Fields = {"replicas": 1, "template": {"spec": _REPLICA}}
 
+
+def _drafts(**source: Any) -> Fields:
+    """Return the fields of a draft model with this source."""
+    return {"scheduling": {"speculation": {"method": "draftModel", "draftModel": source}}}
+
+
 _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     # field -> (valid values, invalid values)
     "model.aliases": ([["chat"], ["chat", "org/chat"]], ["chat", [""], ["a", "a"], ["m"]]),
@@ -63,6 +69,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "scheduling.minChunkTokens": ([1, 64], [0, 8193]),
     "scheduling.maxChunkTokens": ([64, 4096], [0]),
+    "scheduling.speculation.method": (["promptLookup", "none"], ["guess", "draftModel"]),
     "resources.accelerator": (["nvidia.com/gpu", "amd.com/gpu"], ["gpu", "NVIDIA/gpu!"]),
     "resources.devices": (
         [{"rdma/hca": 1}, {"rdma/hca": 2, "example.com/nic": 1}],
@@ -127,6 +134,9 @@ _BESIDE: dict[str, Fields] = {
     "model.source.pvc": {"model": {"source": {"pvc": {"claimName": "c"}}}},
     "model.source.hostPath": {"model": {"source": {"hostPath": {"path": "/m"}}}},
     "model.source.image": {"model": {"source": {"image": {"reference": "r/m:1"}}}},
+    "scheduling.speculation.draftModel": _drafts(path="d"),
+    "scheduling.speculation.draftModel.pvc": _drafts(pvc={"claimName": "c"}),
+    "scheduling.speculation.draftModel.image": _drafts(image={"reference": "r/m:1"}),
     "model.architecture": {"model": {"architecture": {"layers": 8, "queryHeads": 8}}},
     "resources.nccl": {"resources": {"accelerator": "nvidia.com/gpu"}},
     "placement.queue": {"placement": {"gang": "kueue", "queue": "q"}},

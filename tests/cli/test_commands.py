@@ -128,6 +128,23 @@ def test_the_path_of_a_profile_starts_at_the_manifests_folder(
     assert read_manifest(manifest).spec.scheduling.profile == str(tmp_path / "p.json")
 
 
+def test_a_draft_model_is_looked_for_in_the_manifests_folder_before_anything_starts(
+    checkpoint_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    monkeypatch.setattr("medha_cli.up_command.supervise", lambda *_, **__: pytest.fail("parts were started"))
+    written, folder = checkpoint_manifest.read_text(), checkpoint_manifest.parent
+    for source, said in (
+        ("path: small", f"draftModel.path: {folder}/small has no config.json"),
+        ("pvc: {claimName: c}", "draftModel: only a cluster's pods can mount this kind of source"),
+    ):
+        speculation = f"{{method: draftModel, draftModel: {{{source}}}}}"
+        checkpoint_manifest.write_text(f"{written}  scheduling: {{speculation: {speculation}}}\n")
+        result = medha("up", checkpoint_manifest, "--port", "0")
+        assert result.exit_code == 2
+        assert f"spec.scheduling.speculation.{said}" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

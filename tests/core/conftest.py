@@ -27,6 +27,7 @@ from medha.wire.messages import (
     ControllerCommand,
     ControllerEvent,
     Done,
+    DraftCosts,
     DropGrammar,
     Emit,
     EntryFailed,
@@ -65,6 +66,7 @@ def make_config(
     long_threshold_tokens: int = 1_000_000,
     default_output_tokens: int = 4096,
     ttft_floor_seconds: float = 2.0,
+    draft_costs: DraftCosts | None = None,
     **scheduling: object,
 ) -> ReplicaConfig:
     service_class = ServiceClass(
@@ -79,6 +81,7 @@ def make_config(
         block_size_tokens=block_size_tokens,
         kv_blocks=kv_blocks,
         long_threshold_tokens=long_threshold_tokens,
+        draft_costs=draft_costs,
     )
 
 
@@ -120,7 +123,7 @@ class FakeReplica:
     hasher: PrefixHasher | None = None
     """Hashes the outputs of those prompts, too, as a controller's process does."""
     guesses: int = 0
-    """Largest number of guesses that come with each `Done` for each sequence."""
+    """Largest number of guesses that come with each `Done` for each sequence; with a draft model, steps say how many."""
     guess_chance: float = 0.8
     """Chance that one of them is right."""
 
@@ -378,9 +381,10 @@ class FakeReplica:
                         ids = np.array((*prompt_ids, *sequence.outputs)[:token], dtype=np.int32)
                         if len(ids) % self.config.block_size_tokens == 0:
                             hashes.append((entry.id, self.hasher.hashes(ids)[-HASH_CHARACTERS:]))
-                if self.guesses:
+                most = self.guesses if self.config.draft_costs is None else entry.draws
+                if most:
                     position = found[-1].token
-                    drafts.append((entry.id, guessed(self.random, position, self.guesses, self.guess_chance)))
+                    drafts.append((entry.id, guessed(self.random, position, most, self.guess_chance)))
         return Done(
             step.step_id,
             tuple(samples),

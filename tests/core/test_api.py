@@ -114,6 +114,25 @@ BAD = [
         {"scheduling": {"minChunkTokens": 4096}},
         ["scheduling.maxChunkTokens 2048 is below minChunkTokens 4096", "lower the other"],
     ),
+    (
+        {"scheduling": {"speculation": {"method": "draftModel"}}},
+        ["spec.scheduling.speculation", "draftModel is given if, and only if", "method draftModel without"],
+    ),
+    (
+        {"scheduling": {"speculation": {"method": "promptLookup", "draftModel": {"path": "d"}}}},
+        ["spec.scheduling.speculation", "method promptLookup with draftModel", "choose another method"],
+    ),
+    (
+        {"scheduling": {"speculation": {"method": "draftModel", "draftModel": {}}}},
+        ["spec.scheduling.speculation.draftModel", "exactly one of path, pvc, image", "found none"],
+    ),
+    (
+        {
+            "parallelism": {"kv": 2},
+            "scheduling": {"speculation": {"method": "draftModel", "draftModel": {"path": "d"}}},
+        },
+        ["method draftModel needs parallelism.kv 1", "found 2", "method to promptLookup"],
+    ),
     ({"serviceClasses": []}, ["spec.serviceClasses", "at least 1 item"]),
     (
         {"serviceClasses": [{"name": "a"}, {"name": "a"}]},

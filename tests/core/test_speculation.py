@@ -15,9 +15,14 @@ from medha.api.replica import SpeculationSpec
 from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
-from medha.wire.messages import Done, Step, StepProfile
+from medha.scheduler.speculation import PROBE_STEPS
+from medha.wire.messages import Done, DraftCosts, Sampling, Step, StepProfile
 
 SPECULATES = {"speculation": {"method": "promptLookup", "max_draft_tokens": 4}}
+DRAWS = {
+    "speculation": {"method": "draftModel", "draft_model": {"path": "draft"}, "max_draft_tokens": 4},
+    "draft_costs": DraftCosts(0.0001, 0.0005, 1e-5),
+}
 READS_WEIGHTS = StepProfile(0.01, 1e-6, 1e-9, 1e-6)
 """A device whose steps take as long with few tokens as with one."""
 COMPUTES = StepProfile(1e-6, 0.001, 1e-9, 1e-6)
@@ -29,10 +34,21 @@ def drafted(replica: Any) -> list[int]:
     return [len(entry.drafts) for step in replica.steps for entry in step.entries]
 
 
-@given(seed=st.integers(0, 100_000), guesses=st.integers(1, 9), chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-@example(seed=3, guesses=5, chance=0.9)
+def drawn(replica: Any) -> list[int]:
+    """The numbers of guesses that each step's entries ask for."""
+    return [entry.draws for step in replica.steps for entry in step.entries]
+
+
+@given(
+    seed=st.integers(0, 100_000),
+    guesses=st.integers(1, 9),
+    chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    speculates=st.sampled_from([SPECULATES, DRAWS]),
+)
+@example(seed=3, guesses=5, chance=0.9, speculates=SPECULATES)
+@example(seed=3, guesses=5, chance=0.9, speculates=DRAWS)
 def test_whatever_is_guessed_all_requests_end_with_the_tokens_that_they_would_have(
-    replica_of: Any, submit_of: Any, seed: int, guesses: int, chance: float
+    replica_of: Any, submit_of: Any, seed: int, guesses: int, chance: float, speculates: dict[str, Any]
 ) -> None:
     """Prompts share prefixes, KV runs out, requests step aside and are cancelled; a fresh controller decides the same."""
     random = Random(seed)
@@ -41,7 +57,7 @@ def test_whatever_is_guessed_all_requests_end_with_the_tokens_that_they_would_ha
         random=Random(seed), stages=random.randint(1, 3), kv_blocks=random.choice([40, 400]), max_chunk_tokens=32,
         default_output_tokens=random.choice([2, 16]), stop_chance=random.choice([0.0, 0.05]),
         failure_chance=random.choice([0.0, 0.02]), max_running=random.choice([4, 256]), guesses=guesses,
-        guess_chance=chance, hasher=hasher, long_threshold_tokens=50, **SPECULATES,
+        guess_chance=chance, hasher=hasher, long_threshold_tokens=50, **speculates,
     )  # fmt: skip
     limits: dict[str, int] = {}
     for index in range(30):
@@ -184,11 +200,122 @@ def test_the_facts_of_a_step_tell_how_many_guesses_were_verified_and_right(
     assert tokens == 60 == steps + right
 
 
+# --- guesses of a draft model ---------------------------------------------------------------------------
+
+
+def test_guesses_are_drawn_in_one_step_and_verified_in_the_next(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(profile=READS_WEIGHTS, guess_chance=1.0, random=Random(1), **DRAWS)
+    replica.submit(submit_of("a", 8, 60))
+    replica.run().check_empty()
+    assert replica.emitted["a"] == list(range(9, 69))
+    assert len([step for step in replica.steps if step.entries]) < 40
+    assert max(drafted(replica)) == max(drawn(replica)) == 4
+    before = 0
+    for step in replica.steps:
+        for entry in step.entries:
+            assert len(entry.drafts) <= before
+            before = entry.draws
+    assert drawn(replica)[0] == 0, "the first token is not kept waiting"
+
+
+def test_nothing_is_drawn_if_no_rank_has_a_draft_model(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(profile=READS_WEIGHTS, **(DRAWS | {"draft_costs": None}))
+    replica.submit(submit_of("a", 8, 30))
+    replica.run().check_empty()
+    assert sum(drawn(replica)) == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "further"), [(0.02, 0.02), (0.0, 0.02)], ids=["every guess", "further ones"]
+)
+def test_guesses_that_take_longer_than_they_save_are_not_drawn(
+    replica_of: Any, submit_of: Any, first: float, further: float
+) -> None:
+    replica = replica_of(
+        profile=READS_WEIGHTS, guess_chance=1.0, random=Random(1),
+        **(DRAWS | {"draft_costs": DraftCosts(first, further, 0.0)}),
+    )  # fmt: skip
+    replica.submit(submit_of("a", 8, 30))
+    replica.run().check_empty()
+    most = max(drawn(replica))
+    assert most == (0 if first else 1)
+
+
+def test_time_for_guesses_is_part_of_a_step_and_of_what_its_targets_allow(
+    replica_of: Any, submit_of: Any
+) -> None:
+    """A decode takes 1.2 ms here, a guess 0.2 ms to verify and 0.1 ms to draw; the target is 1.8 ms at first."""
+    costs = {"draft_costs": DraftCosts(0.0, 0.0, 0.0001)}
+    replica = replica_of(guess_chance=1.0, random=Random(1), step_seconds=0.0012, **(DRAWS | costs))
+    service_class = replica.config.service_classes["default"]
+    tight = service_class.model_copy(update={"tpot_floor_seconds": 0.001})
+    replica.config.service_classes["default"] = tight
+    replica.submit(submit_of("a", 8, 60, tpot_target_seconds=0.0018))
+    replica.run().check_empty()
+    decodes = [step for step in replica.steps if any(entry.draws for entry in step.entries)]
+    assert decodes
+    assert all(step.predicted_seconds <= 0.0018 for step in decodes)
+    assert 0 < max(drawn(replica)) < 4
+
+
+def test_a_draft_model_that_errs_is_asked_now_and_then_until_it_is_right(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(profile=READS_WEIGHTS, guess_chance=0.0, random=Random(1), kv_blocks=400, **DRAWS)
+    replica.submit(submit_of("a", 8, 1000))
+    while len(replica.emitted.get("a", ())) < 400:
+        assert replica.advance()
+    errs = [entry.draws for step in replica.steps[-200:] for entry in step.entries]
+    assert 0 < sum(errs) <= 200 // PROBE_STEPS + 1
+    assert max(errs) == 1
+    replica.guess_chance = 1.0
+    while len(replica.emitted["a"]) < 950:
+        assert replica.advance()
+    assert max(drawn(replica)[-20:]) > 1
+    replica.run().check_empty()
+
+
+def test_nothing_is_drawn_for_a_grammar_or_while_a_prompt_would_be_late(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(profile=READS_WEIGHTS, guess_chance=1.0, random=Random(1), kv_blocks=40, **DRAWS)
+    grammar = Sampling(max_tokens=20, grammar="g")
+    replica.submit(replace(submit_of("masked", 8, 20), sampling=grammar))
+    replica.compile_next()
+    replica.submit(submit_of("a", 8, 60))
+    replica.submit(submit_of("waits", 150, 1, age_seconds=100.0))  # longer than the KV that is left
+    while replica.controller.find("waits") is not None and replica.controller.find("waits").waits:
+        assert replica.advance()
+    assert sum(drawn(replica)) == 0
+    replica.submit(submit_of("b", 8, 20))
+    replica.run().check_empty()
+    names = {entry.id for step in replica.steps for entry in step.entries if entry.draws}
+    assert "b" in names
+    assert "masked" not in names
+
+
+def test_decodes_wait_for_guesses_that_the_next_step_should_verify(replica_of: Any, submit_of: Any) -> None:
+    def most_in_flight(chance: float) -> int:
+        replica = replica_of(
+            profile=READS_WEIGHTS, guess_chance=chance, random=Random(1), kv_blocks=400, **DRAWS
+        )
+        replica.submit(submit_of("a", 8, 200))
+        while len(replica.emitted.get("a", ())) < 100:
+            assert replica.advance()
+        most = 0
+        while replica.advance():
+            most = max(most, len(replica.controller.steps_in_flight))
+        return most
+
+    assert most_in_flight(0.0) == 2
+    assert most_in_flight(1.0) == 1
+
+
 def test_steps_without_guesses_are_on_the_wire_as_before(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of()
     replica.submit(submit_of("a", 8, 3))
     replica.run()
     entries = [entry for step in replica.steps if isinstance(step, Step) for entry in step.entries]
     assert entries
-    assert all(entry == replace(entry, drafts=()) for entry in entries)
+    assert all(entry == replace(entry, drafts=(), draws=0) for entry in entries)
     assert SpeculationSpec().method == "none"

@@ -92,3 +92,24 @@ def test_the_template_has_the_last_word() -> None:
     spec = pod({"runtimeClassName": "nvidia"}, template={"spec": overlay})
     assert variables(spec) == {"NCCL_DEBUG": "TRACE"}
     assert spec["runtimeClassName"] == "kata"
+
+
+def test_a_draft_model_is_mounted_from_its_own_volume() -> None:
+    def mounted(source: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        speculation = {"method": "draftModel", "draftModel": source}
+        spec = pod(scheduling={"speculation": speculation})
+        mounts = spec["containers"][0]["volumeMounts"]
+        return (
+            [one for one in spec["volumes"] if one["name"] == "draft-model"],
+            [one for one in mounts if one["name"] == "draft-model"],
+        )
+
+    mount = {"name": "draft-model", "mountPath": "/draft-model", "readOnly": True}
+    claim = {"claimName": "c", "readOnly": True}
+    assert mounted({"pvc": {"claimName": "c", "path": "/a/b"}}) == (
+        [{"name": "draft-model", "persistentVolumeClaim": claim}],
+        [mount | {"subPath": "a/b"}],
+    )
+    image = {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}
+    assert mounted({"image": {"reference": "r/m:1"}}) == ([{"name": "draft-model", "image": image}], [mount])
+    assert mounted({"path": "/models/small"}) == ([], []), "a directory of the pods' image"

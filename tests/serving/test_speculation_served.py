@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from medha_worker.checkpoints.presets import init_checkpoint
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
@@ -53,28 +56,34 @@ def small(checkpoint: Path, folder: Path, *options: str, **spec: object) -> Serv
     return start(manifest, port, checkpoint, *options)
 
 
-@pytest.mark.parametrize(
-    "shape", [{}, pytest.param({"stream": 2, "kv": 2}, marks=pytest.mark.long)], ids=["one rank", "a grid"]
-)
-def test_answers_are_those_of_a_replica_that_does_not_guess(
-    checkpoint: Path, tmp_path: Path, shape: dict[str, int]
-) -> None:
-    plain = small(checkpoint, tmp_path)
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The answers of a replica that does not guess."""
+    plain = small(checkpoint, tmp_path_factory.mktemp("plain"))
     try:
-        expected = answers(plain)
+        return answers(plain)
     finally:
         stop(plain)
-    record = tmp_path / "record.jsonl"
-    speculation = {"speculation": {"method": "promptLookup", "maxDraftTokens": 6}}
-    guessing = small(checkpoint, tmp_path, "--record", str(record), scheduling=speculation, parallelism=shape)
-    try:
-        found = answers(guessing)
-        drafted, accepted = (
-            counted(guessing, name) for name in ("medha_drafted_tokens", "medha_accepted_draft_tokens")
-        )
-        assert guessing.interrupt() == 0
-    finally:
-        stop(guessing)
+
+
+@pytest.fixture(scope="module")
+def drafts(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Draft models: the served model itself, and one that knows nothing of its texts."""
+    other = tmp_path_factory.mktemp("drafts") / "other"
+    init_checkpoint(other, preset="tiny", seed=9)
+    config = json.loads((other / "config.json").read_text())
+    served = json.loads((checkpoint / "config.json").read_text())
+    (other / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": served["max_position_embeddings"]})
+    )
+    return {"itself": checkpoint, "another": other}
+
+
+def draws(directory: Path) -> dict[str, Any]:
+    return {"method": "draftModel", "draftModel": {"path": str(directory)}, "maxDraftTokens": 3}
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
     for (choices, usage), (as_choices, as_usage) in zip(found, expected, strict=True):
         assert usage["completion_tokens"] == as_usage["completion_tokens"]
         for (text, reason, logprobs), (as_text, as_reason, as_logprobs) in zip(
@@ -86,7 +95,86 @@ def test_answers_are_those_of_a_replica_that_does_not_guess(
                 assert logprobs["tokens"] == as_logprobs["tokens"]
                 near = pytest.approx(as_logprobs["token_logprobs"], abs=1e-3)
                 assert logprobs["token_logprobs"] == near
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("promptLookup", {}),
+        ("itself", {}),
+        ("another", {}),
+        pytest.param("promptLookup", {"stream": 2, "kv": 2}, marks=pytest.mark.long),
+        pytest.param("itself", {"tensor": 2, "stream": 2}, marks=pytest.mark.long),
+    ],
+    ids=[
+        "prompt lookup",
+        "its own draft",
+        "another draft",
+        "prompt lookup on a grid",
+        "its own draft on a grid",
+    ],
+)
+def test_answers_are_those_of_a_replica_that_does_not_guess(
+    checkpoint: Path,
+    tmp_path: Path,
+    drafts: dict[str, Path],
+    expected: list[Any],
+    method: str,
+    shape: dict[str, int],
+) -> None:
+    record = tmp_path / "record.jsonl"
+    speculation = draws(drafts[method]) if method in drafts else {"method": method, "maxDraftTokens": 6}
+    scheduling = {"speculation": speculation}
+    guessing = small(checkpoint, tmp_path, "--record", str(record), scheduling=scheduling, parallelism=shape)
+    try:
+        found = answers(guessing)
+        drafted, accepted = (
+            counted(guessing, name) for name in ("medha_drafted_tokens", "medha_accepted_draft_tokens")
+        )
+        guessing.wait_idle()
+        assert guessing.interrupt() == 0
+    finally:
+        stop(guessing)
+    assert_same(found, expected)
     assert drafted > accepted > 0
+    if method == "itself":
+        assert accepted > 0.6 * drafted, "only penalties of guesses are not followed"
     command = [sys.executable, "-m", "medha_cli.main", "replay", str(record)]
     replayed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+def test_a_rank_that_is_killed_comes_back_with_its_draft_model_and_streams_go_on(
+    checkpoint: Path, tmp_path: Path, drafts: dict[str, Path], expected: list[Any]
+) -> None:
+    """Streams that are cancelled leave nothing behind, and prompts that are cached are guessed behind as before."""
+    served = small(checkpoint, tmp_path, scheduling={"speculation": draws(drafts["itself"])})
+    try:
+        long = {
+            "model": MODEL,
+            "prompt": "one two three",
+            "max_tokens": 700,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", served.url + "/v1/completions", json=long, timeout=120) as response:
+            lines = response.iter_lines()
+            for _ in range(12):
+                next(lines)
+        served.wait_idle()
+        with httpx.stream("POST", served.url + "/v1/completions", json=long, timeout=120) as response:
+            lines = response.iter_lines()
+            for _ in range(12):
+                next(lines)
+            (rank,) = [one for one in served.parts() if "medha_worker.rank" in one.cmdline()]
+            rank.kill()
+            rest = list(lines)
+        assert "[DONE]" in rest[-2] or "[DONE]" in rest[-1]
+        before = counted(served, "medha_accepted_draft_tokens")
+        for _ in range(2):
+            assert_same(answers(served), expected)
+        assert counted(served, "medha_accepted_draft_tokens") > before + 50
+        served.wait_idle()
+        assert served.interrupt() == 0
+    finally:
+        stop(served)

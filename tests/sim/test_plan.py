@@ -68,6 +68,28 @@ def test_weights_and_kv_of_a_gpu_are_counted_to_the_byte() -> None:
     assert rating.kv_tokens == pytest.approx(rating.kv_room_bytes * 32 / 131_072, abs=1)
 
 
+def test_a_draft_model_takes_memory_of_the_gpu_that_samples_and_one_lane() -> None:
+    draft = replace(LLAMA3_8B, name="draft", layers=4)
+    plain = rate(LLAMA3_8B, H100, Topology(8, 2, 1), WISH)
+    found = rate(LLAMA3_8B, H100, Topology(8, 2, 1), replace(WISH, draft=draft))
+    assert found.weights_bytes == plain.weights_bytes + draft.weights_bytes
+    assert found.kv_bytes == pytest.approx(plain.kv_bytes + 1_000_512 * 131_072 / 8)
+    assert found.kv_tokens < plain.kv_tokens
+    assert any(one.topology.kv > 1 for one in plan(LLAMA3_8B, H100, replace(WISH, max_gpus=32)))
+    drafted = plan(LLAMA3_8B, H100, replace(WISH, max_gpus=32, draft=draft))
+    assert {one.topology.kv for one in drafted} == {1}
+
+
+def test_the_command_counts_a_draft_model_and_names_one_that_is_not_known() -> None:
+    asked = ["plan", "--context", "64K", "--draft-model", "Llama-3-8B", "--model", "Llama-3-70B"]
+    result = CliRunner().invoke(main, asked)
+    assert result.exit_code == 0, result.output
+    assert "hold those of Llama-3-8B, too" in " ".join(result.output.split())
+    wrong = CliRunner().invoke(main, ["plan", "--draft-model", "none-such"])
+    assert wrong.exit_code == 2
+    assert "--draft-model none-such: neither a preset" in wrong.output
+
+
 def test_kv_heads_are_repeated_where_tensor_parallelism_passes_their_number() -> None:
     two_heads = replace(LLAMA3_8B, kv_heads=2)
     four, eight = (rate(two_heads, H100, Topology(tensor, 1, 1), WISH).kv_bytes for tensor in (4, 8))

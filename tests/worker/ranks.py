@@ -27,6 +27,7 @@ from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 from medha_worker.rank.data_plane import NewPlane
+from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import positions
 from medha_worker.rank.lane_plan import LanePlan
@@ -78,7 +79,9 @@ class Ranks:
         *,
         determinism: Determinism = "bestEffort",
         kv_dtype: KvDtype = "auto",
+        draft: Path | None = None,
     ) -> None:
+        """`draft` is the checkpoint of a draft model, for the rank that samples."""
         self.topology, self._new_plane, self._determinism = topology, new_plane, determinism
         self._config = config = ModelConfig.from_directory(directory, kv_dtype=kv_dtype)
         self._pool = ThreadPoolExecutor(topology.ranks, initializer=torch.set_num_threads, initargs=(1,))
@@ -97,6 +100,9 @@ class Ranks:
         kernels_of_a_rank(config, shard_of(0), determinism)  # compiled once, not on each thread
 
         self._models = self.on_all(load)
+        self._draft = None if draft is None else load_model(draft, ModelConfig.from_directory(draft))
+        self.drafts: list[tuple[str, tuple[int, ...]]] = []
+        """Guesses of the draft model that ranks have reported in the last run."""
         self._grids: list[Mesh] = []
         self.scored: dict[int, list[tuple[str, PromptLogprobs]]] = {}
         """Log-probabilities of prompts that each rank has reported in the last run."""
@@ -176,6 +182,7 @@ class Ranks:
                 clock=lambda: 0.0,
                 lane=grid.lane,
                 pipeline=grid if self.topology.ranks > 1 else None,
+                drafter=self._drafter(kv_blocks, block_tokens) if rank == grid.sampling_rank else None,
             )
             samples: list[Sample] = []
             self.scored[rank] = []
@@ -193,11 +200,13 @@ class Ranks:
                     assert done.failures == (), done.failures
                     samples += done.samples if rank == grid.sampling_rank else ()
                     self.scored[rank] += done.prompt_logprobs
+                    self.drafts += done.drafts
             executor.learn_all()  # tokens of the last steps are still on their way
             return samples, recording.rows
 
         samples: list[Sample] = []
         logits: dict[tuple[str, int], torch.Tensor] = {}
+        self.drafts = []
         for rank, (sampled, recorded) in enumerate(self.on_all(work)):
             grid = self._grids[rank]
             if rank != grid.sampling_rank:
@@ -208,6 +217,12 @@ class Ranks:
                 at = [(entry.id, int(place)) for entry in entries for place in positions(entry.extents)]
                 logits |= dict(zip(at, rows, strict=True))
         return samples, logits
+
+    def _drafter(self, kv_blocks: int, block_tokens: int) -> Drafter | None:
+        draft = self._draft
+        if draft is None:
+            return None
+        return Drafter(draft, draft.new_kv_cache(kv_blocks, block_tokens), self._config.vocab_size)
 
     def close(self) -> None:
         for grid in self._grids:

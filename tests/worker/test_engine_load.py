@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from medha.api.replica import MedhaReplicaSpec
 from medha.topology import Topology
+from medha.wire.messages import RankReady, Rendezvous
+from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.rank.engine import _shard
+from medha_worker.rank.engine import _samples, _shard, load
+from medha_worker.rank.step_recorder import StepRecorder
 
 
 @pytest.mark.parametrize(("layers", "stages", "expected"), [(24, 2, [12, 12]), (9, 4, [3, 2, 2, 2])])
@@ -39,3 +43,54 @@ def test_the_last_stage_has_fewer_layers_where_its_output_head_weighs_in_chunks_
     assert first + last == 24
     assert first > last
     assert abs(first - last - head_layers) <= 1
+
+
+def settings_of(folder: Path, *, drafts: bool, rank: int = 0, **parallelism: int) -> RankSettings:
+    source = {"path": str(folder / "draft")}
+    document = {
+        "model": {"name": "m", "source": {"path": str(folder / "tiny")}, "maxModelLen": 128},
+        "kvCache": {"size": "384Ki"},
+        "scheduling": {
+            "maxChunkTokens": 32,
+            "maxRunning": 4,
+            "speculation": {"method": "draftModel", "draftModel": source} if drafts else {},
+        },
+        "parallelism": parallelism,
+        "threads": 1,
+    }
+    return RankSettings(
+        rank=rank,
+        spec=MedhaReplicaSpec.model_validate(document),
+        model_directory=folder / "tiny",
+        draft_directory=folder / "draft" if drafts else None,
+        control="",
+        tokens="",
+        key_file=folder,
+        controller_key_file=folder,
+    )
+
+
+def test_a_draft_model_takes_a_part_of_each_block_and_its_guesses_are_timed(tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    init_checkpoint(tmp_path / "draft", preset="tiny", seed=1)
+
+    def ready(drafts: bool) -> RankReady:
+        loaded = load(settings_of(tmp_path, drafts=drafts), StepRecorder(0), lambda *_: None)
+        return loaded.rendezvous(Rendezvous(epoch=0, address="")).ready
+
+    plain, drafting = ready(False), ready(True)
+    assert drafting.kv_blocks == plain.kv_blocks // 2
+    assert drafting.kv_bytes == plain.kv_bytes == 384 * 2**10, (
+        "the same memory for fewer blocks of twice the size"
+    )
+    assert drafting.weights_bytes == 2 * plain.weights_bytes
+    assert plain.draft_costs is None
+    assert drafting.draft_costs is not None
+    assert drafting.draft_costs.round_seconds > 0
+
+
+def test_only_the_rank_that_samples_loads_a_draft_model(tmp_path: Path) -> None:
+    samples = [
+        _samples(settings_of(tmp_path, drafts=True, rank=rank, tensor=2, stream=2)) for rank in range(4)
+    ]
+    assert samples == [False, False, True, False]

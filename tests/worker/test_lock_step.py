@@ -100,6 +100,29 @@ def test_a_token_comes_from_the_lane_that_runs_its_request_and_once() -> None:
     assert joined.contradiction(Done(1, (Sample("b", 6),), lanes=(1,)), epoch=0, vocab_size=100) is None
 
 
+def test_guesses_come_only_for_entries_that_ask_for_them() -> None:
+    joined = LockStep()
+    entries = (
+        StepEntry("a", 0, (Extent(0, 4),), samples=True, draws=2),
+        StepEntry("b", 0, (Extent(0, 4),), samples=True),
+    )
+    joined.expect(Step(step_id=1, epoch=0, entries=entries), now=0.0)
+    samples = (Sample("a", 5), Sample("b", 6))
+    for drafts, problem in (
+        ((("a", (1, 2, 3)),), "3 guesses for a, of which 2"),
+        ((("b", (1,)),), "1 guesses for b, of which 0"),
+        ((("c", (1,)),), "1 guesses for c"),
+        ((("a", (1, 100)),), "no token of 100"),
+        ((("a", (-1,)),), "no token of 100"),
+    ):
+        found = joined.contradiction(Done(1, samples, drafts=drafts), epoch=0, vocab_size=100)
+        assert found is not None
+        assert problem in found
+    done = Done(1, samples, drafts=(("a", (7, 8)),))
+    assert joined.contradiction(done, epoch=0, vocab_size=100) is None
+    assert joined.join(done) == done
+
+
 def test_a_request_that_gets_neither_its_token_nor_a_reason_is_named_when_the_last_lane_is_done() -> None:
     joined = coupled()
     first = Done(1, lanes=(0,))

@@ -72,6 +72,36 @@ class ModelSource(Model):
         return self
 
 
+_DRAFT_SOURCES = ("path", "pvc", "image")
+_ONE_DRAFT_SOURCE = f"draftModel needs exactly one of {', '.join(_DRAFT_SOURCES)}"
+
+
+class DraftModelSource(Model):
+    """Source of a draft model's checkpoint; exactly one field must be set."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                f"[{', '.join(f'has(self.{name})' for name in _DRAFT_SOURCES)}].filter(given, given).size() == 1",
+                _ONE_DRAFT_SOURCE,
+            )
+        )
+    )
+
+    path: str | None = Field(default=None, min_length=1, max_length=1024)
+    """Directory of a Hugging Face checkpoint: relative to the manifest's folder for `medha up`, a
+    directory of the pod's image in a cluster."""
+    pvc: PersistentVolumeSource | None = None
+    image: ImageSource | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DraftModelSource:
+        given = [name for name in _DRAFT_SOURCES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{_ONE_DRAFT_SOURCE} (found {' and '.join(given) or 'none'})")
+        return self
+
+
 class Architecture(Model):
     """Sizes from the checkpoint's `config.json`. If they are given, a grid that cannot work is refused
     when the resource is applied."""
@@ -188,17 +218,39 @@ class KvCacheSpec(Model):
     with the same tokens."""
 
 
+_DRAFT_MODEL_BY_METHOD = (
+    "speculation.draftModel is given if, and only if, method is draftModel; name the checkpoint of a smaller model, or "
+    "choose another method"
+)
+
+
 class SpeculationSpec(Model):
     """Speculative decoding: tokens that are guessed, and verified several in a step. It changes no text
     (docs/speculation.md)."""
 
-    method: Literal["none", "promptLookup"] = Field(default="none", json_schema_extra=epoch())
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            ("has(self.draftModel) == (self.method == 'draftModel')", _DRAFT_MODEL_BY_METHOD)
+        )
+    )
+
+    method: Literal["none", "promptLookup", "draftModel"] = Field(default="none", json_schema_extra=epoch())
     """Method by which tokens are guessed. `promptLookup` takes what follows the last tokens where they occur in
-    the prompt or the output already, so it pays for texts that quote or repeat; it loads nothing. `none` guesses
-    nothing."""
+    the prompt or the output already, so it pays for texts that quote or repeat; it loads nothing. `draftModel` takes
+    what a smaller model would write. `none` guesses nothing."""
+    draft_model: DraftModelSource | None = Field(default=None, json_schema_extra=restart())
+    """Checkpoint of the smaller model, with the served model's tokenizer. The rank that samples loads it, too; its
+    memory and that of its KV count there. `method` must be `draftModel`, and `parallelism.kv` 1."""
     max_draft_tokens: int = Field(default=4, ge=1, le=16, json_schema_extra=epoch())
     """Largest number of guessed tokens of a sequence that a step verifies. How many it does verify follows
     from how often they are right, the load, and the deadlines."""
+
+    @model_validator(mode="after")
+    def _method_has_its_model(self) -> SpeculationSpec:
+        if (self.draft_model is not None) != (self.method == "draftModel"):
+            found = "without" if self.draft_model is None else "with"
+            raise ValueError(f"{_DRAFT_MODEL_BY_METHOD} (found method {self.method} {found} draftModel)")
+        return self
 
 
 class SchedulingSpec(Model):
@@ -375,6 +427,10 @@ _MERGES_LANES = (
     "determinism batchInvariant needs parallelism.kv 1, because lanes merge their parts of a context in an order that "
     "depends on the load; set parallelism.kv to 1, or determinism to bestEffort"
 )
+_DRAFTS_ON_ONE_LANE = (
+    "scheduling.speculation.method draftModel needs parallelism.kv 1, because a draft model computes on one lane; set "
+    "parallelism.kv to 1, or method to promptLookup"
+)
 
 
 class MedhaReplicaSpec(Model):
@@ -403,6 +459,10 @@ class MedhaReplicaSpec(Model):
                 _JOINS_SLICES,
             ),
             ("self.determinism != 'batchInvariant' || self.parallelism.kv == 1", _MERGES_LANES),
+            (
+                "self.scheduling.speculation.method != 'draftModel' || self.parallelism.kv == 1",
+                _DRAFTS_ON_ONE_LANE,
+            ),
         )
     )
 
@@ -481,6 +541,12 @@ class MedhaReplicaSpec(Model):
     def _lanes_are_not_merged(self) -> MedhaReplicaSpec:
         if self.determinism == "batchInvariant" and self.parallelism.kv > 1:
             raise ValueError(f"{_MERGES_LANES} (found {self.parallelism.kv})")
+        return self
+
+    @model_validator(mode="after")
+    def _draft_model_has_one_lane(self) -> MedhaReplicaSpec:
+        if self.scheduling.speculation.method == "draftModel" and self.parallelism.kv > 1:
+            raise ValueError(f"{_DRAFTS_ON_ONE_LANE} (found {self.parallelism.kv})")
         return self
 
     @model_validator(mode="after")

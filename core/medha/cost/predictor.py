@@ -83,6 +83,7 @@ class Tally:
         "_decode_attention",
         "_decode_seconds",
         "_decodes",
+        "_draw_seconds",
         "_masked",
         "_predictor",
         "_queried",
@@ -100,6 +101,7 @@ class Tally:
         self._decodes = 0  # decodes that pass the linear layers, one token each
         self._masked = 0  # those of them that follow a grammar; a prefill does for one row at its end
         self._decode_attention = 0.0  # the decodes' part of `_attention`
+        self._draw_seconds = 0.0  # of the guesses that a draft model draws behind the decodes
         self._decode_seconds = (
             0.0  # of the decodes alone, before correction; 0: there are none, negative: to be computed
         )
@@ -170,6 +172,11 @@ class Tally:
             self._masked += sign * is_masked
         self._decode_seconds = -1.0
 
+    def draw(self, seconds: float) -> None:
+        """Let a draft model draw guesses behind the decodes, which takes so long on the last stage."""
+        self._draw_seconds = seconds
+        self._decode_seconds = -1.0
+
     def seconds(self) -> float:
         """Return `Predictor.stage_seconds` of the step."""
         return self._predictor.correction.seconds(self.parted_seconds())
@@ -178,7 +185,9 @@ class Tally:
         """Return the same before correction, in its parts."""
         if self._works == 0:  # sums may keep a rounding error
             return PartedSeconds()
-        whole = self._predictor._stage(self.tokens, self.sequences, self._attention, self._masked)
+        whole = self._predictor._stage(
+            self.tokens, self.sequences, self._attention, self._masked, self._draw_seconds
+        )
         return PartedSeconds(whole, self._of_decodes())
 
     def _of_decodes(self) -> float:
@@ -186,7 +195,7 @@ class Tally:
         if self._decode_seconds < 0:
             decodes = self._decodes
             self._decode_seconds = self._predictor._stage(
-                decodes, decodes, self._decode_attention, self._masked
+                decodes, decodes, self._decode_attention, self._masked, self._draw_seconds
             )
         return self._decode_seconds
 
@@ -391,17 +400,21 @@ class Predictor:
             (tally.add_decode if work.count == 1 else tally.add)(work)
         return tally
 
-    def _stage(self, tokens: int, sequences: int, attention: float, masked: int = 0) -> float:
+    def _stage(
+        self, tokens: int, sequences: int, attention: float, masked: int = 0, draw_seconds: float = 0.0
+    ) -> float:
         """Return the uncorrected stage seconds of a step.
 
-        `attention`: seconds in one layer, without its launch. `masked`: sequences that follow a grammar.
+        `attention`: seconds in one layer, without its launch. `masked`: sequences that follow a grammar. `draw_seconds`: of
+        the guesses that the last stage draws.
         """
         try:
             in_layer = self._per_layer[tokens] + attention + self._attention_launch
             last = self._last_layers * in_layer + self._head[sequences] + masked * self._mask_seconds
+            last += draw_seconds
         except IndexError:  # the lists end before these counts: extend them
             self._layer_seconds(tokens), self._head_seconds(sequences)
-            return self._stage(tokens, sequences, attention, masked)
+            return self._stage(tokens, sequences, attention, masked, draw_seconds)
         return self._launch + max(self._most_layers * in_layer, last)
 
     def _layer_seconds(self, tokens: int) -> float:

@@ -316,7 +316,8 @@ class ReplicaController:
           steps, so a long step must have only its sampling left;
         * while a decode lacks KV, or while a waiting request can take the place of one that ends;
         * if the step in flight verifies drafts, because then it is not known how many tokens it samples; or if the
-          next one had better verify some, for which it must start from known tokens.
+          next one had better verify some, for which it must start from known tokens: also those that a draft model
+          draws in the step in flight.
         """
         if self._might_prefill or any(self._lanes[lane].decodes.starved for lane in lanes):
             return False
@@ -326,6 +327,8 @@ class ReplicaController:
         launched = self._in_flight[step_id]
         step = launched.step
         if launched.built.prefills or launched.built.drafts or step.lanes != lanes:
+            return False
+        if launched.built.draws.are_awaited:
             return False
         if step.predicted_seconds > self._short_seconds and not self._lanes.are_free(lanes):
             return False

@@ -132,6 +132,10 @@ class Batch:
         """Undo `add_drafted`."""
         self._draft(lane, lane_tokens, context, count, -1, is_masked)
 
+    def draw(self, lane: int, seconds: float) -> None:
+        """Let the draft model of `lane` draw guesses behind its decodes, which takes so long."""
+        self._tallies[lane].draw(seconds)
+
     def _draft(
         self, lane: int, lane_tokens: Mapping[int, int], context: int, count: int, sign: int, is_masked: bool
     ) -> None:

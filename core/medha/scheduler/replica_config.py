@@ -10,7 +10,7 @@ from medha.cost.predictor import TOKENS_PER_LANE
 from medha.errors import ConfigInvalid
 from medha.kv.context_parallel import ContextParallel, RingCosts
 from medha.topology import Topology
-from medha.wire.messages import RankReady
+from medha.wire.messages import DraftCosts, RankReady
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class ReplicaConfig:
     tokens_per_lane: int = TOKENS_PER_LANE  # prompt tokens of one request, before the next lane joins
     prefix_caching: bool = True
     context_parallel: ContextParallel | None = None  # None: owner-compute
+    draft_costs: DraftCosts | None = None  # of the guesses of a draft model; None: none draws any
 
     @property
     def kv_tokens(self) -> int:
@@ -74,6 +75,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         tokens_per_lane=spec.kv_cache.tokens_per_lane,
         prefix_caching=spec.kv_cache.prefix_caching,
         context_parallel=_context_parallel(spec, topology, ready),
+        draft_costs=ready.draft_costs if spec.scheduling.speculation.method == "draftModel" else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
@@ -20,7 +20,14 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import NOWHERE, Request
 from medha.scheduler.request_table import NEAR_REVISED_DEADLINE, RequestTable
 from medha.scheduler.sharing import Sharing
-from medha.scheduler.speculation import DraftLimits, Drafts, choose_drafts
+from medha.scheduler.speculation import (
+    PROBE_STEPS,
+    DraftLimits,
+    Drafts,
+    Draws,
+    choose_drafts,
+    choose_draws,
+)
 from medha.wire.messages import Admit, Extent, PolicyTerms, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
@@ -52,6 +59,7 @@ class BuiltStep:
     decodes: list[Request]
     prefills: list[tuple[Request, int]]  # with the tokens of its chunk
     drafts: Drafts  # that the decodes verify
+    draws: Draws  # that follow them
 
 
 def pack(
@@ -148,6 +156,8 @@ class StepBuilder:
         self._limits = _limits(config)
         speculation = config.scheduling.speculation
         self._drafted_tokens = 0 if speculation.method == "none" else speculation.max_draft_tokens
+        self._draft_costs = config.draft_costs
+        self._steps_without_draws = 0  # in which the draft model drew no guess for some decode
         self._most_running = config.scheduling.max_running
         self._one_token_at: dict[int, tuple[Extent, ...]] = {}
 
@@ -158,15 +168,18 @@ class StepBuilder:
             return self._place(prefill, lanes, admits)
 
         drafts: Drafts = {}
+        draws = Draws()
 
         def draft(space: Space) -> None:
-            drafts.update(self._draft(space, lanes, now))
+            nonlocal draws
+            if self._drafted_tokens:
+                draws = self._guess(space, lanes, now, drafts)
 
         batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
         packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place, admits, draft)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]
-        entries = self._decode_entries(decodes, drafts)
+        entries = self._decode_entries(decodes, drafts, draws.counts)
         alone_seconds, continues = self._dispatch(prefills, entries) if prefills else (0.0, False)
         if entries:
             self._pace.launched(
@@ -180,20 +193,19 @@ class StepBuilder:
         else:
             self.rested(lanes)
         self._lanes.couple()
-        return BuiltStep(packed, entries, decodes, prefills, drafts)
+        return BuiltStep(packed, entries, decodes, prefills, drafts, draws)
 
-    def _draft(self, space: Space, lanes: tuple[int, ...], now: float) -> Drafts:
-        """Let the decodes of a step verify drafted tokens, and return these."""
-        if not self._drafted_tokens:
-            return {}
+    def _guess(self, space: Space, lanes: tuple[int, ...], now: float, drafts: Drafts) -> Draws:
+        """Let the decodes of a step verify drafted tokens, add these to `drafts`, and return what is drawn behind them."""
         decodes = [
             request
             for lane in lanes
             for request in self._lanes[lane].decodes.runnable
             if request.runs_on(lanes)
         ]
-        if not any(request.draft and not request.runs_ahead for request in decodes):
-            return {}
+        has_drafts = any(request.draft and not request.runs_ahead for request in decodes)
+        if not decodes or not (has_drafts or self._draft_costs):
+            return Draws()
         slack_seconds = self._table.least_slack_seconds(now, self._predictor.correction.prefill)
         limits = DraftLimits(
             self._drafted_tokens,
@@ -203,7 +215,31 @@ class StepBuilder:
             min(space.draft_seconds, space.batch.seconds() + slack_seconds),
         )
         between_seconds = self._pace.between_seconds
-        return choose_drafts(space.batch, decodes, limits, between_seconds=between_seconds).drafts
+        draws = self._draw(space.batch, decodes, limits, between_seconds)
+        if has_drafts:
+            drafts |= choose_drafts(space.batch, decodes, limits, between_seconds=between_seconds).drafts
+        return draws
+
+    def _draw(
+        self, batch: Batch, decodes: Sequence[Request], limits: DraftLimits, between_seconds: float
+    ) -> Draws:
+        """Let a draft model draw guesses behind the decodes of a step, and return how many."""
+        if self._draft_costs is None:
+            return Draws()
+        draws = choose_draws(
+            batch,
+            decodes,
+            limits,
+            self._draft_costs,
+            between_seconds=between_seconds,
+            probes=self._steps_without_draws >= PROBE_STEPS,
+        )
+        has_all = len(draws.counts) == len(decodes)
+        probed = self._steps_without_draws >= PROBE_STEPS and draws.counts
+        self._steps_without_draws = 0 if has_all or probed else self._steps_without_draws + 1
+        if draws.counts:
+            batch.draw(decodes[0].lane, draws.seconds)
+        return draws
 
     def prefers_drafts(self, lanes: tuple[int, ...], decodes: Sequence[Request]) -> bool:
         """Return whether decodes in flight should wait for their tokens, so that the next step can verify drafts.
@@ -327,13 +363,15 @@ class StepBuilder:
         left = self._predictor.uncorrected_prefill(request.dispatched, request.submit.tokens)
         self._table.progressed(request, left)
 
-    def _decode_entries(self, decodes: Iterable[Request], drafts: Drafts) -> list[StepEntry]:
+    def _decode_entries(
+        self, decodes: Iterable[Request], drafts: Drafts, draws: Mapping[str, int]
+    ) -> list[StepEntry]:
         """Return the entries of a step's decodes, and count these as dispatched, without what they verify."""
         entries: list[StepEntry] = []
         one_token_at = self._one_token_at
         for request in decodes:
-            if request.is_spread or request.id in drafts:
-                entries.append(_entry(request, 1, drafts.get(request.id, ())))
+            if request.is_spread or request.id in drafts or request.id in draws:
+                entries.append(_entry(request, 1, drafts.get(request.id, ()), draws.get(request.id, 0)))
                 request.dispatch(1)
             else:  # the same, in a fraction of the time: benchmarks/scheduler.py, 256 decodes
                 position = request.dispatched
@@ -499,11 +537,11 @@ def _limits(config: ReplicaConfig) -> Limits:
     )
 
 
-def _entry(request: Request, count: int, drafts: tuple[int, ...] = ()) -> StepEntry:
+def _entry(request: Request, count: int, drafts: tuple[int, ...] = (), draws: int = 0) -> StepEntry:
     """Return the entry of the next `count` positions of a request, before they count as dispatched, and of `drafts`."""
     extents = (Extent(request.dispatched, count + len(drafts)),)
     samples = request.dispatched + count == request.length
     if len(request.lanes) == 1:
-        return StepEntry(request.id, request.lane, extents, samples, drafts=drafts)
+        return StepEntry(request.id, request.lane, extents, samples, drafts=drafts, draws=draws)
     assert request.shard_map is not None
     return StepEntry(request.id, request.lane, extents, samples, "owner", request.shard_map.version, drafts)

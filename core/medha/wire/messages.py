@@ -456,6 +456,9 @@ class StepEntry:
 
     The last positions of an entry with `drafts` hold these guesses at the tokens that come next. A token is sampled
     before each of them, for as long as each guess is the token sampled, and one after that.
+
+    The rank that samples then draws up to `draws` guesses at the tokens behind those, from the draft model, and reports
+    them in `Done.drafts`.
     """
 
     id: str
@@ -465,6 +468,7 @@ class StepEntry:
     strategy: str = "local"
     shard_map_version: int = 0
     drafts: tuple[int, ...] = ()
+    draws: int = 0
 
     @property
     def token_count(self) -> int:
@@ -578,6 +582,15 @@ class RankHello:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCosts:
+    """Measured times of guesses that a draft model draws, in seconds. The model computes the rows of steps anyhow."""
+
+    first_seconds: float  # of the first guess of each sequence, all of them together
+    round_seconds: float  # of each further guess of each sequence, all of them together
+    row_seconds: float  # that each guess adds to these
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady:
     """A rank has completed the rendezvous, has its KV pool, and has run its warm-up steps."""
 
@@ -600,10 +613,10 @@ class RankReady:
     element_bytes: int = 4  # of a number of activations
     link_bytes_per_second: float = 0.0  # between this rank and the same rank of another lane; 0: not measured
     kv_tensors: int = 2  # of a layer: K and V, or 1 where latents are both
-    kv_element_bytes: int = (
-        0  # of a number of a key or value in memory; 0: as `element_bytes` (earlier release)
-    )
+    kv_element_bytes: int = 0
+    """Of a number of a key or value in memory; 0: as `element_bytes` (earlier release)."""
     kv_scales: str = ""  # digest of the scales of K and V; empty: they have none
+    draft_costs: DraftCosts | None = None  # of the rank that draws guesses; None: it has no draft model
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
@@ -651,7 +664,7 @@ class Done:
     prompt_logprobs: tuple[tuple[str, PromptLogprobs], ...] = ()  # by request, of the positions of this step
     drafts: tuple[
         tuple[str, tuple[int, ...]], ...
-    ] = ()  # (request, guesses at the tokens behind its samples); set by the controller's process, not by ranks
+    ] = ()  # (request, guesses at the tokens behind its samples); from ranks only what the step's entries ask for
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medha.api.cluster import NO_ACCELERATOR, HubCache, HuggingFaceSource, ResourcesSpec
-from medha.api.replica import MedhaReplicaSpec, ModelSource, TracesSpec
+from medha.api.replica import DraftModelSource, MedhaReplicaSpec, ModelSource, TracesSpec
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import MANAGER, Manifest
 from medha_operator.manifest_overlay import overlaid
@@ -29,6 +29,7 @@ TOKENS_PORT = 5601
 METRICS_PORT = 9400
 HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
+DRAFT_DIRECTORY = "/draft-model"
 _CONFIG = "/etc/medha/config"
 _REPLICA_OPTIONS = ("--replica", f"{_CONFIG}/replica.json")
 _CONFIG_MOUNT = {"name": "config", "mountPath": _CONFIG, "readOnly": True}
@@ -297,6 +298,8 @@ def _pod_template(
 ) -> Manifest:
     image = spec.image or _default_image(spec.resources, settings)
     model_volume, fetch = _model(spec, image, settings)
+    draft = spec.scheduling.speculation.draft_model
+    draft_volume = None if draft is None else _volume_of("draft-model", draft)
     pod: Manifest = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -317,6 +320,7 @@ def _pod_template(
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}},
             *_enrolment_volume(owner, spec),
             *([model_volume] if model_volume else []),
+            *([draft_volume] if draft_volume else []),
             *_hub_token_volume(spec.model.source),
         ],
     }
@@ -381,6 +385,7 @@ def _worker(
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a directory of the container's own
             *([{"name": "enrolment", "mountPath": _ENROLMENT, "readOnly": True}] if enrolment else []),
             *_model_mounts(spec.model.source),
+            *_draft_mounts(spec.scheduling.speculation.draft_model),
         ],
     }
 
@@ -392,14 +397,8 @@ def _model(
     source = spec.model.source
     if source.host_path is not None:
         return {"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}, None
-    if source.pvc is not None:
-        claim = {"claimName": source.pvc.claim_name, "readOnly": True}
-        return {"name": "model", "persistentVolumeClaim": claim}, None
-    if source.image is not None:
-        reference = {"reference": source.image.reference, "pullPolicy": source.image.pull_policy}
-        return {"name": "model", "image": reference}, None
     if source.hugging_face is None:
-        return None, None  # a directory of the image
+        return _volume_of("model", source), None
     wanted = source.hugging_face
     target = MODEL_DIRECTORY if wanted.cache is None else f"{MODEL_DIRECTORY}/{_in_cache(wanted)}"
     environment = [
@@ -431,6 +430,17 @@ def _model(
     return {"name": "model"} | _fetched_to(wanted.cache), fetch
 
 
+def _volume_of(name: str, source: ModelSource | DraftModelSource) -> Manifest | None:
+    """Return the volume of a checkpoint that lies in a claim or an image; None for a directory of the pods' image."""
+    if source.pvc is not None:
+        claim = {"claimName": source.pvc.claim_name, "readOnly": True}
+        return {"name": name, "persistentVolumeClaim": claim}
+    if source.image is not None:
+        reference = {"reference": source.image.reference, "pullPolicy": source.image.pull_policy}
+        return {"name": name, "image": reference}
+    return None
+
+
 def _fetched_to(cache: HubCache | None) -> Manifest:
     """Return the kind of the volume that a model is fetched to."""
     if cache is None:
@@ -456,13 +466,28 @@ def _enrolment_volume(owner: Owner, spec: MedhaReplicaSpec) -> list[Manifest]:
 def _model_mounts(source: ModelSource) -> list[Manifest]:
     if source.path is not None:
         return []
-    mount: Manifest = {"name": "model", "mountPath": MODEL_DIRECTORY, "readOnly": True}
-    below = source.pvc.path if source.pvc else source.image.path if source.image else ""
+    below = _folder_in(source)
     if source.hugging_face is not None and source.hugging_face.cache is not None:
         below = _in_cache(source.hugging_face)
+    return [_read_only("model", MODEL_DIRECTORY, below)]
+
+
+def _draft_mounts(source: DraftModelSource | None) -> list[Manifest]:
+    if source is None or source.path is not None:
+        return []
+    return [_read_only("draft-model", DRAFT_DIRECTORY, _folder_in(source))]
+
+
+def _folder_in(source: ModelSource | DraftModelSource) -> str:
+    """Return the folder of a checkpoint in its claim or image; empty: it is all of that."""
+    return source.pvc.path if source.pvc else source.image.path if source.image else ""
+
+
+def _read_only(volume: str, path: str, below: str) -> Manifest:
+    mount: Manifest = {"name": volume, "mountPath": path, "readOnly": True}
     if below:
         mount["subPath"] = below.lstrip("/")
-    return [mount]
+    return mount
 
 
 def _hub_token_volume(source: ModelSource) -> list[Manifest]:

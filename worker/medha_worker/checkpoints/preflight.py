@@ -14,8 +14,12 @@ RANK_BYTES = 128 * 2**20
 """Least memory that a rank's process takes for itself: torch and its libraries, without weights and KV."""
 
 
-def require_possible(spec: MedhaReplicaSpec, directory: Path, free_bytes: int) -> None:
+def require_possible(
+    spec: MedhaReplicaSpec, directory: Path, free_bytes: int, draft_directory: Path | None = None
+) -> None:
     """Refuse what cannot be served on a machine with `free_bytes` of memory, whatever ranks would measure.
+
+    `draft_directory` is that of the draft model's checkpoint, if there is one.
 
     Raises:
         MedhaError: the model is not supported, the checkpoint's configuration is wrong, the grid does not fit
@@ -28,6 +32,11 @@ def require_possible(spec: MedhaReplicaSpec, directory: Path, free_bytes: int) -
     dtype = config.dtype if spec.model.dtype == "auto" else spec.model.dtype
     ranks = shape.tensor * shape.stream * shape.kv
     needed = ranks * RANK_BYTES + shape.kv * config.weights_bytes(ELEMENT_BYTES[dtype])
+    if draft_directory is not None:
+        # Imported here: it needs the package tokenizers, and what is not installed is reported otherwise.
+        from medha_worker.checkpoints.draft_checkpoint import draft_config
+
+        needed += draft_config(draft_directory, directory, config).weights_bytes(ELEMENT_BYTES[dtype])
     if needed > free_bytes:
         form = dtype if config.quantisation is None else config.quantisation.method
         raise ConfigInvalid(

@@ -72,9 +72,10 @@ class LockStep:
         strange = _strange_logprobs(part, running, vocab_size)
         if strange is not None:
             return f"step {part.step_id}: {strange}"
-        if part.block_hashes or part.drafts:
-            return "ranks may not send block hashes or drafts"
-        return None
+        if part.block_hashes:
+            return "ranks may not send block hashes"
+        strange = _strange_drafts(part, step, vocab_size)
+        return None if strange is None else f"step {part.step_id}: {strange}"
 
     def unsampled(self, part: Done) -> list[str]:
         """Return the requests that have neither a token nor a failure when a step ends with `part`.
@@ -139,7 +140,21 @@ class LockStep:
             compute_seconds=max(one.compute_seconds for one in parts),
             lanes=lanes,
             prompt_logprobs=tuple(scored for one in parts for scored in one.prompt_logprobs),
+            drafts=tuple(drafted for one in parts for drafted in one.drafts),
         )
+
+
+def _strange_drafts(part: Done, step: Step, vocab_size: int) -> str | None:
+    """Return what is wrong with the guesses of a draft model, or None."""
+    if not part.drafts:
+        return None
+    asked = {entry.id: entry.draws for entry in step.entries if entry.lane in part.lanes}
+    for name, draft in part.drafts:
+        if len(draft) > asked.get(name, 0):
+            return f"{len(draft)} guesses for {name}, of which {asked.get(name, 0)} are asked for"
+        if any(not 0 <= token < vocab_size for token in draft):
+            return f"{name} has a guess that is no token of {vocab_size}"
+    return None
 
 
 def _strange_logprobs(part: Done, running: Collection[str], vocab_size: int) -> str | None:

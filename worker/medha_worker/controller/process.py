@@ -167,7 +167,7 @@ class Controller:
         self._stopping = False
         self._record_file = settings.record_file  # None after a failed write
         self._record: TextIO | None = None
-        self._lookup: PromptLookup | None = None  # of the current epoch, if it speculates
+        self._lookup: PromptLookup | None = None  # of the current epoch, if it looks guesses up
         self._announced: Load | None = None
         self._card: Announce | None = None
         self._timeline = Timeline(0.0)  # of the record of the current epoch
@@ -570,7 +570,7 @@ class Controller:
         return replace(done, block_hashes=tuple(hashes)) if hashes or done.block_hashes else done
 
     def _with_drafts(self, done: Done) -> Done:
-        """Return `done` with guesses at the tokens that come behind its samples, if the replica speculates."""
+        """Return `done` with guesses at the tokens that come behind its samples, if they are looked up."""
         lookup, core = self._lookup, self._core
         if lookup is None or core is None:
             return done
@@ -764,7 +764,7 @@ def _router_keys(settings: ControllerSettings) -> tuple[KeyPair, bytes] | None:
 
 
 def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
-    """Return the report of the slowest rank, with the costs of the last stage, which has the head and samples.
+    """Return the report of the slowest rank, with the costs of the last stage, which has the head, samples and drafts.
 
     Where stages differ in how many of their layers have a window, it is of a stage with the fewest: its attention grows
     most with the context.
@@ -780,7 +780,8 @@ def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
         head_seconds_per_row=max(one.head_seconds_per_row for one in profiles),
         mask_seconds_per_row=max(one.mask_seconds_per_row for one in profiles),
     )
-    return replace(slowest, profile=measured)
+    costs = next((ready.draft_costs for ready in ranks if ready.draft_costs is not None), None)
+    return replace(slowest, profile=measured, draft_costs=costs)
 
 
 def chunk_seconds(profile: StepProfile) -> float:

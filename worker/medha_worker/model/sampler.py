@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -109,6 +110,16 @@ class SequenceSampler:
     def must_not_stop(self) -> bool:
         """True if the next token may be none of `stops_in_vocab`."""
         return self.output_count < self.sampling.min_tokens
+
+    def ahead(self) -> SequenceSampler:
+        """Return a sampler of the same tokens, whose `position` may be moved to tokens that are only guessed.
+
+        It follows what is appended here, and has neither mask nor log-probabilities.
+        """
+        sampler = copy(self)
+        sampler.sampling = replace(self.sampling, logprobs=None)
+        sampler.mask = None
+        return sampler
 
     def append(self, token: int) -> FinishReason | None:
         """Append `token` to the sequence; return the finish reason if it ends the sequence, else None."""

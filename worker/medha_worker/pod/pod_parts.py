@@ -38,6 +38,7 @@ HEALTH_PORT = 9401
 ROUTER_CONTROL_PORT = 5700
 ROUTER_TOKENS_PORT = 5701
 MODEL_DIRECTORY = Path("/model")
+DRAFT_DIRECTORY = Path("/draft-model")
 
 _log = logging.getLogger("medha.pod")
 
@@ -147,6 +148,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
             rank=rank,
             spec=spec,
             model_directory=_model_directory(place, spec),
+            draft_directory=_draft_directory(spec),
             control=f"tcp://{host}:{CONTROL_PORT}",
             tokens=f"tcp://{host}:{TOKENS_PORT}",
             address=place.address,
@@ -210,6 +212,13 @@ def _model_directory(place: Place, spec: MedhaReplicaSpec) -> Path:
     if place.model_directory is not None:
         return place.model_directory
     return Path(spec.model.source.path) if spec.model.source.path is not None else MODEL_DIRECTORY
+
+
+def _draft_directory(spec: MedhaReplicaSpec) -> Path | None:
+    source = spec.scheduling.speculation.draft_model
+    if source is None:
+        return None
+    return Path(source.path) if source.path is not None else DRAFT_DIRECTORY
 
 
 def _bracketed(host: str) -> str:

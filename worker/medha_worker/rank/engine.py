@@ -19,8 +19,9 @@ from medha.api.fields import quantity_bytes
 from medha.hardware import ModelShape
 from medha.kv_dtype import kv_element_bytes
 from medha.topology import Topology
-from medha.wire.messages import Admit, RankReady, Rendezvous
+from medha.wire.messages import Admit, DraftCosts, RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
+from medha_worker.checkpoints.draft_checkpoint import draft_config
 from medha_worker.checkpoints.end_of_text import eos_token_ids
 from medha_worker.cuda_device import cuda_device
 from medha_worker.device import Device, host_device
@@ -36,6 +37,8 @@ from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
+from medha_worker.rank.draft_warmup import warm_up_draft
+from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.grammar_masks import GrammarMasks, masks_of
 from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, pool_blocks
@@ -87,14 +90,27 @@ class Loaded:
         model: Transformer,
         recorder: StepRecorder,
         load_seconds: float,
+        draft: Transformer | None = None,
     ) -> None:
-        self._settings, self._config, self._model = settings, config, model
+        self._settings, self._config, self._model, self._draft = settings, config, model, draft
         self._recorder = recorder
         self._load_seconds = load_seconds
         self._warm: WarmUp | None = None
+        self._draft_costs: DraftCosts | None = None
         self._kv_cache: KVCache | None = None
+        self._draft_cache: KVCache | None = None  # of the draft model: it has the same blocks
         self._eos_token_ids = eos_token_ids(settings.model_directory)
         self._masks = self._grammar_masks()
+
+    def _blocks_bytes(self, blocks: int) -> int:
+        """Return the memory of so many blocks, of this rank's layers and of the draft model."""
+        block_tokens = self._settings.spec.kv_cache.block_size_tokens
+        models = (self._model,) if self._draft is None else (self._model, self._draft)
+        return blocks * sum(_block_bytes(one.config, one, block_tokens) for one in models)
+
+    @property
+    def _weights_bytes(self) -> int:
+        return self._model.weights_bytes + (0 if self._draft is None else self._draft.weights_bytes)
 
     @property
     def device(self) -> Device:
@@ -161,9 +177,9 @@ class Loaded:
             rank=settings.rank,
             block_size_tokens=kv_cache.block_tokens,
             kv_blocks=kv_cache.num_blocks,
-            weights_bytes=model.weights_bytes,
+            weights_bytes=self._weights_bytes,
             activation_bytes=self._warm.activation_bytes,
-            kv_bytes=_block_bytes(config, model, kv_cache.block_tokens) * kv_cache.num_blocks,
+            kv_bytes=self._blocks_bytes(kv_cache.num_blocks),
             profile=self._warm.profile,
             device=str(model.device)
             if model.device.is_host
@@ -181,6 +197,7 @@ class Loaded:
             kv_element_bytes=kv_cache.dtype.itemsize,
             kv_scales=model.kv_scales_digest,
             link_bytes_per_second=self._link_rate(grid),
+            draft_costs=self._draft_costs,
         )
         executor = Executor(
             model,
@@ -191,6 +208,7 @@ class Loaded:
             epoch=epoch,
             lane=settings.topology.coordinates(settings.rank).kv,
             pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
+            drafter=self._drafter(),
             mask_for=self._mask_for,
             begin_masks=self._masks.begin if self._masks is not None else lambda: None,
         )
@@ -198,11 +216,14 @@ class Loaded:
             self._masks.begin_epoch()
         return Engine(executor, grid, ready, model, self._masks)
 
+    def _drafter(self) -> Drafter | None:
+        if self._draft is None or self._draft_cache is None:
+            return None
+        return Drafter(self._draft, self._draft_cache, self._config.vocab_size)
+
     def _grammar_masks(self) -> GrammarMasks | None:
         """Return what makes the masks of sequences if this rank samples; its vocabulary is read while weights warm up."""
-        topology = self._settings.topology
-        here = topology.coordinates(self._settings.rank)
-        if here.stream < topology.stream - 1 or here.tensor > 0:
+        if not _samples(self._settings):
             return None
         return masks_of(self._settings.model_directory, self._config.vocab_size, self._eos_token_ids)
 
@@ -259,7 +280,29 @@ class Loaded:
         )
         _log.info("warmed up in %.1f s; steps: %s", time.monotonic() - started, times(typical(warm.steps)))
         _log.debug("all steps of the warm-up: %s", times(warm.steps))
-        return replace(warm, activation_bytes=warm.activation_bytes + self._exchange_bytes(model))
+        activation_bytes = warm.activation_bytes + self._exchange_bytes(model)
+        if self._draft is not None:
+            activation_bytes = max(activation_bytes, self._warm_up_draft(self._draft))
+        return replace(warm, activation_bytes=activation_bytes)
+
+    def _warm_up_draft(self, draft: Transformer) -> int:
+        """Measure what guesses cost, and return the memory that the draft model takes beside a step's hidden states."""
+        scheduling, config = self._settings.spec.scheduling, self._config
+        warm = warm_up_draft(
+            draft,
+            max_chunk_tokens=scheduling.max_chunk_tokens,
+            max_running=scheduling.max_running,
+            max_model_len=config.max_model_len,
+            clock=time.perf_counter,
+        )
+        self._draft_costs = warm.costs
+        _log.info(
+            "a guess of the draft model takes %.3g ms, and %.3g ms for each further sequence",
+            1e3 * (warm.costs.round_seconds + warm.costs.row_seconds),
+            1e3 * warm.costs.row_seconds,
+        )
+        rows = scheduling.max_chunk_tokens + scheduling.max_running
+        return warm.activation_bytes + rows * config.hidden_size * draft.dtype.itemsize
 
     def _exchange_bytes(self, model: Transformer) -> int:
         spec, config = self._settings.spec, self._config
@@ -283,7 +326,7 @@ class Loaded:
         A replaced rank takes the size that the others have: the memory free now does not show what its share
         was.
         """
-        settings, config, model = self._settings, self._config, self._model
+        settings, config, model, draft = self._settings, self._config, self._model, self._draft
         cache = settings.spec.kv_cache
         blocks = self._kv_cache.num_blocks if self._kv_cache is not None else None
         if grid is not None:
@@ -291,13 +334,13 @@ class Loaded:
             blocks = None if found == _NO_POOL else found
         if blocks is None:
             request = PoolRequest(
-                block_bytes=_block_bytes(config, model, cache.block_size_tokens),
+                block_bytes=self._blocks_bytes(1),
                 block_size_tokens=cache.block_size_tokens,
                 max_model_len=-(-config.max_model_len // settings.spec.parallelism.kv),  # lanes share it
                 max_running=settings.spec.scheduling.max_running,
                 size_bytes=None if cache.size is None else quantity_bytes(cache.size),
                 memory_fraction=cache.memory_fraction,
-                weights_bytes=model.weights_bytes,
+                weights_bytes=self._weights_bytes,
                 activation_bytes=warm.activation_bytes,
             )
             blocks = pool_blocks(request, model.device.memory.free_bytes(settings.neighbours))
@@ -305,6 +348,8 @@ class Loaded:
                 blocks = grid.smallest(blocks)
         if self._kv_cache is None or self._kv_cache.num_blocks != blocks:
             self._kv_cache = model.new_kv_cache(blocks, cache.block_size_tokens)
+            if draft is not None:
+                self._draft_cache = draft.new_kv_cache(blocks, cache.block_size_tokens)
         return self._kv_cache
 
 
@@ -332,7 +377,39 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         kernels=choose_kernels(shard.kernel_sizes(config), device, spec.determinism),
         progress=_every_few_seconds(progress, time.monotonic),
     )
-    return Loaded(settings, config, model, recorder, time.monotonic() - started)
+    draft = _load_draft(settings, config, device, progress)
+    return Loaded(settings, config, model, recorder, time.monotonic() - started, draft)
+
+
+def _load_draft(
+    settings: RankSettings, config: ModelConfig, device: Device, progress: Progress
+) -> Transformer | None:
+    """Read all weights of the draft model on a rank that samples; None without one, and on other ranks.
+
+    Raises:
+        MedhaError: it cannot be served, or not beside the model of `config`; the text names its field.
+    """
+    directory = settings.draft_directory
+    if directory is None or not _samples(settings):
+        return None
+    found = draft_config(directory, settings.model_directory, config)
+    shard = Shard.whole(found)
+    _log.info("loading the draft model %s from %s", found.architecture, directory)
+    return Transformer.load(
+        directory,
+        found,
+        shard,
+        device=device,
+        kernels=choose_kernels(shard.kernel_sizes(found), device, "bestEffort"),
+        progress=_every_few_seconds(progress, time.monotonic),
+    )
+
+
+def _samples(settings: RankSettings) -> bool:
+    """Return whether a rank samples the tokens of its lane."""
+    topology = settings.topology
+    here = topology.coordinates(settings.rank)
+    return here.stream == topology.stream - 1 and here.tensor == 0
 
 
 def _device(settings: RankSettings, dtype: torch.dtype) -> Device:

@@ -35,6 +35,7 @@ from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.sampler import TokenMask
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.token_sampler import TokenSampler
+from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
 from medha_worker.rank.prompt_scores import PromptScorer, Scored
@@ -110,10 +111,11 @@ class Executor:
         epoch: int = 0,
         lane: int = 0,
         pipeline: Pipeline | None = None,
+        drafter: Drafter | None = None,
         mask_for: Callable[[Admit], TokenMask | None] = lambda _: None,
         begin_masks: Callable[[], None] = lambda: None,
     ) -> None:
-        """`clock` returns seconds.
+        """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model.
 
         `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` begins with the
         masks that sequences have asked for ahead.
@@ -131,6 +133,7 @@ class Executor:
         self._clock = clock
         self._begin_masks = begin_masks
         self._pipeline = pipeline
+        self._drafter = drafter
         self._waited_seconds = 0.0  # seconds that the running step has waited for data of other ranks
 
     # --- bookkeeping, possibly while another step runs ------------------------------------------------
@@ -200,12 +203,15 @@ class Executor:
         started, self._waited_seconds = self._clock(), 0.0
         for copy in plan.copies:
             self._kv_cache.copy_block(copy.source, copy.target)
+            if self._drafter is not None:
+                self._drafter.copy_block(copy.source, copy.target)
         if not plan.takes_part:
             return None
         failures = list(plan.failures)
         run = self._run_alone if self._pipeline is None else self._run_in_lock_step
         with torch.inference_mode():
-            results, scored = run(plan, failures, on_forward_done)
+            computed, results, scored = run(plan, failures, on_forward_done)
+            drafts = self._drafter.follow(computed, results) if self._drafter is not None else ()
         samples = [sample for result in results for sample in _samples(result, failures)]
         self._begin_masks()
         for one in plan.entries:
@@ -220,6 +226,7 @@ class Executor:
             lanes=(self._state.lane,),
             epoch=self.epoch,
             prompt_logprobs=tuple(scored),
+            drafts=drafts,
         )
 
     def learn_all(self) -> None:
@@ -232,8 +239,11 @@ class Executor:
 
     def _run_alone(
         self, plan: LanePlan, failures: list[EntryFailed], on_forward_done: Callable[[], None]
-    ) -> tuple[list[Result], list[Scored]]:
-        """Run a plan that no other rank takes part in; entries that fail end alone."""
+    ) -> tuple[list[PlannedEntry], list[Result], list[Scored]]:
+        """Run a plan that no other rank takes part in; entries that fail end alone.
+
+        Return the entries that are computed, the tokens sampled for them, and the log-probabilities of prompts.
+        """
 
         def forward(entries: Sequence[PlannedEntry]) -> list[Computed]:
             is_whole, block_tokens = len(entries) == len(plan.entries), self.ledger.block_size_tokens
@@ -252,12 +262,13 @@ class Executor:
         scored = _run_guarded(score, [one for one in computed if one.planned.scored_rows], failures)
         failed = {failure.id for failure in failures}
         sampling = [one for one in computed if one.entry.samples and one.entry.id not in failed]
-        return _run_guarded(self._tokens.sample, sampling, failures), scored
+        results = _run_guarded(self._tokens.sample, sampling, failures)
+        return [one.planned for one in computed], results, scored
 
     def _run_in_lock_step(
         self, plan: LanePlan, failures: list[EntryFailed], on_forward_done: Callable[[], None]
-    ) -> tuple[list[Result], list[Scored]]:
-        """Run a plan together with other ranks, which makes it impossible to repeat anything."""
+    ) -> tuple[list[PlannedEntry], list[Result], list[Scored]]:
+        """Do the same together with other ranks, which makes it impossible to repeat anything."""
         assert self._pipeline is not None
         computed: list[Computed] = []
         if plan.batch is not None:
@@ -268,7 +279,8 @@ class Executor:
             failures += _lost(computed, self._model.device)
             scored = self._scorer.score(computed, failures)
         sampling = [one for one in computed if one.entry.samples]
-        return self._tokens.sample(sampling) if sampling else [], scored
+        results = self._tokens.sample(sampling) if sampling else []
+        return [one.planned for one in computed], results, scored
 
     def _forward(self, entries: Sequence[PlannedEntry], step: PreparedStep) -> list[Computed]:
         """Run the entries, which are the step's flat batch."""

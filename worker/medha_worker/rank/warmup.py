@@ -32,7 +32,7 @@ long one; a profile from short ones alone makes the chunks of long prompts too s
 Progress = Callable[[str, int, int], None]
 """Callback that is given a text of what is done now, the number of steps done, and their total."""
 
-_COSTLY = Sampling(temperature=1.0, top_p=0.9)  # the sampling that takes the most memory
+COSTLY = Sampling(temperature=1.0, top_p=0.9)  # the sampling that takes the most memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def warm_up(
     mend = "lower scheduling.maxChunkTokens or scheduling.maxRunning"
     try:
         measured((Work(0, chunk),))
-        measured((Work(0, 1),) * max_running, _COSTLY)
+        measured((Work(0, 1),) * max_running, COSTLY)
         head_seconds_per_row = _head_seconds_per_row(model, chunk, clock)
         mask_seconds_per_row = _mask_seconds_per_row(model, max_running, clock)
     except (RuntimeError, MemoryError) as error:
