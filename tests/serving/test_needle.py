@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +18,13 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from medha.kv_dtype import KvDtype, kv_element_bytes
 from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
 from medha_worker.checkpoints.presets import init_checkpoint
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
 BLOCK_TOKENS = 16
-KV_NUMBERS_PER_TOKEN = 256
+KV_BYTES_PER_TOKEN = 1024
 ROOM_TOKENS = 32  # for a question and its answer
 LANES = 4
 
@@ -50,21 +48,10 @@ def haystack(needle: Path) -> Callable[[int], Haystack]:
 
 @contextmanager
 def serving(
-    needle: Path,
-    folder: Path,
-    length: int,
-    *,
-    stream: int = 1,
-    kv: int = 1,
-    threads: int = 1,
-    kv_dtype: KvDtype = "auto",
+    needle: Path, folder: Path, length: int, *, stream: int = 1, kv: int = 1, threads: int = 1
 ) -> Iterator[Served]:
     port = free_port()
-    token_bytes = kv_element_bytes(kv_dtype, 4) * KV_NUMBERS_PER_TOKEN
-    cache: dict[str, object] = {
-        "size": f"{2 * length * token_bytes // (stream * kv * 2**20) + 4}Mi",
-        "dtype": kv_dtype,
-    }
+    cache: dict[str, object] = {"size": f"{2 * length * KV_BYTES_PER_TOKEN // (stream * kv * 2**20) + 4}Mi"}
     if kv > 1:
         cache["tokensPerLane"] = length // kv
     manifest = write_manifest(
@@ -126,20 +113,6 @@ def one_rank(needle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_every_passkey_is_found(one_rank: Served, haystack: Callable[[int], Haystack]) -> None:
     text = haystack(SHORT[-1])
     assert ask(one_rank, text) == expected(text)
-
-
-@pytest.mark.parametrize("kv", [1, 2])
-def test_every_passkey_is_found_with_keys_and_values_in_fp8(
-    needle: Path, haystack: Callable[[int], Haystack], tmp_path: Path, kv: int
-) -> None:
-    """A pool holds as many blocks as its size has room for at a byte for each number."""
-    length = SHORT[0]
-    with serving(needle, tmp_path, length, kv=kv, kv_dtype="fp8") as served:
-        text = haystack(length)
-        assert ask(served, text) == expected(text)
-        blocks = re.findall(r"^medha_kv_blocks\{.*\} (\S+)$", served.controller_page(), re.MULTILINE)
-        pool_bytes = (2 * length * KV_NUMBERS_PER_TOKEN // (kv * 2**20) + 4) * 2**20
-        assert sum(map(float, blocks)) == kv * (pool_bytes // (BLOCK_TOKENS * KV_NUMBERS_PER_TOKEN))
 
 
 def test_transformers_answers_the_same(

@@ -284,7 +284,8 @@ def test_a_warm_up_reports_the_windows_of_the_layers_that_it_runs(
 def test_what_lanes_exchange_is_counted_beside_the_activations() -> None:
     """A ring that passes K and V holds two lanes' blocks of a layer at once, which grow with the context."""
     with_lanes = partial(
-        exchange_bytes, chunk_tokens=10, shard_tokens=1000, query_heads=8, kv_heads=2, head_dim=16, element_bytes=4
+        exchange_bytes, chunk_tokens=10, shard_tokens=1000, query_heads=8, kv_heads=2, head_dim=16, element_bytes=4,
+        kv_element_bytes=4,
     )  # fmt: skip
     assert with_lanes(lanes=1, passes_keys=True) == 0
     queries = 10 * 8 * 2 * (16 * 4 + 17 * 4)
