@@ -62,7 +62,7 @@ def _vocabulary(directory: Path) -> dict[str, int]:
     """
     if not (directory / "tokenizer.json").is_file():
         raise CheckpointInvalid(
-            f"{directory / 'tokenizer.json'} is missing, so nobody can tell whether its tokens are the served model's; fetch "
+            f"{directory / 'tokenizer.json'} is missing, so its tokens may be others than the served model's; fetch "
             "the checkpoint with its tokenizer"
         )
     whole = Tokenizer.from_buffer(whole_tokenizer(directory)["tokenizer.json"])
