@@ -87,6 +87,10 @@ class Tokens(click.ParamType[int]):
     help="Share of a GPU's memory that may be used.",
 )  # fmt: skip
 @click.option(
+    "--no-prefix-caching", "prefix_caching", is_flag=True, flag_value=False, default=True,
+    help="Plan for kvCache.prefixCaching false: one lane then frees the KV before sliding windows.",
+)  # fmt: skip
+@click.option(
     "--rows", type=click.IntRange(1), default=8, show_default=True, help="Number of grids that are listed."
 )
 @click.option("--plot", type=FILE, help="File for an HTML page with plots.")
@@ -102,6 +106,7 @@ def command(
     max_gpus: int,
     price: float,
     memory_fraction: float,
+    prefix_caching: bool,
     rows: int,
     plot: Path | None,
     as_json: bool,
@@ -129,6 +134,7 @@ def command(
         gpu_hour_price=price,
         memory_fraction=memory_fraction,
         max_gpus=max_gpus,
+        prefix_caching=prefix_caching,
     )
     if plot is not None:
         require_plotly()

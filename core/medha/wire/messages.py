@@ -599,6 +599,9 @@ class RankReady:
     element_bytes: int = 4  # of a key or value in memory
     link_bytes_per_second: float = 0.0  # between this rank and the same rank of another lane; 0: not measured
     kv_tensors: int = 2  # of a layer: K and V, or 1 where latents are both
+    window_blocks: int = (
+        0  # of layers whose KV before the window is freed; 0: all layers keep the whole context
+    )
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
