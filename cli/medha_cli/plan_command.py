@@ -97,6 +97,10 @@ class Tokens(click.ParamType[int]):
     help="Share of a GPU's memory that may be used.",
 )  # fmt: skip
 @click.option(
+    "--no-prefix-caching", "prefix_caching", is_flag=True, flag_value=False, default=True,
+    help="Plan for kvCache.prefixCaching false: one lane then frees the KV before sliding windows.",
+)  # fmt: skip
+@click.option(
     "--rows", type=click.IntRange(1), default=8, show_default=True, help="Number of grids that are listed."
 )
 @click.option("--plot", type=FILE, help="File for an HTML page with plots.")
@@ -114,6 +118,7 @@ def command(
     price: float,
     kv_dtype: KvDtype,
     memory_fraction: float,
+    prefix_caching: bool,
     rows: int,
     plot: Path | None,
     as_json: bool,
@@ -144,6 +149,7 @@ def command(
         memory_fraction=memory_fraction,
         max_gpus=max_gpus,
         draft=None if draft_name is None else _model("--draft-model", draft_name),
+        prefix_caching=prefix_caching,
     )
     if plot is not None:
         require_plotly()

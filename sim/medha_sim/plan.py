@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from medha.api.replica import KvCacheSpec, SchedulingSpec
 from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
+from medha.kv.window_tables import frees_windows, window_blocks
 from medha.latent_shape import LatentShape
 from medha.quantisation import Quantisation, decode, mean_layer_bytes
 from medha.topology import Topology
@@ -70,6 +72,7 @@ _WINDOWS = {
     "gpt_oss": _Windows(128, full_layer_interval=2),
 }
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BLOCK_TOKENS = KvCacheSpec().block_size_tokens
 _GRID_POINTS = 33  # contexts at which the speed of a prefill is evaluated
 _LONGEST_BATCH = 1 << 16
 MOST_GPUS = 1 << 16  # size of the largest grid that is considered
@@ -89,6 +92,7 @@ class Wish:
     memory_fraction: float = 0.9  # of a GPU's memory, for weights, activations and KV
     max_gpus: int = 128
     draft: ModelShape | None = None  # a draft model, whose weights and KV one GPU of the last stage holds
+    prefix_caching: bool = True  # False: on one lane, KV before the windows of layers is freed
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "output_tokens", "concurrent", "max_gpus"):
@@ -186,8 +190,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
     )
     room = max(0.0, beside_weights)
-    kv_tokens = int(room / token_bytes)
-    kv = wish.request_tokens * wish.concurrent * token_bytes
+    kv_tokens, kv = _kv_pool(model, topology, wish, room, token_bytes)
     offload = max(0.0, kv - beside_weights) * topology.ranks
 
     ttft = pace.prefill_seconds(wish.context_tokens, wish.tpot_seconds)
@@ -223,6 +226,38 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     )
 
 
+def _kv_pool(
+    model: ModelShape, topology: Topology, wish: Wish, room_bytes: float, token_bytes: float
+) -> tuple[int, float]:
+    """Return the tokens that KV of `room_bytes` on each GPU holds, and the bytes that the wish's requests take of it.
+
+    A token whose KV is kept in all layers takes `token_bytes`. As in a rank, layers free KV before their windows if more
+    tokens fit then; their windows are those of `maxRunning` sequences.
+    """
+    kept = int(room_bytes / token_bytes), wish.request_tokens * wish.concurrent * token_bytes
+    windows = [model.window_tokens] if model.window_share else []
+    if not frees_windows(windows, lanes=topology.kv, prefix_caching=wish.prefix_caching):
+        return kept
+    scheduling = SchedulingSpec()
+    running = max(scheduling.max_running, wish.concurrent)
+    blocks = window_blocks(
+        model.window_tokens,
+        block_size_tokens=_BLOCK_TOKENS,
+        max_running=running,
+        max_chunk_tokens=scheduling.max_chunk_tokens,
+        max_model_len=wish.request_tokens,
+    )
+    window_bytes = blocks * _BLOCK_TOKENS * model.window_share * token_bytes
+    whole_bytes = (1 - model.window_share) * token_bytes  # of a token, in layers without a window
+    left_bytes = room_bytes - window_bytes
+    if left_bytes < 0:
+        return kept
+    tokens = int(left_bytes / whole_bytes) if whole_bytes else running * wish.request_tokens
+    if tokens <= kept[0]:
+        return kept
+    return tokens, wish.request_tokens * wish.concurrent * whole_bytes + window_bytes
+
+
 def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
     """Rate every grid and sort them, best first.
 
@@ -250,7 +285,8 @@ def bounds(
     rows = []
     for context in contexts:
         tokens = context + wish.output_tokens
-        kv_bytes = model.kv_bytes_per_token * tokens * wish.concurrent
+        kept_tokens = tokens if wish.prefix_caching else model.seen_tokens(tokens)
+        kv_bytes = model.kv_bytes_per_token * kept_tokens * wish.concurrent
         read_bytes = model.kv_bytes_per_token * model.seen_tokens(tokens) * wish.concurrent
         memory = ceil((model.weights_bytes + kv_bytes) / usable)
         planned = None

@@ -308,6 +308,32 @@ def test_windows_make_a_long_context_cheaper_and_their_kv_takes_memory_all_the_s
     assert with_windows.kv_bytes == without.kv_bytes
 
 
+def test_without_prefix_caching_one_lane_holds_more_tokens_of_a_model_with_windows() -> None:
+    """Half of gpt-oss keeps 128 tokens of a sequence; a million tokens take little more than half of the KV."""
+    kept = replace(WISH, context_tokens=10**6, output_tokens=512)
+    freed = replace(kept, prefix_caching=False)
+    one_lane, two_lanes = Topology(1, 1, 1), Topology(1, 1, 2)
+    before, after = (rate(GPT_OSS_20B, H100, one_lane, wish) for wish in (kept, freed))
+    assert 0.5 < after.kv_bytes / before.kv_bytes < 0.53
+    assert after.kv_tokens > 1.8 * before.kv_tokens
+    assert rate(GPT_OSS_20B, H100, two_lanes, freed) == rate(GPT_OSS_20B, H100, two_lanes, kept)
+    llama = [rate(LLAMA3_8B, H100, one_lane, wish) for wish in (kept, freed)]
+    assert llama[0] == llama[1]
+    with_windows, without = (
+        bounds(GPT_OSS_20B, H100, wish, [10**7], search=False)[0].memory for wish in (freed, kept)
+    )
+    assert with_windows < without
+
+
+def test_windows_that_take_more_than_whole_requests_are_not_kept_alone() -> None:
+    """Windows of 1,024 tokens for 256 sequences are more than all that fits beside the weights of Gemma-3-27B."""
+    kept = replace(WISH, context_tokens=100_000)
+    freed = replace(kept, prefix_caching=False)
+    ratings = [rate(GEMMA3_27B, H100, Topology(1, 1, 1), wish) for wish in (kept, freed)]
+    assert ratings[0].kv_tokens == ratings[1].kv_tokens
+    assert ratings[0].kv_bytes == ratings[1].kv_bytes
+
+
 def test_the_text_model_of_a_model_with_images_has_a_plan(tmp_path: Path) -> None:
     text = {
         "num_hidden_layers": 62,

@@ -71,6 +71,9 @@ class Planner:
     chunks: tuple[
         int, ...
     ] = ()  # sizes of each prompt's chunks, one in each step; empty: random sizes in random steps
+    frees_windows: bool = (
+        False  # ranks free KV before windows: no cached prefixes, and forks of prompts that just ended
+    )
     joined: int = 0  # number of grows that added a lane
     steps: list[Step] = field(default_factory=list)
     prompts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
@@ -84,6 +87,7 @@ class Planner:
             kv_blocks=self.kv_blocks,
             block_size_tokens=self.block_tokens,
             tokens_per_lane=self.tokens_per_lane,
+            prefix_caching=not self.frees_windows,
             stripes_prompts=self.striped,
         )
         self.hasher = PrefixHasher(self.block_tokens, b"secret")
@@ -104,6 +108,7 @@ class Planner:
                     everyone[admit.id] = self.running[-1]
             self._step(admits, grows)
             self._make_room()
+        self._tell()  # the last releases
         return everyone
 
     def crumble(self, run_blocks: Sequence[int]) -> None:
@@ -149,13 +154,12 @@ class Planner:
     def _admit(self, asked: Query, strategies: list[tuple[str, Cut]]) -> Admit | None:
         """Give a request its KV: shared with one of the same prompt, cached, or new; None if too little is free."""
         name = f"r{sum(not one.startswith('crumb') for one in self.prompts)}"
-        parent = next(
-            (one for one in self.running if asked.fork and one.computed >= one.asked.prompt_tokens), None
-        )
+        parent = next((one for one in self.running if asked.fork and self._can_fork(one)), None)
         if parent is not None:
             asked = replace(
-                asked, prompt_tokens=parent.asked.prompt_tokens, family=parent.asked.family, own_tokens=0
-            )
+                asked, prompt_tokens=parent.asked.prompt_tokens, family=parent.asked.family, own_tokens=0,
+                apart_tokens=1 if self.frees_windows else asked.apart_tokens,
+            )  # fmt: skip
             ids = self.prompts[parent.name]
         else:
             alike = np.random.default_rng(asked.family).integers(0, self.vocab, asked.prompt_tokens)
@@ -179,6 +183,10 @@ class Planner:
         there = shared or placed.cached_tokens
         self.running.append(Running(name, asked, name, there, strategies, there))
         return _admit_of(name, asked, placed, parent.name if parent else None, shared)
+
+    def _can_fork(self, one: Running) -> bool:
+        prompt_tokens = one.asked.prompt_tokens
+        return one.computed == prompt_tokens if self.frees_windows else one.computed >= prompt_tokens
 
     def _grows(self) -> list[Grow]:
         """Reserve KV for the next output of requests that have used up theirs; ranks replay this before admits."""

@@ -115,6 +115,11 @@ class Ranks:
             for model in self._models
         ]
 
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """The windows of the model's layers."""
+        return self._config.windows
+
     def _rendezvous(self) -> None:
         endpoint, size = free_endpoint(), self._config.hidden_size
 
@@ -155,12 +160,14 @@ class Ranks:
         block_tokens: int,
         steps_ahead: int = 1,
         kernels: Kernels | None = None,
+        window_blocks: int = 0,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
         """Run all steps on new KV pools; return the samples, and the logits of every position, by request and position.
 
         Each rank runs the steps one after the other, as far ahead of other ranks as its inputs allow. Before it runs a
         step, it plans the next `steps_ahead` ones, as `Rank` does with steps that arrive while it is busy. `kernels`
-        replaces those that a rank chooses on this machine.
+        replaces those that a rank chooses on this machine. With `window_blocks`, KV before windows is freed, and none
+        of these blocks may be held once all requests have been released.
         """
 
         if not self._grids:
@@ -176,7 +183,7 @@ class Ranks:
             recording = Recording(model)
             executor = Executor(
                 recording,
-                model.new_kv_cache(kv_blocks, block_tokens),
+                model.new_kv_cache(kv_blocks, block_tokens, window_blocks),
                 vocab_size=self._config.vocab_size,
                 eos_token_ids=(),
                 clock=lambda: 0.0,
@@ -202,6 +209,9 @@ class Ranks:
                     self.scored[rank] += done.prompt_logprobs
                     self.drafts += done.drafts
             executor.learn_all()  # tokens of the last steps are still on their way
+            if executor.window_tables is not None:
+                executor.window_tables.check()
+                assert executor.window_tables.held_blocks == 0
             return samples, recording.rows
 
         samples: list[Sample] = []

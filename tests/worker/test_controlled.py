@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.prefix_cache import PrefixHasher
+from medha.kv.window_tables import window_blocks
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
@@ -47,6 +48,7 @@ from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
 
 from .ranks import Ranks
+from .test_exactness import slide
 from .test_model_transformer import save_reference
 
 pytestmark = pytest.mark.timeout(400)  # an example may take seconds where other tests run beside it
@@ -63,6 +65,8 @@ SHAPES = [
     pytest.param(((1, 2, 1), "mistral", 5), id="SPP2"),
     pytest.param(((2, 1, 2), "llama-biased", 5), id="TP2 x KVP2"),
     pytest.param(((1, 2, 3), "qwen2", 5), id="SPP2 x KVP3"),
+    pytest.param(((1, 1, 1), "mistral-window", 5), id="one rank, windows"),
+    pytest.param(((1, 2, 1), "gemma3_text-window", 5), id="SPP2, windows"),
 ] + [
     pytest.param((shape, architecture, 40), id=f"{Topology(*shape)} long", marks=pytest.mark.long)
     for shape, architecture in [
@@ -72,6 +76,8 @@ SHAPES = [
         ((1, 2, 3), "qwen2"),
         ((1, 4, 2), "qwen3"),
         ((2, 2, 2), "mistral"),
+        ((2, 1, 1), "gemma3_text-window"),
+        ((2, 2, 1), "mistral-window"),
     ]
 ]
 
@@ -193,6 +199,17 @@ def live(life: Life, sampling: Sampling, asked: dict[str, Query]) -> None:
     assert life.controller.pools.held_blocks == 0
 
 
+def pool_of_windows(config: ReplicaConfig, window_tokens: int) -> int:
+    """Return the blocks that ranks make for layers with this window."""
+    return window_blocks(
+        window_tokens,
+        block_size_tokens=config.block_size_tokens,
+        max_running=config.scheduling.max_running,
+        max_chunk_tokens=config.scheduling.max_chunk_tokens,
+        max_model_len=config.max_model_len,
+    )
+
+
 def extend_greedily(reference: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:
     """Append the most probable tokens until there are `tokens`, and return the list."""
     with torch.inference_mode():
@@ -217,7 +234,10 @@ def replica(
 def test_ranks_run_to_the_end_what_the_controller_decides(
     replica: tuple[Ranks, torch.nn.Module, int],
 ) -> None:
-    """Requests without a limit grow beyond their reservation, over blocks and lanes, and step aside for each other."""
+    """Requests without a limit grow beyond their reservation, over blocks and lanes, and step aside for each other.
+
+    KV before windows is freed. The pool for them is just as large as ranks make it.
+    """
     ranks, reference, examples = replica
     topology = ranks.topology
     asides: list[str] = []
@@ -233,6 +253,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         seed=st.integers(0, 10_000),
         steps_ahead=st.integers(0, 2),
         kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
+        window=st.sampled_from([1, 3, 8, 20, 50]),
     )
     @example(  # on every grid a request steps aside
         strategy=None,
@@ -245,6 +266,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         seed=9,
         steps_ahead=1,
         kernels=None,
+        window=8,
     )
     @settings(max_examples=examples, deadline=None)
     def run(
@@ -258,7 +280,10 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         seed: int,
         steps_ahead: int,
         kernels: Kernels | None,
+        window: int,
     ) -> None:
+        slide(ranks, reference, window)
+        frees = any(ranks.windows)
         striped = strategy is not None and topology.kv > 1
         config = ReplicaConfig(
             topology=topology,
@@ -278,6 +303,8 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
             kv_blocks=pool_tokens // block_tokens,
             long_threshold_tokens=60,
             tokens_per_lane=share_blocks * block_tokens,
+            prefix_caching=not frees,
+            frees_windows=frees,
             context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if striped and strategy else None,
         )
         life, asked = Life(ReplicaController(config, PROFILE), Random(seed)), dict[str, Query]()
@@ -294,7 +321,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         samples, logits = ranks.run(
             life.steps, prompts,
             kv_blocks=config.kv_blocks, block_tokens=block_tokens, steps_ahead=steps_ahead,
-            kernels=kernels,
+            kernels=kernels, window_blocks=pool_of_windows(config, window) if frees else 0,
         )  # fmt: skip
         for name, one in asked.items():
             sampled = [sample.token for sample in samples if sample.id == name]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from medha.kv.blocks import BlockCopy
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels
@@ -91,7 +92,7 @@ def test_a_step_stays_on_its_device(checkpoint: Path, dtype: torch.dtype, stage:
             logits = model.logits(hidden[[0, 41]])
             assert logits is not None
             assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
-        cache.copy_block(3, 4)
+        cache.copy_blocks([BlockCopy(3, 4), BlockCopy(5, 6)])
         assert watch.found == []
 
 

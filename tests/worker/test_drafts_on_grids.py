@@ -29,7 +29,7 @@ from medha_worker.rank.executor import Executor
 
 from .models import load_model
 from .ranks import Ranks
-from .test_controlled import MODEL, VOCAB, Life, Query, live
+from .test_controlled import MODEL, VOCAB, Life, Query, live, pool_of_windows
 from .test_model_transformer import save_reference
 
 pytestmark = pytest.mark.timeout(400)
@@ -41,6 +41,7 @@ SHAPES = [
     pytest.param(((1, 1, 1), "llama", 6), id="one rank"),
     pytest.param(((2, 2, 1), "qwen3", 4), id="TP2 x SPP2"),
     pytest.param(((1, 1, 2), "llama-biased", 4), id="KVP2"),
+    pytest.param(((1, 1, 1), "gemma3_text-window", 6), id="one rank, windows"),
 ] + [
     pytest.param((shape, architecture, 30), id=f"{Topology(*shape)} long", marks=pytest.mark.long)
     for shape, architecture in [
@@ -183,6 +184,7 @@ def test_ranks_find_of_each_draft_what_a_text_without_drafts_says(replica: tuple
         seed: int,
         steps_ahead: int,
     ) -> None:
+        frees = any(ranks.windows) and topology.kv == 1
         in_ring = strategy is not None and topology.kv > 1
         config = ReplicaConfig(
             topology=topology,
@@ -200,6 +202,8 @@ def test_ranks_find_of_each_draft_what_a_text_without_drafts_says(replica: tuple
             kv_blocks=pool_tokens // block_tokens,
             long_threshold_tokens=60,
             tokens_per_lane=share_blocks * block_tokens,
+            prefix_caching=not frees,
+            frees_windows=frees,
             context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if in_ring and strategy else None,
         )
         controller = ReplicaController(config, READS_WEIGHTS)
@@ -214,6 +218,7 @@ def test_ranks_find_of_each_draft_what_a_text_without_drafts_says(replica: tuple
             kv_blocks=config.kv_blocks,
             block_tokens=block_tokens,
             steps_ahead=steps_ahead,
+            window_blocks=pool_of_windows(config, max(filter(None, ranks.windows))) if frees else 0,
         )
         found: dict[str, list[int]] = {}
         for sample in samples:

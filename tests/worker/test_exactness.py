@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.kv.window_tables import frees_windows, window_blocks
 from medha.topology import Topology
 from medha_worker.device import Device, host_device
 from medha_worker.kernels import torch_attention as attention
@@ -36,6 +37,9 @@ pytestmark = pytest.mark.timeout(400)  # an example may take seconds where other
 TOLERANCE = 1e-4
 BLOCK_TOKENS = 4
 KV_BLOCKS = 256
+WINDOW_BLOCKS = window_blocks(
+    150, block_size_tokens=BLOCK_TOKENS, max_running=5, max_chunk_tokens=5 * 150, max_model_len=160
+)
 
 ARCHITECTURES = ("llama", "llama-biased", "mistral", "qwen2", "qwen3")
 SPARSE = ("mixtral", "qwen3_moe", "qwen3_moe-mixed")
@@ -194,7 +198,7 @@ def check(
     everyone = planner.run(asked, strategies, one_by_one=one_by_one)
     samples, logits = ranks.run(
         planner.steps, planner.prompts, kv_blocks=planner.kv_blocks, block_tokens=BLOCK_TOKENS, steps_ahead=steps_ahead,
-        kernels=kernels,
+        kernels=kernels, window_blocks=WINDOW_BLOCKS if planner.frees_windows else 0,
     )  # fmt: skip
     for name, one in everyone.items():
         sampled = [sample.token for sample in samples if sample.id == name]
@@ -339,7 +343,8 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
 
     Steps are planned while earlier ones run, as in a rank that is busy when they arrive. The pools are fragmented
     before the first request, so that a chunk has runs of blocks of all lengths, in any order. The kernels are those
-    that this machine chooses, or would choose in another number format. A model with windows gets one of each size.
+    that this machine chooses, or would choose in another number format. A model with windows gets one of each size, and
+    on one lane it frees KV before them in half of the examples.
     """
     ranks, reference, examples, tolerance = replica
 
@@ -353,6 +358,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         crumbs=st.sampled_from([(1, 2, 3, 4, 5, 9), (1,), (1, 2, 3)]),
         kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
         window=st.sampled_from(WINDOWS),
+        frees=st.booleans(),
     )
     @settings(max_examples=examples)
     def run(
@@ -365,9 +371,12 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         crumbs: tuple[int, ...],
         kernels: Kernels | None,
         window: int,
+        frees: bool,
     ) -> None:
         slide(ranks, reference, window)
-        planner = new_planner(ranks.topology.kv, tokens_per_lane, striped, seed)
+        lanes = ranks.topology.kv
+        frees = frees and frees_windows(ranks.windows, lanes=lanes, prefix_caching=False)
+        planner = new_planner(lanes, tokens_per_lane, striped, seed, frees_windows=frees)
         planner.crumble(crumbs)
         check(
             ranks, reference, planner, requests, strategies, steps_ahead, kernels=kernels, tolerance=tolerance

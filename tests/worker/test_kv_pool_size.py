@@ -24,7 +24,14 @@ from medha_worker.model.weights import Shard
 from medha_worker.profiling.profile_fit import MeasuredStep
 from medha_worker.profiling.step_timer import StepTimer
 from medha_worker.rank import warmup
-from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, pool_blocks
+from medha_worker.rank.kv_pool_size import (
+    MIB,
+    PoolRequest,
+    exchange_bytes,
+    keeps_windows_alone,
+    pool_blocks,
+    pool_sizes,
+)
 
 from .models import load_model
 
@@ -75,6 +82,42 @@ def test_a_size_beyond_what_is_free_is_refused() -> None:
 def test_nothing_free_is_refused_and_not_a_negative_pool() -> None:
     with pytest.raises(OutOfMemory, match=r"of 0 MiB free holds 0 tokens"):
         pool_blocks(REQUEST, 10 * MIB)
+
+
+WINDOWED = replace(REQUEST, window_blocks=200, window_block_bytes=MIB // 2)
+
+
+@pytest.mark.parametrize(
+    ("request_", "free_mib", "sizes"),
+    [
+        pytest.param(REQUEST, 1040, (500, 0), id="no layer has a window"),
+        pytest.param(WINDOWED, 1040, (500, 800), id="the windows take a fifth of the pool"),
+        pytest.param(replace(WINDOWED, window_blocks=600), 1040, (500, 400), id="too many windows"),
+        pytest.param(replace(WINDOWED, window_blocks=2000), 1040, (500, 0), id="windows alone do not fit"),
+        pytest.param(replace(WINDOWED, window_block_bytes=MIB), 1040, (500, 6300), id="all layers have one"),
+        pytest.param(
+            replace(WINDOWED, window_blocks=40), 150, (0, 70), id="the longest fits beside windows alone"
+        ),
+        pytest.param(replace(WINDOWED, max_running=4), 9000, (252, 252), id="no more than can be used"),
+    ],
+)
+def test_a_pool_beside_windows_is_what_they_leave(
+    request_: PoolRequest, free_mib: int, sizes: tuple[int, int]
+) -> None:
+    assert pool_sizes(request_, free_mib * MIB) == sizes
+
+
+def test_a_length_that_fits_in_neither_form_names_the_size_of_whole_requests() -> None:
+    with pytest.raises(OutOfMemory, match="maxModelLen 1000 needs 63 MiB"):
+        pool_sizes(replace(WINDOWED, window_blocks=50), 150 * MIB)
+
+
+def test_kv_before_windows_is_freed_only_if_more_tokens_fit_then() -> None:
+    assert keeps_windows_alone(500, 800)
+    assert keeps_windows_alone(0, 70)
+    assert not keeps_windows_alone(500, 400)
+    assert not keeps_windows_alone(252, 252)
+    assert not keeps_windows_alone(500, 0)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

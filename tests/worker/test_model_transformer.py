@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from medha.kv.blocks import BlockCopy
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
@@ -562,7 +563,7 @@ def test_a_copied_block_continues_as_the_original_would(pair_of: PairMaker) -> N
     prompt, first, second = random_tokens(20), random_tokens(5, seed=8), random_tokens(5, seed=9)
     cache = pair.model.new_kv_cache(4, BLOCK_TOKENS)
     run_step(pair.model, prompt, torch.arange(20), [SequenceSpan(0, 20, 0, [0, 1])], cache)
-    cache.copy_block(1, 3)
+    cache.copy_blocks([BlockCopy(1, 3)])
     spans = [SequenceSpan(0, 5, 20, [0, 1]), SequenceSpan(5, 5, 20, [0, 3])]
     hidden = run_step(pair.model, torch.cat([first, second]), torch.arange(20, 25).repeat(2), spans, cache)
     logits = pair.model.logits(hidden)

@@ -30,10 +30,14 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy-on-write: the KV of block `source` must be copied to block `target` before the next entry runs."""
+    """Copy-on-write: the KV of block `source` must be copied to block `target` before the next entry runs.
+
+    `in_windows`: these are blocks of the layers whose KV before their window is freed, and otherwise of all others.
+    """
 
     source: int
     target: int
+    in_windows: bool = False
 
 
 class BlockLedger:
@@ -49,7 +53,7 @@ class BlockLedger:
         assert block_size_tokens > 0
         self.blocks = blocks
         self.block_size_tokens = block_size_tokens
-        self._free_runs = _FreeRuns(blocks)
+        self._free_runs = FreeRuns(blocks)
         self._idle_blocks = 0  # remembered, and held by no sequence
         self._tables: dict[str, list[Run]] = {}
         self._table_blocks: dict[str, int] = {}
@@ -302,7 +306,7 @@ class BlockLedger:
             self._free_runs.give(first + start, stop - start)
 
 
-class _FreeRuns:
+class FreeRuns:
     """Disjoint, maximal runs of free blocks, found by place and by length."""
 
     def __init__(self, blocks: int) -> None:
@@ -317,7 +321,7 @@ class _FreeRuns:
         return ((first, self._lengths[first]) for first in self._by_place)
 
     def take(self, needed: int, after: int | None) -> list[Run]:
-        """Remove and return `needed` free blocks; the run at block `after` first, if one begins there."""
+        """Remove and return `needed` free blocks, of which there are enough; first the run at `after`, if one begins there."""
         taken: list[Run] = []
         while needed:
             if after is not None and after in self._lengths:

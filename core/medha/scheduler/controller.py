@@ -145,7 +145,13 @@ class ReplicaController:
         self._table = RequestTable(by_due=config.scheduling.policy == "guarded")
         self._admission = Admission(config, self._table)
         self._pools = self._admission.pools
-        self._sharing = Sharing(self._table, self._admission, self.predictor, config.block_size_tokens)
+        self._sharing = Sharing(
+            self._table,
+            self._admission,
+            self.predictor,
+            config.block_size_tokens,
+            frees_windows=config.frees_windows,
+        )
         self._lanes = Lanes(config.topology.kv, config.topology.stream)
         self._attained = AttainedService()
         self._charges: list[tuple[str, int]] = []  # output tokens of owners whose requests end
@@ -359,6 +365,7 @@ class ReplicaController:
         if not (self._table.rows or self._lanes.decode(lanes) or self._has_changes):
             self._step_builder.rested(lanes)
             return []
+        self._sharing.end_forks()
         grows, exhausted, aside = self._grow(lanes)
         self._admission.is_paused = any(lane.decodes.starved for lane in self._lanes)
         admits = self._admit_late(now)

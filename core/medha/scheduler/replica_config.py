@@ -27,6 +27,7 @@ class ReplicaConfig:
     long_threshold_tokens: int  # KV length from which a request is long
     tokens_per_lane: int = TOKENS_PER_LANE  # prompt tokens of one request, before the next lane joins
     prefix_caching: bool = True
+    frees_windows: bool = False  # ranks free KV before the windows of layers
     context_parallel: ContextParallel | None = None  # None: owner-compute
     draft_costs: DraftCosts | None = None  # of the guesses of a draft model; None: none draws any
 
@@ -74,6 +75,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         long_threshold_tokens=spec.scheduling.long_threshold_tokens or max(crossover, 1),
         tokens_per_lane=spec.kv_cache.tokens_per_lane,
         prefix_caching=spec.kv_cache.prefix_caching,
+        frees_windows=ready.window_blocks > 0,
         context_parallel=_context_parallel(spec, topology, ready),
         draft_costs=ready.draft_costs if spec.scheduling.speculation.method == "draftModel" else None,
     )

@@ -36,7 +36,7 @@ class Prompt:
     waiting: dict[str, Request] = field(default_factory=dict)
     holders: dict[str, Request] = field(default_factory=dict)  # requests with KV, in the order of admission
     sharing: Request | None = None  # a holder whose whole prefill is computed: others may fork it
-    prefilling: bool = False  # there are holders, and none can be forked yet
+    prefilling: bool = False  # a holder computes it, and none can be forked yet
 
 
 @dataclass(slots=True, eq=False)

@@ -22,8 +22,15 @@ class Sharing:
     """The prompts of all requests, and what their waiting requests may share."""
 
     def __init__(
-        self, table: RequestTable, admission: Admission, predictor: Predictor, block_size_tokens: int
+        self,
+        table: RequestTable,
+        admission: Admission,
+        predictor: Predictor,
+        block_size_tokens: int,
+        *,
+        frees_windows: bool = False,
     ) -> None:
+        """`frees_windows`: ranks free KV before the windows of layers (`medha.kv.window_tables`)."""
         self.prompts: dict[str, Prompt] = {}
         self.forgets: dict[str, None] = {}  # prompts that ranks no longer need; sent with the next step
         self._table = table
@@ -31,6 +38,8 @@ class Sharing:
         self._predictor = predictor
         self._followers_of_prefixes = PrefixFollowers(block_size_tokens, table)
         self._awaited: dict[str, Prompt] = {}  # prompts that are being computed and have waiting requests
+        self._frees_windows = frees_windows
+        self._shared: dict[str, Prompt] = {}  # prompts that waiting requests may fork, where that can end
 
     def prompt_of(self, name: str, tokens: int) -> Prompt:
         """Return the prompt of an arriving request, which the ranks must keep from now on."""
@@ -87,7 +96,13 @@ class Sharing:
         if prompt.users == 0:
             del self.prompts[prompt.name]
             self._awaited.pop(prompt.name, None)
+            self._shared.pop(prompt.name, None)
             self.forgets[prompt.name] = None
+
+    def end_forks(self) -> None:
+        """Let no request fork a prompt whose last window is freed, because what follows it is in the pipeline."""
+        for prompt in tuple(self._shared.values()):
+            self._share(prompt)
 
     def leave_demoted(self) -> None:
         """Let no request wait for a demoted prefill that is now due after the request's own deadline.
@@ -113,10 +128,16 @@ class Sharing:
         """
         if not prompt.waiting:
             self._awaited.pop(prompt.name, None)
+            self._shared.pop(prompt.name, None)
             return
         holders = [holder for holder in prompt.holders.values() if not holder.ended]
-        sharing = next((holder for holder in holders if holder.computed >= prompt.tokens), None)
-        prefilling = bool(holders) and sharing is None
+        frees_windows = self._frees_windows
+        sharing = next((holder for holder in holders if _can_be_forked(holder, prompt, frees_windows)), None)
+        prefilling = sharing is None and any(holder.computed < prompt.tokens for holder in holders)
+        if frees_windows and sharing is not None:
+            self._shared[prompt.name] = prompt
+        else:
+            self._shared.pop(prompt.name, None)
         changed = (prompt.sharing, prompt.prefilling) != (sharing, prefilling)
         prompt.sharing, prompt.prefilling = sharing, prefilling
         if prefilling:
@@ -151,6 +172,15 @@ class Sharing:
     def _busy_until(self, request: Request, left: Alone) -> float:
         """Return when the last chunk must leave a stage to be out of the pipeline by the deadline."""
         return request.deadline - left.drain_seconds * self._predictor.correction.prefill
+
+
+def _can_be_forked(holder: Request, prompt: Prompt, frees_windows: bool) -> bool:
+    """Return whether the KV of a prompt that a running request holds can be shared.
+
+    A rank that frees KV before windows keeps the one before the prompt's last position until it plans a step behind
+    the prompt.
+    """
+    return holder.computed >= prompt.tokens and not (frees_windows and holder.dispatched > prompt.tokens)
 
 
 def _is_held(request: Request) -> bool:

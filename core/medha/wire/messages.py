@@ -617,6 +617,8 @@ class RankReady:
     """Of a number of a key or value in memory; 0: as `element_bytes` (earlier release)."""
     kv_scales: str = ""  # digest of the scales of K and V; empty: they have none
     draft_costs: DraftCosts | None = None  # of the rank that draws guesses; None: it has no draft model
+    window_blocks: int = 0
+    """Of layers whose KV before the window is freed; 0: all layers keep the whole context."""
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py

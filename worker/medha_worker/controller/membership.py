@@ -156,6 +156,7 @@ def implausible(ready: RankReady) -> str | None:
     numbers: list[tuple[str, float, float, float]] = [  # name, value, smallest and largest plausible value
         ("block_size_tokens", ready.block_size_tokens, 1, MOST_TOKENS),
         ("kv_blocks", ready.kv_blocks, 1, MOST_BLOCKS),
+        ("window_blocks", ready.window_blocks, 0, MOST_BLOCKS),
         ("max_model_len", ready.max_model_len, 1, MOST_TOKENS),
         ("vocab_size", ready.vocab_size, 1, MOST_TOKENS),
         ("query_heads", ready.query_heads, 0, MOST_HEADS),

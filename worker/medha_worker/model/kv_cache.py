@@ -12,12 +12,13 @@ attention reads no others, those of its own chunk included.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 
+from medha.kv.blocks import BlockCopy
 from medha_worker.device import Device
 from medha_worker.model.kv_scales import FP8, LayerScales, ScaledHeads
 
@@ -25,7 +26,8 @@ from medha_worker.model.kv_scales import FP8, LayerScales, ScaledHeads
 class KVCache:
     """The tensors of `num_layers` layers, with a scratch block behind the others; a slot holds one token.
 
-    A layer has two tensors, K and V, or only one, whose rows are both.
+    A layer has two tensors, K and V, or only one, whose rows are both. With `window_blocks`, the layers
+    `window_layers` have so many blocks instead, with numbers of their own: their KV before the window is freed.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class KVCache:
         device: Device,
         tensors: int = 2,
         scales: Sequence[LayerScales] | None = None,
+        window_layers: Collection[int] = (),
+        window_blocks: int = 0,
     ) -> None:
         """Allocate the tensors, of the device's data type, or of FP8 if there are `scales` of the layers."""
         self.device = device
@@ -46,15 +50,26 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.tensors = tensors
+        self.window_blocks = window_blocks
+        """Blocks of layers whose KV before the window is freed; 0 if no layer frees any."""
         self.scratch_block = num_blocks
         """A block that no sequence holds: the rows that pad a captured step write there."""
-        shape = (kv_heads, (num_blocks + 1) * block_tokens, head_dim)
+        self._in_windows = [window_blocks > 0 and layer in window_layers for layer in range(num_layers)]
+        shapes = [
+            (kv_heads, ((window_blocks if windowed else num_blocks) + 1) * block_tokens, head_dim)
+            for windowed in self._in_windows
+        ]
         # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN).
-        self.keys = [_zeros(shape, self.dtype, device) for _ in range(num_layers)]
-        self.values = (
-            self.keys if tensors == 1 else [_zeros(shape, self.dtype, device) for _ in range(num_layers)]
-        )
+        self.keys = [_zeros(shape, self.dtype, device) for shape in shapes]
+        self.values = self.keys if tensors == 1 else [_zeros(shape, self.dtype, device) for shape in shapes]
         self._scaled = None if scales is None else [ScaledHeads(one) for one in scales]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all blocks that sequences can hold, K and V together."""
+        blocks = [self.window_blocks if windowed else self.num_blocks for windowed in self._in_windows]
+        row_bytes = self.keys[0].shape[0] * self.keys[0].shape[2] * self.dtype.itemsize
+        return self.tensors * sum(blocks) * self.block_tokens * row_bytes
 
     def rounded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V, [rows, kv_heads, head_dim], as a layer's pool holds them: the same tensor twice if they are one."""
@@ -81,11 +96,21 @@ class KVCache:
         """Return the memory that one block takes over all layers, K and V together."""
         return tensors * num_layers * kv_heads * head_dim * block_tokens * element_bytes
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block's K and V in every layer: copy-on-write, before a shared block is written."""
-        size = self.block_tokens
-        for pool in (*self.keys, *(self.values if self.tensors == 2 else ())):
-            pool[:, target * size : (target + 1) * size] = pool[:, source * size : (source + 1) * size]
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks' K and V in each layer that has them: copy-on-write, before a shared block is written.
+
+        No block is both copied and written.
+        """
+        for windowed in (False, True):
+            moved = [(one.source, one.target) for one in copies if one.in_windows == windowed]
+            layers = [layer for layer, is_windowed in enumerate(self._in_windows) if is_windowed == windowed]
+            if not moved or not layers:
+                continue
+            slots = torch.tensor(moved).T[..., None] * self.block_tokens + torch.arange(self.block_tokens)
+            sources, targets = self.device.place(slots.flatten(1))
+            for layer in layers:
+                for pools in (self.keys, self.values)[: self.tensors]:
+                    pools[layer][:, targets] = pools[layer][:, sources]
 
 
 def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> torch.Tensor:

@@ -70,28 +70,45 @@ class OwnStep:
         kv_cache: KVCache,
         kernels: Kernels,
         windows: Sequence[int | None] | None = None,
+        window_spans: Sequence[SequenceSpan] | None = None,
     ) -> None:
-        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them."""
+        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them.
+
+        `window_spans` are the same rows in layers with a window that frees the KV before it; None: no layer does.
+        """
         self.sequences = [span.rows for span in spans]
-        self._spans = spans
+        self._spans, self._window_spans = spans, window_spans
         self._cache = kv_cache
         self._kernels = kernels
         self._windows = windows or [None] * len(kv_cache.keys)
+        size = kv_cache.block_tokens
         self._attention = {
-            window: kernels.attention.plan(spans, kv_cache.block_tokens, window)
+            window: kernels.attention.plan(self._spans_within(window), size, window)
             for window in dict.fromkeys(self._windows)
         }
-        self._write = kernels.writer.plan(new_slots(spans, kv_cache.block_tokens))
+        frees = [window is not None and window_spans is not None for window in self._windows]
+        writes = {
+            is_freed: kernels.writer.plan(new_slots((window_spans if is_freed else None) or spans, size))
+            for is_freed in set(frees)
+        }
+        self._writes = [writes[is_freed] for is_freed in frees]
 
     def alone(self, index: int) -> OwnStep:
         """Return the same step for one of its sequences, whose rows are then the only ones."""
-        return OwnStep([replace(self._spans[index], row_start=0)], self._cache, self._kernels, self._windows)
+        window_spans = self._window_spans and [replace(self._window_spans[index], row_start=0)]
+        spans = [replace(self._spans[index], row_start=0)]
+        return OwnStep(spans, self._cache, self._kernels, self._windows, window_spans)
+
+    def _spans_within(self, window_tokens: int | None) -> Sequence[SequenceSpan]:
+        if window_tokens is None or self._window_spans is None:
+            return self._spans
+        return self._window_spans
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         pools = self._cache.keys[layer], self._cache.values[layer]
-        self._write.write(*pools, *self._cache.rounded(layer, k, v))
+        self._writes[layer].write(*pools, *self._cache.rounded(layer, k, v))
         q = self._cache.queries(layer, q)
         attended, _ = self._attention[self._windows[layer]].attend(q, *pools, sinks, needs_sums=False)
         return self._cache.results(layer, attended)

@@ -141,9 +141,14 @@ class Transformer:
         return max((window for window in self._windows if window is not None), default=1)
 
     @property
+    def window_layers(self) -> Sequence[int]:
+        """Numbers of this rank's layers that have a window, counted from its first one."""
+        return [layer for layer, window in enumerate(self._windows) if window is not None]
+
+    @property
     def window_share(self) -> float:
         """Share of this rank's layers that have a window; stages may differ."""
-        return sum(window is not None for window in self._windows) / len(self._windows)
+        return len(self.window_layers) / len(self._windows)
 
     @property
     def weights_bytes(self) -> int:
@@ -157,8 +162,8 @@ class Transformer:
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
-    def new_kv_cache(self, num_blocks: int, block_tokens: int) -> KVCache:
-        """Allocate a KV pool for this rank's layers."""
+    def new_kv_cache(self, num_blocks: int, block_tokens: int, window_blocks: int = 0) -> KVCache:
+        """Allocate a KV pool for this rank's layers; with `window_blocks`, those with a window have so many blocks."""
         return KVCache(
             num_layers=self.shard.last_layer - self.shard.first_layer,
             kv_heads=self.shard.kv_heads(self.config),
@@ -168,6 +173,8 @@ class Transformer:
             device=self.device,
             tensors=self.config.kv_tensors,
             scales=self._weights.kv_scales,
+            window_layers=self.window_layers,
+            window_blocks=window_blocks,
         )
 
     @property
@@ -235,6 +242,7 @@ class Transformer:
         spans: Sequence[SequenceSpan],
         kv_cache: KVCache,
         spread: SpreadPlan | None = None,
+        window_spans: Sequence[SequenceSpan] | None = None,
     ) -> PreparedStep:
         """Return what all layers of a step share. Any thread may call this while another step runs.
 
@@ -244,6 +252,7 @@ class Transformer:
             kv_cache: The pool that the spans' block tables point into.
             spread: Replaces `spans` if requests of the step are shared with other lanes; there may then be no
                 rows of our own.
+            window_spans: Replace `spans` in layers with a window, if the pool frees the KV before it.
         """
         with self.device.runtime.ahead():
             if spread is None and self._graphs is not None:
@@ -252,7 +261,7 @@ class Transformer:
                     return PreparedStep(self.device.runtime.mark(), captured=captured)
             layers: LayerStep
             if spread is None:
-                layers = OwnStep(spans, kv_cache, self.kernels, self._windows)
+                layers = OwnStep(spans, kv_cache, self.kernels, self._windows, window_spans)
             else:
                 assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
                 layers = SpreadStep(

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor
 
+from medha.kv.blocks import BlockCopy
 from medha.wire.frames import TokenIds
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
@@ -69,9 +70,9 @@ class Drafter:
         self._sampler = TokenSampler(model.kernels.race, model.device)
         self._samplers: WeakKeyDictionary[SequenceSampler, SequenceSampler] = WeakKeyDictionary()
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy the KV of a block, as the served model's is copied."""
-        self._kv_cache.copy_block(source, target)
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy the KV of blocks, as the served model's is copied; the draft model frees none before its windows."""
+        self._kv_cache.copy_blocks(copies)
 
     def follow(self, entries: Sequence[PlannedEntry], results: Sequence[Result]) -> Guesses:
         """Compute the rows of entries that a step has computed and sampled, and draw the guesses that they ask for.

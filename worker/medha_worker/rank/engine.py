@@ -16,7 +16,9 @@ import torch
 
 from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
+from medha.errors import OutOfMemory
 from medha.hardware import ModelShape
+from medha.kv.window_tables import frees_windows, window_blocks
 from medha.kv_dtype import kv_element_bytes
 from medha.topology import Topology
 from medha.wire.messages import Admit, DraftCosts, RankReady, Rendezvous
@@ -41,7 +43,7 @@ from medha_worker.rank.draft_warmup import warm_up_draft
 from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.grammar_masks import GrammarMasks, masks_of
-from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, pool_blocks
+from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, keeps_windows_alone, pool_sizes
 from medha_worker.rank.mesh import Mesh
 from medha_worker.rank.rank_reports import shape_of
 from medha_worker.rank.step_recorder import StepRecorder
@@ -102,11 +104,14 @@ class Loaded:
         self._eos_token_ids = eos_token_ids(settings.model_directory)
         self._masks = self._grammar_masks()
 
-    def _blocks_bytes(self, blocks: int) -> int:
-        """Return the memory of so many blocks, of this rank's layers and of the draft model."""
+    def _block_bytes(self) -> int:
+        """Return the memory of a block, of all this rank's layers and of the draft model."""
         block_tokens = self._settings.spec.kv_cache.block_size_tokens
         models = (self._model,) if self._draft is None else (self._model, self._draft)
-        return blocks * sum(_block_bytes(one.config, one, block_tokens) for one in models)
+        return sum(
+            _block_bytes(one.config, one, block_tokens, one.shard.last_layer - one.shard.first_layer)
+            for one in models
+        )
 
     @property
     def _weights_bytes(self) -> int:
@@ -179,7 +184,7 @@ class Loaded:
             kv_blocks=kv_cache.num_blocks,
             weights_bytes=self._weights_bytes,
             activation_bytes=self._warm.activation_bytes,
-            kv_bytes=self._blocks_bytes(kv_cache.num_blocks),
+            kv_bytes=kv_cache.bytes + (0 if self._draft_cache is None else self._draft_cache.bytes),
             profile=self._warm.profile,
             device=str(model.device)
             if model.device.is_host
@@ -198,6 +203,7 @@ class Loaded:
             kv_scales=model.kv_scales_digest,
             link_bytes_per_second=self._link_rate(grid),
             draft_costs=self._draft_costs,
+            window_blocks=kv_cache.window_blocks,
         )
         executor = Executor(
             model,
@@ -326,31 +332,54 @@ class Loaded:
         A replaced rank takes the size that the others have: the memory free now does not show what its share
         was.
         """
-        settings, config, model, draft = self._settings, self._config, self._model, self._draft
-        cache = settings.spec.kv_cache
-        blocks = self._kv_cache.num_blocks if self._kv_cache is not None else None
-        if grid is not None:
-            found = grid.smallest(_NO_POOL if blocks is None else blocks)
-            blocks = None if found == _NO_POOL else found
-        if blocks is None:
-            request = PoolRequest(
-                block_bytes=self._blocks_bytes(1),
+        smallest: Callable[[int], int] = (lambda number: number) if grid is None else grid.smallest
+        held = self._kv_cache
+        blocks = smallest(_NO_POOL if held is None else held.num_blocks)
+        windows = smallest(_NO_POOL if held is None else held.window_blocks)
+        if blocks == _NO_POOL:
+            request = self._pool_request(warm)
+            free_bytes = self._model.device.memory.free_bytes(self._settings.neighbours)
+            whole, beside_windows = map(smallest, pool_sizes(request, free_bytes))
+            frees = keeps_windows_alone(whole, beside_windows)
+            blocks, windows = (beside_windows, request.window_blocks) if frees else (whole, 0)
+            if blocks == 0:
+                raise OutOfMemory("no size of the KV pool fits all ranks; lower model.maxModelLen")
+            if request.window_blocks:
+                _log.info(
+                    "layers %s KV before their windows: a pool of %d blocks if they keep it, of %d if they do not",
+                    "free" if frees else "keep", whole, beside_windows,
+                )  # fmt: skip
+        if held is None or (held.num_blocks, held.window_blocks) != (blocks, windows):
+            size_tokens = self._settings.spec.kv_cache.block_size_tokens
+            self._kv_cache = held = self._model.new_kv_cache(blocks, size_tokens, windows)
+            if self._draft is not None:
+                self._draft_cache = self._draft.new_kv_cache(blocks, size_tokens)
+        return held
+
+    def _pool_request(self, warm: WarmUp) -> PoolRequest:
+        spec, config, model = self._settings.spec, self._config, self._model
+        cache, scheduling = spec.kv_cache, spec.scheduling
+        window_pool = 0
+        if frees_windows(config.windows, lanes=spec.parallelism.kv, prefix_caching=cache.prefix_caching):
+            window_pool = window_blocks(
+                max(window for window in config.windows if window is not None),
                 block_size_tokens=cache.block_size_tokens,
-                max_model_len=-(-config.max_model_len // settings.spec.parallelism.kv),  # lanes share it
-                max_running=settings.spec.scheduling.max_running,
-                size_bytes=None if cache.size is None else quantity_bytes(cache.size),
-                memory_fraction=cache.memory_fraction,
-                weights_bytes=self._weights_bytes,
-                activation_bytes=warm.activation_bytes,
+                max_running=scheduling.max_running,
+                max_chunk_tokens=scheduling.max_chunk_tokens,
+                max_model_len=config.max_model_len,
             )
-            blocks = pool_blocks(request, model.device.memory.free_bytes(settings.neighbours))
-            if grid is not None:
-                blocks = grid.smallest(blocks)
-        if self._kv_cache is None or self._kv_cache.num_blocks != blocks:
-            self._kv_cache = model.new_kv_cache(blocks, cache.block_size_tokens)
-            if draft is not None:
-                self._draft_cache = draft.new_kv_cache(blocks, cache.block_size_tokens)
-        return self._kv_cache
+        return PoolRequest(
+            block_bytes=self._block_bytes(),
+            block_size_tokens=cache.block_size_tokens,
+            max_model_len=-(-config.max_model_len // spec.parallelism.kv),  # lanes share it
+            max_running=scheduling.max_running,
+            size_bytes=None if cache.size is None else quantity_bytes(cache.size),
+            memory_fraction=cache.memory_fraction,
+            weights_bytes=self._weights_bytes,
+            activation_bytes=warm.activation_bytes,
+            window_blocks=window_pool,
+            window_block_bytes=_block_bytes(config, model, cache.block_size_tokens, len(model.window_layers)),
+        )
 
 
 def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> Loaded:
@@ -434,9 +463,9 @@ def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int
     return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
 
 
-def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> int:
+def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int, layers: int) -> int:
     return KVCache.bytes_per_block(
-        num_layers=model.shard.last_layer - model.shard.first_layer,
+        num_layers=layers,
         kv_heads=model.shard.kv_heads(config),
         head_dim=config.head_dim,
         block_tokens=block_tokens,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from medha.kv.blocks import BlockLedger
+from medha.kv.window_tables import WindowTables
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, Tokens
 from medha_worker.device import Device
@@ -70,10 +71,12 @@ class Model(Protocol):
         spans: Sequence[SequenceSpan],
         kv_cache: KVCache,
         spread: SpreadPlan | None = None,
+        window_spans: Sequence[SequenceSpan] | None = None,
     ) -> PreparedStep:
         """Return what all layers of a step share; any thread may call this while another step runs.
 
-        Positions are int64 [rows] in host memory. `spread` replaces `spans` where lanes share requests.
+        Positions are int64 [rows] in host memory. `spread` replaces `spans` where lanes share requests, and
+        `window_spans` do in layers whose KV before the window is freed.
         """
 
     def forward(self, tokens_or_hidden: Tensor, step: PreparedStep) -> Tensor:
@@ -123,7 +126,11 @@ class Executor:
         self.epoch, self.lane = epoch, lane
         self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
         new_sampler = new_samplers(vocab_size, tuple(eos_token_ids), mask_for)
-        self._state = LaneState(self.ledger, lane, epoch, new_sampler)
+        self.window_tables: WindowTables | None = None
+        if kv_cache.window_blocks:
+            widest = max(window for window in model.windows if window is not None)
+            self.window_tables = WindowTables(kv_cache.window_blocks, kv_cache.block_tokens, widest)
+        self._state = LaneState(self.ledger, lane, epoch, new_sampler, self.window_tables)
         self._tokens = SampledTokens(
             model.logits, pipeline, model.device, TokenSampler(model.kernels.race, model.device), vocab_size
         )
@@ -186,7 +193,9 @@ class Executor:
             return None
 
     def _prepared(self, batch: Batch) -> PreparedStep:
-        return self._model.prepare(batch.positions, batch.spans, self._kv_cache, batch.spread)
+        return self._model.prepare(
+            batch.positions, batch.spans, self._kv_cache, batch.spread, batch.window_spans
+        )
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -201,10 +210,9 @@ class Executor:
         the step does not include this lane, the result is None and `on_forward_done` is not called.
         """
         started, self._waited_seconds = self._clock(), 0.0
-        for copy in plan.copies:
-            self._kv_cache.copy_block(copy.source, copy.target)
-            if self._drafter is not None:
-                self._drafter.copy_block(copy.source, copy.target)
+        self._kv_cache.copy_blocks(plan.copies)
+        if self._drafter is not None:
+            self._drafter.copy_blocks(plan.copies)
         if not plan.takes_part:
             return None
         failures = list(plan.failures)

@@ -21,6 +21,54 @@ class PoolRequest:
     memory_fraction: float  # kvCache.memoryFraction
     weights_bytes: int
     activation_bytes: int
+    window_blocks: int = 0  # that layers with a window need if they free the KV before it; 0: they cannot
+    window_block_bytes: int = 0  # part of `block_bytes` in such layers
+
+
+def pool_sizes(request: PoolRequest, free_bytes: int) -> tuple[int, int]:
+    """Return the blocks of the pool if every layer keeps the whole context, and if layers free KV before their windows.
+
+    Either is 0 where a sequence of `max_model_len` tokens would not fit; `pool_blocks` has the arguments.
+
+    Raises:
+        OutOfMemory: both are 0, or `kvCache.size` exceeds the free memory.
+    """
+    beside_windows = _beside_windows(request, _pool_bytes(request, free_bytes))
+    try:
+        return pool_blocks(request, free_bytes), beside_windows
+    except OutOfMemory:
+        if beside_windows == 0:
+            raise
+        return 0, beside_windows
+
+
+def keeps_windows_alone(whole_blocks: int, blocks_beside_windows: int) -> bool:
+    """Return whether layers free KV before their windows, given the blocks of the pool if they do not and if they do.
+
+    They do if more tokens fit then. Their own pool has a window for each sequence that may run: if that takes more
+    than whole requests do, it is not worth it.
+    """
+    return blocks_beside_windows > whole_blocks
+
+
+def _beside_windows(request: PoolRequest, pool_bytes: int) -> int:
+    """Return the blocks of the layers without a window beside the windows of the others; 0 if the longest does not fit."""
+    left_bytes = pool_bytes - request.window_blocks * request.window_block_bytes
+    if request.window_blocks == 0 or left_bytes < 0:
+        return 0
+    longest_blocks = -(-request.max_model_len // request.block_size_tokens)
+    most_blocks, block_bytes = (
+        longest_blocks * request.max_running,
+        request.block_bytes - request.window_block_bytes,
+    )
+    blocks = min(left_bytes // block_bytes, most_blocks) if block_bytes else most_blocks
+    return blocks if blocks >= longest_blocks else 0
+
+
+def _pool_bytes(request: PoolRequest, free_bytes: int) -> int:
+    if request.size_bytes is not None:
+        return request.size_bytes
+    return int(max(free_bytes - request.activation_bytes, 0) * request.memory_fraction)
 
 
 def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
@@ -35,13 +83,12 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
             memory; the text gives the numbers and the remedy.
     """
     longest_blocks = -(-request.max_model_len // request.block_size_tokens)
+    pool_bytes = _pool_bytes(request, free_bytes)
     free_bytes = max(free_bytes - request.activation_bytes, 0)
     if request.size_bytes is None:
-        pool_bytes = int(free_bytes * request.memory_fraction)
         source = f"{request.memory_fraction:.0%} (kvCache.memoryFraction) of {_mib(free_bytes)} free"
         mend = "raise kvCache.memoryFraction, free memory"
     else:
-        pool_bytes = request.size_bytes
         source = f"kvCache.size of {_mib(pool_bytes)}"
         mend = f"raise kvCache.size to at least {_mib(longest_blocks * request.block_bytes)}"
     blocks = min(pool_bytes // request.block_bytes, longest_blocks * request.max_running)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from medha.kv.blocks import BlockCopy
 from medha.kv.context_parallel import OWNER
+from medha.kv.window_tables import WindowTable
 from medha.shards import ShardMap
 from medha.step_estimates import StepWork, attention_pairs
 from medha.wire.frames import TokenIds
@@ -34,7 +35,7 @@ class PlannedEntry:
     """An entry that the lane runs.
 
     The step brings its sequence to `stop`, perhaps with entries on other lanes too. `table` is the sequence's
-    block table on this lane.
+    block table on this lane, and `window` that of layers whose KV before the window is freed, if any layer's is.
     """
 
     entry: StepEntry
@@ -42,6 +43,7 @@ class PlannedEntry:
     stop: int
     shards: ShardMap
     table: Ids
+    window: WindowTable | None = None
 
     @property
     def known(self) -> int:
@@ -78,12 +80,14 @@ class PlannedEntry:
 class Batch:
     """Entries as one flat batch: positions, int64 [rows] in host memory, and what its rows attend to.
 
-    `spread` replaces `spans` where other lanes take part.
+    `spread` replaces `spans` where other lanes take part. `window_spans` do in layers whose KV before the window is
+    freed; None: there are no such layers.
     """
 
     positions: Tensor
     spans: list[SequenceSpan]
     spread: SpreadPlan | None
+    window_spans: list[SequenceSpan] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +146,21 @@ def lay_out(
     windows: Sequence[int | None] = (),
 ) -> Batch:
     """Return the entries as one batch, in which `lane` also serves the `foreign` entries of other lanes."""
-    spread, spans = None, []
+    spread, spans, window_spans = None, [], []
     if foreign or any(one.entry.strategy != LOCAL for one in entries):
         spread = plan_spread(lane, [one.spread for one in entries], foreign, block_tokens, windows)
     if spread is None:
         row = 0
         for one in entries:
             count = one.entry.token_count
-            spans.append(SequenceSpan(row, count, one.entry.extents[0].start, one.table))
+            start = one.entry.extents[0].start
+            spans.append(SequenceSpan(row, count, start, one.table))
+            if one.window is not None:
+                first_token, blocks = one.window
+                window_spans.append(SequenceSpan(row, count, start - first_token, blocks))
             row += count
     at = positions([extent for one in entries for extent in one.entry.extents])
-    return Batch(torch.from_numpy(at), spans, spread)
+    return Batch(torch.from_numpy(at), spans, spread, window_spans or None)
 
 
 def count_work(
@@ -240,7 +248,7 @@ def _own_entry(
             step,
             f"{entry.id}: a token is sampled after position {last}, but {sequence.length} tokens are known",
         )
-    return PlannedEntry(entry, sequence, run.stop, shards, sequence.table)
+    return PlannedEntry(entry, sequence, run.stop, shards, sequence.table, sequence.window)
 
 
 def _can_draft(entry: StepEntry, run: _Run) -> bool:

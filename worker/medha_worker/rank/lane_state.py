@@ -16,6 +16,7 @@ import numpy.typing as npt
 from medha.errors import PartFailed, WireInvalid
 from medha.kv.blocks import BlockCopy, BlockLedger
 from medha.kv.lane_replay import LaneReplay, admitted_map
+from medha.kv.window_tables import WindowTable, WindowTables
 from medha.shards import ShardMap
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Step, StepEntry, Tokens
@@ -52,6 +53,7 @@ class SequenceState:
     _outputs: TokenIds = field(default_factory=lambda: np.empty(_FIRST_OUTPUT_CAPACITY, dtype=np.int32))
     _output_count: int = 0
     unknown: int = 0  # number of the last outputs that were sampled elsewhere and have not arrived yet
+    window: WindowTable | None = None  # of the last planned step, where KV before windows is freed
     alternatives: int | None = None  # of each prompt token's log-probability; None: none are asked for
 
     @property
@@ -118,8 +120,17 @@ class SequenceState:
 class LaneState:
     """Prompts, sequences and the ledger of one lane in one epoch."""
 
-    def __init__(self, ledger: BlockLedger, lane: int, epoch: int, new_sampler: NewSampler) -> None:
+    def __init__(
+        self,
+        ledger: BlockLedger,
+        lane: int,
+        epoch: int,
+        new_sampler: NewSampler,
+        window_tables: WindowTables | None = None,
+    ) -> None:
+        """`window_tables` has the blocks of layers whose KV before the window is freed, if any layer's is."""
         self.ledger = ledger
+        self.window_tables = window_tables
         self.lane = lane
         self.epoch = epoch
         self.prompts: dict[str, _Prompt] = {}
@@ -169,6 +180,8 @@ class LaneState:
         for name in step.releases:
             self.sequence(name, step)
             self.replica.release(name)
+            if self.window_tables is not None:
+                self.window_tables.release(name)
             del self.sequences[name]
         for name in step.forgets:
             self.prompts.pop(name, None)  # absent if its requests were cancelled before admission
@@ -176,10 +189,14 @@ class LaneState:
     def reserve(self, step: Step) -> tuple[BlockCopy, ...]:
         """Settle what was drafted, and apply the step's grows and admits; return the KV blocks to copy before it runs.
 
+        If layers free KV before their windows, the step's entries get blocks of these.
+
         Raises:
             PartFailed: this state and the controller's have diverged.
         """
         copies: list[BlockCopy] = []
+        if self.window_tables is not None:
+            self.window_tables.begin_step()
         for entry in step.entries:
             if entry.lane == self.lane and entry.id in self.sequences and entry.extents:
                 self.sequences[entry.id].settle(entry.extents[0].start)
@@ -196,7 +213,23 @@ class LaneState:
                 step,
                 f"the ledgers differ, or the shard maps ({self.ledger.held_blocks} blocks are held here)",
             )
+        if self.window_tables is not None:
+            self._place_windows(step, self.window_tables)
         return tuple(copies)
+
+    def _place_windows(self, step: Step, tables: WindowTables) -> None:
+        for entry in step.entries:
+            sequence = self.sequences.get(entry.id)
+            if entry.lane != self.lane or not entry.extents or sequence is None:
+                continue  # the plan of the step reports it
+            start, stop = entry.extents[0].start, entry.extents[-1].last + 1
+            sequence.window = tables.place(entry.id, start, stop, len(entry.drafts))
+            if sequence.window is None:
+                raise diverged(
+                    step,
+                    f"{entry.id}: positions {start} to {stop} have no blocks in layers with a window, or positions "
+                    f"that they see have been freed ({tables.held_blocks} of {tables.blocks} blocks are held)",
+                )
 
     def _admit(self, admit: Admit, step: Step) -> list[BlockCopy]:
         if admit.id in self.sequences:
@@ -211,6 +244,11 @@ class LaneState:
         copies = self.replica.admit(admit)
         if copies is None:
             raise diverged(step, f"no KV is left to admit {admit.id} with {admit.reserved_tokens} tokens")
+        if admit.fork_of is not None and self.window_tables is not None:
+            windows = self.window_tables.fork(admit.fork_of, admit.id, admit.shared_tokens)
+            if windows is None:
+                raise diverged(step, f"{admit.fork_of} has freed the window that {admit.id} is to share")
+            copies = [*copies, *windows]
         ids = prompt.ids[: admit.tokens]
         sampler = self._new_sampler(admit, ids)
         if is_ours and isinstance(sampler, SequenceSampler) and sampler.mask is not None:
