@@ -80,7 +80,7 @@ class Bundle:
 
     @property
     def channel_marks(self) -> Mapping[str, int]:
-        """The ids of the marks of channels, if the chat template tells the model to write them; else empty."""
+        """The ids of the marks of channels, if the chat template makes the model write them; else empty."""
         found = self.special_ids_of(MARKS)
         if self.chat_template is None or len(found) < len(MARKS):
             return {}

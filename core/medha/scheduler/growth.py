@@ -17,7 +17,7 @@ the KV, decodes of those with too much give it back (`who_make_way`).
 Three rules keep requests from displacing each other for ever. Each time that a request comes back because one
 outgrew its KV, it reserves at least twice the output that it had, and from its `MOST_ASIDES`-th time on all that it
 can ever need. A request that holds all that it can need never steps aside for growth. One that has stepped aside
-`MOST_ASIDES` times, for whatever reason, makes way no more. To make way is no sign that an answer is long, so it
+`MOST_ASIDES` times, for whatever reason, no longer makes way. To make way is no sign that an answer is long, so it
 comes back with the reservation that it had.
 """
 
