@@ -234,7 +234,8 @@ def test_forks_and_cached_prompts_share_what_the_draft_model_has_computed(model:
 
 
 def test_a_draft_model_that_cannot_copy_kv_for_forks_costs_no_token(model: Transformer) -> None:
-    cache, copies = model.new_kv_cache(64, BLOCK_TOKENS), []
+    cache = model.new_kv_cache(64, BLOCK_TOKENS)
+    copies: list[BlockCopy] = []
 
     def exhausted(blocks: Sequence[BlockCopy]) -> None:
         copies.extend(blocks)
