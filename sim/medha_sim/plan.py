@@ -181,6 +181,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     ranks_of_lane = topology.tensor * topology.stream
     copies = max(1, topology.tensor // model.kv_heads)  # KV heads are replicated if there are more ranks
     token_bytes = model.kv_bytes_per_token * copies / (ranks_of_lane * topology.kv)
+    in_windows_bytes = model.window_share * token_bytes  # a draft model keeps all of its KV
     copied = model.copied_bytes * (topology.tensor - 1)
     weights = (model.weights_bytes + copied) / ranks_of_lane
     if wish.draft is not None:
@@ -190,7 +191,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
     )
     room = max(0.0, beside_weights)
-    kv_tokens, kv = _kv_pool(model, topology, wish, room, token_bytes)
+    kv_tokens, kv = _kv_pool(model, topology, wish, room, token_bytes, in_windows_bytes)
     offload = max(0.0, kv - beside_weights) * topology.ranks
 
     ttft = pace.prefill_seconds(wish.context_tokens, wish.tpot_seconds)
@@ -227,12 +228,17 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
 
 
 def _kv_pool(
-    model: ModelShape, topology: Topology, wish: Wish, room_bytes: float, token_bytes: float
+    model: ModelShape,
+    topology: Topology,
+    wish: Wish,
+    room_bytes: float,
+    token_bytes: float,
+    in_windows_bytes: float,
 ) -> tuple[int, float]:
     """Return the tokens that KV of `room_bytes` on each GPU holds, and the bytes that the wish's requests take of it.
 
-    A token whose KV is kept in all layers takes `token_bytes`. As in a rank, layers free KV before their windows if more
-    tokens fit then; their windows are those of `maxRunning` sequences.
+    A token whose KV is kept in all layers takes `token_bytes`, of which `in_windows_bytes` are in layers with a window. As
+    in a rank, these free KV before their windows if more tokens fit then; their windows are those of `maxRunning` sequences.
     """
     kept = int(room_bytes / token_bytes), wish.request_tokens * wish.concurrent * token_bytes
     windows = [model.window_tokens] if model.window_share else []
@@ -246,9 +252,10 @@ def _kv_pool(
         max_running=running,
         max_chunk_tokens=scheduling.max_chunk_tokens,
         max_model_len=wish.request_tokens,
+        stages=topology.stream,
     )
-    window_bytes = blocks * _BLOCK_TOKENS * model.window_share * token_bytes
-    whole_bytes = (1 - model.window_share) * token_bytes  # of a token, in layers without a window
+    window_bytes = blocks * _BLOCK_TOKENS * in_windows_bytes
+    whole_bytes = token_bytes - in_windows_bytes  # of a token, in layers without a window
     left_bytes = room_bytes - window_bytes
     if left_bytes < 0:
         return kept

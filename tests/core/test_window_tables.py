@@ -195,3 +195,20 @@ def test_a_pool_that_is_too_small_gives_nothing_and_keeps_its_state() -> None:
     assert tables.place("a", 0, 12) is not None
     assert tables.fork("a", "b", 11) is None
     tables.check()
+
+
+def test_the_pool_holds_the_drafts_of_all_steps_in_a_pipeline() -> None:
+    """Each of eight steps verifies as many drafts of its sequence as fit beside it in `max_running` rows."""
+    stages = running = 8
+    blocks = window_blocks(
+        1, block_size_tokens=1, max_running=running, max_chunk_tokens=1, max_model_len=1000, stages=stages
+    )
+    tables = WindowTables(blocks, 1, 1)
+    known = 0
+    for accepted in (0, 0, running - 1):
+        for name in range(stages):
+            tables.begin_step()
+            start = known + accepted
+            assert tables.place(f"s{name}", start, start + running, drafted=running - 1) is not None
+        known += accepted + 1
+    tables.check()

@@ -325,6 +325,16 @@ def test_without_prefix_caching_one_lane_holds_more_tokens_of_a_model_with_windo
     assert with_windows < without
 
 
+def test_a_draft_model_keeps_all_of_its_kv_where_the_served_model_frees_what_is_before_its_windows() -> None:
+    freed = replace(WISH, context_tokens=10**6, output_tokens=512, prefix_caching=False)
+    draft = replace(LLAMA3_8B, name="draft", layers=1)
+    alone, both = (
+        rate(GPT_OSS_20B, H100, Topology(1, 1, 1), replace(freed, draft=one)) for one in (None, draft)
+    )
+    drafted_bytes = draft.kv_bytes_per_token * freed.request_tokens * freed.concurrent
+    assert both.kv_bytes == pytest.approx(alone.kv_bytes + drafted_bytes)
+
+
 def test_windows_that_take_more_than_whole_requests_are_not_kept_alone() -> None:
     """Windows of 1,024 tokens for 256 sequences are more than all that fits beside the weights of Gemma-3-27B."""
     kept = replace(WISH, context_tokens=100_000)

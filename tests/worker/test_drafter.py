@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from medha.kv.blocks import BlockCopy
 from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Sampling, Step, StepEntry
 from medha_worker.checkpoints.presets import init_checkpoint
@@ -205,31 +206,46 @@ def test_guesses_end_where_the_kv_of_a_sequence_ends(model: Transformer) -> None
     assert decoding.drafts == {}
 
 
+def forked(model: Transformer, drafter: Drafter | None) -> Decoding:
+    """Return a sequence and two forks of it, decoded to their ends."""
+    sampling, ids = Sampling(temperature=0.9, ignore_eos=True), random_ids(39, 3)
+    more = {} if drafter is None else {"drafter": drafter}
+    decoding = Decoding(Engine(model, **more), 0 if drafter is None else 3)
+    decoding.start("s0", ids, sampling)
+    forks = tuple(
+        admit(f"s{index}", ids, sampling, prompt="prompt of s0", sample_index=index, fork_of="s0", shared_tokens=38)
+        for index in (1, 2)
+    )  # fmt: skip
+    drafts = decoding.drafts
+    for one in forks:
+        decoding.prompts[one.id] = ids
+    decoding.take(decoding.engine.step(*(entry(one.id, 38, 1) for one in forks), admits=forks))
+    decoding.drafts |= drafts
+    decoding.run()
+    return decoding
+
+
 def test_forks_and_cached_prompts_share_what_the_draft_model_has_computed(model: Transformer) -> None:
     """The last block of the prompt is copied for the fork; whole blocks are shared."""
-    sampling = Sampling(temperature=0.9, ignore_eos=True)
-    ids = random_ids(39, 3)
-
-    def forked(draft: Transformer | None) -> Decoding:
-        more = {} if draft is None else {"drafter": drafter_of(draft)}
-        decoding = Decoding(Engine(model, **more), 0 if draft is None else 3)
-        decoding.start("s0", ids, sampling)
-        forks = tuple(
-            admit(f"s{index}", ids, sampling, prompt="prompt of s0", sample_index=index, fork_of="s0", shared_tokens=38)
-            for index in (1, 2)
-        )  # fmt: skip
-        drafts = decoding.drafts
-        for one in forks:
-            decoding.prompts[one.id] = ids
-        decoding.take(decoding.engine.step(*(entry(one.id, 38, 1) for one in forks), admits=forks))
-        decoding.drafts |= drafts
-        decoding.run()
-        return decoding
-
-    plain, found = forked(None), forked(model)
+    plain, found = forked(model, None), forked(model, drafter_of(model))
     assert_same(found, plain)
     assert len({tuple(text) for text in plain.texts.values()}) == 3
     assert found.accepted >= 0.95 * found.verified > 20
+
+
+def test_a_draft_model_that_cannot_copy_kv_for_forks_costs_no_token(model: Transformer) -> None:
+    cache = model.new_kv_cache(64, BLOCK_TOKENS)
+    copies: list[BlockCopy] = []
+
+    def exhausted(blocks: Sequence[BlockCopy]) -> None:
+        copies.extend(blocks)
+        if blocks:
+            raise RuntimeError("no memory is left")
+
+    cache.copy_blocks = exhausted  # type: ignore[method-assign]
+    plain, found = forked(model, None), forked(model, Drafter(model, cache, VOCAB))
+    assert copies
+    assert_same(found, plain)
 
 
 class Failing:

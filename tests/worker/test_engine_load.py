@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from medha.api.replica import MedhaReplicaSpec
+from medha.errors import CheckpointInvalid
 from medha.topology import Topology
 from medha.wire.messages import RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
@@ -87,6 +88,16 @@ def test_a_draft_model_takes_a_part_of_each_block_and_its_guesses_are_timed(tmp_
     assert plain.draft_costs is None
     assert drafting.draft_costs is not None
     assert drafting.draft_costs.round_seconds > 0
+
+
+def test_an_unfit_draft_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """To read those of a large model takes minutes, and the rank would do so again each time that it starts."""
+    for name in ("tiny", "draft"):
+        init_checkpoint(tmp_path / name, preset="tiny", seed=0)
+    (tmp_path / "tiny" / "model.safetensors").unlink()
+    (tmp_path / "draft" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointInvalid, match=r"speculation\.draftModel .*tokenizer\.json is missing"):
+        load(settings_of(tmp_path, drafts=True), StepRecorder(0), lambda *_: None)
 
 
 def test_only_the_rank_that_samples_loads_a_draft_model(tmp_path: Path) -> None:

@@ -112,6 +112,13 @@ def test_a_length_that_fits_in_neither_form_names_the_size_of_whole_requests() -
         pool_sizes(replace(WINDOWED, window_blocks=50), 150 * MIB)
 
 
+def test_a_size_that_exceeds_what_is_free_is_refused_also_where_windows_could_be_freed() -> None:
+    request = replace(WINDOWED, size_bytes=800 * MIB)
+    assert pool_sizes(request, 840 * MIB) == (800, 1400)
+    with pytest.raises(OutOfMemory, match=r"kvCache\.size asks for 800 MiB, but 799 MiB are free"):
+        pool_sizes(request, 839 * MIB)
+
+
 def test_kv_before_windows_is_freed_only_if_more_tokens_fit_then() -> None:
     assert keeps_windows_alone(500, 800)
     assert keeps_windows_alone(0, 70)

@@ -6,7 +6,7 @@ from math import inf, nan
 import pytest
 
 from medha.topology import Topology
-from medha.wire.messages import RankHello, RankReady, Rendezvous, StepProfile
+from medha.wire.messages import DraftCosts, RankHello, RankReady, Rendezvous, StepProfile
 from medha_worker.controller.membership import (
     SILENT_SECONDS,
     Membership,
@@ -153,6 +153,16 @@ def test_a_rank_that_reports_what_no_rank_can_have_is_named(fields: dict[str, fl
     found = implausible(replace(READY, rank=3, **fields))  # type: ignore[arg-type]
     assert found is not None
     assert found.startswith(f"rank 3 says {next(iter(fields))} ")
+
+
+@pytest.mark.parametrize("name", ["first_seconds", "round_seconds", "row_seconds"])
+@pytest.mark.parametrize("seconds", [nan, inf, -0.1])
+def test_times_of_guesses_that_nobody_can_have_measured_are_named(name: str, seconds: float) -> None:
+    costs = DraftCosts(0.1, 0.2, 0.3)
+    assert implausible(replace(READY, draft_costs=costs)) is None
+    found = implausible(replace(READY, rank=3, draft_costs=replace(costs, **{name: seconds})))
+    assert found is not None
+    assert found.startswith(f"rank 3 says draft_costs.{name} {seconds}")
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,22 @@ def frees_windows(windows: Sequence[int | None], *, lanes: int, prefix_caching: 
 
 
 def window_blocks(
-    window_tokens: int, *, block_size_tokens: int, max_running: int, max_chunk_tokens: int, max_model_len: int
+    window_tokens: int,
+    *,
+    block_size_tokens: int,
+    max_running: int,
+    max_chunk_tokens: int,
+    max_model_len: int,
+    stages: int = 1,
 ) -> int:
     """Return the blocks of a pool that never runs out, however the controller fills its steps.
 
     Each of `max_running` sequences keeps a window. A step computes `max_chunk_tokens` positions of prompts at most,
-    and one position or draft for each running sequence; as many drafts of the step before it may have been accepted.
-    Each sequence begins and ends somewhere in a block.
+    and `max_running` positions and drafts of decodes. As many drafts of the step before it may have been accepted, and of
+    those that are in the pipeline's other `stages`. Each sequence begins and ends somewhere in a block.
     """
     longest_blocks = -(-max_model_len // block_size_tokens)
-    tokens = max_running * window_tokens + max_chunk_tokens + 2 * max_running
+    tokens = max_running * window_tokens + max_chunk_tokens + (1 + stages) * max_running
     return min(-(-tokens // block_size_tokens) + 2 * max_running, max_running * longest_blocks)
 
 

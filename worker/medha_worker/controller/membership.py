@@ -9,7 +9,7 @@ comes back after it was replaced, is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from medha.cost.cost_profile import Profile
@@ -176,6 +176,9 @@ def implausible(ready: RankReady) -> str | None:
         ("window_tokens", profile.window_tokens, 1, MOST_TOKENS),
         ("window_share", profile.window_share, 0, 1),
     ]
+    if ready.draft_costs is not None:
+        costs = asdict(ready.draft_costs).items()
+        numbers += [(f"draft_costs.{name}", seconds, 0, MOST_SECONDS) for name, seconds in costs]
     for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
         for tokens, seconds in points:
             numbers += [(name, tokens, 1, MOST_TOKENS), (name, seconds, 0, MOST_SECONDS)]

@@ -71,8 +71,14 @@ class Drafter:
         self._samplers: WeakKeyDictionary[SequenceSampler, SequenceSampler] = WeakKeyDictionary()
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy the KV of blocks, as the served model's is copied; the draft model frees none before its windows."""
-        self._kv_cache.copy_blocks(copies)
+        """Copy the KV of blocks, as the served model's is copied; the draft model frees none before its windows.
+
+        If that fails, guesses are wrong, and the step goes on.
+        """
+        try:
+            self._kv_cache.copy_blocks(copies)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
+            _log.warning("the draft model could not copy the KV of %d blocks: %s", len(copies), error)
 
     def follow(self, entries: Sequence[PlannedEntry], results: Sequence[Result]) -> Guesses:
         """Compute the rows of entries that a step has computed and sampled, and draw the guesses that they ask for.

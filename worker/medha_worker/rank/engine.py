@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -367,6 +368,7 @@ class Loaded:
                 max_running=scheduling.max_running,
                 max_chunk_tokens=scheduling.max_chunk_tokens,
                 max_model_len=config.max_model_len,
+                stages=spec.parallelism.stream,
             )
         return PoolRequest(
             block_bytes=self._block_bytes(),
@@ -395,6 +397,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     config = ModelConfig.from_directory(
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling, spec.kv_cache.dtype
     )
+    drafted = _draft_config(settings, config)  # what is wrong with it is reported before minutes of reading
     device = _device(settings, DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, device.dtype)
     shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
@@ -406,14 +409,12 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         kernels=choose_kernels(shard.kernel_sizes(config), device, spec.determinism),
         progress=_every_few_seconds(progress, time.monotonic),
     )
-    draft = _load_draft(settings, config, device, progress)
+    draft = None if drafted is None else _load_draft(*drafted, device, progress)
     return Loaded(settings, config, model, recorder, time.monotonic() - started, draft)
 
 
-def _load_draft(
-    settings: RankSettings, config: ModelConfig, device: Device, progress: Progress
-) -> Transformer | None:
-    """Read all weights of the draft model on a rank that samples; None without one, and on other ranks.
+def _draft_config(settings: RankSettings, config: ModelConfig) -> tuple[Path, ModelConfig] | None:
+    """Return the draft model's directory and configuration on a rank that samples; None without one, and on other ranks.
 
     Raises:
         MedhaError: it cannot be served, or not beside the model of `config`; the text names its field.
@@ -421,15 +422,23 @@ def _load_draft(
     directory = settings.draft_directory
     if directory is None or not _samples(settings):
         return None
-    found = draft_config(directory, settings.model_directory, config)
-    shard = Shard.whole(found)
-    _log.info("loading the draft model %s from %s", found.architecture, directory)
+    return directory, draft_config(directory, settings.model_directory, config)
+
+
+def _load_draft(directory: Path, config: ModelConfig, device: Device, progress: Progress) -> Transformer:
+    """Read all weights of the draft model.
+
+    Raises:
+        MedhaError: they are incomplete.
+    """
+    shard = Shard.whole(config)
+    _log.info("loading the draft model %s from %s", config.architecture, directory)
     return Transformer.load(
         directory,
-        found,
+        config,
         shard,
         device=device,
-        kernels=choose_kernels(shard.kernel_sizes(found), device, "bestEffort"),
+        kernels=choose_kernels(shard.kernel_sizes(config), device, "bestEffort"),
         progress=_every_few_seconds(progress, time.monotonic),
     )
 

@@ -33,6 +33,7 @@ def pool_sizes(request: PoolRequest, free_bytes: int) -> tuple[int, int]:
     Raises:
         OutOfMemory: both are 0, or `kvCache.size` exceeds the free memory.
     """
+    _require_free(request, free_bytes)
     beside_windows = _beside_windows(request, _pool_bytes(request, free_bytes))
     try:
         return pool_blocks(request, free_bytes), beside_windows
@@ -71,6 +72,16 @@ def _pool_bytes(request: PoolRequest, free_bytes: int) -> int:
     return int(max(free_bytes - request.activation_bytes, 0) * request.memory_fraction)
 
 
+def _require_free(request: PoolRequest, free_bytes: int) -> None:
+    """Refuse a `kvCache.size` that exceeds the free memory, in whatever form layers keep their KV."""
+    free_bytes = max(free_bytes - request.activation_bytes, 0)
+    if request.size_bytes is not None and request.size_bytes > free_bytes:
+        raise OutOfMemory(
+            f"kvCache.size asks for {_mib(request.size_bytes)}, but {_mib(free_bytes)} are free beside weights "
+            f"({_mib(request.weights_bytes)}) and activations ({_mib(request.activation_bytes)}); lower it"
+        )
+
+
 def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
     """Return the number of blocks of the pool.
 
@@ -82,6 +93,7 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
         OutOfMemory: a sequence of `max_model_len` tokens would not fit, or `kvCache.size` exceeds the free
             memory; the text gives the numbers and the remedy.
     """
+    _require_free(request, free_bytes)
     longest_blocks = -(-request.max_model_len // request.block_size_tokens)
     pool_bytes = _pool_bytes(request, free_bytes)
     free_bytes = max(free_bytes - request.activation_bytes, 0)
@@ -92,11 +104,6 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
         source = f"kvCache.size of {_mib(pool_bytes)}"
         mend = f"raise kvCache.size to at least {_mib(longest_blocks * request.block_bytes)}"
     blocks = min(pool_bytes // request.block_bytes, longest_blocks * request.max_running)
-    if request.size_bytes is not None and pool_bytes > free_bytes:
-        raise OutOfMemory(
-            f"kvCache.size asks for {_mib(pool_bytes)}, but {_mib(free_bytes)} are free beside weights "
-            f"({_mib(request.weights_bytes)}) and activations ({_mib(request.activation_bytes)}); lower it"
-        )
     if blocks < longest_blocks:
         lower = f", or lower model.maxModelLen to {blocks * request.block_size_tokens}" if blocks else ""
         raise OutOfMemory(
