@@ -112,7 +112,9 @@ WINDOWED = [
 
 CASES = (
     [
-        pytest.param((shape, architecture, 6 // max(shape[0], 2)), id=f"{Topology(*shape)} {architecture}")
+        pytest.param(
+            (shape, architecture, max(1, 6 // max(shape[0], 2))), id=f"{Topology(*shape)} {architecture}"
+        )
         for shape, architecture in PAIRWISE  # fewer examples where many all-reduces share two cores
     ]
     + [
