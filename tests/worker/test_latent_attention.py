@@ -84,7 +84,7 @@ def test_the_pool_holds_one_row_of_latent_and_key_for_each_token_on_every_tensor
         cache = model.new_kv_cache(5, 4)
         assert [tuple(pool.shape) for pool in cache.keys] == [(1, 6 * 4, 32 + 32)] * 2
         assert all(keys is values for keys, values in zip(cache.keys, cache.values, strict=True))
-        assert _block_bytes(config, model, 4) == 2 * 4 * (32 + 32) * 4
+        assert _block_bytes(config, model, 4, 2) == 2 * 4 * (32 + 32) * 4
     of_layer = 64 * (32 + 64) + 32 * 4 * 48 + 4 * (32 * (16 + 24) + 24 * 64)
     mlps = 3 * 64 * 112 + 64 * 8 + 3 * 64 * 48 * (3 + 1)
     assert config.linear_flops_per_token == 2 * (2 * of_layer + mlps + 160 * 64)
