@@ -366,7 +366,7 @@ def test_of_answers_that_share_their_prompt_the_last_one_to_make_way_frees_it(
 
 
 def test_while_others_make_way_nobody_takes_what_they_leave(replica_of: Any, submit_of: Any) -> None:
-    """What later requests took would be missing again, so that more answers would have to make way."""
+    """More answers would have to make way for the claimant if later requests took these blocks."""
     replica = replica_of(
         stages=3, kv_blocks=400, block_size_tokens=SIZE, step_seconds=0.1, short_headroom=0.5
     )

@@ -1,4 +1,4 @@
-"""Of an output with channels, clients get what is for the user, and none of the model's thoughts."""
+"""Clients get the parts of an output with channels that are for the user, and none of the model's thoughts."""
 
 from __future__ import annotations
 

@@ -614,11 +614,11 @@ class RankReady:
     link_bytes_per_second: float = 0.0  # between this rank and the same rank of another lane; 0: not measured
     kv_tensors: int = 2  # of a layer: K and V, or 1 where latents are both
     kv_element_bytes: int = 0
-    """Of a number of a key or value in memory; 0: as `element_bytes` (earlier release)."""
+    """Bytes of one number of a key or value in memory; 0: as `element_bytes` (earlier release)."""
     kv_scales: str = ""  # digest of the scales of K and V; empty: they have none
     draft_costs: DraftCosts | None = None  # of the rank that draws guesses; None: it has no draft model
     window_blocks: int = 0
-    """Of layers whose KV before the window is freed; 0: all layers keep the whole context."""
+    """Blocks of the pool of layers that free KV before their window; 0: all layers keep the whole context."""
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py

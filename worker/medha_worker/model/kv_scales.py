@@ -27,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Largest number of E4M3."""
 _MOST_EXPONENT = 12
-"""Of a scale: so that queries in float16 times it neither overflow nor vanish."""
+"""Largest exponent of a scale, a power of two, either way: a float16 query times it neither overflows nor vanishes."""
 _TILE_ROWS = 256  # rows of a weight whose lengths are computed at a time
 
 
@@ -84,7 +84,7 @@ def digest_of(scales: Sequence[LayerScales] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """What makes the K and V of a layer of the normed hidden states.
+    """The weights that make the K and V of a layer from its normed hidden states.
 
     Attributes:
         weight: [hidden, columns], of which the last ones are those of K and V, or of a latent row.
