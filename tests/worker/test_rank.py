@@ -32,6 +32,7 @@ from medha.api.replica import (
 from medha.wire.frames import encode, tokens_to_frame
 from medha.wire.messages import (
     Admit,
+    CompileGrammar,
     Done,
     Extent,
     Message,
@@ -303,7 +304,7 @@ def test_malformed_messages_are_dropped(served: tuple[Stage, RankReady]) -> None
     assert (done.samples, done.failures) == ((), ())
 
 
-OBEYED = (Rendezvous, Step, Shutdown, Trace)  # valid messages of these types are obeyed
+OBEYED = (Rendezvous, Step, CompileGrammar, Shutdown, Trace)  # valid messages of these types are obeyed
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
