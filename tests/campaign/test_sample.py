@@ -15,16 +15,11 @@ import pytest
 from campaign.runner import Plan, Stage
 
 SAMPLE = (
-    Plan("update", "kill-before", 2),  # the Secret
     Plan("update", "kill-after", 7),  # a StatefulSet
-    Plan("update", "kill-after", 16),
     Plan("update", "kill-before", 24),  # among the ends of old pods
     Plan("update", "events", 1),
-    Plan("scale", "stale", 0),
     Plan("scale", "kill-after", 21),
     Plan("scale", "answers", 1),
-    Plan("scale", "reads", 1),
-    Plan("scale", "pods", 1),
     Plan("delete", "kill-ending", 5),
 )
 

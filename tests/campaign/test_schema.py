@@ -24,6 +24,7 @@ def test_every_field_has_valid_and_invalid_values() -> None:
         assert mutation.invalid, mutation.path
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_fields_are_changed_and_put_back(controlled: ControlPlane, tmp_path: Path) -> None:
     with Api(controlled) as api:

@@ -97,6 +97,7 @@ def test_an_upgrade_changes_the_definitions_and_keeps_every_replica(
     assert accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}") == replica
 
 
+@pytest.mark.long
 def test_null_returns_a_value_that_was_set_to_its_default_when_a_release_is_upgraded(
     installer: Helm, accepting: ControlPlane
 ) -> None:
@@ -142,6 +143,7 @@ def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     assert uids(accepting) == before
 
 
+@pytest.mark.long
 def test_an_upgrade_that_stops_installing_definitions_leaves_them(
     installer: Helm, accepting: ControlPlane
 ) -> None:
@@ -151,6 +153,7 @@ def test_an_upgrade_that_stops_installing_definitions_leaves_them(
     assert uids(accepting) == before
 
 
+@pytest.mark.long
 def test_definitions_that_another_release_left_are_taken_over_when_asked(
     installer: Helm, accepting: ControlPlane
 ) -> None:
@@ -206,6 +209,7 @@ def test_an_installation_prints_which_namespaces_it_manages_and_what_its_rights_
     assert all(each in notes for each in said)
 
 
+@pytest.mark.long
 def test_two_releases_live_in_two_namespaces(installer: Helm, accepting: ControlPlane) -> None:
     install(installer, operator={"namespaces": [NAMESPACE]})
     mine = {"crds": {"install": False}, "operator": {"namespaces": ["team-a"]}}

@@ -53,6 +53,7 @@ def test_policies_are_compared_in_a_table_on_a_page_and_in_json(tmp_path: Path) 
     assert found["runs"][0]["result"]["all"]["arrived"] > 0
 
 
+@pytest.mark.long
 def test_longer_prompts_are_not_refused_and_what_is_refused_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     longs = ("--long", "1", "--long-scale", "3", "-p", "lars", "-o", str(out))
@@ -154,6 +155,7 @@ def simulate(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["simulate", "--quick", "--duration", "1", "-j", "1", *arguments])
 
 
+@pytest.mark.long
 def test_a_trace_with_times_is_run_once_and_shows_no_interval_over_its_seeds(tmp_path: Path) -> None:
     trace, out = tmp_path / "trace.csv", tmp_path / "page.html"
     trace.write_text(HEADER + "0,100,3\n1,100,3\n")

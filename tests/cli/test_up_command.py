@@ -253,8 +253,17 @@ def test_a_second_interrupt_kills_while_a_request_is_open_and_leaves_nothing(up:
     assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("moment", ["starting real", "loading LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("starting real", signal.SIGHUP),
+        ("starting real", signal.SIGINT),
+        ("starting real", signal.SIGTERM),
+        ("loading LlamaForCausalLM", signal.SIGINT),
+        pytest.param("loading LlamaForCausalLM", signal.SIGHUP, marks=pytest.mark.long),
+        pytest.param("loading LlamaForCausalLM", signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(
     manifest: Path, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
@@ -306,6 +315,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_of_the_machine_cannot_keep_it_from_ending(up: Up, tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:-2]):

@@ -311,14 +311,17 @@ def main(arguments: list[str]) -> int:
         help=f"of {', '.join(TARGETS)}, which are built if none is given, and {GPU_TARGET}",
     )
     parser.add_argument("--torch", choices=KINDS_OF_TORCH, default="cpu", help="which torch the worker holds")
-    parser.add_argument("--for-tests", action="store_true", help="build all that tests take")
+    parser.add_argument(
+        "--for-tests",
+        action="store_true",
+        help="build what CI tests: a worker without torch, whatever --torch says",
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.targets) - {*TARGETS, GPU_TARGET}:
         parser.error(f"no such target: {', '.join(sorted(unknown))}")
     try:
-        if options.for_tests:
-            build()
-        archives = build(options.targets or TARGETS, torch=options.torch)
+        torch = "none" if options.for_tests else options.torch
+        archives = build(options.targets or TARGETS, torch=torch)
     except CannotBuild as error:
         _record_event(f"tests that need images will be skipped: {error}")
         return 1 if os.environ.get("CI") else 0

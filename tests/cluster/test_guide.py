@@ -21,9 +21,8 @@ from cluster.guide import INSTALL, README, shown
 from cluster.namespaces import check_machine
 from cluster.nodes import PROGRAMS
 
-pytestmark = pytest.mark.timeout(
-    900
-)  # images are imported, four pods load torch, all on the cores of one machine
+# A worker with torch is built, images are imported, four pods load torch, all on the cores of one machine.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 ANSWER_SECONDS = 600.0
 END_SECONDS = 60.0
 

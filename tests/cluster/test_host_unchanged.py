@@ -121,8 +121,15 @@ def assert_soon_as(before: Host, starter: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("ended", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("shape", ["one-node", "two-nodes"])
+@pytest.mark.parametrize(
+    ("shape", "ended"),
+    [
+        ("one-node", signal.SIGKILL),
+        pytest.param("one-node", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("two-nodes", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("two-nodes", signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_the_host_is_as_before_and_only_cgroups_are_there_meanwhile(
     shape: str, ended: signal.Signals, tmp_path: Path
 ) -> None:

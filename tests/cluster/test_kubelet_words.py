@@ -15,7 +15,7 @@ from cluster.operator_process import limited_kubeconfig, operator
 from medha_operator.kube.kinds import REPLICA
 from medha_operator.operator_settings import OperatorSettings
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 HUB = {"huggingFace": {"repository": "a/b", "tokenSecret": {"name": "hf-tokn"}}}
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -21,7 +21,7 @@ from cluster.nodes import Cluster, two_nodes
 from cluster.operator_process import operator
 from medha_operator.replica.observed import seconds
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 READY_SECONDS = 120.0
 GRACE_SECONDS = 40

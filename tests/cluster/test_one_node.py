@@ -380,6 +380,7 @@ TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name of a replica, the reason that it is not ready, and what is wrong with it."""
 
 
+@pytest.mark.long
 def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first: set[str]) -> None:
     """In the words of a real scheduler, a real kubelet and a real worker."""
     private = f"{medha.MODELS}/private"

@@ -204,6 +204,7 @@ def cordoned(plane: ControlPlane, selector: str) -> Iterator[None]:
         plane.kubectl("uncordon", "-l", selector)
 
 
+@pytest.mark.long
 def test_with_all_nodes_cordoned_a_lone_replica_serves_on_and_a_drain_ends_once_a_node_is_added(
     plane: ControlPlane, api: Api
 ) -> None:

@@ -12,6 +12,7 @@ from cluster.conftest import skipping_what_cannot_run
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.long
 def test_a_new_replica_costs_one_write_for_each_object_one_status_and_one_read(tmp_path: Path) -> None:
     scale = benchmark("operator_scale")
     with skipping_what_cannot_run():

@@ -218,6 +218,7 @@ def with_further_fields(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_an_operator_with_newer_definitions_refuses_only_fields_that_somebody_has_set(
     installation: Installation, tmp_path: Path
 ) -> None:

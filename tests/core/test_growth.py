@@ -96,7 +96,7 @@ def test_one_that_can_need_no_more_never_steps_aside(replica_of: Any, submit_of:
 def test_a_request_steps_aside_a_bounded_number_of_times_and_doubles_its_output(
     replica_of: Any, submit_of: Any
 ) -> None:
-    replica = replica_of(kv_blocks=160, block_size_tokens=SIZE, default_output_tokens=4, max_model_len=636)
+    replica = replica_of(kv_blocks=80, block_size_tokens=SIZE, default_output_tokens=4, max_model_len=316)
     for index in range(20):
         replica.submit(submit_of(f"r{index}", 4))
     replica.run().check_empty()
@@ -104,8 +104,8 @@ def test_a_request_steps_aside_a_bounded_number_of_times_and_doubles_its_output(
     assert 2 <= most[1] <= MOST_ASIDES
     for index in range(20):
         outputs = [tokens - 4 for tokens in reserved(replica, f"r{index}")]
-        assert all(after >= min(2 * before, 636 - 4) - SIZE for before, after in pairwise(outputs))
-    assert all(len(tokens) == 632 for tokens in replica.emitted.values())
+        assert all(after >= min(2 * before, 316 - 4) - SIZE for before, after in pairwise(outputs))
+    assert all(len(tokens) == 312 for tokens in replica.emitted.values())
 
 
 def test_one_that_comes_back_doubles_its_output_also_where_outputs_are_short(

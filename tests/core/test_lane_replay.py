@@ -145,7 +145,7 @@ class Traffic:
         assert not hashes or hashes[replica.lane] == replica.state_hash()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lanes=st.integers(2, 3),
     stages=st.integers(1, 3),

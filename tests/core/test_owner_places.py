@@ -71,7 +71,7 @@ def test_an_owner_that_took_all_places_while_alone_gets_none_back_while_others_w
     replica.run().check_empty()
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4))
 def test_an_owner_that_is_alone_is_served_as_if_there_were_no_owners(
     replica_of: Any, submit_of: Any, sizes: list[int]
@@ -89,6 +89,7 @@ def test_an_owner_that_is_alone_is_served_as_if_there_were_no_owners(
     assert commands[0] == commands[1]
 
 
+@pytest.mark.long
 def test_waiting_sequences_over_the_threshold_do_not_keep_decodes_from_running_ahead(
     replica_of: Any, submit_of: Any
 ) -> None:

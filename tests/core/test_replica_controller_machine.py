@@ -613,5 +613,5 @@ class ControllerMachine(RuleBasedStateMachine):
         self.check_replay()
 
 
-ControllerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+ControllerMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 TestController = ControllerMachine.TestCase

@@ -393,12 +393,10 @@ def test_a_file_that_is_damaged_each_time_is_not_kept(hub: Hub, tmp_path: Path) 
 # --- without a Hub, and when a branch moves ---------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "offline",
-    [
-        pytest.param({}, id="down"),
-        pytest.param({"HF_HUB_OFFLINE": "1"}, id="offline", marks=pytest.mark.long),
-    ],
+    [pytest.param({}, id="down"), pytest.param({"HF_HUB_OFFLINE": "1"}, id="offline")],
 )
 def test_a_full_cache_of_a_commit_needs_no_hub(
     hub_in_parts: Hub, no_hub: Hub, tmp_path: Path, offline: dict[str, str]

@@ -53,6 +53,7 @@ def answers(replica: Replica) -> list[str]:
         replica.stop()
 
 
+@pytest.mark.long
 def test_pods_with_the_files_of_their_stage_answer_as_with_all_of_them(
     hub: Hub, in_parts: dict[str, bytes], checkpoint: Path, tmp_path: Path
 ) -> None:

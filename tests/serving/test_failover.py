@@ -68,6 +68,7 @@ def test_streams_of_a_replica_that_is_lost_continue_on_another_with_the_same_tex
     assert outcome.same == len(expected)
 
 
+@pytest.mark.long
 def test_streams_that_end_in_time_stay_on_a_replica_that_drains(
     failover: ModuleType, fleet: Any, expected: list[str]
 ) -> None:

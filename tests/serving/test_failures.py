@@ -150,6 +150,7 @@ def test_a_router_that_dies_breaks_its_connections_and_frees_what_they_held(repl
     replica.wait_idle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replica", GRIDS[:1], indirect=True)
 def test_steps_that_take_longer_than_predicted_are_seen_as_such(replica: Served) -> None:
     (controller,) = processes(replica, "medha_worker.controller")

@@ -34,7 +34,8 @@ if any(argument.endswith("/rank-1.json") for argument in sys.orig_argv):
 """Python runs it as each process begins; that of rank 1 takes a block of KV which nobody has given to anybody."""
 
 
-@pytest.mark.parametrize("parallelism", [{"kv": 2}, pytest.param({"stream": 2}, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("parallelism", [{"kv": 2}, {"stream": 2}])
 def test_a_fork_of_one_rank_ends_its_epoch_soon_and_nothing_else(
     parallelism: dict[str, int], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

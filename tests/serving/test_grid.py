@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grid.yaml"
 SHAPES = [
     pytest.param(None, id="TP2 x SPP2 x KVP2, as in examples/grid.yaml"),
     pytest.param((2, 2, 2, "ownerCompute"), id="TP2 x SPP2 x KVP2", marks=pytest.mark.long),
-    pytest.param((1, 1, 2, "auto"), id="KVP2, context parallel"),
+    pytest.param((1, 1, 2, "auto"), id="KVP2, context parallel", marks=pytest.mark.long),
     # More tensor ranks than KV heads.
     pytest.param((4, 1, 1, "ownerCompute"), id="TP4", marks=pytest.mark.long),
     pytest.param((1, 2, 1, "ownerCompute"), id="SPP2", marks=pytest.mark.long),

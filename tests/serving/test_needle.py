@@ -146,7 +146,8 @@ def test_a_chat_about_a_long_text_answers_with_the_passkey(
             assert answer.choices[0].message.content == f" {passkey}"
 
 
-@pytest.mark.parametrize("length", [SHORT[-1], pytest.param(65_536, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("length", [SHORT[-1], 65_536])
 def test_passkeys_on_four_lanes_are_found_and_lost_with_the_lane_that_holds_them(
     needle: Path,
     haystack: Callable[[int], Haystack],

@@ -100,9 +100,9 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("method", "shape"),
     [
-        ("promptLookup", {}),
+        pytest.param("promptLookup", {}, marks=pytest.mark.long),
         ("itself", {}),
-        ("another", {}),
+        pytest.param("another", {}, marks=pytest.mark.long),
         pytest.param("promptLookup", {"stream": 2, "kv": 2}, marks=pytest.mark.long),
         pytest.param("itself", {"tensor": 2, "stream": 2}, marks=pytest.mark.long),
     ],

@@ -124,6 +124,7 @@ def test_responses_call_functions_and_take_their_outputs(client: openai.OpenAI) 
         history.append({"type": "function_call_output", "call_id": call.call_id, "output": json.dumps(turn)})
 
 
+@pytest.mark.long
 def test_a_model_without_a_token_that_ends_a_text_answers_unless_a_grammar_is_needed(
     checkpoint: Path, tmp_path: Path
 ) -> None:

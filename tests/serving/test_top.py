@@ -331,6 +331,7 @@ def prepared_ahead(events: list[dict[str, Any]]) -> int:
     return count
 
 
+@pytest.mark.long
 def test_the_trace_shows_chunks_of_one_prompt_in_both_stages_at_once(
     load: Load, grid: Served, folder: Path
 ) -> None:

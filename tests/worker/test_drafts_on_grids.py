@@ -38,10 +38,10 @@ MOST_TOKENS = 130
 READS_WEIGHTS = StepProfile(0.01, 1e-6, 1e-9, 1e-6)
 """A device on which verifying guesses costs next to nothing."""
 SHAPES = [
-    pytest.param(((1, 1, 1), "llama", 6), id="one rank"),
-    pytest.param(((2, 2, 1), "qwen3", 4), id="TP2 x SPP2"),
-    pytest.param(((1, 1, 2), "llama-biased", 4), id="KVP2"),
-    pytest.param(((1, 1, 1), "gemma3_text-window", 6), id="one rank, windows"),
+    pytest.param(((1, 1, 1), "llama", 3), id="one rank"),
+    pytest.param(((2, 2, 1), "qwen3", 2), id="TP2 x SPP2"),
+    pytest.param(((1, 1, 2), "llama-biased", 2), id="KVP2"),
+    pytest.param(((1, 1, 1), "gemma3_text-window", 3), id="one rank, windows"),
 ] + [
     pytest.param((shape, architecture, 30), id=f"{Topology(*shape)} long", marks=pytest.mark.long)
     for shape, architecture in [

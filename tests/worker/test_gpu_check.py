@@ -45,9 +45,10 @@ def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
     "part",
     [
         "numerics",
-        "sampling",
-        "graphs",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("determinism", "chunks", "peers")),
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ("sampling", "graphs", "determinism", "chunks", "peers")
+        ),
     ],
 )
 def test_a_part_runs_without_our_packages(part: str) -> None:

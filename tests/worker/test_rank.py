@@ -366,6 +366,7 @@ def test_sigterm_lets_the_step_that_runs_finish(start: Callable[..., Stage]) -> 
     assert stage.ended()[0] == 0
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_rank_that_still_loads(start: Callable[..., Stage]) -> None:
     stage = start()
     assert stage.process.stderr is not None
@@ -412,6 +413,7 @@ def fault_of(stage: Stage) -> str:
     return message.detail
 
 
+@pytest.mark.long
 def test_a_pool_that_cannot_hold_the_longest_request_is_an_error_that_names_the_fix(
     start: Callable[..., Stage],
 ) -> None:
@@ -423,6 +425,7 @@ def test_a_pool_that_cannot_hold_the_longest_request_is_an_error_that_names_the_
     assert "raise kvCache.size" in detail
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_not_there_is_a_fault(start: Callable[..., Stage], tmp_path: Path) -> None:
     assert "config.json" in fault_of(start(SPEC, tmp_path / "nowhere"))
 
