@@ -42,10 +42,34 @@ class KnownReplica:
     card: Announce  # its last announcement
     heard_at: float  # when its last message of any kind arrived, in seconds of `Listening`
     announced_at: float
-    open: dict[str, OpenSequence] = field(default_factory=dict)  # by wire id
+    open: dict[str, OpenSequence] = field(default_factory=dict)  # by wire id; see `opens` and `closes`
     forwarded: list[Forwarded] = field(default_factory=list)  # since that announcement
     full: bool = False  # it has refused a sequence since
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
+    _reserved_tokens: dict[str, int] = field(default_factory=dict)  # of KV, by wire id, as expected when sent
+    _reserved_by_owner: dict[str, int] = field(default_factory=dict)  # of owners with open sequences only
+
+    def opens(self, wire_id: str, sequence: OpenSequence, reserved_tokens: int) -> None:
+        """Note a sequence that is sent to it, and that is expected to reserve this much KV."""
+        self.open[wire_id] = sequence
+        self._reserved_tokens[wire_id] = reserved_tokens
+        held = self._reserved_by_owner.get(sequence.owner, 0)
+        self._reserved_by_owner[sequence.owner] = held + reserved_tokens
+
+    def closes(self, wire_id: str) -> None:
+        """Forget a sequence that has ended here."""
+        owner = self.open.pop(wire_id).owner
+        self._reserved_by_owner[owner] -= self._reserved_tokens.pop(wire_id)
+        if not self._reserved_by_owner[owner]:  # each sequence reserves a token at least
+            del self._reserved_by_owner[owner]
+
+    def exceeds_share(self, owner: str, reserved_tokens: int) -> bool:
+        """Return whether an owner that has sequences here beside others would hold more than an equal share of the KV.
+
+        Up to that share, decodes of others make way for it (`medha.scheduler.growth`). Only sequences of this router count.
+        """
+        held, owners = self._reserved_by_owner.get(owner, 0), len(self._reserved_by_owner)
+        return held > 0 and owners > 1 and (held + reserved_tokens) * owners > self.card.kv_tokens_total
 
     def announce(self, card: Announce, now: float) -> None:
         self.card, self.announced_at = card, now

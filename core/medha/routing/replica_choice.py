@@ -67,8 +67,7 @@ def choose(
         berth = replica.berth(tokens, reserved_tokens)
         cached = replica.prefixes.known_tokens(prefix) if replica.seconds_ahead <= most_seconds else 0
         return (
-            (card.waiting > 0 or not berth.has_kv)
-            and _exceeds_share(sequence.owner, reserved_tokens, replica),
+            (card.waiting > 0 or not berth.has_kv) and replica.exceeds_share(sequence.owner, reserved_tokens),
             not berth.has_kv,
             berth.seconds_ahead + replica.own_seconds(tokens, cached),
             -cached,
@@ -78,19 +77,6 @@ def choose(
         )
 
     return min(replicas, key=preference)
-
-
-def _exceeds_share(owner: str, reserved_tokens: int, replica: KnownReplica) -> bool:
-    """Return whether an owner that has sequences in a replica would hold more than an equal share of its KV.
-
-    Up to that share, decodes of others make way for it (`medha.scheduler.growth`). Only sequences of this router count.
-    """
-    there = replica.open.values()
-    own = [reservation_tokens(one, replica.card) for one in there if one.owner == owner]
-    if not own or len(own) == len(there):
-        return False
-    owners = len({one.owner for one in there})
-    return (sum(own) + reserved_tokens) * owners > replica.card.kv_tokens_total
 
 
 def _most_seconds(serving: Sequence[KnownReplica]) -> float:

@@ -647,10 +647,10 @@ class RouterCore:
         sequence.replica, sequence.wire_id = name, wire_id
         sequence.sent_at, sequence.has_progress = now, False
         self._by_wire_id[wire_id] = sequence
-        replica.open[wire_id] = sequence
         cached = replica.prefixes.known_tokens(new.prefix)
         replica.prefixes.add(new.prefix)
         reserved = reservation_tokens(sequence, replica.card)
+        replica.opens(wire_id, sequence, reserved)
         lanes = replica.berth(sequence.tokens, reserved).lanes
         seconds = 0.0 if sequence.shares_prefill else replica.own_seconds(sequence.tokens, cached)
         replica.forwarded.append(Forwarded(sort_key, lanes, reserved, seconds))
@@ -730,7 +730,7 @@ class RouterCore:
             return
         del self._by_wire_id[sequence.wire_id]
         if sequence.replica in self._replicas:
-            del self._replicas[sequence.replica].open[sequence.wire_id]
+            self._replicas[sequence.replica].closes(sequence.wire_id)
         sequence.replica = None
 
     def _forget_withdrawn(self) -> None:

@@ -327,10 +327,11 @@ class Controller:
                     _log.info("the router at %s is connected", where)
                     self._announce(force=True)
                 case "gone":
-                    _log.warning(
-                        "the connection to the router at %s has ended, and with it its requests", where
+                    ended = self._end_requests_of(identity)
+                    level = logging.WARNING if ended else logging.INFO
+                    _log.log(
+                        level, "the connection to the router at %s has ended, and %d requests", where, ended
                     )
-                    self._end_requests_of(identity)
                     self._routers.lost(identity, links)
                 case "refused":
                     _log.error(
@@ -353,16 +354,17 @@ class Controller:
         keys, server = self._router_keys
         return RouterLinks(self._context, endpoints, self._settings.replica, keys, server, self._drops)
 
-    def _end_requests_of(self, identity: bytes) -> None:
-        """End the requests of a router that has gone; if it comes back, it submits them again."""
+    def _end_requests_of(self, identity: bytes) -> int:
+        """End the requests of a router that has gone, and return their number; if it comes back, it submits them again."""
         ended = self._routers.abandon(identity)
         if self._core is None:
-            return
+            return len(ended)
         for request_id in ended:
             self._end_output(request_id)
             if self._core is not None:
                 self._step(Cancel(request_id))
         self._prompts.abandon(identity)  # only now: each end may let a later one of these requests begin
+        return len(ended)
 
     # --- epochs -------------------------------------------------------------------------------------
 
