@@ -16,7 +16,7 @@ SILENCE_SECONDS = 6.0
 KINDS = (
     "kill controller",  # its connection ends
     "cut",  # it is silent
-    "drain",
+    pytest.param("drain", marks=pytest.mark.long),
     pytest.param("stop rank", marks=pytest.mark.long),
     pytest.param("stop", marks=pytest.mark.long),
     pytest.param("kill", marks=pytest.mark.long),

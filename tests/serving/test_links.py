@@ -134,7 +134,8 @@ def test_who_holds_a_ranks_key_and_talks_nonsense_is_counted_and_changes_nobodys
         context.term()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_kv_is_free_within_ten_seconds_of_the_routers_end_whatever_waited(
     replica: Watched, how: signal.Signals
 ) -> None:

@@ -287,6 +287,7 @@ def test_a_router_that_is_killed_breaks_its_own_connections_and_nothing_else(sit
     assert now == moved, "requests of the other routers went on undisturbed"
 
 
+@pytest.mark.long
 def test_a_router_that_is_added_and_one_that_is_rolled_cost_no_request(site: Site) -> None:
     first = routers(site, 2)[0]
     with load(site) as (balancer, running):
