@@ -45,6 +45,9 @@ from served import medha_up, served, vllm_serve, write_manifest
 
 from medha_worker.checkpoints.presets import init_checkpoint
 
+LENGTHS = (1024, 4096, 8192, 16384, 32768)
+"""Tokens of the prompts that are measured alone."""
+
 
 def medha_server(stack: ExitStack, checkpoint: Path, threads: int) -> str:
     """Serve the checkpoint with `medha up`; return its URL."""
@@ -97,6 +100,8 @@ def main() -> int:
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help=text)
     options.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="(default 256)")
     options.add_argument("--output-tokens", type=int, default=64, metavar="N", help="(default 64)")
+    text = "leave out longer prompts of `length` (default 32768)"
+    options.add_argument("--longest-prompt", type=int, default=LENGTHS[-1], metavar="N", help=text)
     options.add_argument("--peer", choices=["vllm"], action="append", default=[], help="measure it as well")
     text = "how vLLM's CPU build is called (default vllm)"
     options.add_argument("--vllm-command", default="vllm", metavar="COMMAND", help=text)
@@ -104,7 +109,9 @@ def main() -> int:
     threads, rounds, outputs = arguments.threads, arguments.rounds, arguments.output_tokens
     torch.set_num_threads(threads)
     streams = [1, 8] if arguments.quick else [1, 8, 32]
-    lengths = [1024] if arguments.quick else [1024, 4096, 8192, 16384, 32768]
+    lengths = (
+        [1024] if arguments.quick else [length for length in LENGTHS if length <= arguments.longest_prompt]
+    )
     if arguments.quick:
         rounds, outputs = 1, 8
     with ExitStack() as stack:
