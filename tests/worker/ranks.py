@@ -124,10 +124,19 @@ class Ranks:
         endpoint, size = free_endpoint(), self._config.hidden_size
 
         def rendezvous(rank: int) -> Mesh:
+            # Threads may wait for their turn on a busy machine; a rank that fails ends the waits of others.
             return Mesh(
-                self.topology, rank, endpoint, address="127.0.0.1", epoch=0, hidden_size=size, device=host_device(torch.float32),
-                rendezvous_seconds=30.0, new_plane=self._new_plane,
-            )  # fmt: skip
+                self.topology,
+                rank,
+                endpoint,
+                address="127.0.0.1",
+                epoch=0,
+                hidden_size=size,
+                device=host_device(torch.float32),
+                rendezvous_seconds=60.0,
+                wait_seconds=60.0,
+                new_plane=self._new_plane,
+            )
 
         self._grids = self.on_all(rendezvous)
 
