@@ -6,13 +6,16 @@ The rounding of activations is written here a second time, by the formulas of co
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from safetensors.torch import load_file, save_file
 
+from medha.linear_sizes import HEADS_UP
 from medha.quantisation import ActivationFormat, decode
 from medha_worker.checkpoints.quantised_checkpoint import (
     EXPERT_QUANTISATIONS,
@@ -67,13 +70,49 @@ def quantise_checkpoint(directory: Path, reference: Any, settings: dict[str, Any
     stored, numbers = quantise(load_file(path), settings)
     save_file(stored, path)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+    description = decode(settings)
     for layer, weight in numbers.items():
-        module, form = reference.get_submodule(layer), decode(settings).format_of(layer)
-        with torch.no_grad():
-            module.weight.copy_(weight)
-        if form is not None and form.activations is not None:
-            rounding = rounding_of(form.activations)
-            module.register_forward_pre_hook(lambda _, inputs, rounding=rounding: (rounding(inputs[0]),))
+        form = description.format_of(layer)
+        assert form is not None
+        rounding = None if form.activations is None else rounding_of(form.activations)
+        index, expert = re.search(r"layers\.(\d+)\.", layer), re.search(r"\.experts\.(\d+)\.", layer)
+        if expert is None or index is None:
+            is_absorbed = layer.endswith(HEADS_UP)  # whose input is not rounded
+            replace_linear(reference.get_submodule(layer), weight, None if is_absorbed else rounding)
+        else:
+            experts = reference.model.layers[int(index[1])].mlp.experts
+            replace_expert(experts, int(expert[1]), layer.rpartition(".")[2], weight, rounding)
+
+
+def replace_linear(module: Any, weight: torch.Tensor, rounding: Rounding | None) -> None:
+    with torch.no_grad():
+        module.weight.copy_(weight)
+    if rounding is not None:
+        module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]),))
+
+
+def replace_expert(
+    experts: Any, expert: int, linear: str, weight: torch.Tensor, rounding: Rounding | None
+) -> None:
+    """Give one linear of an expert other weights; all experts then round what enters their linears, if that is asked for."""
+    place = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(linear)
+    with torch.no_grad():
+        if place is None:
+            experts.down_proj[expert].copy_(weight)
+        else:
+            experts.gate_up_proj[expert].view(2, *weight.shape)[place].copy_(weight)
+
+    def forward(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for one in chosen.unique().tolist():
+            rows, places = torch.where(chosen == one)
+            gate, up = F.linear(rounding(x[rows]), experts.gate_up_proj[one]).chunk(2, dim=-1)
+            found = F.linear(rounding(experts.act_fn(gate) * up), experts.down_proj[one])
+            total.index_add_(0, rows, found * weights[rows, places, None])
+        return total
+
+    if rounding is not None:
+        experts.forward = forward
 
 
 def quantise_experts_of(directory: Path, reference: Any) -> None:
