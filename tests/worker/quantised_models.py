@@ -42,29 +42,37 @@ def with_sizes(name: str, group_size: int) -> dict[str, Any]:
     return settings
 
 
-def rounding_of(form: ActivationFormat) -> Rounding:
-    """Return the rounding of activations that a format asks for."""
+def rounding_of(form: ActivationFormat, *, is_smooth: bool = False) -> Rounding:
+    """Return the rounding of activations that a format asks for; `is_smooth`: with `bend` in place of its steps."""
 
-    def integers(x: torch.Tensor) -> torch.Tensor:
-        scale = x.abs().amax(-1, keepdim=True) / 127.5
-        return torch.clamp(torch.round(x / scale), -128, 127) * scale
+    def nearest(steps: torch.Tensor) -> torch.Tensor:
+        if is_smooth:
+            return bend(steps)
+        if form.kind == "int8":
+            return torch.clamp(torch.round(steps), -128, 127)
+        return steps.clamp(-448, 448).to(torch.float8_e4m3fn).to(steps.dtype)
 
-    def floats(x: torch.Tensor) -> torch.Tensor:
-        scale = x.abs().amax(-1, keepdim=True) / 448
-        return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+    def dynamic(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / (127.5 if form.kind == "int8" else 448)
+        return nearest(x / scale) * scale
 
     def static(x: torch.Tensor) -> torch.Tensor:
         scale = torch.tensor([STATIC_SCALE])
-        return ((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+        return (nearest(x / scale) * scale).to(x.dtype)
 
     if form.group_size is not None:
-        return lambda x: torch.cat([floats(part) for part in x.split(form.group_size or 1, dim=-1)], dim=-1)
-    if form.is_static:
-        return static
-    return integers if form.kind == "int8" else floats
+        return lambda x: torch.cat([dynamic(part) for part in x.split(form.group_size or 1, dim=-1)], dim=-1)
+    return static if form.is_static else dynamic
 
 
-def quantise_checkpoint(directory: Path, reference: Any, settings: dict[str, Any]) -> None:
+def bend(steps: torch.Tensor, *_: object) -> torch.Tensor:
+    """Stand in for the rounding of steps: it depends on scales as much, but a last bit decides nothing."""
+    return steps + 0.1 * steps.sin()
+
+
+def quantise_checkpoint(
+    directory: Path, reference: Any, settings: dict[str, Any], *, is_smooth: bool = False
+) -> None:
     """Rewrite a checkpoint of one file in a quantised format, and make `reference` compute what that stands for."""
     path, config = directory / "model.safetensors", directory / "config.json"
     stored, numbers = quantise(load_file(path), settings)
@@ -74,7 +82,7 @@ def quantise_checkpoint(directory: Path, reference: Any, settings: dict[str, Any
     for layer, weight in numbers.items():
         form = description.format_of(layer)
         assert form is not None
-        rounding = None if form.activations is None else rounding_of(form.activations)
+        rounding = None if form.activations is None else rounding_of(form.activations, is_smooth=is_smooth)
         index, expert = re.search(r"layers\.(\d+)\.", layer), re.search(r"\.experts\.(\d+)\.", layer)
         if expert is None or index is None:
             is_absorbed = layer.endswith(HEADS_UP)  # whose input is not rounded

@@ -369,12 +369,14 @@ def rounded(
     else:
         assert largest is not None, "a row's scale is of the whole row"
         scale = _scale(largest, most)
-    steps = x / scale
+    return _nearest(x / scale, form).mul_(scale).to(x.dtype).flatten(1)[:, :columns]
+
+
+def _nearest(steps: torch.Tensor, form: ActivationFormat) -> torch.Tensor:
+    """Return the numbers of a format that are nearest to these, which are changed."""
     if form.kind == "int8":
-        steps = steps.round_().clamp_(-128, 127)
-    else:
-        steps = steps.clamp_(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn).to(steps.dtype)
-    return steps.mul_(scale).to(x.dtype).flatten(1)[:, :columns]
+        return steps.round_().clamp_(-128, 127)
+    return steps.clamp_(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn).to(steps.dtype)
 
 
 def _scale(largest: torch.Tensor, most: float) -> torch.Tensor:
