@@ -480,7 +480,6 @@ def _gptq(fields: _Settings) -> Quantisation:
     bits = fields.choice("bits", 4, 8)
     version = fields.choice("checkpoint_format", "gptq", "gptq_v2")
     fields.choice("lm_head", False)
-    fields.refuse("dynamic")
     fields.boolean("sym", True)
     form = WeightFormat(
         "GPTQ",
@@ -493,12 +492,24 @@ def _gptq(fields: _Settings) -> Quantisation:
         zero_point_offset=1 if version == "gptq" else 0,
     )
     every = _of_every_layer("gptq", form, fields)
+    every = replace(every, ignored=(*every.ignored, *_exceptions(fields)))
     listed = fields.nested_names("modules_in_block_to_quantize")
     if not listed:
         return every
     # They are named as within a layer; what is not listed is not quantised.
     target = rf"re:.*\.(?:{'|'.join(map(re.escape, listed))})$"
     return replace(every, formats=(((target,), form),))
+
+
+def _exceptions(fields: _Settings) -> tuple[str, ...]:
+    """Return the layers that `dynamic` of GPTQModel leaves as they are: expressions behind `-:`."""
+    if not fields.get("dynamic"):
+        return ()
+    entries = fields.inner("dynamic").values
+    if not all(entry.startswith("-:") for entry in entries):
+        raise fields.unsupported("dynamic", "one format for all quantised layers ('-:' names the others)")
+    found = [f"re:{entry.removeprefix('-:')}" for entry in entries]
+    return _Settings({"dynamic": found}, fields.path).names("dynamic")
 
 
 def _mxfp4(fields: _Settings) -> Quantisation:

@@ -148,6 +148,13 @@ def test_gptq_may_list_the_layers_that_are_quantised() -> None:
         decode(GPTQ | {"modules_in_block_to_quantize": [["q_proj"], [3]]})
 
 
+def test_gptq_may_except_layers_by_expressions() -> None:
+    found = decode(GPTQ | {"dynamic": {r"-:.*mlp\.gate$": {}, "-:.*layers.2.*down_proj": {}}})
+    assert found.format_of("model.layers.0.mlp.gate") is None
+    assert found.format_of("model.layers.0.mlp.experts.3.gate_proj") is not None
+    assert found.format_of("model.layers.2.mlp.experts.3.down_proj") is None
+
+
 def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
     groups = copy.deepcopy(W4A16["config_groups"])
     groups["group_1"] = copy.deepcopy(groups["group_0"]) | {"targets": ["re:.*up_proj"]}
@@ -209,7 +216,8 @@ def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
         (GPTQ, "lm_head", True, ModelUnsupported, "lm_head is True"),
         (GPTQ, "desc_act", "no", CheckpointInvalid, "desc_act is 'no'"),
         (GPTQ, "checkpoint_format", "marlin", ModelUnsupported, "checkpoint_format is 'marlin'"),
-        (GPTQ, "dynamic", {"-:.*": {}}, ModelUnsupported, "dynamic is"),
+        (GPTQ, "dynamic", {"+:.*down_proj": {"bits": 8}}, ModelUnsupported, "dynamic is .* one format for all"),
+        (GPTQ, "dynamic", {"-:(": {}}, CheckpointInvalid, "dynamic is .*valid expressions"),
     ],
 )  # fmt: skip
 def test_a_setting_that_is_not_served_is_refused_by_name_and_value(
