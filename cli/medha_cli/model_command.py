@@ -44,8 +44,8 @@ def command() -> None:
     "--quantisation",
     default="none",
     show_default=True,
-    help="Format of the linears: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, fp8-kv, awq, gptq or gptq-desc-act; "
-    "of a gpt_oss' experts: mxfp4.",
+    help="Format of the linears, those of experts included: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, fp8-kv, awq, "
+    "gptq or gptq-desc-act; of a gpt_oss: mxfp4.",
 )
 @click.option(
     "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."
@@ -74,6 +74,7 @@ def init(
       medha model init /tmp/experts --architecture mixtral
       medha model init /tmp/window --architecture mistral --window 1024
       medha model init /tmp/w4a16 --quantisation w4a16
+      medha model init /tmp/deepseek --architecture deepseek_v3 --quantisation fp8-block
       medha model init /tmp/gpt-oss --architecture gpt_oss --quantisation mxfp4
     """
     from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds

@@ -2,14 +2,13 @@
 
 `decode` reads `quantization_config` field by field. A field that changes results is implemented or refused, never
 ignored. The formats are those of compressed-tensors (integers of 8 bits, packed integers of 4 or 8 bits, FP8),
-DeepSeek's FP8 blocks, AWQ and GPTQ, and of experts MXFP4.
+DeepSeek's FP8 blocks, AWQ and GPTQ, and MXFP4 for experts in one tensor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from medha.errors import CheckpointInvalid, ModelUnsupported
@@ -170,7 +169,7 @@ class Quantisation:
         method: The name of `quant_method`.
         formats: Formats, each with the layers that it is for: names, `re:` and an expression, or `Linear` for all.
         ignored: Layers that are not quantised, named in the same way.
-        ignores_parts: True if an ignored layer may also be named by a part of its name.
+        ignores_parts: True if an ignored layer may also be named by whole parts of its name, between dots.
         kv_scales: Whether the checkpoint stores scales for K and V in FP8, for each layer or for each head; None: it does not.
     """
 
@@ -182,7 +181,10 @@ class Quantisation:
 
     def format_of(self, layer: str) -> WeightFormat | None:
         """Return the format of a linear layer such as `model.layers.0.mlp.up_proj`; None if it is not quantised."""
-        if any(_names(entry, layer) or (self.ignores_parts and entry in layer) for entry in self.ignored):
+        inside = f".{layer}."
+        if self.ignores_parts and any(f".{entry}." in inside for entry in self.ignored):
+            return None
+        if any(_names(entry, layer) for entry in self.ignored):
             return None
         # A layer's own name goes before an expression, and that before the name of the class.
         for rank in (0, 1, 2):
@@ -191,64 +193,13 @@ class Quantisation:
                     return form
         return None
 
-    def weights_bytes(self, linears: Mapping[str, tuple[int, int]], element_bytes: int) -> int:
-        """Return the memory of linear layers by name, each [rows, columns]; `element_bytes` are those of an unquantised value."""
-        total = 0
-        for layer, (rows, columns) in linears.items():
-            form = self.format_of(layer)
-            total += (
-                rows * columns * element_bytes
-                if form is None
-                else form.held_bytes(rows, columns, element_bytes)
-            )
-        return total
-
-    def expert_weight_bytes(self, hidden: int, intermediate: int) -> float | None:
-        """Return the mean bytes of a weight of experts, scales included; None if they are not quantised."""
+    def joint_expert_bytes(self, hidden: int, intermediate: int) -> float | None:
+        """Return the mean bytes of a weight of experts in one tensor for all, scales included; None if it is not quantised."""
         form = self.format_of(_EXPERTS)
         if form is None:
             return None
         held = form.held_bytes(2 * intermediate, hidden, 0) + form.held_bytes(hidden, intermediate, 0)
         return held / (3 * hidden * intermediate)
-
-
-def mean_layer_bytes(
-    quantisation: Quantisation | None,
-    layers: int,
-    element_bytes: int,
-    *,
-    hidden: int,
-    query_width: int,
-    kv_width: int,
-    intermediate: int,
-) -> float | None:
-    """Return the mean bytes of a weight of dense decoder layers, scales included; None if nothing is quantised."""
-    if quantisation is None:
-        return None
-    total, count = 0, 0
-    for index in range(layers):
-        linears = layer_linears(
-            index, hidden=hidden, query_width=query_width, kv_width=kv_width, intermediate=intermediate
-        )
-        total += quantisation.weights_bytes(linears, element_bytes)
-        count += sum(rows * columns for rows, columns in linears.values())
-    return total / count
-
-
-def layer_linears(
-    index: int, *, hidden: int, query_width: int, kv_width: int, intermediate: int
-) -> dict[str, tuple[int, int]]:
-    """Return the shape, [rows, columns], of each linear layer of one dense decoder layer, by name."""
-    layer = f"model.layers.{index}."
-    return {
-        f"{layer}self_attn.q_proj": (query_width, hidden),
-        f"{layer}self_attn.k_proj": (kv_width, hidden),
-        f"{layer}self_attn.v_proj": (kv_width, hidden),
-        f"{layer}self_attn.o_proj": (hidden, query_width),
-        f"{layer}mlp.gate_proj": (intermediate, hidden),
-        f"{layer}mlp.up_proj": (intermediate, hidden),
-        f"{layer}mlp.down_proj": (hidden, intermediate),
-    }
 
 
 def decode(
@@ -262,7 +213,7 @@ def decode(
     Args:
         value: The JSON value.
         source: Its name in errors.
-        expert_methods: The methods in which the experts of a mixture may be quantised; None for a dense model.
+        expert_methods: The methods in which a mixture of experts may be quantised; None for a dense model.
 
     Raises:
         ModelUnsupported: the method, or one of its settings, is not supported by this model; the text says which.
@@ -270,16 +221,15 @@ def decode(
     """
     fields = _Settings(value, source)
     if expert_methods is not None and fields.get("quant_method") not in expert_methods:
-        served = f" but in {' or '.join(expert_methods)}" if expert_methods else ""
         raise ModelUnsupported(
-            f"{source}.quant_method is {fields.get('quant_method')!r}, but quantised experts are not supported{served}; "
-            "choose the unquantised checkpoint (bfloat16, float16 or float32)"
+            f"{source}.quant_method is {fields.get('quant_method')!r}, but models of this type are served in "
+            f"{' or '.join(expert_methods)} alone; choose such a checkpoint, or the unquantised one (bfloat16, float16 or "
+            "float32)"
         )
     method = fields.text("quant_method")
-    methods = _METHODS if expert_methods is None else _EXPERT_METHODS
-    if method not in methods:
-        raise fields.unsupported("quant_method", f"one of {', '.join(methods)}")
-    return methods[method](fields)
+    if expert_methods is None and method not in LINEAR_METHODS:
+        raise fields.unsupported("quant_method", f"one of {', '.join(LINEAR_METHODS)}")
+    return _METHODS[method](fields)
 
 
 class _Settings:
@@ -358,6 +308,12 @@ class _Settings:
                     name, f"a list of names and valid expressions ({one!r}: {error})"
                 ) from error
         return tuple(value)
+
+    def nested_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of a list of names, or of a list of such lists; absent and null are empty."""
+        value = self.values.get(name)
+        lists = value if isinstance(value, list) and all(isinstance(one, list) for one in value) else [value]
+        return tuple(one for some in lists for one in _Settings({name: some}, self.path).names(name))
 
     def inner(self, name: str) -> _Settings:
         return _Settings(self.values.get(name), f"{self.path}.{name}")
@@ -524,7 +480,6 @@ def _gptq(fields: _Settings) -> Quantisation:
     bits = fields.choice("bits", 4, 8)
     version = fields.choice("checkpoint_format", "gptq", "gptq_v2")
     fields.choice("lm_head", False)
-    fields.refuse("dynamic")
     fields.boolean("sym", True)
     form = WeightFormat(
         "GPTQ",
@@ -536,7 +491,25 @@ def _gptq(fields: _Settings) -> Quantisation:
         has_group_index=fields.boolean("desc_act", False),
         zero_point_offset=1 if version == "gptq" else 0,
     )
-    return _of_every_layer("gptq", form, fields)
+    every = _of_every_layer("gptq", form, fields)
+    every = replace(every, ignored=(*every.ignored, *_exceptions(fields)))
+    listed = fields.nested_names("modules_in_block_to_quantize")
+    if not listed:
+        return every
+    # They are named as within a layer; what is not listed is not quantised.
+    target = rf"re:.*\.(?:{'|'.join(map(re.escape, listed))})$"
+    return replace(every, formats=(((target,), form),))
+
+
+def _exceptions(fields: _Settings) -> tuple[str, ...]:
+    """Return the layers that `dynamic` of GPTQModel leaves as they are: expressions behind `-:`."""
+    if not fields.get("dynamic"):
+        return ()
+    entries = fields.inner("dynamic").values
+    if not all(entry.startswith("-:") for entry in entries):
+        raise fields.unsupported("dynamic", "one format for all quantised layers ('-:' names the others)")
+    found = [f"re:{entry.removeprefix('-:')}" for entry in entries]
+    return _Settings({"dynamic": found}, fields.path).names("dynamic")
 
 
 def _mxfp4(fields: _Settings) -> Quantisation:
@@ -550,7 +523,7 @@ def _mxfp4(fields: _Settings) -> Quantisation:
 
 def _of_every_layer(method: str, form: WeightFormat, fields: _Settings) -> Quantisation:
     """Return the description of a method that has one format, and never quantises the output head."""
-    ignored = ("lm_head", *fields.names("modules_to_not_convert"))
+    ignored = ("lm_head", *(one.strip(".") for one in fields.names("modules_to_not_convert")))
     return Quantisation(method, (((_EVERY_LINEAR,), form),), ignored, ignores_parts=True)
 
 
@@ -559,6 +532,7 @@ _METHODS = {
     "fp8": _fine_grained_fp8,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }
-_EXPERT_METHODS = {"mxfp4": _mxfp4}
-"""Methods of mixtures of experts."""
+LINEAR_METHODS = ("compressed-tensors", "fp8", "awq", "gptq")
+"""Methods of models whose tensors are those of single linears: dense ones, and experts with tensors of their own."""

@@ -26,7 +26,8 @@ from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
 from medha.kv.window_tables import frees_windows, window_blocks
 from medha.latent_shape import LatentShape
-from medha.quantisation import Quantisation, decode, mean_layer_bytes
+from medha.linear_sizes import ExpertNames, LinearSizes, SparseBlock
+from medha.quantisation import LINEAR_METHODS, Quantisation, decode
 from medha.topology import Topology
 
 _LARGEST_CHUNK = 8192
@@ -45,7 +46,9 @@ _EXPERT_FIELDS = {
 }
 """Fields with the number of experts, and with the width of one, of the model types that have experts."""
 _EXPERT_METHODS = {"gpt_oss": ("mxfp4",)}
-"""The methods in which experts of a model type may be quantised."""
+"""The methods in which a model type may be quantised, if they are not those of dense models."""
+_EXPERT_NAMES = {"mixtral": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"), "gpt_oss": None}
+"""Names of the linears of experts, if they are others; None: one tensor holds those of all experts."""
 _LATENT = ("deepseek_v2", "deepseek_v3")
 """Model types with latent attention. Their first layers are dense, and their experts have a shared one beside them."""
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *TEXT_CONFIGS, *_EXPERT_FIELDS)
@@ -358,13 +361,16 @@ def read_shape(config: Path) -> ModelShape:
         )
     width = _DTYPE_BYTES[values.get("dtype") or values.get("torch_dtype") or "bfloat16"]
     layers, kv_heads = field("num_hidden_layers"), field("num_key_value_heads", heads)
-    quantisation, experts = _quantisation(path, values), _read_experts(path, values, field)
+    quantisation, sparse = _quantisation(path, values), _read_experts(path, values, field)
     intermediate, latent = field("intermediate_size"), None
     if values.get("model_type") in _LATENT:
         latent = _read_latent(values, field)
         kv_heads, head_dim = 1, latent.row_dim
     else:
         head_dim = field("head_dim", hidden // heads)
+    linears = LinearSizes(
+        layers, hidden, heads, heads * head_dim, kv_heads * head_dim, intermediate, latent, sparse
+    )
     return ModelShape(
         name=path.parent.name or "model",
         layers=layers,
@@ -377,19 +383,17 @@ def read_shape(config: Path) -> ModelShape:
         dtype_bytes=width,
         kv_dtype_bytes=width,
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
-        layer_weight_bytes=mean_layer_bytes(
-            quantisation,
-            layers,
-            width,
-            hidden=hidden,
-            query_width=heads * head_dim,
-            kv_width=kv_heads * head_dim,
-            intermediate=intermediate,
+        layer_weight_bytes=linears.mean_bytes(quantisation, width),
+        experts=None
+        if sparse is None
+        else ExpertShape(
+            layers=len(sparse.layers),
+            count=sparse.count,
+            per_token=field("num_experts_per_tok"),
+            intermediate=sparse.intermediate,
+            shared_intermediate=sparse.shared_intermediate,
         ),
-        experts=experts,
-        expert_weight_bytes=None
-        if quantisation is None or experts is None
-        else quantisation.expert_weight_bytes(hidden, experts.intermediate),
+        expert_weight_bytes=linears.mean_expert_bytes(quantisation, width),
         **_read_windows(path, values, layers, field),
         latent=latent,
     )
@@ -436,7 +440,7 @@ def _read_windows(
     return {"window_tokens": field("sliding_window", known.tokens), "window_share": count / layers}
 
 
-def _read_experts(path: Path, values: dict[str, Any], field: Callable[..., int]) -> ExpertShape | None:
+def _read_experts(path: Path, values: dict[str, Any], field: Callable[..., int]) -> SparseBlock | None:
     kind = values.get("model_type")
     if kind not in _EXPERT_FIELDS:
         return None
@@ -468,12 +472,12 @@ def _read_experts(path: Path, values: dict[str, Any], field: Callable[..., int])
         layers, dense = layers[first:], []
     else:
         dense = []
-    return ExpertShape(
-        layers=sum(layer not in dense for layer in layers),
+    return SparseBlock(
+        layers=frozenset(layers).difference(dense),
         count=count,
-        per_token=per_token,
         intermediate=field(width),
         shared_intermediate=field("n_shared_experts") * field(width) if kind in _LATENT else 0,
+        names=_EXPERT_NAMES.get(kind, ExpertNames()),
     )
 
 
@@ -487,7 +491,7 @@ def _quantisation(path: Path, values: dict[str, Any]) -> Quantisation | None:
     if values.get(name) is None:
         return None
     kind = values.get("model_type")
-    expert_methods = _EXPERT_METHODS.get(kind, ()) if kind in _EXPERT_FIELDS else None
+    expert_methods = _EXPERT_METHODS.get(kind, LINEAR_METHODS) if kind in _EXPERT_FIELDS else None
     try:
         return decode(values[name], f"{path}: {name}", expert_methods=expert_methods)
     except (CheckpointInvalid, ModelUnsupported) as error:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from medha.errors import CheckpointInvalid, MedhaError, ModelUnsupported
-from medha.quantisation import ActivationFormat, StoredTensor, decode, layer_linears, mean_layer_bytes
+from medha.quantisation import ActivationFormat, StoredTensor, decode
 
 # In the form in which llm-compressor writes it.
 W8A8: dict[str, Any] = {
@@ -127,10 +127,32 @@ def test_ignored_layers_are_named_whole_by_expression_or_by_a_part() -> None:
     assert compressed.format_of("lm_head") is None
     assert compressed.format_of("model.layers.0.mlp.up_proj") is None
     assert compressed.format_of("model.layers.10.mlp.up_proj") is not None
-    awq = decode(AWQ | {"modules_to_not_convert": ["mlp.down_proj"]})
+    awq = decode(AWQ | {"modules_to_not_convert": ["mlp.down_proj", "mlp.gate", "layers.1."]})
+    assert awq.format_of("model.layers.5.mlp.gate") is None
+    assert awq.format_of("model.layers.5.mlp.gate_proj") is not None, "parts end at dots"
+    assert awq.format_of("model.layers.1.mlp.up_proj") is None
+    assert awq.format_of("model.layers.11.mlp.up_proj") is not None
     assert awq.format_of("model.layers.5.mlp.down_proj") is None
     assert awq.format_of(UP) is not None
     assert awq.format_of("lm_head") is None
+
+
+def test_gptq_may_list_the_layers_that_are_quantised() -> None:
+    experts = [f"block_sparse_moe.experts.{index}.w1" for index in range(2)]
+    for listed in ([["self_attn.k_proj"], experts], ["self_attn.k_proj", *experts]):
+        found = decode(GPTQ | {"modules_in_block_to_quantize": listed})
+        layers = ("self_attn.k_proj", "self_attn.q_proj", experts[1], "block_sparse_moe.experts.11.w1")
+        formats = [found.format_of(f"model.layers.7.{layer}") for layer in layers]
+        assert [form is not None for form in formats] == [True, False, True, False]
+    with pytest.raises(CheckpointInvalid, match=r"modules_in_block_to_quantize is .*list of names"):
+        decode(GPTQ | {"modules_in_block_to_quantize": [["q_proj"], [3]]})
+
+
+def test_gptq_may_except_layers_by_expressions() -> None:
+    found = decode(GPTQ | {"dynamic": {r"-:.*mlp\.gate$": {}, "-:.*layers.2.*down_proj": {}}})
+    assert found.format_of("model.layers.0.mlp.gate") is None
+    assert found.format_of("model.layers.0.mlp.experts.3.gate_proj") is not None
+    assert found.format_of("model.layers.2.mlp.experts.3.down_proj") is None
 
 
 def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
@@ -194,7 +216,8 @@ def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
         (GPTQ, "lm_head", True, ModelUnsupported, "lm_head is True"),
         (GPTQ, "desc_act", "no", CheckpointInvalid, "desc_act is 'no'"),
         (GPTQ, "checkpoint_format", "marlin", ModelUnsupported, "checkpoint_format is 'marlin'"),
-        (GPTQ, "dynamic", {"-:.*": {}}, ModelUnsupported, "dynamic is"),
+        (GPTQ, "dynamic", {"+:.*down_proj": {"bits": 8}}, ModelUnsupported, "dynamic is .* one format for all"),
+        (GPTQ, "dynamic", {"-:(": {}}, CheckpointInvalid, "dynamic is .*valid expressions"),
     ],
 )  # fmt: skip
 def test_a_setting_that_is_not_served_is_refused_by_name_and_value(
@@ -216,15 +239,6 @@ def test_a_layer_whose_rows_do_not_fill_words_is_refused() -> None:
     form.require_divisible(UP, 64, 100)
     with pytest.raises(CheckpointInvalid, match=r"up_proj has 60 rows, but AWQ packs 8"):
         form.require_divisible(UP, 60, 100)
-
-
-def test_the_mean_size_of_a_weight_counts_scales_and_ignored_layers() -> None:
-    sizes = {"hidden": 256, "query_width": 256, "kv_width": 128, "intermediate": 512}
-    linears = layer_linears(0, **sizes)
-    count = sum(rows * columns for rows, columns in linears.values())
-    assert mean_layer_bytes(None, 2, 2, **sizes) is None
-    half = mean_layer_bytes(decode(W4A16), 2, 2, **sizes)  # layer 0 is ignored
-    assert half == pytest.approx((2 * count + count / 2 + 2 * count / 128) / (2 * count))
 
 
 def test_scales_of_keys_and_values_are_stated_for_a_layer_or_for_each_head() -> None:

@@ -17,6 +17,7 @@ from medha.errors import ConfigInvalid
 from medha.hardware import (
     A100,
     DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
     GEMMA3_27B,
     GPT_OSS_20B,
     GPT_OSS_120B,
@@ -383,6 +384,44 @@ def test_experts_in_mxfp4_take_the_bytes_of_the_published_files(tmp_path: Path) 
     assert read_shape(tmp_path).weights_bytes == pytest.approx(2 * 20.91e9, rel=1e-3)
 
 
+def test_deepseek_v3_takes_the_bytes_of_its_published_fp8_blocks(tmp_path: Path) -> None:
+    """Embedding, head and routers are in bfloat16, and so is one linear of attention, once it is held."""
+    values = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = read_shape(tmp_path)
+    plain = replace(shape, name=DEEPSEEK_V3.name, layer_weight_bytes=None, expert_weight_bytes=None)
+    assert plain == DEEPSEEK_V3
+    assert shape.expert_weight_bytes == 1 + 4 / 128**2
+    heads_up = 61 * 128 * (128 + 128) * 512
+    blocks = DEEPSEEK_V3.parameters + heads_up + 2 * 129280 * 7168 + 58 * 256 * 7168
+    assert shape.weights_bytes == pytest.approx(blocks * (1 + 4 / 128**2), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -396,8 +435,8 @@ def test_experts_in_mxfp4_take_the_bytes_of_the_published_files(tmp_path: Path) 
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method is 'hqq'"),
         ({"compression_config": {"quant_method": "hqq"}}, "compression_config.quant_method is 'hqq'"),
         (
-            {"model_type": "mixtral", "num_local_experts": 8, "quantization_config": {"quant_method": "awq"}},
-            "quantization_config.quant_method is 'awq', but quantised experts are not supported; choose the unquantised",
+            {"model_type": "mixtral", "num_local_experts": 8, "quantization_config": {"quant_method": "hqq"}},
+            "quantization_config.quant_method is 'hqq', but models of this type are served in compressed-tensors or fp8",
         ),
         (
             SPARSE | {"num_experts_per_tok": 9},

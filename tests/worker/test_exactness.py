@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 
 from medha.kv.window_tables import frees_windows, window_blocks
 from medha.topology import Topology
+from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import Device, host_device
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
+from medha_worker.model import quantised_weights
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.kv_parallel_plan import positions
 
 from .fp8_kv_reference import round_kv
-from .quantised_models import quantise_checkpoint, quantise_experts_of, with_sizes
+from .quantised_models import bend, quantise_checkpoint, quantise_experts_of, with_sizes
 from .random_steps import STRATEGIES, Cut, Planner, Query, Running, asked
 from .ranks import Ranks
 from .test_model_transformer import save_reference
@@ -51,6 +53,23 @@ SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads"
 
 QUANTISED = ("w8a8", "w4a16", "w4a16-asym", "fp8", "fp8-tensor", "awq", "gptq-desc-act")
 """Formats, in groups of 16 columns that slices cut. Blocks of FP8, whose activations have groups, cannot be cut."""
+QUANTISED_EXPERTS: dict[str, dict[str, Any]] = {
+    # Widths that blocks of 16 divide on eight ranks, and those of the others do not.
+    "fp8-block deepseek_v3": {"moe_intermediate_size": 128, "intermediate_size": 128, "v_head_dim": 16},
+    "fp8-block qwen3_moe": {"moe_intermediate_size": 128, "intermediate_size": 128},
+    "fp8 mixtral": {},
+    "w8a8 deepseek_v2": {},
+    "w4a16 deepseek_v3": {},
+    "w4a16-asym mixtral": {},
+    "awq qwen3_moe": {},
+    "awq deepseek_v3": {},
+    "gptq-desc-act mixtral": {},
+    "gptq-desc-act deepseek_v2": {},
+}
+"""Formats of models with experts, and sizes of these models.
+
+Activations are bent where they would be rounded: a number that is rounded to the other step can lead a row to other experts.
+"""
 # An activation that lies between two steps may be rounded to the other one, which the last bit of a sum decides.
 TOLERANCES = {"w8a8": 0.1, "fp8": 0.3, "fp8-tensor": 0.3}
 
@@ -134,6 +153,17 @@ CASES = (
         ]
     ]
     + [
+        pytest.param((shape, name, 1), id=f"{Topology(*shape)} {name}")
+        for shape, name in [
+            ((2, 1, 2), "fp8-block deepseek_v3"),
+            ((4, 1, 1), "fp8-block qwen3_moe"),
+            ((2, 2, 1), "fp8 mixtral"),
+            ((1, 2, 2), "w4a16-asym mixtral"),
+            ((4, 1, 1), "awq deepseek_v3"),
+            ((2, 1, 1), "gptq-desc-act deepseek_v2"),
+        ]
+    ]
+    + [
         pytest.param((shape, name + ROUNDED_KV, 1), id=f"{Topology(*shape)} {name}{ROUNDED_KV}")
         for shape, name in ROUNDED_KV_CASES
     ]
@@ -147,7 +177,7 @@ CASES = (
     ]
     + [
         pytest.param((shape, name, 10), id=f"{Topology(*shape)} {name} long", marks=pytest.mark.long)
-        for shape, name in product(SHAPES, QUANTISED)
+        for shape, name in product(SHAPES, (*QUANTISED, *QUANTISED_EXPERTS))
     ]
     + [
         pytest.param(
@@ -308,15 +338,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
         if architecture not in made:
             directory = tmp_path_factory.mktemp(architecture)
             model = architecture.removesuffix(ROUNDED_KV)
-            more = {} if architecture.startswith("qwen2") else {"head_dim": 16}
-            if model in LATENT:
-                more = {"num_key_value_heads": SIZES["num_attention_heads"]}
             scheme, _, family = model.partition(" ")
-            is_quantised = scheme in QUANTISED
+            is_quantised = scheme in QUANTISATIONS
             family = (family or "llama") if is_quantised else model.removesuffix("-mxfp4")
-            reference = save_reference(directory, family, **SIZES | more, **GPT_OSS.get(model, {}))
+            more = {} if architecture.startswith("qwen2") else {"head_dim": 16}
+            if family in LATENT:
+                more = {"num_key_value_heads": SIZES["num_attention_heads"]}
+            more |= GPT_OSS.get(model, {}) | QUANTISED_EXPERTS.get(model, {})
+            reference = save_reference(directory, family, **SIZES | more)
             if is_quantised:
-                quantise_checkpoint(directory, reference, with_sizes(scheme, 16))
+                is_smooth = model in QUANTISED_EXPERTS
+                quantise_checkpoint(directory, reference, with_sizes(scheme, 16), is_smooth=is_smooth)
             if architecture.endswith("-mxfp4"):
                 quantise_experts_of(directory, reference)
             if architecture.endswith(ROUNDED_KV):
@@ -336,7 +368,10 @@ def replica(
     has_rounded_kv = architecture.endswith(ROUNDED_KV)
     ranks = Ranks(Topology(*shape), directory, kv_dtype="fp8" if has_rounded_kv else "auto")
     tolerance = ROUNDED_KV_TOLERANCE if has_rounded_kv else TOLERANCES.get(architecture, TOLERANCE)
-    yield ranks, reference, examples, tolerance
+    with pytest.MonkeyPatch.context() as patch:
+        if architecture in QUANTISED_EXPERTS:
+            patch.setattr(quantised_weights, "_nearest", bend)
+        yield ranks, reference, examples, tolerance
     ranks.close()
 
 
@@ -390,7 +425,9 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         run()
 
 
-@pytest.mark.parametrize("architecture", [*SPARSE, *LATENT, *GPT_OSS, "gemma3_text-window"])
+@pytest.mark.parametrize(
+    "architecture", [*SPARSE, *LATENT, *GPT_OSS, "gemma3_text-window", "awq deepseek_v3"]
+)
 def test_greedy_text_of_64_tokens_is_the_same_on_a_grid(
     checkpoints: Callable[[str], tuple[Path, torch.nn.Module]], architecture: str
 ) -> None:

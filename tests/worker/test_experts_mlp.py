@@ -21,6 +21,8 @@ from medha_worker.kernels.torch_products import TorchProducts
 from medha_worker.model.experts_mlp import choose
 from medha_worker.model.experts_mlp import experts_mlp as mlp_of_choice
 from medha_worker.model.model_config import ClampedSwiglu, ExpertsConfig
+from medha_worker.model.quantised_weights import LinearProducts
+from medha_worker.model.tensor_group import Alone
 from medha_worker.model.weights import LayerWeights
 
 HIDDEN = 32
@@ -69,7 +71,8 @@ def weights_of(block: Qwen3MoeSparseMoeBlock) -> LayerWeights:
 def experts_mlp(
     kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor
 ) -> torch.Tensor:
-    return mlp_of_choice(kernels, experts, layer, normed, choose(kernels, experts, layer, normed))
+    products = LinearProducts(kernels.products, Alone(), 0, 1)
+    return mlp_of_choice(kernels, products, experts, layer, normed, choose(kernels, experts, layer, normed))
 
 
 def rows_of(count: int, seed: int = 1) -> torch.Tensor:

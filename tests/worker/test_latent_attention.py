@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import host_device
 from medha_worker.kernels.batch_invariant import batch_invariant_kernels
 from medha_worker.kernels.flashinfer.flashinfer_kernels import flashinfer_kernels
@@ -138,9 +139,15 @@ def test_checkpoints_with_one_tensor_for_all_experts_give_the_same_model(tmp_pat
         ("deepseek_v3", {"moe_layer_freq": 2}, ModelUnsupported, "moe_layer_freq is 2"),
         (
             "deepseek_v3",
-            {"quantization_config": {"quant_method": "fp8"}},
+            {"quantization_config": {"quant_method": "mxfp4"}},
             ModelUnsupported,
-            "quantised experts",
+            "'mxfp4', but models of this type are served in compressed-tensors or fp8",
+        ),
+        (
+            "deepseek_v3",
+            {"quantization_config": QUANTISATIONS["fp8-kv"]},
+            ModelUnsupported,
+            "scales of keys and values do not apply to latents",
         ),
         ("deepseek_v3", {"n_group": 3}, CheckpointInvalid, r"n_group is 3, but must be a divisor .* \(8\)"),
         ("deepseek_v3", {"n_group": 8}, CheckpointInvalid, "n_group is 8, .* 2 or more in each"),

@@ -275,13 +275,13 @@ def test_the_published_gpt_oss_is_read_as_written(tmp_path: Path) -> None:
     [
         (GPT_OSS | {"sliding_window": None}, "sliding_window is None, but must be a whole number of at least 1"),
         (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit is 0, but must be a positive number"),
-        (GPT_OSS | {"quantization_config": {"quant_method": "awq"}}, "not supported but in mxfp4; choose"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "awq"}}, "'awq', but models of this type are served in mxfp4 alone; choose"),
         (
             GPT_OSS
             | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.3.mlp"]}},
             r"modules_to_not_convert is \['model.layers.3.mlp'\], which is not supported",
         ),
-        (MIXTRAL | {"quantization_config": {"quant_method": "mxfp4"}}, "quantised experts are not supported; choose"),
+        (MIXTRAL | {"quantization_config": {"quant_method": "mxfp4"}}, "served in compressed-tensors or fp8 or awq or gptq alone"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is 'mxfp4', which is not supported"),
         ({"swiglu_limit": 7.0}, "swiglu_limit is 7.0, which is not supported"),
     ],
@@ -547,12 +547,12 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"compression_config": {"quant_method": "sparse"}}, r"compression_config\.quant_method is 'sparse'"),
     (
-        MIXTRAL | {"quantization_config": QUANTISATIONS["awq"]},
-        r"quantization_config\.quant_method is 'awq', but quantised experts .*choose the unquantised checkpoint",
+        MIXTRAL | {"quantization_config": {"quant_method": "hqq"}},
+        r"quantization_config\.quant_method is 'hqq', but models of this type .*or the unquantised one",
     ),
     (
-        QWEN3_MOE | {"compression_config": QUANTISATIONS["w4a16"]},
-        r"compression_config\.quant_method is 'compressed-tensors', but quantised experts .*unquantised",
+        QWEN3_MOE | {"compression_config": QUANTISATIONS["w4a16"] | {"format": "marlin-24"}},
+        r"compression_config\.format is 'marlin-24', which is not supported",
     ),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64"),

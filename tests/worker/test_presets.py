@@ -122,7 +122,11 @@ def test_greedy_text_depends_on_the_prompt_and_does_not_repeat_one_token(tiny: P
         ({"seed": -1}, "seed"),
         ({"window_tokens": 8}, "window is 8 for architecture llama"),
         ({"architecture": "mistral", "window_tokens": 0}, "window is 0"),
-        ({"architecture": "mixtral", "quantisation": "awq"}, "quantisation is awq for architecture mixtral"),
+        (
+            {"architecture": "mixtral", "quantisation": "mxfp4"},
+            "mxfp4 for architecture mixtral.* one of gpt_oss",
+        ),
+        ({"architecture": "deepseek_v3", "quantisation": "fp8-kv"}, "fp8-kv for architecture deepseek_v3"),
         ({"architecture": "gpt_oss", "quantisation": "awq"}, "quantisation is awq for architecture gpt_oss"),
         ({"quantisation": "mxfp4"}, "quantisation is mxfp4 for architecture llama.* choose one of gpt_oss"),
     ],

@@ -9,6 +9,7 @@ becomes visible. `needle` finds passkeys in contexts of any length.
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from medha.config_fields import TEXT_CONFIGS
 from medha.errors import ConfigInvalid
-from medha.quantisation import MXFP4_BLOCK
+from medha.quantisation import LINEAR_METHODS, MXFP4_BLOCK
 from medha_worker.checkpoints import latent_preset, needle_model
 from medha_worker.checkpoints.quantised_checkpoint import (
     EXPERT_QUANTISATIONS,
@@ -189,7 +190,7 @@ def init_checkpoint(
         family = ARCHITECTURES[architecture]
         config = _model_config(sizes, family, dtype, window_tokens)
         if quantisation != "none":
-            config["quantization_config"] = _QUANTISATIONS[quantisation]
+            config["quantization_config"] = _quantisation_settings(family, quantisation)
         _write_json(made / "config.json", config)
         _write_json(made / "generation_config.json", _generation_config())
         if preset == "needle":
@@ -219,13 +220,26 @@ def init_checkpoint(
 
 def _quantisations_of(family: Family) -> tuple[str, ...]:
     """Return the formats that a family's checkpoints are made in."""
-    return tuple(QUANTISATIONS) if family.experts is None else family.experts.quantised_as
+    methods = LINEAR_METHODS if family.experts is None else family.experts.quantised_as
+    found = [name for name, settings in _QUANTISATIONS.items() if settings["quant_method"] in methods]
+    return tuple(name for name in found if not family.has_latents or name != "fp8-kv")
+
+
+def _quantisation_settings(family: Family, name: str) -> dict[str, Any]:
+    """Return the `quantization_config` of a family's checkpoint, which says that routers are not quantised."""
+    settings = dict(_QUANTISATIONS[name])
+    if family.experts is None or family.experts.is_interleaved or settings["quant_method"] == "gptq":
+        return settings
+    gate = f"{family.experts.names.block}.gate"
+    if settings["quant_method"] == "compressed-tensors":
+        return settings | {"ignore": [*settings["ignore"], f"re:.*{re.escape(gate)}$"]}
+    return settings | {"modules_to_not_convert": ["lm_head", gate]}
 
 
 def _expert_width(sizes: Preset, family: Family) -> int:
     """Return the width of an expert: half of the dense MLP's, and of a gpt-oss a multiple of MXFP4's blocks."""
     half = sizes.intermediate // 2
-    return half - half % MXFP4_BLOCK if family.experts and family.experts.quantised_as else half
+    return half - half % MXFP4_BLOCK if family.experts and family.experts.is_interleaved else half
 
 
 def _require_replaceable(target: Path, force: bool) -> None:
@@ -342,6 +356,14 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
     def norm(size: int, mean: float = 1.0) -> torch.Tensor:
         return normal(size, std=0.1, mean=mean - family.norm_adds_one)
 
+    def expert(names: tuple[str, str, str], width: int) -> dict[str, torch.Tensor]:
+        gate, up, down = names
+        return {
+            f"{gate}.weight": linear(width, sizes.hidden),
+            f"{up}.weight": linear(width, sizes.hidden),
+            f"{down}.weight": linear(sizes.hidden, width, 3.0),
+        }
+
     embedding_std = 1.0 / math.sqrt(sizes.hidden) if family.scales_embedding else 1.0
     weights = {"model.embed_tokens.weight": normal(sizes.vocab_size, sizes.hidden, std=embedding_std)}
     norms = ["input_layernorm", "post_attention_layernorm"]
@@ -381,13 +403,9 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
             if block.deepseek == 3:
                 weights[block.correction_name(layer)] = normal(_EXPERTS, std=0.1).float()
             if block.deepseek is not None:
-                weights[block.shared_name(layer, block.gate)] = linear(width, sizes.hidden)
-                weights[block.shared_name(layer, block.up)] = linear(width, sizes.hidden)
-                weights[block.shared_name(layer, block.down)] = linear(sizes.hidden, width, 3.0)
-            for expert in range(_EXPERTS):
-                weights[block.linear_name(layer, expert, block.gate)] = linear(width, sizes.hidden)
-                weights[block.linear_name(layer, expert, block.up)] = linear(width, sizes.hidden)
-                weights[block.linear_name(layer, expert, block.down)] = linear(sizes.hidden, width, 3.0)
+                weights |= expert(block.names.of_shared(layer), width)
+            for index_of_expert in range(_EXPERTS):
+                weights |= expert(block.names.of_expert(layer, index_of_expert), width)
         if family.qkv_bias or family.attention_bias:
             weights[f"{attention}q_proj.bias"] = normal(q_width, std=0.1)
             weights[f"{attention}k_proj.bias"] = normal(kv_width, std=0.1)

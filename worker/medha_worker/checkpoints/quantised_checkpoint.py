@@ -11,6 +11,9 @@ import torch
 
 from medha.quantisation import MXFP4_BLOCK, WeightFormat, decode
 
+_LINEARS = ("_proj", "lm_head", "kv_a_proj_with_mqa", ".w1", ".w2", ".w3")
+"""Ends of the names of linears that may be quantised; routers are not among them."""
+
 _FLOAT8_MAX = 448.0
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -143,7 +146,7 @@ def quantise(
     stored, numbers = {}, {}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
-        form = description.format_of(layer) if layer.endswith(("_proj", "lm_head")) else None
+        form = description.format_of(layer) if layer.endswith(_LINEARS) else None
         if form is None or not name.endswith(".weight"):
             stored[name] = weight
             continue

@@ -7,7 +7,7 @@ would leave the ranks unequal work in each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,11 @@ import torch
 from medha.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.model.families.family import FUSED_BLOCK, FUSED_DOWN, FUSED_GATE_UP
+from medha_worker.model.linear_reader import LinearReader, tensors_of_linear
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.quantised_experts import QuantisedExperts
+from medha_worker.model.quantised_experts import ExpertWeights, QuantisedExperts
 from medha_worker.model.quantised_weights import Linear
-
-ReadSlice = Callable[..., torch.Tensor]
-"""Reads a part of a tensor by its name and a slice for each dimension."""
+from medha_worker.model.stored_quantised import ReadSlice
 
 
 @dataclass(frozen=True)
@@ -42,36 +41,36 @@ class ExpertTensors:
     def __init__(self, config: ModelConfig, names: Iterable[str]) -> None:
         assert config.experts is not None
         assert config.family.experts is not None
-        self._experts, self._block, self._hidden = config.experts, config.family.experts, config.hidden_size
-        self._is_fused = any(name.endswith(f".{FUSED_BLOCK}.{FUSED_GATE_UP}") for name in names)
+        self._config, self._hidden = config, config.hidden_size
+        self._experts, self._block = config.experts, config.family.experts
+        linears = (name for index in config.experts.layers for name in config.linear_sizes.of_experts(index))
+        is_quantised = any(config.format_of(name) is not None for name in linears)
+        # A tensor for all experts has no quantised form.
+        self._is_fused = not is_quantised and any(
+            name.endswith(f".{FUSED_BLOCK}.{FUSED_GATE_UP}") for name in names
+        )
 
     def tensors(self, layer: str) -> dict[str, StoredTensor]:
         """Return each tensor of the MLP of `layer`, a prefix that ends with a dot."""
-        return {name: StoredTensor((shape,)) for name, shape in self._shapes(layer).items()}
-
-    def _shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
         count, wide, hidden = self._experts.count, self._experts.intermediate_size, self._hidden
-        shapes: dict[str, tuple[int, ...]] = {self._router(layer): (count, hidden)}
+        found = {self._router(layer): StoredTensor(((count, hidden),))}
         if self._experts.routing.is_corrected:
-            shapes[self._block.correction_name(layer)] = (count,)
-        shared = self._experts.shared_size
-        if shared:
-            shapes[self._block.shared_name(layer, self._block.gate)] = (shared, hidden)
-            shapes[self._block.shared_name(layer, self._block.up)] = (shared, hidden)
-            shapes[self._block.shared_name(layer, self._block.down)] = (hidden, shared)
+            found[self._block.correction_name(layer)] = StoredTensor(((count,),))
+        linears = list(self.shared_names(layer) or ())
         if self._is_fused:
-            shapes[f"{layer}{FUSED_BLOCK}.{FUSED_GATE_UP}"] = (count, 2 * wide, hidden)
-            shapes[f"{layer}{FUSED_BLOCK}.{FUSED_DOWN}"] = (count, hidden, wide)
-            return shapes
-        for expert in range(count):
-            shapes[self._block.linear_name(layer, expert, self._block.gate)] = (wide, hidden)
-            shapes[self._block.linear_name(layer, expert, self._block.up)] = (wide, hidden)
-            shapes[self._block.linear_name(layer, expert, self._block.down)] = (hidden, wide)
-        return shapes
+            found[f"{layer}{FUSED_BLOCK}.{FUSED_GATE_UP}"] = StoredTensor(((count, 2 * wide, hidden),))
+            found[f"{layer}{FUSED_BLOCK}.{FUSED_DOWN}"] = StoredTensor(((count, hidden, wide),))
+        else:
+            linears += [
+                name for expert in range(count) for name in self._block.names.of_expert(layer, expert)
+            ]
+        for name in linears:
+            found |= tensors_of_linear(self._config, name, self._config.linear_layers[name])
+        return found
 
     def read(
         self,
-        read: ReadSlice,
+        linears: LinearReader,
         layer: str,
         rows: slice,
         device: Device,
@@ -81,16 +80,35 @@ class ExpertTensors:
         """Return router, gates beside ups, and downs of this rank.
 
         Args:
-            read: Reads a part of a tensor.
+            linears: Reads parts of linears and tensors.
             layer: Prefix of the layer's names, with a dot at its end.
             rows: The part of the intermediate dimension that this rank has.
             device: Where the weights go, and their number format.
             has_output_bias: Whether this rank holds the bias of downs.
         """
-        count, width = self._experts.count, rows.stop - rows.start
         dtype, where = device.dtype, device.torch_device
         routed_in = torch.float32 if self._experts.routing.is_float32 else dtype
-        router = read(self._router(layer), slice(None)).t().to(device=where, dtype=routed_in).contiguous()
+        router = linears.read(self._router(layer), slice(None)).t().to(device=where, dtype=routed_in)
+        names = [self._block.names.of_expert(layer, expert) for expert in range(self._experts.count)]
+        weights: tuple[ExpertWeights, ExpertWeights]
+        if any(linears.is_quantised(name) for expert in names for name in expert):
+            weights = (
+                QuantisedExperts([linears.quantised({gate: rows, up: rows}) for gate, up, _ in names]),
+                QuantisedExperts([linears.quantised_columns(down, rows) for _, _, down in names]),
+            )
+        else:
+            weights = self._numbers(linears.read, layer, rows, device)
+        correction = self._correction(linears.read, layer, device)
+        return MlpWeights(
+            weights[0], None, weights[1], None, router.contiguous(), router_correction=correction
+        )
+
+    def _numbers(
+        self, read: ReadSlice, layer: str, rows: slice, device: Device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return gates beside ups, [experts, hidden, 2 * rows], and downs, [experts, rows, hidden]."""
+        count, width = self._experts.count, rows.stop - rows.start
+        dtype, where = device.dtype, device.torch_device
         gate_up = torch.empty(count, self._hidden, 2 * width, dtype=dtype, device=where)
         down = torch.empty(count, width, self._hidden, dtype=dtype, device=where)
         for expert in range(count):
@@ -98,8 +116,7 @@ class ExpertTensors:
             gate_up[expert, :, :width] = gate.t()
             gate_up[expert, :, width:] = up.t()
             down[expert] = down_part.t()
-        correction = self._correction(read, layer, device)
-        return MlpWeights(gate_up, None, down, None, router, router_correction=correction)
+        return gate_up, down
 
     def _correction(self, read: ReadSlice, layer: str, device: Device) -> torch.Tensor | None:
         """Return the correction of the router's choice, float32 [experts]; None if it has none."""
@@ -109,30 +126,26 @@ class ExpertTensors:
         return found.to(device=device.torch_device, dtype=torch.float32)
 
     def shared_names(self, layer: str) -> tuple[str, str, str] | None:
-        """Return the names of gate, up and down, without `.weight`, of the MLP beside the experts; None without one."""
+        """Return the names of gate, up and down of the MLP beside the experts; None without one."""
         if not self._experts.shared_size:
             return None
-        block = self._block
-        gate, up, down = (
-            block.shared_name(layer, linear).removesuffix(".weight")
-            for linear in (block.gate, block.up, block.down)
-        )
-        return gate, up, down
+        return self._block.names.of_shared(layer)
 
     def _parts(
         self, read: ReadSlice, layer: str, expert: int, rows: slice
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        every, block = slice(None), self._block
+        every = slice(None)
         if not self._is_fused:
+            gate, up, down = self._block.names.of_expert(layer, expert)
             return (
-                read(block.linear_name(layer, expert, block.gate), rows),
-                read(block.linear_name(layer, expert, block.up), rows),
-                read(block.linear_name(layer, expert, block.down), every, rows),
+                read(f"{gate}.weight", rows),
+                read(f"{up}.weight", rows),
+                read(f"{down}.weight", every, rows),
             )
         wide, one = self._experts.intermediate_size, slice(expert, expert + 1)
-        gate_up, down = f"{layer}{FUSED_BLOCK}.{FUSED_GATE_UP}", f"{layer}{FUSED_BLOCK}.{FUSED_DOWN}"
+        gate_up, downs = f"{layer}{FUSED_BLOCK}.{FUSED_GATE_UP}", f"{layer}{FUSED_BLOCK}.{FUSED_DOWN}"
         up_rows = slice(wide + rows.start, wide + rows.stop)
-        return read(gate_up, one, rows)[0], read(gate_up, one, up_rows)[0], read(down, one, every, rows)[0]
+        return read(gate_up, one, rows)[0], read(gate_up, one, up_rows)[0], read(downs, one, every, rows)[0]
 
     def _router(self, layer: str) -> str:
         return f"{layer}{FUSED_BLOCK}.gate.weight" if self._is_fused else self._block.router_name(layer)

@@ -66,7 +66,12 @@ def _within_groups(routing: ExpertRouting, ranked: torch.Tensor) -> torch.Tensor
 
 
 def experts_mlp(
-    kernels: Kernels, experts: ExpertsConfig, layer: LayerWeights, normed: torch.Tensor, choice: Choice
+    kernels: Kernels,
+    products: LinearProducts,
+    experts: ExpertsConfig,
+    layer: LayerWeights,
+    normed: torch.Tensor,
+    choice: Choice,
 ) -> torch.Tensor:
     """Return the weighted sum of the results of each row's experts, [rows, hidden_size], of this rank's columns.
 
@@ -83,12 +88,13 @@ def experts_mlp(
     indexes = torch.arange(experts.count, device=normed.device)
     row_ends = torch.searchsorted(by_expert, indexes, right=True).to(torch.int32)
     x = normed[order // per_token]
-    wide = products_of_experts(kernels, x, layer.gate_up, row_ends)
+    wide = products_of_experts(kernels, products, x, layer.gate_up, row_ends)
     if layer.gate_up_bias is not None:
         wide.add_(layer.gate_up_bias[by_expert])
     if experts.swiglu is not None:
         _clamp(wide, experts.swiglu)
-    found = products_of_experts(kernels, kernels.rows.silu_multiply(wide), layer.down, row_ends)
+    narrow = kernels.rows.silu_multiply(wide)
+    found = products_of_experts(kernels, products, narrow, layer.down, row_ends, is_partial=True)
     if layer.down_bias is not None:
         found.add_(layer.down_bias[by_expert])
 
@@ -109,7 +115,7 @@ def add_shared(
     if layer.shared_gate_up is not None:
         assert layer.shared_down is not None
         wide = kernels.rows.silu_multiply(products.product(normed, layer.shared_gate_up))
-        products.add_product(total, wide, layer.shared_down)
+        products.add_product(total, wide, layer.shared_down, is_partial=True)
     return total
 
 

@@ -11,7 +11,8 @@ import torch
 from medha.errors import CheckpointInvalid
 from medha.quantisation import MXFP4_BLOCK, StoredTensor
 from medha_worker.device import Device
-from medha_worker.model.expert_tensors import MlpWeights, ReadSlice
+from medha_worker.model.expert_tensors import MlpWeights
+from medha_worker.model.linear_reader import LinearReader
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.quantised_experts import (
     MXFP4_BLOCK_BYTES,
@@ -21,6 +22,7 @@ from medha_worker.model.quantised_experts import (
     QuantisedExperts,
 )
 from medha_worker.model.quantised_weights import QuantisedWeight
+from medha_worker.model.stored_quantised import ReadSlice
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = frozenset({"U8"})
@@ -33,7 +35,7 @@ class InterleavedExperts:
         assert config.experts is not None
         self._count, self._wide = config.experts.count, config.experts.intermediate_size
         self._hidden = config.hidden_size
-        self._is_quantised = config.expert_weight_bytes is not None
+        self._is_quantised = config.expert_weight_bytes(0) is not None
         for name, size in (("hidden_size", self._hidden), ("intermediate_size", self._wide)):
             if self._is_quantised and size % MXFP4_BLOCK:
                 raise CheckpointInvalid(
@@ -60,9 +62,10 @@ class InterleavedExperts:
         return found
 
     def read(
-        self, read: ReadSlice, layer: str, rows: slice, device: Device, *, has_output_bias: bool
+        self, linears: LinearReader, layer: str, rows: slice, device: Device, *, has_output_bias: bool
     ) -> MlpWeights:
         """Return the weights of this rank; see `ExpertTensors.read`."""
+        read = linears.read
         every, prefix = slice(None), f"{layer}mlp.experts."
         pairs, whole = slice(2 * rows.start, 2 * rows.stop), slice(0, self._hidden)
         up, down = f"{prefix}gate_up_proj", f"{prefix}down_proj"

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,8 @@ from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.kv_dtype import KvDtype
 from medha.latent_shape import LatentShape
-from medha.quantisation import Quantisation, WeightFormat, decode, layer_linears
+from medha.linear_sizes import LinearSizes, SparseBlock
+from medha.quantisation import Quantisation, WeightFormat, decode
 from medha_worker.model.expert_routing import ExpertRouting
 from medha_worker.model.families.family import Activation, ExpertBlock, Family
 from medha_worker.model.families.family_table import FAMILIES
@@ -159,52 +161,75 @@ class ModelConfig:
             widths[self.family.experts.width_field] = self.experts.intermediate_size
         return widths
 
-    @property
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
+    @cached_property
+    def linear_sizes(self) -> LinearSizes:
+        """The sizes that the linears of layers follow from."""
+        sparse = None
+        if self.experts is not None and self.family.experts is not None:
+            sparse = SparseBlock(
+                self.experts.layers,
+                self.experts.count,
+                self.experts.intermediate_size,
+                self.experts.shared_size,
+                None if self.family.experts.is_interleaved else self.family.experts.names,
+            )
+        return LinearSizes(
+            layers=self.num_layers,
+            hidden=self.hidden_size,
+            query_heads=self.num_query_heads,
+            query_width=self.num_query_heads * self.head_dim,
+            kv_width=self.num_kv_heads * self.head_dim,
+            intermediate=self.intermediate_size,
+            latent=self.latent,
+            sparse=sparse,
+        )
+
+    @cached_property
+    def linear_layers(self) -> Mapping[str, tuple[int, int]]:
         """The shapes, [rows, columns], of the linears that may be quantised, by name: those of layers, and the output head.
 
-        The MLPs of sparse layers are not among them, and nothing of a model with latents is.
+        Experts are among them, unless one tensor holds those of all.
         """
         found: dict[str, tuple[int, int]] = {}
-        if self.latent is not None:
-            return found
         for index in range(self.num_layers):
-            linears = layer_linears(
-                index,
-                hidden=self.hidden_size,
-                query_width=self.num_query_heads * self.head_dim,
-                kv_width=self.num_kv_heads * self.head_dim,
-                intermediate=self.intermediate_size,
-            )
-            if self.is_sparse(index):
-                linears = {name: shape for name, shape in linears.items() if ".mlp." not in name}
-            found |= linears
+            found |= self.linear_sizes.shared(index) | self.linear_sizes.of_experts(index)
         if not self.tie_word_embeddings:
             found["lm_head"] = self.vocab_size, self.hidden_size
         return found
 
+    @cached_property
+    def _formats(self) -> Mapping[str, WeightFormat]:
+        """The formats of the linears that are quantised, by name."""
+        if self.quantisation is None:
+            return {}
+        formats = {layer: self.quantisation.format_of(layer) for layer in self.linear_layers}
+        return {layer: form for layer, form in formats.items() if form is not None}
+
     def format_of(self, layer: str) -> WeightFormat | None:
         """Return the format of a linear by name; None if it is not quantised."""
-        return None if self.quantisation is None else self.quantisation.format_of(layer)
+        return self._formats.get(layer)
 
     def weights_bytes(self, element_bytes: int) -> int:
         """Return the memory of all matrices; `element_bytes` are those of a value that is not quantised."""
         if self.quantisation is None:
             return self.parameters * element_bytes
-        embedding = self.vocab_size * self.hidden_size * element_bytes
-        total = embedding + self.quantisation.weights_bytes(self.linear_layers, element_bytes)
-        if self.experts is not None:
-            routers = len(self.experts.layers) * self.experts.count * self.hidden_size
-            each = self.expert_weight_bytes or element_bytes
-            total += routers * element_bytes + round(self._parameters_of_experts(self.experts.count) * each)
+        total = self.vocab_size * self.hidden_size * element_bytes
+        for layer, shape in self.linear_layers.items():
+            total += self.linear_sizes.held_bytes(layer, shape, self.format_of(layer), element_bytes)
+        if self.experts is not None and self.family.experts is not None:
+            total += len(self.experts.layers) * self.experts.count * self.hidden_size * element_bytes
+            if self.family.experts.is_interleaved:
+                each = self.expert_weight_bytes(element_bytes) or element_bytes
+                total += round(self._parameters_of_experts(self.experts.count) * each)
         return total
 
-    @property
-    def expert_weight_bytes(self) -> float | None:
-        """Mean bytes of a weight of the experts, scales included; None if they are not quantised."""
-        if self.quantisation is None or self.experts is None:
-            return None
-        return self.quantisation.expert_weight_bytes(self.hidden_size, self.experts.intermediate_size)
+    def expert_weight_bytes(self, element_bytes: int) -> float | None:
+        """Return the mean bytes of a weight of the experts, scales included; None if the model, or their tensor, is not quantised."""
+        return self.linear_sizes.mean_expert_bytes(self.quantisation, element_bytes)
+
+    def shared_weight_bytes(self, element_bytes: int) -> float | None:
+        """Return likewise the mean bytes of a weight of the layers that every token passes."""
+        return self.linear_sizes.mean_bytes(self.quantisation, element_bytes)
 
     def _parameters_of_experts(self, count: int) -> int:
         """Return the number of weights of so many experts in each sparse layer."""
@@ -241,9 +266,10 @@ class ModelConfig:
 
     def _require_whole_groups(self, tensor_size: int) -> None:
         """Check that no rank's part of a linear's input cuts a group of activations, whose scale it would not know."""
+        split = self.linear_sizes.split_inputs
         for layer, (_, columns) in self.linear_layers.items() if tensor_size > 1 else ():
             form = self.format_of(layer)
-            if form is None or form.activations is None or not layer.endswith(("o_proj", "down_proj")):
+            if form is None or form.activations is None or layer.rpartition(".")[2] not in split:
                 continue
             size = form.activations.group_size
             if size is not None and columns // tensor_size % size:
@@ -525,8 +551,16 @@ def _quantisation(fields: _Fields, family: Family) -> Quantisation | None:
         raise fields.unsupported(
             name, f"choose an unquantised {family.architecture}, or a quantised text model"
         )
+    if value is None:
+        return None
     expert_methods = None if family.experts is None else family.experts.quantised_as
-    return None if value is None else decode(value, f"{fields.source}: {name}", expert_methods=expert_methods)
+    found = decode(value, f"{fields.source}: {name}", expert_methods=expert_methods)
+    if found.kv_scales is not None and family.has_latents:
+        raise fields.unsupported(
+            name,
+            "scales of keys and values do not apply to latents; choose a checkpoint without kv_cache_scheme",
+        )
+    return found
 
 
 def _experts(fields: _Fields, block: ExpertBlock, num_layers: int) -> ExpertsConfig:

@@ -1,4 +1,4 @@
-"""The weights of quantised experts: MXFP4, as gpt-oss stores it, and the products of rows with them.
+"""The weights of quantised experts, and the products of rows with them; and MXFP4, as gpt-oss stores it.
 
 Weights stay as they are stored. A product makes the numbers of a few rows of one expert at a time.
 """
@@ -14,7 +14,6 @@ import torch
 from medha.quantisation import MXFP4_BLOCK, ActivationFormat
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.quantised_weights import LinearProducts, QuantisedWeight
-from medha_worker.model.tensor_group import Alone
 
 MXFP4_BLOCK_BYTES = MXFP4_BLOCK // 2
 MXFP4_NAN = 255
@@ -79,6 +78,8 @@ class QuantisedExperts:
 
     def __init__(self, each: Sequence[QuantisedWeight]) -> None:
         self.each = tuple(each)
+        self.has_row_scales = any(weight.has_row_scales for weight in self.each)
+        """True if a product rounds each row of activations by a scale of the whole row."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Return what is held in memory."""
@@ -91,19 +92,27 @@ ExpertWeights = torch.Tensor | QuantisedExperts
 
 
 def products_of_experts(
-    kernels: Kernels, x: torch.Tensor, weights: ExpertWeights, row_ends: torch.Tensor
+    kernels: Kernels,
+    products: LinearProducts,
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    row_ends: torch.Tensor,
+    *,
+    is_partial: bool = False,
 ) -> torch.Tensor:
     """Return the products of rows that are sorted by expert, as `ExpertProducts.product` does.
 
-    The host reads which of the quantised experts have rows.
+    The host reads which of the quantised experts have rows. `is_partial`: x is this rank's part of the input's columns, so that
+    all ranks of the group call this together, for the same rows of the same experts.
     """
     if isinstance(weights, torch.Tensor):
         return kernels.experts.product(x, weights, row_ends)
-    products = LinearProducts(kernels.products, Alone(), 0, 1)
+    largest = products.largest_in_rows(x, weights, is_partial=is_partial)
     out = x.new_empty(x.shape[0], weights.each[0].shape[1])
     first = 0
     for weight, end in zip(weights.each, row_ends.tolist(), strict=True):
         if end > first:
-            products.product(x[first:end], weight, out=out[first:end])
+            own = None if largest is None else largest[first:end]
+            products.product(x[first:end], weight, out=out[first:end], largest=own)
         first = end
     return out

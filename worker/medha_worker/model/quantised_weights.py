@@ -7,7 +7,7 @@ computes in, and multiplies with those.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -70,6 +70,10 @@ class PlainRows:
     def tensors(self) -> Iterator[torch.Tensor]:
         yield self.values
 
+    def reordered(self, index: torch.Tensor) -> PlainRows:
+        """Return these rows in another order, int64 [rows]."""
+        return replace(self, values=self.values[index.to(self.values.device)])
+
     def numbers(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         return self.values[rows].to(dtype)
 
@@ -90,6 +94,7 @@ class QuantisedRows:
         group_of: The group of each column, int32 [columns], if groups are not those of `group_size`.
         block_rows: Neighbouring rows that share a scale; None if all do.
         block_start: Rows of the first block that lie before the first row here.
+        block_of: The block of each row, int32 [rows], if rows are not in the order of blocks.
     """
 
     values: torch.Tensor
@@ -102,6 +107,7 @@ class QuantisedRows:
     group_of: torch.Tensor | None = None
     block_rows: int | None = 1
     block_start: int = 0
+    block_of: torch.Tensor | None = None
     activations: ActivationFormat | None = None
     input_scale: torch.Tensor | None = None
 
@@ -109,8 +115,28 @@ class QuantisedRows:
     def rows(self) -> int:
         return self.values.shape[0]
 
+    def reordered(self, index: torch.Tensor) -> QuantisedRows:
+        """Return these rows in another order, int64 [rows]."""
+        at = index.to(self.values.device)
+        # torch cannot select rows of all 8-bit types.
+        values = self.values.view(torch.uint8)[at].view(self.values.dtype)
+        if self.block_rows is None:
+            return replace(self, values=values)
+        if self.block_rows == 1:
+            zero = None if self.zero is None else self.zero[at]
+            return replace(self, values=values, scale=self.scale[at], zero=zero)
+        block_of = self._blocks(at) if self.block_of is None else self.block_of[at]
+        return replace(self, values=values, block_of=block_of.int())
+
     def tensors(self) -> Iterator[torch.Tensor]:
-        for tensor in (self.values, self.scale, self.zero, self.group_of, self.input_scale):
+        for tensor in (
+            self.values,
+            self.scale,
+            self.zero,
+            self.group_of,
+            self.block_of,
+            self.input_scale,
+        ):
             if tensor is not None:
                 yield tensor
 
@@ -151,10 +177,16 @@ class QuantisedRows:
             return of_blocks
         if self.block_rows == 1:
             return of_blocks[rows]
-        index = torch.arange(rows.start, rows.stop, device=of_blocks.device)
+        if self.block_of is not None:
+            return of_blocks.index_select(0, self.block_of[rows])
         return of_blocks.index_select(
-            0, (index + self.block_start).div_(self.block_rows, rounding_mode="floor")
+            0, self._blocks(torch.arange(rows.start, rows.stop, device=of_blocks.device))
         )
+
+    def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the blocks of rows by their indexes."""
+        assert self.block_rows is not None
+        return (rows + self.block_start).div_(self.block_rows, rounding_mode="floor")
 
 
 def _of_float8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -172,6 +204,8 @@ class QuantisedWeight:
 
     def __init__(self, parts: Sequence[WeightRows]) -> None:
         self.parts = tuple(parts)
+        self.has_row_scales = any(_has_row_scale(part.activations) for part in self.parts)
+        """True if a product rounds each row of activations by a scale of the whole row."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -183,14 +217,22 @@ class QuantisedWeight:
         for part in self.parts:
             yield from part.tensors()
 
+
+class RowScaled(Protocol):
+    """The weights of products that may round rows of activations by a scale of the whole row."""
+
     @property
-    def has_row_scales(self) -> bool:
-        """True if a product rounds each row of activations by a scale of the whole row."""
-        return any(_has_row_scale(part.activations) for part in self.parts)
+    def has_row_scales(self) -> bool: ...
 
 
 Linear = torch.Tensor | QuantisedWeight
 """The weight of a linear layer, [in, out]."""
+
+
+def weight_of(parts: Sequence[PlainRows | QuantisedRows]) -> Linear:
+    """Return the weight of parts of its output columns; a matrix, [in, out], if none of them is quantised."""
+    plain = [part.values for part in parts if isinstance(part, PlainRows)]
+    return torch.cat(plain).t().contiguous() if len(plain) == len(parts) else QuantisedWeight(parts)
 
 
 def _has_row_scale(form: ActivationFormat | None) -> bool:
@@ -222,53 +264,53 @@ class LinearProducts:
         out: torch.Tensor | None = None,
         *,
         is_partial: bool = False,
+        largest: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return x @ weight + bias, [rows, columns], in `out` if that is given.
 
-        `is_partial`: x is this rank's part of the input's columns, so that all ranks of the group call this together.
+        Args:
+            x: The input, [rows, in].
+            weight: [in, columns].
+            bias: [columns].
+            out: [rows, columns].
+            is_partial: True if x is this rank's part of the input's columns, so that all ranks of the group call this together.
+            largest: What `largest_in_rows` returned for these rows, if the caller has asked already.
         """
         if isinstance(weight, torch.Tensor):
             return self._products.product(x, weight, bias, out)
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[1])
-        for entering, columns, numbers in self._tiles(x, weight, is_partial):
+        if largest is None:
+            largest = self.largest_in_rows(x, weight, is_partial=is_partial)
+        for entering, columns, numbers in _tiles(x, weight, largest):
             own_bias = None if bias is None else bias[columns]
             self._products.product(entering, numbers.t(), own_bias, out[:, columns])
         return out
 
-    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: Linear) -> None:
-        """Add x @ weight to `target`, [rows, columns]."""
+    def add_product(
+        self, target: torch.Tensor, x: torch.Tensor, weight: Linear, *, is_partial: bool = False
+    ) -> None:
+        """Add x @ weight to `target`, [rows, columns]; `is_partial` as in `product`."""
         if isinstance(weight, torch.Tensor):
             self._products.add_product(target, x, weight)
             return
-        for entering, columns, numbers in self._tiles(x, weight, is_partial=False):
+        largest = self.largest_in_rows(x, weight, is_partial=is_partial)
+        for entering, columns, numbers in _tiles(x, weight, largest):
             self._products.add_product(target[:, columns], entering, numbers.t())
 
-    def _tiles(
-        self, x: torch.Tensor, weight: QuantisedWeight, is_partial: bool
-    ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
-        """Return, for each tile of the output's columns, the rounded input, the columns and the numbers of their weights."""
-        most = _HOST_TILE if x.device.type == "cpu" else _DEVICE_TILE
-        largest = None
-        if weight.has_row_scales:
-            largest = x.abs().amax(dim=-1, keepdim=True)
-            if is_partial and self._size > 1:
-                self._share_largest(largest)
-        first, rounded_by, entering = 0, None, x
-        for part in weight.parts:
-            if part.activations is not None and (
-                part.activations != rounded_by or part.activations.is_static
-            ):
-                entering = rounded(x, part.activations, largest, part.input_scale)
-                rounded_by = part.activations
-            elif part.activations is None:
-                entering, rounded_by = x, None
-            tile = max(1, most // max(1, part.columns))
-            for start in range(0, part.rows, tile):
-                stop = min(start + tile, part.rows)
-                numbers = part.numbers(slice(start, stop), x.dtype)
-                yield entering, slice(first + start, first + stop), numbers
-            first += part.rows
+    def largest_in_rows(
+        self, x: torch.Tensor, weight: RowScaled, *, is_partial: bool = False
+    ) -> torch.Tensor | None:
+        """Return the largest size in each whole row of x, [rows, 1]; None if no product with the weight asks for it.
+
+        `is_partial`: x is this rank's part of the input's columns, so that all ranks of the group call this together.
+        """
+        if not weight.has_row_scales:
+            return None
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        if is_partial and self._size > 1:
+            self._share_largest(largest)
+        return largest
 
     def _share_largest(self, largest: torch.Tensor) -> None:
         """Replace the largest sizes in this rank's part of the rows by those in whole rows.
@@ -279,6 +321,26 @@ class LinearProducts:
         everyone[self._rank] = largest[:, 0]
         self._group.all_reduce(everyone)
         largest[:, 0] = everyone.amax(dim=0)
+
+
+def _tiles(
+    x: torch.Tensor, weight: QuantisedWeight, largest: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
+    """Return, for each tile of the output's columns, the rounded input, the columns and the numbers of their weights."""
+    most = _HOST_TILE if x.device.type == "cpu" else _DEVICE_TILE
+    first, rounded_by, entering = 0, None, x
+    for part in weight.parts:
+        if part.activations is not None and (part.activations != rounded_by or part.activations.is_static):
+            entering = rounded(x, part.activations, largest, part.input_scale)
+            rounded_by = part.activations
+        elif part.activations is None:
+            entering, rounded_by = x, None
+        tile = max(1, most // max(1, part.columns))
+        for start in range(0, part.rows, tile):
+            stop = min(start + tile, part.rows)
+            numbers = part.numbers(slice(start, stop), x.dtype)
+            yield entering, slice(first + start, first + stop), numbers
+        first += part.rows
 
 
 def rounded(
@@ -307,12 +369,14 @@ def rounded(
     else:
         assert largest is not None, "a row's scale is of the whole row"
         scale = _scale(largest, most)
-    steps = x / scale
+    return _nearest(x / scale, form).mul_(scale).to(x.dtype).flatten(1)[:, :columns]
+
+
+def _nearest(steps: torch.Tensor, form: ActivationFormat) -> torch.Tensor:
+    """Return the numbers of a format that are nearest to these, which are changed."""
     if form.kind == "int8":
-        steps = steps.round_().clamp_(-128, 127)
-    else:
-        steps = steps.clamp_(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn).to(steps.dtype)
-    return steps.mul_(scale).to(x.dtype).flatten(1)[:, :columns]
+        return steps.round_().clamp_(-128, 127)
+    return steps.clamp_(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn).to(steps.dtype)
 
 
 def _scale(largest: torch.Tensor, most: float) -> torch.Tensor:

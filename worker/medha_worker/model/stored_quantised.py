@@ -18,7 +18,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The columns whose values AWQ packs into a word, from the lowest bits on."""
 
 ReadSlice = Callable[..., torch.Tensor]
-"""Reads a slice of a layer's tensor: `read(name without the layer's, *index)`, in host memory and as it is stored."""
+"""Reads a part of a tensor, `read(name, *index)` with a slice for each dimension, in host memory and as it is stored."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class WeightSlice:
 def read_rows(
     part: WeightSlice, form: WeightFormat, read: ReadSlice, place: Callable[[torch.Tensor], torch.Tensor]
 ) -> QuantisedRows:
-    """Read a slice of a quantised weight; `place` puts a tensor into the device's memory.
+    """Read a slice of a quantised weight; `read` takes names without the layer's, `place` puts a tensor into the device's memory.
 
     Raises:
         CheckpointInvalid: the groups that a tensor gives to columns contradict `config.json`, or FP8 holds NaN.

@@ -385,7 +385,7 @@ class Transformer:
 
         post_normed = self._add(
             hidden, everything, step, attend, layer.output, layer.output_bias, layer.post_norm,
-            layer.attention_result_norm,
+            layer.attention_result_norm, shares=self._share_scales(layer.output),
         )  # fmt: skip
 
         # On a CPU, a few rows at a time, so that the widest activations stay in cache and in the same memory.
@@ -408,7 +408,7 @@ class Transformer:
             own = self._choice_of(
                 layer, normed, choice, slice(rows.start - tile.start, rows.stop - tile.start)
             )
-            total = experts_mlp(self.kernels, self.config.experts, layer, normed, own)
+            total = experts_mlp(self.kernels, self._products, self.config.experts, layer, normed, own)
             return add_shared(self.kernels, self._products, layer, normed, total)
 
         following_normed = None
@@ -418,9 +418,17 @@ class Transformer:
             is_sparse = layer.router is not None
             down = None if is_sparse or isinstance(layer.down, QuantisedExperts) else layer.down
             following_normed = self._add(
-                hidden, tile, step, mlp, down, layer.down_bias, norm, layer.mlp_result_norm
-            )
+                hidden, tile, step, mlp, down, layer.down_bias, norm, layer.mlp_result_norm,
+                shares=self._share_scales(layer.down, layer.shared_down),
+            )  # fmt: skip
         return following_normed
+
+    def _share_scales(self, *weights: Linear | QuantisedExperts | None) -> bool:
+        """Return True if tensor ranks exchange the scales of rows for a product with one of these weights."""
+        return self.shard.tensor_size > 1 and any(
+            isinstance(weight, QuantisedWeight | QuantisedExperts) and weight.has_row_scales
+            for weight in weights
+        )
 
     def _choice_of(
         self, layer: LayerWeights, normed: torch.Tensor, choice: Choice | None, rows: slice
@@ -532,11 +540,14 @@ class Transformer:
         bias: torch.Tensor | None,
         norm: torch.Tensor | None,
         result_norm: torch.Tensor | None,
+        *,
+        shares: bool,
     ) -> torch.Tensor | None:
         """Compute hidden[rows] += compute(rows) @ weight + bias, summed over the ranks; without a weight, += compute(rows).
 
         What is added passes a norm by the weight `result_norm` first, if that is given. Without one, a rank alone does this
-        in one pass over memory. If rows are those of a single sequence, `compute` is given a step of their own.
+        in one pass over memory. If rows are those of a single sequence, `compute` is given a step of their own. `shares`:
+        tensor ranks exchange scales of rows in this.
 
         Returns:
             The rows normed by the weight `norm` if one kernel adds a sum over ranks and norms, else None.
@@ -563,9 +574,6 @@ class Transformer:
             part = run(rows, None, None)
         except (MemoryError, RuntimeError) as error:
             # Ranks that share the scales of rows would wait for each other in the products of one sequence alone.
-            shares = (
-                isinstance(weight, QuantisedWeight) and weight.has_row_scales and self.shard.tensor_size > 1
-            )
             if self._lanes is None or shares or not ran_out(error):
                 raise
             _log.warning(

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,13 @@ from medha_worker.model.expert_tensors import ExpertTensors, MlpWeights
 from medha_worker.model.interleaved_experts import InterleavedExperts
 from medha_worker.model.kv_scales import HeadWeights, LayerScales, scales_of_heads, scales_of_latents
 from medha_worker.model.latent_tensors import LatentTensors, LatentWeights
+from medha_worker.model.linear_reader import LinearReader, tensors_of_linear
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.quantised_experts import QuantisedExperts
-from medha_worker.model.quantised_weights import Linear, PlainRows, QuantisedWeight, WeightRows
+from medha_worker.model.quantised_weights import Linear
 from medha_worker.model.rope import inverse_frequencies
 from medha_worker.model.stage_split import tensors_of_stage, text_names
 from medha_worker.model.stored_kv_scales import StoredKvScales
-from medha_worker.model.stored_quantised import WeightSlice, read_rows
 from medha_worker.readable import require_readable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -202,34 +201,30 @@ def _experts_of(config: ModelConfig, names: Iterable[str]) -> _Experts | None:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return every tensor of a complete checkpoint of this model, with its shape, but for the MLPs of sparse layers."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q_width, kv_width = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-
-    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-
+    biases: set[str] = set()
+    for has_bias, names in (
+        (config.qkv_bias, {"q_proj", "k_proj", "v_proj"}),
+        (config.output_bias, {"o_proj"}),
+        (config.mlp_bias, {"gate_proj", "up_proj", "down_proj"}),
+    ):
+        biases |= names if has_bias else set()
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{layer}{norm}.weight"] = (hidden,)
         for norm in _MLP_NORMS if config.family.has_result_norms else ():
             shapes[f"{layer}{norm}.weight"] = (hidden,)
+        biased = biases
         if config.latent is not None:
             shapes |= LatentTensors(config).shapes(f"{layer}self_attn.")
-            values = config.num_query_heads * config.latent.value_dim
-            linear(f"{layer}self_attn.o_proj", hidden, values, config.output_bias)
-        else:
-            linear(f"{layer}self_attn.q_proj", q_width, hidden, config.qkv_bias)
-            linear(f"{layer}self_attn.k_proj", kv_width, hidden, config.qkv_bias)
-            linear(f"{layer}self_attn.v_proj", kv_width, hidden, config.qkv_bias)
-            linear(f"{layer}self_attn.o_proj", hidden, q_width, config.output_bias)
-        if not config.is_sparse(index):
-            linear(f"{layer}mlp.gate_proj", intermediate, hidden, config.mlp_bias)
-            linear(f"{layer}mlp.up_proj", intermediate, hidden, config.mlp_bias)
-            linear(f"{layer}mlp.down_proj", hidden, intermediate, config.mlp_bias)
+            biased = biases - {"q_proj"}
+        for name, shape in config.linear_sizes.shared(index).items():
+            if not config.is_sparse(index) or ".self_attn." in name:
+                shapes[f"{name}.weight"] = shape
+                if name.rpartition(".")[2] in biased:
+                    shapes[f"{name}.bias"] = shape[:1]
         if config.qk_norm:
             shapes[f"{layer}self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{layer}self_attn.k_norm.weight"] = (config.head_dim,)
@@ -260,12 +255,10 @@ def stored_tensors(
     linears = config.linear_layers
     for name, shape in expected_shapes(config).items():
         layer = name.removesuffix(".weight")
-        form = config.format_of(layer) if layer in linears else None
-        if form is None:
-            found[name] = StoredTensor((shape,))
+        if layer in linears:
+            found |= tensors_of_linear(config, layer, linears[layer])
         else:
-            rows, columns = linears[layer]
-            found |= {f"{layer}.{part}": tensor for part, tensor in form.tensors(rows, columns).items()}
+            found[name] = StoredTensor((shape,))
     if experts is not None:
         for index in filter(config.is_sparse, range(config.num_layers)):
             found |= experts.tensors(f"model.layers.{index}.")
@@ -293,6 +286,7 @@ class _Reader:
         file_of = self._locate(directory)
         self._stored_as = text_names(file_of, config)
         self._file_of = {name: file_of[stored] for name, stored in self._stored_as.items()}
+        self._linears = LinearReader(config, device, self._slice)
         self._experts = _experts_of(config, self._file_of)
         self._stored_kv_scales = _kv_scales_of(config, self._file_of)
         self._tensors = stored_tensors(config, self._experts, self._stored_kv_scales)
@@ -338,26 +332,26 @@ class _Reader:
         shared_downs: Linear | None = None
         if self._experts is not None and config.is_sparse(index):
             rows = self._expert_rows
-            weights = self._experts.read(self._slice, layer, rows, self.device, has_output_bias=adds_bias)
+            weights = self._experts.read(self._linears, layer, rows, self.device, has_output_bias=adds_bias)
             shared = self._experts.shared_names(layer) if isinstance(self._experts, ExpertTensors) else None
             if shared is not None:
                 gate, up, down = shared
-                shared_gates = self._column_parallel({gate: self._shared_rows, up: self._shared_rows})
-                shared_downs = self._row_parallel(down, self._shared_rows)
+                shared_gates = self._linears.column_parallel({gate: self._shared_rows, up: self._shared_rows})
+                shared_downs = self._linears.row_parallel(down, self._shared_rows)
         else:
             gate_up = {f"{mlp}gate_proj": self._mlp_rows, f"{mlp}up_proj": self._mlp_rows}
             weights = MlpWeights(
-                gate_up=self._column_parallel(gate_up),
+                gate_up=self._linears.column_parallel(gate_up),
                 gate_up_bias=self._biases(gate_up) if config.mlp_bias else None,
-                down=self._row_parallel(f"{mlp}down_proj", self._mlp_rows),
+                down=self._linears.row_parallel(f"{mlp}down_proj", self._mlp_rows),
                 down_bias=self.whole(f"{mlp}down_proj.bias") if config.mlp_bias and adds_bias else None,
             )
         latent: LatentWeights | None = None
         first: Linear
         if self._latents is not None:
-            first, bias, latent = self._latents.read(self._slice, attention, self._query_heads, self.device)
+            first, bias, latent = self._latents.read(self._linears, attention, self._query_heads, self.device)
         else:
-            first, bias = self._column_parallel(qkv), self._biases(qkv) if config.qkv_bias else None
+            first, bias = self._linears.column_parallel(qkv), self._biases(qkv) if config.qkv_bias else None
         sinks: torch.Tensor | None = None
         if config.family.has_sinks:
             sinks = self._convert(self._slice(f"{attention}sinks", self._query_heads))
@@ -367,7 +361,7 @@ class _Reader:
             qkv_bias=bias,
             q_norm=self.norm(f"{attention}q_norm.weight", config.query_scale) if config.qk_norm else None,
             k_norm=self.norm(f"{attention}k_norm.weight") if config.qk_norm else None,
-            output=self._row_parallel(f"{attention}o_proj", self._query_rows),
+            output=self._linears.row_parallel(f"{attention}o_proj", self._query_rows),
             output_bias=self.whole(f"{attention}o_proj.bias") if config.output_bias and adds_bias else None,
             post_norm=self.norm(before_mlp if has_result_norms else after_attention),
             gate_up=weights.gate_up,
@@ -422,7 +416,7 @@ class _Reader:
         """
         if not self.config.tie_word_embeddings:
             if self.config.format_of("lm_head") is not None:
-                return self._quantised({"lm_head": self.vocab_rows})
+                return self._linears.quantised({"lm_head": self.vocab_rows})
             return self.vocabulary("lm_head.weight").t().contiguous()
         tied = embedding if embedding is not None else self.vocabulary("model.embed_tokens.weight")
         if "lm_head.weight" in self._file_of:
@@ -431,51 +425,8 @@ class _Reader:
                 return head.t().contiguous()
         return tied.t()
 
-    def _column_parallel(self, parts: Mapping[str, slice]) -> Linear:
-        """Return slices of several weights side by side, [in, out of all]."""
-        if any(self.config.format_of(name) is not None for name in parts):
-            return self._quantised(parts)
-        widths = [rows.stop - rows.start for rows in parts.values()]
-        fused = torch.empty(
-            self.config.hidden_size, sum(widths), dtype=self.device.dtype, device=self.device.torch_device
-        )
-        first = 0
-        for (name, rows), width in zip(parts.items(), widths, strict=True):
-            fused[:, first : first + width] = self._slice(f"{name}.weight", rows).t()
-            first += width
-        return fused
-
     def _biases(self, parts: Mapping[str, slice]) -> torch.Tensor:
         return torch.cat([self._convert(self._slice(f"{name}.bias", rows)) for name, rows in parts.items()])
-
-    def _row_parallel(self, name: str, columns: slice) -> Linear:
-        if self.config.format_of(name) is not None:
-            rows = self.config.linear_layers[name][0]
-            return self._quantised({name: slice(0, rows)}, range(columns.start, columns.stop))
-        return self._convert(self._slice(f"{name}.weight", slice(None), columns).t())
-
-    def _quantised(self, parts: Mapping[str, slice], columns: range | None = None) -> QuantisedWeight:
-        """Return rows of several weights, each in the form in which it is stored; `columns` are all unless given."""
-        held: list[WeightRows] = []
-        for layer, rows in parts.items():
-            form, (rows_of_all, columns_of_all) = (
-                self.config.format_of(layer),
-                self.config.linear_layers[layer],
-            )
-            some = columns if columns is not None else range(columns_of_all)
-            if form is None:
-                held.append(
-                    PlainRows(
-                        self._convert(self._slice(f"{layer}.weight", rows, slice(some.start, some.stop)))
-                    )
-                )
-                continue
-            part = WeightSlice(layer, range(rows.start, rows.stop), some, rows_of_all, columns_of_all)
-            held.append(read_rows(part, form, partial(self._part, layer), self._place))
-        return QuantisedWeight(held)
-
-    def _part(self, layer: str, name: str, *index: slice) -> torch.Tensor:
-        return self._slice(f"{layer}.{name}", *index)
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Put a tensor into the device's memory, as it is."""

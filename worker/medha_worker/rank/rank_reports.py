@@ -14,7 +14,6 @@ from time import monotonic
 
 from medha.hardware import ExpertShape, ModelShape
 from medha.kv_dtype import kv_element_bytes
-from medha.quantisation import mean_layer_bytes
 from medha.step_estimates import StepCosts, StepWork, peak_of
 from medha.wire.messages import Message, RankReport, RankXid
 from medha_worker.device import Device
@@ -134,14 +133,6 @@ def shape_of(shard: Shard, config: ModelConfig, element_bytes: int) -> ModelShap
         kv_dtype_bytes=kv_element_bytes(config.kv_dtype, element_bytes),
         experts=experts,
         latent=config.latent,
-        expert_weight_bytes=config.expert_weight_bytes,
-        layer_weight_bytes=mean_layer_bytes(
-            config.quantisation,
-            config.num_layers,
-            element_bytes,
-            hidden=config.hidden_size,
-            query_width=config.num_query_heads * config.head_dim,
-            kv_width=config.num_kv_heads * config.head_dim,
-            intermediate=config.intermediate_size,
-        ),
+        expert_weight_bytes=config.expert_weight_bytes(element_bytes),
+        layer_weight_bytes=config.shared_weight_bytes(element_bytes),
     )

@@ -7,10 +7,6 @@ from medha_worker.model.families.family import ExpertBlock, Family
 _EXPERTS = ExpertBlock(
     count_fields=("n_routed_experts", "num_experts"),
     width_field="moe_intermediate_size",
-    block="mlp",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
     renormalises=False,
     may_be_mixed=False,
     deepseek=2,

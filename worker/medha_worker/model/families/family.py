@@ -6,8 +6,11 @@ Shared blocks do the rest: a further family of the same blocks is one more file,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from medha.linear_sizes import ExpertNames
+from medha.quantisation import LINEAR_METHODS
 
 Activation = Literal["silu", "gelu_tanh"]
 """The function on the gates of an MLP; `gelu_tanh` is GELU by its tanh formula."""
@@ -17,52 +20,40 @@ Activation = Literal["silu", "gelu_tanh"]
 class ExpertBlock:
     """The MLP of a sparse layer: a router, and experts that are gated MLPs.
 
-    Published checkpoints have three tensors for each expert, named here. The form in which `transformers` holds experts
+    Published checkpoints have three linears for each expert, named here. The form in which `transformers` holds experts
     in memory, with one tensor for all of them, has the same names in every family (`FUSED_BLOCK`).
 
     Attributes:
         count_fields: Names that config.json may give the number of experts.
         width_field: Name of the field with the intermediate size of one expert.
-        block: Name of the MLP within a layer; its router is `gate.weight`, and its experts are `experts.0` and so on.
-        gate, up, down: Names of the three linears of an expert.
         renormalises: Whether the weights of the chosen experts are scaled to a sum of 1; None if the field
             `norm_topk_prob` says so.
         may_be_mixed: Whether `decoder_sparse_step` and `mlp_only_layers` can make some layers dense.
         deepseek: The version of DeepSeek's block, whose routers choose by groups, which has shared experts, and whose
             first layers are dense (`first_k_dense_replace`); None for other blocks.
         is_interleaved: Whether experts are those of gpt-oss, which `interleaved_experts` reads: one tensor for all, whose
-            columns are gates and ups in turn, with biases, as has the router, and a clamped activation. `gate`, `up` and
-            `down` are not used then.
-        quantised_as: Values of `quant_method` in which the experts may be quantised.
+            columns are gates and ups in turn, with biases, as has the router, and a clamped activation.
+        names: Name of the MLP within a layer, whose router is `gate.weight`, and of the three linears of an expert, which
+            `is_interleaved` has none of.
+        quantised_as: Values of `quant_method` in which the model may be quantised.
     """
 
     count_fields: tuple[str, ...]
     width_field: str
-    block: str
-    gate: str
-    up: str
-    down: str
     renormalises: bool | None
     may_be_mixed: bool
     deepseek: Literal[2, 3] | None = None
     is_interleaved: bool = False
-    quantised_as: tuple[str, ...] = ()
+    names: ExpertNames = field(default_factory=ExpertNames)
+    quantised_as: tuple[str, ...] = LINEAR_METHODS
 
     def router_name(self, layer: str) -> str:
         """Return the name of the router's tensor, [experts, hidden]; `layer` ends with a dot."""
-        return f"{layer}{self.block}.gate.weight"
+        return f"{layer}{self.names.block}.gate.weight"
 
     def correction_name(self, layer: str) -> str:
         """Return the name of the correction that the router's choice adds to scores, [experts]."""
-        return f"{layer}{self.block}.gate.e_score_correction_bias"
-
-    def shared_name(self, layer: str, linear: str) -> str:
-        """Return the name of a weight of the experts that every token passes, which are one MLP."""
-        return f"{layer}{self.block}.shared_experts.{linear}.weight"
-
-    def linear_name(self, layer: str, expert: int, linear: str) -> str:
-        """Return the name of one expert's weight; `linear` is `gate`, `up` or `down` of this block."""
-        return f"{layer}{self.block}.experts.{expert}.{linear}.weight"
+        return f"{layer}{self.names.block}.gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True, slots=True)

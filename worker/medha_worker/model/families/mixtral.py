@@ -1,5 +1,6 @@
 """Mixtral: Mistral with experts in every layer, whose weights sum up to 1."""
 
+from medha.linear_sizes import ExpertNames
 from medha_worker.model.families.family import ExpertBlock, Family
 
 MIXTRAL = Family(
@@ -11,11 +12,8 @@ MIXTRAL = Family(
     experts=ExpertBlock(
         count_fields=("num_local_experts",),
         width_field="intermediate_size",
-        block="block_sparse_moe",
-        gate="w1",
-        up="w3",
-        down="w2",
         renormalises=True,
         may_be_mixed=False,
+        names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
 )

@@ -11,10 +11,6 @@ QWEN3_MOE = Family(
     experts=ExpertBlock(
         count_fields=("num_experts", "num_local_experts"),  # transformers 5 writes the second
         width_field="moe_intermediate_size",
-        block="mlp",
-        gate="gate_proj",
-        up="up_proj",
-        down="down_proj",
         renormalises=None,
         may_be_mixed=True,
     ),
