@@ -32,6 +32,7 @@ from medha_worker.model.model_config import ModelConfig
 DOCUMENTS, TURNS, TURN_TOKENS, OUTPUT_TOKENS = 8, 3, 64, 8
 POOL_PART = 4  # of the documents' KV, one in so many fits the device's pool
 FLOAT_BYTES = 4
+IDS = 10, 500  # of tokens that both presets have
 
 
 @dataclass
@@ -65,11 +66,11 @@ def ask(client: httpx.Client, model: str, prompt: list[int], salt: str) -> tuple
 def chat(url: str, model: str, document_tokens: int, salt: str) -> Measured:
     """Let each chat take its turns, one after the other; a turn adds some tokens to what was said."""
     found, rng = Measured(), np.random.default_rng(0)
-    history = [rng.integers(300, 3300, document_tokens).tolist() for _ in range(DOCUMENTS)]
+    history = [rng.integers(*IDS, document_tokens).tolist() for _ in range(DOCUMENTS)]
     with httpx.Client(base_url=url, timeout=600) as client:
         for turn in range(TURNS):
             for prompt in history:
-                prompt += rng.integers(300, 3300, TURN_TOKENS).tolist()
+                prompt += rng.integers(*IDS, TURN_TOKENS).tolist()
                 ttft_seconds, text, cached = ask(client, model, prompt, salt)
                 if turn > 0:
                     found.ttft_seconds.append(ttft_seconds)
