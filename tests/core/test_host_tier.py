@@ -14,7 +14,7 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.host_tier import HostLedger, HostTier, TierCopy, tier_copies
 from medha.kv.lane_replay import LaneReplay
 from medha.kv.pools import KvPools
-from medha.kv.prefix_cache import Branch, PrefixHasher
+from medha.kv.prefix_cache import Branch, PrefixHasher, hash_range
 from medha.wire.messages import (
     Admit,
     Demotion,
@@ -75,6 +75,15 @@ def test_what_the_tier_holds_already_is_not_copied_again() -> None:
     tier.demote([branch(1, 0, 6)])
     assert tier.demote([branch(1, 2, 9, first_block=50)]) == ((), (Demotion(56, 3),))
     assert tier.demote([branch(1, 2, 9, first_block=50)]) == ((), ())
+    tier.check()
+
+
+def test_a_block_that_a_lane_has_cached_twice_is_copied_once() -> None:
+    """Once behind what precedes it, and once as the beginning of a lane's part of another map."""
+    tier = HostTier(20, SIZE, Prices())
+    text = hashes(1, 4)
+    alone = Branch(hash_range(text, 3, 4), 0, 1, [(9, 1)])
+    assert tier.demote([alone, branch(1, 0, 4, first_block=20)]) == ((), (Demotion(22, 3), Demotion(9, 1)))
     tier.check()
 
 

@@ -264,8 +264,11 @@ class HostTier:
         """
         candidates: list[_Candidate] = []
         behind: dict[str, float] = {}  # hash of the block before a candidate -> its worth
+        seen: set[str] = (
+            set()
+        )  # hashes of all candidates: lanes may cache a block twice, behind different others
         for branch in branches:
-            for one in self._candidates(branch, behind):
+            for one in self._candidates(branch, behind, seen):
                 candidates.append(one)
                 behind[one.before] = max(behind.get(one.before, 0.0), one.worth)
         candidates.reverse()  # of those that are worth the same, the beginning of a prefix comes first
@@ -294,20 +297,25 @@ class HostTier:
             self._store(one)
         return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
 
-    def _candidates(self, branch: Branch, behind: Mapping[str, float]) -> Iterable[_Candidate]:
+    def _candidates(
+        self, branch: Branch, behind: Mapping[str, float], seen: set[str]
+    ) -> Iterable[_Candidate]:
         """Yield the parts of a branch that the tier lacks, and that would be fetched rather than computed.
 
-        `behind` has the worth of what follows a block and is about to be demoted.
+        `behind` has the worth of what follows a block and is about to be demoted, `seen` the hashes of such blocks.
         """
         end = branch.start + branch.blocks
         position = branch.start
         while position < end:
-            if hash_at(branch.hashes, position) in self._places:
+            stop = position
+            while (
+                stop < end and (key := hash_at(branch.hashes, stop)) not in self._places and key not in seen
+            ):
+                seen.add(key)
+                stop += 1
+            if stop == position:
                 position += 1
                 continue
-            stop = position + 1
-            while stop < end and hash_at(branch.hashes, stop) not in self._places:
-                stop += 1
             block_seconds = self._block_seconds(position, stop)
             if self._prices.fetch_seconds(stop - position) < block_seconds * (stop - position):
                 runs = cut_runs(branch.runs, position - branch.start, stop - branch.start)
