@@ -254,6 +254,11 @@ REPLICA = Dashboard(
             Panel("Stepped aside", "How often does a sequence give its KV back, and compute it again, because others have outgrown theirs?", "short", {"{{service_class}}": _rate("medha_sequences_stepped_aside_total", _P, "service_class")}),
             Panel("Prefix cache", "Which share of prompt tokens was not computed again?", "percentunit", {"{{pod}}": f"{_rate('medha_prefix_cache_hit_tokens_total', _P, 'pod')} / {_rate('medha_prefix_cache_queried_tokens_total', _P, 'pod')}"}),
         ],
+        "KV tiers": [
+            Panel("Host tier", "How much KV do the ranks of a lane hold in host memory?", "bytes", {"{{pod}} {{lane}}": f"max by (pod, lane) (medha_host_tier_bytes{_P})"}),
+            Panel("Copies", "How much KV is fetched from host memory, and demoted to it?", "Bps", {"{{pod}} fetched": _rate("medha_host_tier_fetched_bytes_total", _P, "pod"), "{{pod}} demoted": _rate("medha_host_tier_demoted_bytes_total", _P, "pod")}),
+            Panel("Prefill avoided by fetches", "How many prompt tokens were fetched instead of being computed?", "short", {"{{pod}}": _rate("medha_host_tier_fetched_tokens_total", _P, "pod")}),
+        ],
         "Sequences": [
             Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{pod}} running": f"sum by (pod) (medha_sequences_running{_P})", "{{pod}} waiting": f"sum by (pod) (medha_sequences_waiting{_P})"}),
             Panel("Prefill ahead", "How long would a new prompt wait?", "s", {"{{pod}}": f"max by (pod) (medha_pending_prefill_seconds{_P})"}),

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import TypeAdapter, ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from medha.api.fields import Quantity, quantity_bytes
 from medha.errors import ConfigInvalid
 from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
 from medha.kv_dtype import KvDtype, kv_element_bytes
@@ -26,6 +28,7 @@ from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, read_s
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
 
 
+_QUANTITY = TypeAdapter[str](Quantity)
 _MOST_TOKENS = 10**9
 _MOST_REQUESTS = 10**6
 _WIDEST = 1000  # columns of a terminal
@@ -46,6 +49,23 @@ class Tokens(click.ParamType[int]):
         if not 1 <= tokens <= _MOST_TOKENS:
             self.fail(f"{value!r} is not in the range of 1 to {_MOST_TOKENS:,} tokens", param, ctx)
         return int(tokens)
+
+
+class Bytes(click.ParamType[int]):
+    """A number of bytes above 0 in Kubernetes' notation: 64Gi."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            size = quantity_bytes(_QUANTITY.validate_python(value))
+        except ValidationError:
+            size = 0
+        if size == 0:
+            self.fail(f"{value!r} is no number of bytes above 0; write 64Gi, 500M or 1Ti", param, ctx)
+        return size
 
 
 @click.command("plan")
@@ -93,6 +113,10 @@ class Tokens(click.ParamType[int]):
     help="Data type of keys and values, as spec.kvCache.dtype.",
 )  # fmt: skip
 @click.option(
+    "--host-tier", "host_bytes", type=Bytes(),
+    help="Host memory of each GPU for evicted KV, as spec.kvCache.tiers.host.size, e.g. 64Gi.",
+)  # fmt: skip
+@click.option(
     "--memory-fraction", type=Number(0, 1, min_open=True), default=0.9, show_default=True,
     help="Share of a GPU's memory that may be used.",
 )  # fmt: skip
@@ -117,6 +141,7 @@ def command(
     max_gpus: int,
     price: float,
     kv_dtype: KvDtype,
+    host_bytes: int | None,
     memory_fraction: float,
     prefix_caching: bool,
     rows: int,
@@ -150,6 +175,7 @@ def command(
         max_gpus=max_gpus,
         draft=None if draft_name is None else _model("--draft-model", draft_name),
         prefix_caching=prefix_caching,
+        host_bytes=host_bytes or 0,
     )
     if plot is not None:
         require_plotly()
@@ -207,6 +233,11 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
     )
     if wish.draft is not None:
         caption += f" Weights and KV of the GPU that samples hold those of {wish.draft.name}, too."
+    if wish.host_bytes:
+        caption += (
+            f" Host: tokens of evicted KV in the host tiers, of {wish.host_bytes / 1e9:.3g} GB of host memory for each GPU "
+            f"(at most {hardware.devices_per_node * wish.host_bytes / 1e9:,.0f} GB a node)."
+        )
     offloads = any(rating.offload_bytes for rating in ratings)
     if not all(rating.fits for rating in ratings):
         caption += " A figure with ! misses its target."
@@ -232,6 +263,7 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
         "Holds\ntokens",
         "In\n/M",
         "Out\n/M",
+        *(["Host\ntokens"] if wish.host_bytes else []),
         *(["Offl.\nGB"] if offloads else []),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -248,6 +280,7 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
             _short(rating.kv_tokens),
             _figure(rating.cost_per_million_input, digits=2),
             _figure(rating.cost_per_million_output) if rating.batch else "-",
+            *([_short(rating.host_tokens)] if wish.host_bytes else []),
             *([f"{rating.offload_bytes / 1e9:,.0f}"] if offloads else []),
             style="dim" if not rating.fits else "bold green" if index == 0 else "",
         )

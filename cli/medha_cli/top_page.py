@@ -134,7 +134,8 @@ def lanes_listing(core: CoreStatus) -> Listing:
     columns = [
         Column("LANE"), Column("FIRST STAGE", 5), Column("LATER STAGES", 4), Column("KV", 6),
         Column("USED", 8, right=True), Column("RESERVED", 7, right=True), Column("CACHED", 3, right=True),
-        Column("PREFILL", 6, right=True), Column("DECODE", 6, right=True), Column("LOCK STEP", 2, optional=True),
+        Column("PREFILL", 6, right=True), Column("DECODE", 6, right=True), Column("HOST TIER", 3, right=True, optional=True),
+        Column("LOCK STEP", 2, optional=True),
     ]  # fmt: skip
     rows: list[list[RenderableType]] = []
     for lane in core.lanes:
@@ -143,7 +144,8 @@ def lanes_listing(core: CoreStatus) -> Listing:
         rows.append([
             str(lane.lane), *_stages(core, lane), _kv_bar(kv),
             *(f"{100 * part / blocks:.1f} %" for part in (kv.used, kv.reserved, kv.cached)),
-            f"{lane.prefilling:,}", f"{lane.decoding:,}", others,
+            f"{lane.prefilling:,}", f"{lane.decoding:,}",
+            "" if (tier := lane.host_tier) is None else f"{100 * tier.held / max(1, tier.blocks):.1f} %", others,
         ])  # fmt: skip
     return Listing(columns, rows)
 

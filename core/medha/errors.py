@@ -80,3 +80,7 @@ class AcceleratorMissing(MedhaError):
 
 class PartFailed(MedhaError):
     """A process of the replica failed or never became ready. Its log, which the text quotes, says why."""
+
+
+class LedgerMismatch(PartFailed):
+    """A rank cannot carry out a decision of the controller on its ledger, so the two have diverged."""

@@ -70,6 +70,7 @@ class Hardware:
     attention_efficiency: float  # share of peak FLOP/s reached in prefill; see ATTENTION_BAND
     fitted_as: str  # the device whose fitted fractions apply: this one, or its nearest kin
     source: str
+    host_link_bytes_per_second: float = 31.5e9  # to and from the host's memory, one way; PCIe 4.0 x16
 
 
 A100 = Hardware(
@@ -97,6 +98,7 @@ H100 = Hardware(
     attention_efficiency=0.52,
     fitted_as="H100",
     source="NVIDIA H100 SXM data sheet (2023); DGX H100: NVLink 4, eight 400 Gb/s NDR adapters",
+    host_link_bytes_per_second=63e9,  # PCIe 5.0 x16
 )
 H200 = Hardware(
     name="H200",
@@ -110,6 +112,7 @@ H200 = Hardware(
     attention_efficiency=0.52,
     fitted_as="H100",
     source="NVIDIA H200 SXM data sheet (2024); DGX H200: NVLink 4, eight 400 Gb/s NDR adapters",
+    host_link_bytes_per_second=63e9,
 )
 HARDWARE = {hardware.name: hardware for hardware in (A100, H100, H200)}
 

@@ -20,17 +20,19 @@ from typing import Protocol
 import numpy as np
 
 from medha.cost.predictor import Predictor, Work
+from medha.cost.tier_seconds import copy_seconds
 from medha.kv.lane_replay import admitted_map, grown_map
 from medha.shards import ShardMap
-from medha.wire.messages import ControllerEvent, Done, Sample, StageFree, Step
+from medha.wire.messages import ControllerEvent, Done, HostTierFigures, Sample, StageFree, Step
 
 
 @dataclass(slots=True)
 class StepTiming:
     """Time that a step keeps each stage busy, and time in transit after each stage (seconds)."""
 
-    stage_seconds: tuple[float, ...]
+    stage_seconds: tuple[float, ...]  # with copies
     transit_seconds: float = 0.0  # hop to the next stage; after the last one, sampling
+    copy_seconds: float = 0.0  # in each stage, of copies between KV pool and host tier
 
 
 class StepCost(Protocol):
@@ -52,9 +54,13 @@ class PredictorCost:
     holds.
     """
 
-    def __init__(self, truth: Predictor) -> None:
-        """`truth` must not be shared: a controller's predictor corrects itself, the truth does not."""
+    def __init__(self, truth: Predictor, host_tier: HostTierFigures | None = None) -> None:
+        """`truth` must not be shared: a controller's predictor corrects itself, the truth does not.
+
+        `host_tier` has the times of copies, if the lanes have a host tier.
+        """
         self._truth = truth
+        self._host_tier = host_tier
         self._stages = truth.topology.stream
         self._hops: dict[int, float] = {}  # tokens -> seconds
         self._shards: dict[str, ShardMap] = {}  # of sequences on several lanes
@@ -62,6 +68,14 @@ class PredictorCost:
     def __call__(self, step: Step, _now: float) -> StepTiming:
         if self._truth.topology.kv > 1:
             self._place(step)
+        timing = self._computed(step)
+        if self._host_tier is not None:
+            by_lane = copy_seconds(self._host_tier, step.admits, step.grows)
+            timing.copy_seconds = max((by_lane.get(lane, 0.0) for lane in step.lanes), default=0.0)
+            timing.stage_seconds = tuple(seconds + timing.copy_seconds for seconds in timing.stage_seconds)
+        return timing
+
+    def _computed(self, step: Step) -> StepTiming:
         if not step.entries:
             return StepTiming((0.0,) * self._stages)
         if len(step.lanes) > 1:
@@ -136,7 +150,9 @@ class Perturbed:
         if self._sigma > 0:
             factor *= float(self._generator.lognormal(-self._sigma * self._sigma / 2, self._sigma))
         return StepTiming(
-            tuple(seconds * factor for seconds in timing.stage_seconds), timing.transit_seconds * factor
+            tuple(seconds * factor for seconds in timing.stage_seconds),
+            timing.transit_seconds * factor,
+            timing.copy_seconds * factor,
         )
 
 
@@ -191,8 +207,14 @@ class Executor:
                 at = self._done_at[lane]
         for lane in lanes:
             self._done_at[lane] = at
-        busiest = max(timing.stage_seconds)
-        done = Done(step.step_id, self._samples(step), compute_seconds=busiest, lanes=lanes)
+        busiest, copied = max(timing.stage_seconds), timing.copy_seconds
+        done = Done(
+            step.step_id,
+            self._samples(step),
+            compute_seconds=busiest - copied,
+            lanes=lanes,
+            copy_seconds=copied,
+        )
         free = StageFree(step.step_id, 0, lanes)
         message = self._message_seconds
         return Launched(((left_first + message, free), (at + message, done)), timing)

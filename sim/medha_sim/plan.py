@@ -96,6 +96,7 @@ class Wish:
     max_gpus: int = 128
     draft: ModelShape | None = None  # a draft model, whose weights and KV one GPU of the last stage holds
     prefix_caching: bool = True  # False: on one lane, KV before the windows of layers is freed
+    host_bytes: int = 0  # of the host tier of each rank; 0: there is none
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "output_tokens", "concurrent", "max_gpus"):
@@ -106,6 +107,11 @@ class Wish:
                 raise ConfigInvalid(f"{name} is {getattr(self, name)}; it must be above 0")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigInvalid(f"memory_fraction is {self.memory_fraction}; it must lie in (0, 1]")
+        if self.host_bytes and not self.prefix_caching:
+            raise ConfigInvalid(
+                f"host_bytes is {self.host_bytes} and prefix_caching is false; a host tier keeps cached prefixes, so leave out "
+                "the one or the other"
+            )
 
     @property
     def request_tokens(self) -> int:
@@ -128,6 +134,7 @@ class Rating:
     kv_bytes: float  # of `concurrent` requests
     kv_room_bytes: float
     kv_tokens: int  # capacity of the whole replica
+    host_tokens: int  # capacity of the host tiers of all lanes, for KV that is evicted
     offload_bytes: float  # on all GPUs together, what does not fit and would have to move to host memory
     cost_per_million_input: float
     cost_per_million_output: float
@@ -220,6 +227,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         kv_bytes=kv,
         kv_room_bytes=room,
         kv_tokens=kv_tokens,
+        host_tokens=int(wish.host_bytes / token_bytes),
         offload_bytes=offload,
         cost_per_million_input=price * ttft / wish.context_tokens * 1e6,
         cost_per_million_output=price

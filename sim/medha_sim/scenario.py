@@ -25,7 +25,7 @@ from medha.routing.router_core import RouterCore
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import Announce, StepProfile
+from medha.wire.messages import Announce, HostTierFigures, StepProfile
 from medha_sim.autoscaling import AutoscaledFleet, AutoscalerTerms, Signal
 from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
 from medha_sim.lengths import Counts
@@ -73,6 +73,7 @@ class Deployment:
     block_size_tokens: int = 16
     tokens_per_lane: int = TOKENS_PER_LANE
     prefix_caching: bool = True
+    host_bytes: int = 0  # of the host tier of each rank; 0: evicted KV is forgotten
     replicas: int = 1
     message_seconds: float = 0.0002  # between a controller and its ranks, one way
     latencies: Latencies = field(default_factory=lambda: Latencies(replica_seconds=0.0005))
@@ -89,8 +90,7 @@ class Deployment:
         Raises:
             ConfigInvalid: the weights alone do not fit.
         """
-        shares = self.topology.stream * min(self.topology.tensor, self.model.kv_heads)
-        token_bytes = self.model.kv_bytes_per_token / shares
+        token_bytes = self._rank_token_bytes
         if self.kv_bytes is not None:
             return int(self.kv_bytes / token_bytes)
         ranks = self.topology.tensor * self.topology.stream
@@ -104,6 +104,30 @@ class Deployment:
             )
         return int(free_bytes / token_bytes)
 
+    @property
+    def _rank_token_bytes(self) -> float:
+        """Bytes of KV of a token on one rank."""
+        shares = self.topology.stream * min(self.topology.tensor, self.model.kv_heads)
+        return self.model.kv_bytes_per_token / shares
+
+    def host_tier(self) -> HostTierFigures | None:
+        """Return the host tier of each lane, whose copies take what the data sheet says of the host's link.
+
+        Raises:
+            ConfigInvalid: it holds no block.
+        """
+        if self.host_bytes == 0:
+            return None
+        block_bytes = self._rank_token_bytes * self.block_size_tokens
+        blocks = int(self.host_bytes / block_bytes)
+        if blocks == 0:
+            raise ConfigInvalid(
+                f"kvCache.tiers.host.size is {self.host_bytes} bytes, and a block takes {block_bytes:.0f} on each rank; raise "
+                "it to at least that"
+            )
+        seconds = block_bytes / self.hardware.host_link_bytes_per_second
+        return HostTierFigures(blocks, int(block_bytes), seconds, seconds)
+
     def config(self) -> ReplicaConfig:
         return ReplicaConfig(
             topology=self.topology,
@@ -116,6 +140,7 @@ class Deployment:
             long_threshold_tokens=self.scheduling.long_threshold_tokens or self.model.long_threshold_tokens,
             tokens_per_lane=self.tokens_per_lane,
             prefix_caching=self.prefix_caching,
+            host_tier=self.host_tier(),
         )
 
     def predictor(self) -> Predictor:
@@ -175,7 +200,11 @@ class Deployment:
                 config,
                 profile,
                 ends_at,
-                cost=disturbed(PredictorCost(self.predictor()), disturbance, np.random.default_rng(child)),
+                cost=disturbed(
+                    PredictorCost(self.predictor(), config.host_tier),
+                    disturbance,
+                    np.random.default_rng(child),
+                ),
                 message_seconds=self.message_seconds,
             )
 
@@ -229,6 +258,7 @@ def deployment_of(
         block_size_tokens=spec.kv_cache.block_size_tokens,
         tokens_per_lane=spec.kv_cache.tokens_per_lane,
         prefix_caching=spec.kv_cache.prefix_caching,
+        host_bytes=spec.kv_cache.host_bytes,
         replicas=replicas,
     )
 
@@ -303,7 +333,10 @@ def medha_replica(
     """Return a replica with Medha's controller. `cost` is the ground truth, by default the profile."""
     controller = ReplicaController(config, profile)
     executor = Executor(
-        cost or PredictorCost(Predictor(profile, config.topology, tokens_per_lane=config.tokens_per_lane)),
+        cost
+        or PredictorCost(
+            Predictor(profile, config.topology, tokens_per_lane=config.tokens_per_lane), config.host_tier
+        ),
         stages=config.topology.stream,
         lanes=config.topology.kv,
         ends_at=ends_at,

@@ -265,6 +265,10 @@ def test_a_run_directory_of_somebody_else_is_refused(checkpoint_manifest: Path, 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
+        (
+            "kvCache: {tiers: {host: {size: 256Ti}}}",
+            "spec.kvCache.tiers.host.size is 2.62e+05 GiB for each rank (of 1), but",
+        ),
         ("kvCache: {size: 256Ti}", "spec.kvCache.size is 256Ti for each rank (of 1), but"),
         (
             "parallelism: {tensor: 3}",

@@ -105,6 +105,17 @@ BAD = [
     ({"kvCache": {"size": "-1Gi"}}, ["spec.kvCache.size", "pattern", "found '-1Gi'"]),
     ({"kvCache": {"size": "9" * 400}}, ["spec.kvCache.size", "at most 24 characters", "99999"]),
     ({"kvCache": {"size": 2147483648}}, ["spec.kvCache.size", "valid string", "found 2147483648"]),
+    ({"kvCache": {"tiers": {"host": {}}}}, ["spec.kvCache.tiers.host.size: is missing; add it"]),
+    ({"kvCache": {"tiers": {"host": {"size": "16GB"}}}}, ["spec.kvCache.tiers.host.size", "found '16GB'"]),
+    (
+        {"kvCache": {"tiers": {"host": {"size": "0"}}}},
+        ["spec.kvCache.tiers.host.size", "found 0", "leave tiers out"],
+    ),
+    ({"kvCache": {"tiers": {"disk": {"size": "1Ti"}}}}, ["spec.kvCache.tiers.disk", "remove it"]),
+    (
+        {"kvCache": {"prefixCaching": False, "tiers": {"host": {"size": "1Gi"}}}},
+        ["spec.kvCache", "prefixCaching is false; set it to true, or leave tiers out"],
+    ),
     ({"kvCache": {"memoryFraction": 0}}, ["spec.kvCache.memoryFraction", "greater than 0", "found 0"]),
     ({"kvCache": {"memoryFraction": 1.5}}, ["spec.kvCache.memoryFraction", "0.98", "found 1.5"]),
     ({"scheduling": {"policy": "lifo"}}, ["spec.scheduling.policy", "'lars'", "found 'lifo'"]),
@@ -315,6 +326,8 @@ def test_all_wrong_fields_are_reported_at_once() -> None:
         ("1Ti", 2**40),
         ("0.5M", 500_000),
         ("9" * 24, 10**24),
+        ("2Pi", 2**51),
+        ("1500m", 1),
     ],
 )
 def test_quantities_are_kubernetes_own(quantity: str, expected: int) -> None:

@@ -43,9 +43,34 @@ class Ranks:
 
     replica: LaneReplay
     content: dict[tuple[int, int], Content] = field(default_factory=dict)
+    host: dict[tuple[int, int], Content] = field(default_factory=dict)  # the same of the host tier
+
+    def copy_tier(self) -> None:
+        """Make the copies between pool and tier that the replica has decided, in order."""
+        for copy in self.replica.take_tier_copies():
+            for index in range(copy.count):
+                for offset in range(self.replica.ledger.block_size_tokens):
+                    here, there = (copy.block + index, offset), (copy.slot + index, offset)
+                    if copy.is_fetch:
+                        self.content[here] = self.host[there]
+                    else:
+                        self.host[there] = self.content[here]
 
     def table(self, name: str) -> list[int]:
         return [int(block) for block in self.replica.ledger.table(name)]
+
+
+@dataclass
+class Prices:
+    """Each token costs more to compute than the one before it, and each block as much to fetch."""
+
+    fetch_seconds_per_block: float
+
+    def fetch_seconds(self, blocks: int) -> float:
+        return blocks * self.fetch_seconds_per_block
+
+    def compute_seconds(self, context: int, tokens: int) -> float:
+        return sum(1 + position / 100 for position in range(context, tokens))
 
 
 class PoolsMachine(RuleBasedStateMachine):
@@ -56,10 +81,21 @@ class PoolsMachine(RuleBasedStateMachine):
         cap_blocks=st.integers(1, 12),
         caching=st.sampled_from([True, True, True, False]),
         striped=st.booleans(),
+        host_blocks=st.sampled_from([0, 2, 8, 40]),
+        fetch_price=st.sampled_from([0.0, 0.0, 1.1, 1.5]),
     )
     def start(
-        self, lanes: int, blocks: int, size: int, cap_blocks: int, caching: bool, striped: bool
+        self,
+        lanes: int,
+        blocks: int,
+        size: int,
+        cap_blocks: int,
+        caching: bool,
+        striped: bool,
+        host_blocks: int,
+        fetch_price: float,
     ) -> None:
+        host_blocks = host_blocks if caching else 0
         self.lanes, self.blocks, self.size = lanes, blocks, size
         self.pools = KvPools(
             lanes=lanes,
@@ -68,8 +104,12 @@ class PoolsMachine(RuleBasedStateMachine):
             tokens_per_lane=cap_blocks * size,
             prefix_caching=caching,
             stripes_prompts=striped,
+            host_blocks=host_blocks,
+            prices=Prices(fetch_price * size) if host_blocks else None,
         )
-        self.ranks = [Ranks(LaneReplay(BlockLedger(blocks, size), lane)) for lane in range(lanes)]
+        self.ranks = [
+            Ranks(LaneReplay(BlockLedger(blocks, size), lane, host_blocks)) for lane in range(lanes)
+        ]
         self.hasher = PrefixHasher(size, b"secret")
         self.sequences: dict[str, Sequence] = {}
         self.names = 0
@@ -86,6 +126,33 @@ class PoolsMachine(RuleBasedStateMachine):
     def admit(
         self, branches: list[int], length: int, output: int, pending: list[float], owners: set[int] | None
     ) -> None:
+        self._admit(branches, length, output, pending, owners)
+
+    @rule(
+        branches=st.lists(st.integers(0, 1), max_size=4), length=st.integers(1, 60), times=st.integers(1, 3)
+    )
+    def serve(self, branches: list[int], length: int, times: int) -> None:
+        """Compute prompts from their admission to their end, so that the pool fills with what is cached."""
+        for turn in range(times):
+            name = self._admit([*branches, turn % 2], length, 1, [0.0, 1.0, 2.0], None)
+            if name is None:
+                return
+            one = self.sequences[name]
+            for position in range(one.computed, length):
+                self._write(name, one, position)
+            one.computed = length
+            self.pools.computed(name, length)
+            self._end(name)
+            self._flush()
+
+    def _admit(
+        self,
+        branches: list[int],
+        length: int,
+        output: int,
+        pending: list[float],
+        owners: set[int] | None,
+    ) -> str | None:
         """Prompts differ where they take another branch, every eight tokens: many begin alike."""
         ids = [branches[index // 8] if index // 8 < len(branches) else 0 for index in range(length)]
         name = self._new_name()
@@ -104,13 +171,14 @@ class PoolsMachine(RuleBasedStateMachine):
             assert self.pools.free_tokens == before, "all or nothing"
             if self.lanes == 1:
                 assert -(-(length + output) // self.size) * self.size > before
-            return
+            return None
         assert allowed is None or placed.shards.owner in allowed
         assert placed.cached_tokens < length, "the last token is computed again"
         assert placed.cached_tokens % self.size == 0
         self._flush()
         self._replay_admit(name, placed, length)
         self.sequences[name] = Sequence(ids, length, placed.cached_tokens)
+        return name
 
     @precondition(lambda self: any(one.in_flight == 0 for one in self.sequences.values()))
     @rule(data=st.data(), more=st.integers(0, 20))
@@ -145,6 +213,7 @@ class PoolsMachine(RuleBasedStateMachine):
         assert isinstance(grow, Grow)
         for ranks in self.ranks:
             assert ranks.replica.grow(grow)
+            ranks.copy_tier()
 
     @precondition(lambda self: any(one.in_flight == 0 for one in self.sequences.values()))
     @rule(data=st.data(), count=st.integers(1, 40))
@@ -196,8 +265,18 @@ class PoolsMachine(RuleBasedStateMachine):
             if not self.sequences:
                 assert lane.available_blocks == self.blocks
                 assert lane.ledger.held_blocks == 0
+        for tier in self.pools.tiers:
+            tier.check()
         for ranks in self.ranks:
             ranks.replica.ledger.check()
+
+    @invariant()
+    def ranks_have_the_host_ledger_of_the_controller(self) -> None:
+        for tier, ranks in zip(self.pools.tiers, self.ranks, strict=False):
+            assert ranks.replica.host is not None
+            assert ranks.replica.host.digest() == tier.ledger.digest()
+            ranks.replica.host.check()
+            assert tier.ledger.held_blocks <= tier.ledger.blocks
 
     @invariant()
     def ranks_that_were_told_everything_have_what_the_controller_has(self) -> None:
@@ -260,10 +339,12 @@ class PoolsMachine(RuleBasedStateMachine):
             cached_tokens=placed.cached_tokens,
             prefixes=placed.prefixes,
             evictions=placed.evictions,
+            fetches=placed.fetches,
         )
         for lane, ranks in enumerate(self.ranks):
             copies = ranks.replica.admit(admit)
             assert copies is not None
+            ranks.copy_tier()
             for copy in copies:
                 for offset in range(self.size):
                     if (copy.source, offset) in ranks.content:

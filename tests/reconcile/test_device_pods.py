@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.manifests import Owner, pod_templates
@@ -113,3 +115,27 @@ def test_a_draft_model_is_mounted_from_its_own_volume() -> None:
     image = {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}
     assert mounted({"image": {"reference": "r/m:1"}}) == ([{"name": "draft-model", "image": image}], [mount])
     assert mounted({"path": "/models/small"}) == ([], []), "a directory of the pods' image"
+
+
+@pytest.mark.parametrize(
+    ("resources", "requested", "limited"),
+    [
+        ({}, 2 * 2**30, None),
+        ({"requests": {"memory": "4Gi"}}, 6 * 2**30, None),
+        ({"limits": {"memory": "4Gi"}}, 6 * 2**30, 6 * 2**30),
+        ({"requests": {"memory": "1Gi"}, "limits": {"memory": "8Gi"}}, 3 * 2**30, 10 * 2**30),
+    ],
+)
+def test_pods_request_the_memory_of_their_ranks_host_tiers(
+    resources: dict[str, Any], requested: int, limited: int | None
+) -> None:
+    """Two ranks of a pod have 1 GiB each; the container that downloads the model needs none of it."""
+    spec = pod(
+        {"accelerator": "none"} | resources,
+        parallelism={"tensor": 2},
+        kvCache={"tiers": {"host": {"size": "1Gi"}}},
+    )
+    found = spec["containers"][0]["resources"]
+    assert found["requests"]["memory"] == str(requested)
+    assert found.get("limits", {}).get("memory") == (None if limited is None else str(limited))
+    assert spec["initContainers"][0]["resources"] == resources

@@ -22,6 +22,7 @@ from medha.topology import Topology, stage_layers
 from medha.wire.messages import PromptLogprobs, Sample, Step, Tokens
 from medha_worker.device import host_device
 from medha_worker.kernels.protocol import Kernels
+from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
@@ -170,13 +171,14 @@ class Ranks:
         steps_ahead: int = 1,
         kernels: Kernels | None = None,
         window_blocks: int = 0,
+        host_blocks: int = 0,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
         """Run all steps on new KV pools; return the samples, and the logits of every position, by request and position.
 
         Each rank runs the steps one after the other, as far ahead of other ranks as its inputs allow. Before it runs a
         step, it plans the next `steps_ahead` ones, as `Rank` does with steps that arrive while it is busy. `kernels`
         replaces those that a rank chooses on this machine. With `window_blocks`, KV before windows is freed, and none
-        of these blocks may be held once all requests have been released.
+        of these blocks may be held once all requests have been released. `host_blocks` is the size of the host tier.
         """
 
         if not self._grids:
@@ -189,16 +191,17 @@ class Ranks:
             if self._determinism == "batchInvariant":
                 group = in_rank_order(group, self.topology.coordinates(rank).tensor, self.topology.tensor)
             model = (model.with_kernels(kernels) if kernels else model).in_grid(group, grid.plane)
-            recording = Recording(model)
+            recording, pool = Recording(model), model.new_kv_cache(kv_blocks, block_tokens, window_blocks)
             executor = Executor(
                 recording,
-                model.new_kv_cache(kv_blocks, block_tokens, window_blocks),
+                pool,
                 vocab_size=self._config.vocab_size,
                 eos_token_ids=(),
                 clock=lambda: 0.0,
                 lane=grid.lane,
                 pipeline=grid if self.topology.ranks > 1 else None,
                 drafter=self._drafter(kv_blocks, block_tokens) if rank == grid.sampling_rank else None,
+                host_blocks=[HostBlocks(pool, host_blocks)] if host_blocks else (),
             )
             samples: list[Sample] = []
             self.scored[rank] = []

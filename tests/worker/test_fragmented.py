@@ -20,6 +20,7 @@ from medha.wire.messages import (
     ControllerEvent,
     Emit,
     Failed,
+    HostTierFigures,
     RankReady,
     Refused,
     Sampling,
@@ -32,6 +33,7 @@ from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.controller.output_hashes import OutputHasher
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_attention import TorchAttention
+from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor
@@ -67,11 +69,13 @@ class Query:
 class Replica:
     """A controller and one rank, joined without sockets: steps run in the order in which they are launched."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, host_blocks: int = 0) -> None:
+        """`host_blocks` is the size of the host tier, from which KV is fetched in no time."""
         ready = RankReady(
             rank=0, block_size_tokens=BLOCK_TOKENS, kv_blocks=KV_BLOCKS, weights_bytes=1, activation_bytes=1, kv_bytes=1,
             profile=PROFILE, device="cpu", max_model_len=model.config.max_model_len, vocab_size=model.config.vocab_size,
             linear_flops_per_token=1e6, attention_flops_per_pair=1e3,
+            host_tier=HostTierFigures(host_blocks, 1, 0.0, 0.0) if host_blocks else None,
         )  # fmt: skip
         spec = MedhaReplicaSpec(
             model=ModelSpec(name="m", source=ModelSource(path="unused"), max_model_len=ready.max_model_len),
@@ -80,9 +84,10 @@ class Replica:
         )
         self.core = ReplicaController(derive(spec, ready), PROFILE)
         self._model = Recording(model)
+        pool = model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS)
         self._executor = Executor(
-            self._model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=model.config.vocab_size,
-            eos_token_ids=(), clock=lambda: 0.0,
+            self._model, pool, vocab_size=model.config.vocab_size, eos_token_ids=(), clock=lambda: 0.0,
+            host_blocks=[HostBlocks(pool, host_blocks)] if host_blocks else (),
         )  # fmt: skip
         self._hasher, self._outputs = PrefixHasher(BLOCK_TOKENS, b"secret"), OutputHasher()
         self._launched: deque[Step] = deque()
@@ -194,14 +199,19 @@ def check(
     assert wrong == {"served": [], "later": []}
 
 
-def test_float32_logits_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host_blocks", [0, 100, 2000])
+def test_float32_logits_are_those_of_transformers(tmp_path: Path, host_blocks: int) -> None:
     """Heads of 10 values fill the vector registers of no machine, so plain torch computes their attention."""
     sizes = {"vocab_size": 512, "hidden_size": 40, "max_position_embeddings": 4096}
     reference = save_reference(tmp_path, "qwen2", **sizes)
     config = ModelConfig.from_directory(tmp_path, max_model_len=2048)
     kernels = kernels_of_a_rank(config)
     assert isinstance(kernels.attention, TorchAttention)
-    served, later = conversations(Replica(load_model(tmp_path, config, kernels=kernels)), 512)
+    replica = Replica(load_model(tmp_path, config, kernels=kernels), host_blocks)
+    served, later = conversations(replica, 512)
+    counts = replica.core.pools.tier_counts
+    assert (counts.fetched_blocks > 0) == (host_blocks > 0)
+    assert (counts.dropped_blocks > 0) == (host_blocks == 100)
 
     @torch.inference_mode()
     def wanted(ids: Ids) -> torch.Tensor:

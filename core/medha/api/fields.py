@@ -14,9 +14,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 _UNITS_BYTES = {
-    "": 1,
-    "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+    "": 1, "m": 1e-3,
+    "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
 }  # fmt: skip
 
 Quantity = Annotated[
@@ -30,7 +30,7 @@ ENDPOINT_PATTERN = r"^https?://[^\s/?#@]+(/[^\s?#]*)?$"
 
 def quantity_bytes(quantity: str) -> int:
     """Return the bytes of a Kubernetes quantity such as `512Mi`."""
-    number = quantity.rstrip("kKMGTi")
+    number = quantity.rstrip("mkKMGTPi")
     return int(float(number) * _UNITS_BYTES[quantity[len(number) :]])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from medha.api.cluster import (
     HostPathSource,
@@ -24,7 +24,18 @@ from medha.api.cluster import (
     RouterReference,
     SecretKey,
 )
-from medha.api.fields import ENDPOINT_PATTERN, HostName, Model, Origin, Quantity, epoch, live, restart, rules
+from medha.api.fields import (
+    ENDPOINT_PATTERN,
+    HostName,
+    Model,
+    Origin,
+    Quantity,
+    epoch,
+    live,
+    quantity_bytes,
+    restart,
+    rules,
+)
 from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
 from medha.kv_dtype import KvDtype
@@ -197,8 +208,44 @@ class ParallelismSpec(Model):
         return self
 
 
+class HostTierSpec(Model):
+    """Host memory for KV that is evicted from the device."""
+
+    size: Quantity = Field(json_schema_extra=restart())
+    """Bytes per rank, e.g. `16Gi`: the `kvCache.size` of each rank several times over."""
+
+    @field_validator("size")
+    @classmethod
+    def _size_is_above_zero(cls, size: str) -> str:
+        if quantity_bytes(size) == 0:
+            raise ValueError(f"must be above 0 (found {size}); give bytes such as 16Gi, or leave tiers out")
+        return size
+
+
+class KvTiersSpec(Model):
+    """Places for KV that is evicted from the device, and fetched from there instead of being computed again
+    (docs/kv-tiers.md)."""
+
+    host: HostTierSpec | None = None
+    """Memory of the host, beside the device's. Default: none, so evicted KV is forgotten."""
+
+
+_TIERS_NEED_CACHING = (
+    "kvCache.tiers keep cached prefixes, and prefixCaching is false; set it to true, or leave tiers out"
+)
+
+
 class KvCacheSpec(Model):
     """Memory for keys and values."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.tiers) || !has(self.tiers.host) || !has(self.prefixCaching) || self.prefixCaching",
+                _TIERS_NEED_CACHING,
+            )
+        )
+    )
 
     size: Quantity | None = Field(default=None, json_schema_extra=restart())
     """Bytes per rank, e.g. `2Gi`. Default: `memoryFraction` of the free memory."""
@@ -216,6 +263,19 @@ class KvCacheSpec(Model):
     prefix_caching: bool = Field(default=True, json_schema_extra=restart())
     """Keep the KV of finished prompts until its blocks are needed, and share it with prompts that begin
     with the same tokens."""
+    tiers: KvTiersSpec | None = None
+    """Where KV goes when its blocks are needed. Default: it is forgotten."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host tier of each rank; 0: there is none."""
+        return 0 if self.tiers is None or self.tiers.host is None else quantity_bytes(self.tiers.host.size)
+
+    @model_validator(mode="after")
+    def _tiers_keep_prefixes(self) -> KvCacheSpec:
+        if self.host_bytes and not self.prefix_caching:
+            raise ValueError(_TIERS_NEED_CACHING)
+        return self
 
 
 _DRAFT_MODEL_BY_METHOD = (

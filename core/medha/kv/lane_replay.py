@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockCopy, BlockLedger, Run
 from medha.kv.cached_paths import NO_BLOCK, CachedPaths
+from medha.kv.host_tier import HostLedger, TierCopy, tier_copies
 from medha.shards import Segment, ShardMap, digest_of, segments_of
 from medha.wire.messages import Admit, Eviction, Grow, Publish
 
@@ -21,9 +23,12 @@ class LaneReplay:
     Each call applies one part of a `Step`, in this order: publishes, releases, grows, admits.
     """
 
-    def __init__(self, ledger: BlockLedger, lane: int = 0) -> None:
+    def __init__(self, ledger: BlockLedger, lane: int = 0, host_blocks: int = 0) -> None:
+        """`host_blocks` is the size of the lane's host tier; 0: it has none."""
         self.ledger = ledger
         self.lane = lane
+        self.host = HostLedger(host_blocks) if host_blocks else None
+        self._tier_copies: list[TierCopy] = []
         self._paths = CachedPaths(ledger.blocks)
         self._shards: dict[str, ShardMap] = {}
 
@@ -32,7 +37,16 @@ class LaneReplay:
 
     def state_hash(self) -> int:
         """Return a 53-bit digest of the ledger and all shard maps, to compare with `KvPools.state_hashes`."""
-        return self.ledger.state_hash(digest_of(self._shards))
+        maps = digest_of(self._shards)
+        return self.ledger.state_hash(maps if self.host is None else maps + self.host.digest())
+
+    def take_tier_copies(self) -> tuple[TierCopy, ...]:
+        """Take the copies between KV pool and host tier that grows and admits have decided, in order.
+
+        They must be made in this order, and before all other copies of their step.
+        """
+        copies, self._tier_copies = self._tier_copies, []
+        return tuple(copies)
 
     def publish(self, publishes: Iterable[Publish]) -> None:
         for publish in publishes:
@@ -51,7 +65,11 @@ class LaneReplay:
             self._paths.release(sequence)
 
     def grow(self, grow: Grow) -> bool:
-        """Apply a grow; return False if no KV is left, which means that the ledgers have diverged."""
+        """Apply a grow; return False if no KV is left, which means that the ledgers have diverged.
+
+        Raises:
+            LedgerMismatch: the host tier has diverged.
+        """
         self._evict(grow.evictions)
         shards = self._shards[grow.id] = grown_map(self._shards[grow.id], grow)
         tokens = shards.tokens_on(self.lane)
@@ -66,12 +84,15 @@ class LaneReplay:
         """Apply an admit; return the copies to make before the step runs.
 
         Return None if no KV is left, which means that the ledgers have diverged.
+
+        Raises:
+            LedgerMismatch: the host tier has diverged.
         """
         shards = self._shards[admit.id] = admitted_map(admit)
         tokens = shards.tokens_on(self.lane)
         cached: list[Run] = []
+        last, count = NO_BLOCK, 0
         if tokens:
-            last, count = NO_BLOCK, 0
             for prefix in admit.prefixes:
                 if prefix.lane == self.lane:
                     last, count = prefix.last, prefix.count
@@ -83,12 +104,41 @@ class LaneReplay:
         if admit.fork_of is not None:
             shared = shards.local_lengths(admit.shared_tokens).get(self.lane, 0)
             return fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
-        return [] if self.ledger.reserve(admit.id, tokens, cached) else None
+        if not self.ledger.reserve(admit.id, tokens, cached):
+            return None
+        self._fetch(admit, count)
+        return []
 
     def _evict(self, evictions: Iterable[Eviction]) -> None:
         for eviction in evictions:
             if eviction.lane == self.lane:
-                self.ledger.evict(self._paths.evicted(eviction, self.ledger.remembered))
+                evicted = self._paths.evicted(eviction, self.ledger.remembered)
+                self._demote(eviction)
+                self.ledger.evict(evicted)
+
+    def _demote(self, eviction: Eviction) -> None:
+        for drop in eviction.drops:
+            self._tier().drop(drop.extent, drop.keep)
+        for demotion in eviction.demotions:
+            _, slots = self._tier().store(demotion.count)
+            blocks = self._paths.runs(demotion.last, demotion.count)
+            self._tier_copies += tier_copies(blocks, slots, is_fetch=False)
+
+    def _fetch(self, admit: Admit, start: int) -> None:
+        """Fetch blocks of the tier into a sequence's table, from its `start`-th block on."""
+        for fetch in admit.fetches:
+            if fetch.lane == self.lane:
+                blocks = self.ledger.runs(admit.id, start, start + fetch.count)
+                slots = self._tier().runs(fetch.extent, fetch.start, fetch.count)
+                if sum(length for _, length in blocks) != fetch.count:
+                    raise LedgerMismatch(f"{admit.id} has no room for {fetch.count} blocks that it fetches")
+                self._tier_copies += tier_copies(blocks, slots, is_fetch=True)
+                start += fetch.count
+
+    def _tier(self) -> HostLedger:
+        if self.host is None:
+            raise LedgerMismatch("the controller has a host tier, and this rank has none")
+        return self.host
 
 
 def admitted_map(admit: Admit) -> ShardMap:

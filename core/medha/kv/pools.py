@@ -11,6 +11,8 @@ Three rules keep cached blocks correct:
   reader.
 * At least the last token of a prompt is always computed again, because the first output token is sampled from
   it.
+
+If lanes have a host tier, blocks that are evicted may be demoted to it, and a prefix may go on there (`medha.kv.host_tier`).
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from medha.kv.blocks import BlockLedger, Run
+from medha.kv.host_tier import Held, HostTier, Prices, TierCounts
 from medha.kv.lane_replay import fork_on
-from medha.kv.prefix_cache import Match, PrefixCache, hash_count, hash_range
+from medha.kv.prefix_cache import PrefixCache, hash_count, hash_range
 from medha.shards import (
     MAX_SEGMENTS_SENT,
     PROMPT_STRIPE_TOKENS,
@@ -34,7 +37,7 @@ from medha.shards import (
     striped_map,
     stripings_of,
 )
-from medha.wire.messages import CachedPrefix, Eviction, Grow, Publish
+from medha.wire.messages import CachedPrefix, Eviction, Fetch, Grow, Publish
 
 
 @dataclass(slots=True)  # not frozen, for speed: every admission makes one
@@ -47,12 +50,37 @@ class Placed:
     stripings: tuple[Striping, ...] = ()
     prefixes: tuple[CachedPrefix, ...] = ()
     evictions: tuple[Eviction, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
+
+
+@dataclass(slots=True)
+class _Found:
+    """The blocks that a lane has of a prompt: `blocks` cached ones, then `fetched` ones in its host tier."""
+
+    blocks: int
+    runs: tuple[Run, ...]
+    unlocked: int  # of the cached ones
+    held: tuple[Held, ...] = ()  # in the host tier
+    fetched: int = 0
+
+    @property
+    def all_blocks(self) -> int:
+        return self.blocks + self.fetched
 
 
 @dataclass(slots=True)
 class _Lane:
     ledger: BlockLedger
     cache: PrefixCache = field(default_factory=PrefixCache)
+    tier: HostTier | None = None
+
+    def find(self, hashes: str, stop: int, *, with_tier: bool = True) -> _Found:
+        """Return what this lane has of the first `stop` of `hashes`, without a gap."""
+        match = self.cache.match(hashes, stop)
+        if self.tier is None or not with_tier or match.blocks == stop:
+            return _Found(match.blocks, match.runs, match.unlocked)
+        held = tuple(self.tier.match(hashes, match.blocks, stop))
+        return _Found(match.blocks, match.runs, match.unlocked, held, sum(one.count for one in held))
 
     @property
     def available_blocks(self) -> int:
@@ -66,7 +94,21 @@ class _Lane:
             return ()
         evicted = self.cache.evict(missing)
         self.ledger.evict(evicted.runs)
-        return (Eviction(evicted.used_before, evicted.last, evicted.count, lane),)
+        if self.tier is None:
+            return (Eviction(evicted.used_before, evicted.last, evicted.count, lane),)
+        drops, demotions = self.tier.demote(evicted.branches)
+        return (Eviction(evicted.used_before, evicted.last, evicted.count, lane, drops, demotions),)
+
+    def make_free_beside(
+        self, found: _Found, blocks: int, lane: int
+    ) -> tuple[tuple[Eviction, ...], tuple[Fetch, ...]]:
+        """Do the same for a request that fetches what was found in the tier; return its fetches, too."""
+        if self.tier is None or not found.held:
+            return self.make_free(blocks, lane), ()
+        self.tier.pin(found.held)
+        evictions = self.make_free(blocks, lane)
+        self.tier.unpin()
+        return evictions, self.tier.fetch(found.held, lane)
 
     def locked(self, sequence: str, lane: int) -> tuple[CachedPrefix, ...]:
         """Return the cached prefix that a newly admitted sequence uses on this lane; empty if none."""
@@ -97,8 +139,13 @@ class KvPools:
         tokens_per_lane: int,
         prefix_caching: bool = True,
         stripes_prompts: bool = False,
+        host_blocks: int = 0,
+        prices: Prices | None = None,
     ) -> None:
-        """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane."""
+        """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane.
+
+        Each lane has a host tier of `host_blocks` blocks, if `prices` of its copies are given.
+        """
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
         self._tokens_per_lane = tokens_per_lane
@@ -107,7 +154,11 @@ class KvPools:
         # All prompts use one stripe length, so that prompts of different lengths can share cached blocks.
         blocks = min(PROMPT_STRIPE_TOKENS, tokens_per_lane) // block_size_tokens
         self._stripe_tokens = max(blocks, 1) * block_size_tokens
+        self._prices = prices
         self._lanes = [_Lane(BlockLedger(kv_blocks, block_size_tokens)) for _ in range(lanes)]
+        if prices is not None and prefix_caching:
+            for lane in self._lanes:
+                lane.tier = HostTier(host_blocks, block_size_tokens, prices)
         self._held: dict[str, _SequenceKv] = {}
         # Both cover all lanes, in the order in which they happened. A lane's clock counts its releases: if
         # ranks got them in another order, they would evict other blocks than `medha.kv.prefix_cache` did.
@@ -147,6 +198,22 @@ class KvPools:
         """Blocks that no sequence holds and the prefix cache keeps, on all lanes together."""
         return sum(lane.ledger.remembered_blocks for lane in self._lanes)
 
+    @property
+    def tiers(self) -> list[HostTier]:
+        """The host tiers of all lanes; empty if there are none."""
+        return [lane.tier for lane in self._lanes if lane.tier is not None]
+
+    @property
+    def tier_counts(self) -> TierCounts:
+        """Copies between the KV pools and the host tiers of all lanes."""
+        each = [tier.counts for tier in self.tiers]
+        return TierCounts(
+            sum(one.hits for one in each),
+            sum(one.fetched_blocks for one in each),
+            sum(one.demoted_blocks for one in each),
+            sum(one.dropped_blocks for one in each),
+        )
+
     def ledger(self, lane: int = 0) -> BlockLedger:
         return self._lanes[lane].ledger
 
@@ -185,16 +252,26 @@ class KvPools:
         """
         if not self._prefix_caching or not block_hashes:
             return 0, 0
+        expected = self._expected(prompt_tokens, block_hashes, is_long=is_long)
+        if self._prices is None:
+            return expected
+        without = self._expected(prompt_tokens, block_hashes, is_long=is_long, with_tier=False)
+        fetched = (expected[0] - without[0]) // self.block_size_tokens
+        return expected if self._is_worth(prompt_tokens, without[0], expected[0], fetched) else without
+
+    def _expected(
+        self, prompt_tokens: int, block_hashes: str, *, is_long: bool, with_tier: bool = True
+    ) -> tuple[int, int]:
         tokens = held_blocks = 0
         if is_long and self._stripes_prompts:
-            matches = self._striped_matches(prompt_tokens, block_hashes)[0][1]
-            tokens = sum(match.blocks for match in matches.values()) * self.block_size_tokens
+            matches = self._striped_matches(prompt_tokens, block_hashes, with_tier=with_tier)[0][1]
+            tokens = sum(match.all_blocks for match in matches.values()) * self.block_size_tokens
             return tokens, sum(match.blocks - match.unlocked for match in matches.values())
-        for found in self._shards_found(block_hashes, is_long=is_long):
+        for found in self._shards_found(block_hashes, is_long=is_long, with_tier=with_tier):
             match = found[_best(found)]
-            tokens += match.blocks * self.block_size_tokens
+            tokens += match.all_blocks * self.block_size_tokens
             held_blocks += match.blocks - match.unlocked
-            if match.blocks < self._tokens_per_lane // self.block_size_tokens:
+            if match.all_blocks < self._tokens_per_lane // self.block_size_tokens:
                 break  # anything cached of the next shard would lie behind a gap
         return min(
             tokens, (prompt_tokens - 1) // self.block_size_tokens * self.block_size_tokens
@@ -234,7 +311,7 @@ class KvPools:
             if owners is not None and shards.owner not in owners:
                 continue
             chains = self._chains(shards, prompt_tokens, hashes)
-            matches = self._matches(prompt_tokens, chains)
+            matches = self._worth_using(prompt_tokens, chains)
             if all(self._fits(shards, lane, matches.get(lane)) for lane in shards.lanes):
                 return self._take(sequence, shards, prompt_tokens, chains, matches)
         return None
@@ -389,7 +466,12 @@ class KvPools:
         These are the state that the lane's ranks replay.
         """
         maps = digest_of({name: held.shards for name, held in self._held.items()})
-        return tuple([lane.ledger.state_hash(maps) for lane in self._lanes])
+        return tuple(
+            [
+                lane.ledger.state_hash(maps if lane.tier is None else maps + lane.tier.ledger.digest())
+                for lane in self._lanes
+            ]
+        )
 
     # --- placing --------------------------------------------------------------------------------------
 
@@ -453,22 +535,22 @@ class KvPools:
             for lane, match in enumerate(found):
                 if lane not in preferred:
                     capacity_by_lane[lane] = free[lane] + (match.blocks - match.unlocked) * size
-                    cached[lane] = min(match.blocks * size, prompt_tokens - 1)
+                    cached[lane] = min(match.all_blocks * size, prompt_tokens - 1)
             best = _best(found)
-            if not is_long or found[best].blocks == 0 or best in preferred:
+            if not is_long or found[best].all_blocks == 0 or best in preferred:
                 break
             preferred.append(best)
         yield capacity_by_lane, cached, preferred
         if any(cached):
             yield free, [0] * len(free), []
 
-    def _shards_found(self, hashes: str, *, is_long: bool) -> Iterator[list[Match]]:
-        """Yield what each lane has cached of the prompt: once, or for each shard of a long prompt."""
+    def _shards_found(self, hashes: str, *, is_long: bool, with_tier: bool = True) -> Iterator[list[_Found]]:
+        """Yield what each lane has of the prompt: once, or for each shard of a long prompt."""
         blocks = hash_count(hashes)
         step = self._tokens_per_lane // self.block_size_tokens if is_long else blocks
         for shard in range(0, blocks, max(step, 1)):
             chain = hash_range(hashes, shard, shard + step) if is_long else hashes
-            yield [lane.cache.match(chain, hash_count(chain)) for lane in self._lanes]
+            yield [lane.find(chain, hash_count(chain), with_tier=with_tier) for lane in self._lanes]
 
     def _chains(self, shards: ShardMap, prompt_tokens: int, hashes: str) -> dict[int, str]:
         """Return the hashes of each lane's part of the prompt, in order; empty if there are none to use.
@@ -494,17 +576,40 @@ class KvPools:
             for piece in shards.pieces(0, prompt_tokens)
         }
 
-    def _matches(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, Match]:
-        """Return what each lane has cached of the prompt: a prefix without gaps, without the last token."""
-        matches: dict[int, Match] = {}
+    def _worth_using(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, _Found]:
+        """Return `_matches`, in which host tiers take part only if that is faster than to compute."""
+        matches = self._matches(prompt_tokens, chains)
+        fetched = max((one.fetched for one in matches.values()), default=0)
+        if fetched == 0:
+            return matches
+        without = self._matches(prompt_tokens, chains, with_tier=False)
+        here, there = (
+            sum(one.all_blocks for one in each.values()) * self.block_size_tokens
+            for each in (without, matches)
+        )
+        return matches if self._is_worth(prompt_tokens, here, there, fetched) else without
+
+    def _is_worth(self, prompt_tokens: int, here_tokens: int, there_tokens: int, fetched: int) -> bool:
+        """Return whether to fetch so many blocks on a lane is faster than to compute a prompt from `here` to `there`."""
+        if self._prices is None or there_tokens <= here_tokens:
+            return False
+        seconds = self._prices.compute_seconds
+        saved_seconds = seconds(here_tokens, prompt_tokens) - seconds(there_tokens, prompt_tokens)
+        return self._prices.fetch_seconds(fetched) < saved_seconds
+
+    def _matches(
+        self, prompt_tokens: int, chains: dict[int, str], *, with_tier: bool = True
+    ) -> dict[int, _Found]:
+        """Return what each lane has of the prompt: a prefix without gaps, without the last token."""
+        matches: dict[int, _Found] = {}
         if self._stripes_prompts and len(chains) > 1:
-            return self._without_gap(prompt_tokens, chains)
+            return self._without_gap(prompt_tokens, chains, with_tier=with_tier)
         usable = (prompt_tokens - 1) // self.block_size_tokens
         for lane, chain in chains.items():
             stop = min(usable, hash_count(chain))
-            matches[lane] = self._lanes[lane].cache.match(chain, stop)
+            matches[lane] = self._lanes[lane].find(chain, stop, with_tier=with_tier)
             usable -= stop
-            if matches[lane].blocks < hash_count(chain):
+            if matches[lane].all_blocks < hash_count(chain):
                 break
         return matches
 
@@ -531,8 +636,8 @@ class KvPools:
                 yield shards
 
     def _striped_matches(
-        self, prompt_tokens: int, hashes: str
-    ) -> list[tuple[tuple[int, ...], dict[int, Match]]]:
+        self, prompt_tokens: int, hashes: str, *, with_tier: bool = True
+    ) -> list[tuple[tuple[int, ...], dict[int, _Found]]]:
         """Return, for each possible first lane, the lanes in turn and what they have cached of the prompt.
 
         The longest cached prefix comes first; ties go to the first lane with the most free KV.
@@ -547,25 +652,27 @@ class KvPools:
                 for turn, lane in enumerate(lanes):
                     starts = range(turn * step, hash_count(hashes), count * step)
                     chains[lane] = "".join(hash_range(hashes, start, start + step) for start in starts)
-            matches = self._without_gap(prompt_tokens, chains)
-            blocks = sum(match.blocks for match in matches.values())
+            matches = self._without_gap(prompt_tokens, chains, with_tier=with_tier)
+            blocks = sum(match.all_blocks for match in matches.values())
             found.append((-blocks, -self.free_tokens_on(first), lanes, matches))
         found.sort(key=lambda one: one[:3])
         return [(lanes, matches) for _, _, lanes, matches in found]
 
-    def _without_gap(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, Match]:
-        """Return the cached prefix of a prompt that is striped over the lanes of `chains` in their order."""
+    def _without_gap(
+        self, prompt_tokens: int, chains: dict[int, str], *, with_tier: bool
+    ) -> dict[int, _Found]:
+        """Return the prefix that is there of a prompt that is striped over the lanes of `chains` in their order."""
         lanes, step = len(chains), self._stripe_tokens // self.block_size_tokens
         usable = (prompt_tokens - 1) // self.block_size_tokens
         for turn, (lane, chain) in enumerate(chains.items()):
-            blocks = self._lanes[lane].cache.match(chain, hash_count(chain)).blocks
+            blocks = self._lanes[lane].find(chain, hash_count(chain), with_tier=with_tier).all_blocks
             if blocks < hash_count(chain):  # the first block that is missing on a lane ends the prefix
                 usable = min(usable, (blocks // step * lanes + turn) * step + blocks % step)
         matches = {}
         for turn, (lane, chain) in enumerate(chains.items()):
             whole, rest = divmod(usable, lanes * step)
             stop = whole * step + min(max(rest - turn * step, 0), step)
-            matches[lane] = self._lanes[lane].cache.match(chain, stop)
+            matches[lane] = self._lanes[lane].find(chain, stop, with_tier=with_tier)
         return matches
 
     def _whole_blocks(self, shards: ShardMap, tokens: int) -> dict[int, int]:
@@ -576,7 +683,7 @@ class KvPools:
             blocks[piece.lane] = blocks.get(piece.lane, 0) + whole
         return blocks
 
-    def _fits(self, shards: ShardMap, lane: int, match: Match | None) -> bool:
+    def _fits(self, shards: ShardMap, lane: int, match: _Found | None) -> bool:
         here = self._lanes[lane]
         needed = here.ledger.blocks_for(shards.tokens_on(lane))
         if match is None:
@@ -589,32 +696,47 @@ class KvPools:
         shards: ShardMap,
         prompt_tokens: int,
         chains: dict[int, str],
-        matches: dict[int, Match],
+        matches: dict[int, _Found],
     ) -> Placed:
         prefixes: list[CachedPrefix] = []
         evictions: list[Eviction] = []
+        fetches: list[Fetch] = []
         cached_blocks = 0
         for lane in shards.lanes:
-            here, tokens, match = self._lanes[lane], shards.tokens_on(lane), matches.get(lane)
-            blocks, runs = (match.blocks, match.runs) if match else (0, ())
-            here.cache.lock(sequence, chains.get(lane, ""), blocks)  # before anything is evicted
-            evictions += here.make_free(here.ledger.blocks_for(tokens) - blocks, lane)
-            reserved = here.ledger.reserve(sequence, tokens, runs)
+            here, tokens = self._lanes[lane], shards.tokens_on(lane)
+            match = matches.get(lane, _Found(0, (), 0))
+            here.cache.lock(sequence, chains.get(lane, ""), match.blocks)  # before anything is evicted
+            needed = here.ledger.blocks_for(tokens) - match.blocks
+            evicted, fetched = here.make_free_beside(match, needed, lane)
+            evictions += evicted
+            fetches += fetched
+            reserved = here.ledger.reserve(sequence, tokens, match.runs)
             assert reserved
             prefixes += here.locked(sequence, lane)
-            cached_blocks += blocks
+            cached_blocks += match.all_blocks
         cached_tokens = cached_blocks * self.block_size_tokens
         unpublished = sum(map(hash_count, chains.values()))
         self._held[sequence] = _SequenceKv(shards, prompt_tokens, chains, unpublished)
         self.queried_tokens += prompt_tokens if self._prefix_caching else 0
         self.hit_tokens += cached_tokens
         return Placed(
-            shards, cached_tokens, *self._message_fields(shards.segments), tuple(prefixes), tuple(evictions)
+            shards,
+            cached_tokens,
+            *self._message_fields(shards.segments),
+            tuple(prefixes),
+            tuple(evictions),
+            tuple(fetches),
         )
 
     def _admit_on_only_lane(self, sequence: str, prompt: int, reserved: int, hashes: str) -> Placed | None:
         """Do the same as `admit` on a replica of one lane; twice as fast, as there is nothing to choose."""
         here, size = self._lanes[0], self.block_size_tokens
+        if here.tier is not None:
+            shards, chains = ShardMap((Segment(0, 0, reserved),)), {0: hashes} if hashes else {}
+            matches = self._worth_using(prompt, chains)
+            if not self._fits(shards, 0, matches.get(0)):
+                return None
+            return self._take(sequence, shards, prompt, chains, matches)
         blocks, unlocked = 0, 0
         runs: tuple[Run, ...] = ()
         evictions: tuple[Eviction, ...] = ()
@@ -657,7 +779,7 @@ class KvPools:
         return (segments, ()) if len(segments) <= MAX_SEGMENTS_SENT else ((), stripings_of(segments))
 
 
-def _best(found: Sequence[Match]) -> int:
+def _best(found: Sequence[_Found]) -> int:
     """Return the lane that has most blocks cached; the first of several."""
     return max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
 

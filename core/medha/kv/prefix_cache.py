@@ -208,13 +208,30 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
-    """Evicted blocks: all last used before `used_before`, and `count` of one branch that end at `last`."""
+class Branch:
+    """Blocks that were evicted from one branch: hashes `start .. start + blocks` of `hashes`, in blocks `runs`."""
 
+    hashes: str
+    start: int
+    blocks: int
     runs: list[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Evicted blocks: all last used before `used_before`, and `count` of one branch that end at `last`.
+
+    `branches` are the same blocks. Of two on one path, the one that is farther from its beginning comes first.
+    """
+
+    branches: list[Branch]
     used_before: int = 0
     last: int = -1
     count: int = 0
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for branch in self.branches for run in branch.runs]
 
 
 class PrefixCache:
@@ -318,7 +335,7 @@ class PrefixCache:
         A branch no longer than `blocks` is evicted whole: what was left of it would only fragment the pool.
         """
         assert blocks <= self.evictable_blocks
-        evicted: list[Run] = []
+        evicted: list[Branch] = []
         missing = blocks
         # A sequence uses a branch with all that leads to it, so equally old nodes form one path, evicted from
         # its end.
@@ -330,15 +347,17 @@ class PrefixCache:
             node = self._leaves[0][2]
             assert node.parent is not None
             count = node.blocks if node.blocks <= blocks else missing
-            evicted += cut_runs(node.runs, node.blocks - count, node.blocks)
+            kept = node.blocks - count
+            runs = cut_runs(node.runs, kept, node.blocks)
+            evicted.append(Branch(node.hashes, node.start + kept, count, runs))
             if node.used_at > used_at:
                 used_at, last, count_there = node.used_at, node.last_block, 0
             count_there += count
             missing -= count
             self.blocks -= count
             self.evictable_blocks -= count
-            node.runs = cut_runs(node.runs, 0, node.blocks - count)
-            node.blocks -= count
+            node.runs = cut_runs(node.runs, 0, kept)
+            node.blocks = kept
             if node.blocks == 0:
                 heappop(self._leaves)
                 parent = node.parent

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from medha.cost.tier_seconds import TierSeconds
 from medha.kv.pools import KvPools, Placed
 from medha.scheduler.growth import Growth, Held, who_make_way, with_too_much
 from medha.scheduler.replica_config import ReplicaConfig
@@ -59,7 +60,10 @@ class _Claim:
 class Admission:
     """Lets requests into the KV pools."""
 
-    def __init__(self, config: ReplicaConfig, table: RequestTable) -> None:
+    def __init__(
+        self, config: ReplicaConfig, table: RequestTable, tier_seconds: TierSeconds | None = None
+    ) -> None:
+        """`tier_seconds` are the times of the lanes' host tiers, if they have any."""
         scheduling = config.scheduling
         self._table = table
         self._max_running = scheduling.max_running
@@ -70,6 +74,8 @@ class Admission:
             tokens_per_lane=config.tokens_per_lane,
             prefix_caching=config.prefix_caching,
             stripes_prompts=config.context_parallel is not None,
+            host_blocks=0 if config.host_tier is None else config.host_tier.blocks,
+            prices=tier_seconds,
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))
@@ -400,6 +406,7 @@ class Admission:
             cached_tokens=placed.cached_tokens,
             prefixes=placed.prefixes,
             evictions=placed.evictions,
+            fetches=placed.fetches,
         )
 
     def grow(self, request: Request) -> Grow | None:

@@ -44,6 +44,7 @@ from math import inf
 
 from medha.cost.cost_profile import Profile
 from medha.cost.predictor import Chunking, Predictor
+from medha.cost.tier_seconds import TierSeconds
 from medha.kv.blocks import BlockLedger
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import hash_count
@@ -143,7 +144,10 @@ class ReplicaController:
         self.epoch = epoch
         self.predictor = profile if isinstance(profile, Predictor) else _predictor(config, profile)
         self._table = RequestTable(by_due=config.scheduling.policy == "guarded")
-        self._admission = Admission(config, self._table)
+        self._tier_seconds = (
+            None if config.host_tier is None else TierSeconds(config.host_tier, self.predictor)
+        )
+        self._admission = Admission(config, self._table, self._tier_seconds)
         self._pools = self._admission.pools
         self._sharing = Sharing(
             self._table,
@@ -156,7 +160,13 @@ class ReplicaController:
         self._attained = AttainedService()
         self._charges: list[tuple[str, int]] = []  # output tokens of owners whose requests end
         self._step_builder = StepBuilder(
-            config, self.predictor, self._table, self._admission, self._sharing, self._lanes
+            config,
+            self.predictor,
+            self._table,
+            self._admission,
+            self._sharing,
+            self._lanes,
+            self._tier_seconds,
         )
         self._output_lengths = OutputLengths(
             {one.name: one.default_output_tokens for one in config.service_classes.values()}
@@ -370,7 +380,7 @@ class ReplicaController:
         self._admission.is_paused = any(lane.decodes.starved for lane in self._lanes)
         admits = self._admit_late(now)
         aside += self._make_way(now)
-        built = self._step_builder.build(lanes, admits, now)
+        built = self._step_builder.build(lanes, admits, now, grows)
         ends: list[ControllerCommand] = [
             Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
         ]
@@ -686,6 +696,8 @@ class ReplicaController:
             self._lanes[lane].done(done.step_id)
         if launched.step.entries:
             self.predictor.observe(launched.built.packed.uncorrected, done.compute_seconds)
+        if self._tier_seconds is not None and done.copy_seconds > 0:
+            self._tier_seconds.observe(launched.step, done.copy_seconds)
         commands: list[ControllerCommand] = []
         for failure in done.failures:
             self._pools.forget_outputs(failure.id)

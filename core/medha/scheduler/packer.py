@@ -84,6 +84,7 @@ class Packed:
     uncorrected: PartedSeconds = field(
         default_factory=PartedSeconds
     )  # the same before correction, in its parts
+    copy_seconds: float = 0.0  # part of `predicted_seconds`: copies between KV pool and host tier
     budget_seconds: float = 0.0
     decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
     misses_tpot: bool = False  # the whole step does: because of decodes, or of the share that prefills keep
@@ -98,6 +99,8 @@ class Batch:
         self._alone = self._tallies[lanes[0]] if len(lanes) == 1 else None
         self._exchanged_queries = 0
         self._exchanged_decodes = 0  # those of them that are decodes
+        self._copies: dict[int, float] = {}  # seconds that copies to and from the host tier take, by lane
+        self._copy_seconds = 0.0  # of the lane where they take longest: they come before all that is computed
 
     @property
     def lanes(self) -> Iterable[int]:
@@ -135,6 +138,18 @@ class Batch:
     def draw(self, lane: int, seconds: float) -> None:
         """Let the draft model of `lane` draw guesses behind its decodes, which takes so long."""
         self._tallies[lane].draw(seconds)
+
+    def copy(self, seconds_by_lane: Mapping[int, float]) -> None:
+        """Let lanes copy blocks between KV pool and host tier, which takes so long, before the step computes."""
+        for lane, seconds in seconds_by_lane.items():
+            if lane in self._tallies:
+                self._copies[lane] = self._copies.get(lane, 0.0) + seconds
+                self._copy_seconds = max(self._copy_seconds, self._copies[lane])
+
+    @property
+    def copy_seconds(self) -> float:
+        """Time of the step's copies between KV pool and host tier, after correction."""
+        return self._copy_seconds
 
     def _draft(
         self, lane: int, lane_tokens: Mapping[int, int], context: int, count: int, sign: int, is_masked: bool
@@ -180,8 +195,8 @@ class Batch:
         return self.corrected(self.parted_seconds())
 
     def corrected(self, predicted: PartedSeconds) -> float:
-        """Return a predicted time after correction."""
-        return self._predictor.correction.seconds(predicted)
+        """Return a predicted time after correction, with the step's copies."""
+        return self._predictor.correction.seconds(predicted) + self._copy_seconds
 
     def parted_seconds(self) -> PartedSeconds:
         """Return the same before correction, in its parts."""
@@ -194,7 +209,8 @@ class Batch:
     def seconds_with(self, prefill: PrefillCandidate, count: int) -> float:
         """Return the predicted time of the step with one more chunk."""
         if self._alone is not None:
-            return self._alone.seconds_with(prefill.context, count, prefill.head_rows(count))
+            seconds = self._alone.seconds_with(prefill.context, count, prefill.head_rows(count))
+            return seconds + self._copy_seconds
         self.add(prefill, count)
         seconds = self.seconds()
         self.remove(prefill, count)
@@ -265,7 +281,8 @@ class Space:
             targets: targets of the running decodes; None if there are none.
             head: the most urgent prefills, at least two if there are as many.
         """
-        self.packed = Packed(predicted_seconds=batch.seconds())
+        decodes = batch.parted_seconds()
+        self.packed = Packed(predicted_seconds=batch.corrected(decodes))
         self.yielding: list[PrefillCandidate] = []
         """Long prefills that leave space to others, most urgent first."""
         self._batch = batch
@@ -275,7 +292,7 @@ class Space:
         self._long_lanes: set[int] = set()  # lanes with a long prefill in this step
         self._continuing: set[int] = set()  # lanes on which a long prompt has more to compute after this step
         self._tokens_left = dict.fromkeys(batch.lanes, limits.max_chunk_tokens)
-        self._has_decodes = self.packed.predicted_seconds > 0
+        self._has_decodes = decodes.whole > 0
         self._set_budget(head[0] if head else None)
 
     def _set_budget(self, first: PrefillCandidate | None) -> None:
@@ -386,6 +403,7 @@ class Space:
         packed, targets = self.packed, self._targets
         packed.uncorrected = self._batch.parted_seconds()
         packed.predicted_seconds = self._batch.corrected(packed.uncorrected)
+        packed.copy_seconds = self._batch.copy_seconds
         if targets is not None:
             # The tolerance keeps rounding errors of the sum from counting as a miss.
             packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / self._limits.stages * (

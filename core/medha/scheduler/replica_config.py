@@ -10,7 +10,7 @@ from medha.cost.predictor import TOKENS_PER_LANE
 from medha.errors import ConfigInvalid
 from medha.kv.context_parallel import ContextParallel, RingCosts
 from medha.topology import Topology
-from medha.wire.messages import DraftCosts, RankReady
+from medha.wire.messages import DraftCosts, HostTierFigures, RankReady
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class ReplicaConfig:
     frees_windows: bool = False  # ranks free KV before the windows of layers
     context_parallel: ContextParallel | None = None  # None: owner-compute
     draft_costs: DraftCosts | None = None  # of the guesses of a draft model; None: none draws any
+    host_tier: HostTierFigures | None = None  # of each lane; None: evicted KV is forgotten
 
     @property
     def kv_tokens(self) -> int:
@@ -78,6 +79,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         frees_windows=ready.window_blocks > 0,
         context_parallel=_context_parallel(spec, topology, ready),
         draft_costs=ready.draft_costs if spec.scheduling.speculation.method == "draftModel" else None,
+        host_tier=ready.host_tier,
     )
 
 

@@ -47,6 +47,20 @@ class KvStatus(_Model):
     free: int
 
 
+class HostTierStatus(_Model):
+    """The host tier of one lane (docs/kv-tiers.md); counts are of this epoch."""
+
+    blocks: int
+    held: int
+    """Blocks that hold KV."""
+    hits: int
+    """Requests that fetched KV."""
+    fetched: int
+    """Blocks copied to the device."""
+    demoted: int
+    """Blocks copied from the device."""
+
+
 class LaneStatus(_Model):
     lane: int
     coupled_with: tuple[int, ...]
@@ -58,6 +72,8 @@ class LaneStatus(_Model):
     """Number of requests that this lane computes and whose prefill is over."""
     prefilling: int
     kv: KvStatus
+    host_tier: HostTierStatus | None = None
+    """None: evicted KV is forgotten."""
 
 
 class ChunkStatus(_Model):
@@ -229,6 +245,19 @@ def kv_by_lane(core: ReplicaController, requests: Sequence[Request]) -> list[KvS
     return found
 
 
+def _host_tier(core: ReplicaController, lane: int) -> HostTierStatus | None:
+    if not core.pools.tiers:
+        return None
+    tier = core.pools.tiers[lane]
+    return HostTierStatus(
+        blocks=tier.ledger.blocks,
+        held=tier.ledger.held_blocks,
+        hits=tier.counts.hits,
+        fetched=tier.counts.fetched_blocks,
+        demoted=tier.counts.demoted_blocks,
+    )
+
+
 def _lanes(core: ReplicaController, requests: Sequence[Request]) -> tuple[LaneStatus, ...]:
     phases = Counter((request.lane, phase(request)) for request in requests)
     coupled_with = {lane: lanes for lanes in core.lanes.coupled for lane in lanes}
@@ -241,6 +270,7 @@ def _lanes(core: ReplicaController, requests: Sequence[Request]) -> tuple[LaneSt
             decoding=phases[lane.index, "decode"],
             prefilling=phases[lane.index, "prefill"],
             kv=kv,
+            host_tier=_host_tier(core, lane.index),
         )
         for lane, kv in zip(core.lanes, kv_by_lane(core, requests), strict=True)
     )

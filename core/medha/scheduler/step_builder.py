@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 
 from medha.cost.predictor import Predictor
+from medha.cost.tier_seconds import TierSeconds
 from medha.kv.context_parallel import ContextParallel
 from medha.scheduler.admission import Admission
 from medha.scheduler.lanes import Lanes
@@ -28,7 +29,7 @@ from medha.scheduler.speculation import (
     choose_drafts,
     choose_draws,
 )
-from medha.wire.messages import Admit, Extent, PolicyTerms, StepEntry
+from medha.wire.messages import Admit, Extent, Grow, PolicyTerms, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
 """Gives KV to a waiting prefill and updates it; returns False if it gets none or cannot take part in the step."""
@@ -140,8 +141,11 @@ class StepBuilder:
         admission: Admission,
         sharing: Sharing,
         lanes: Lanes,
+        tier_seconds: TierSeconds | None = None,
     ) -> None:
+        """`tier_seconds` are the times of the lanes' host tiers, if they have any."""
         self._predictor = predictor
+        self._tier_seconds = tier_seconds
         self._table = table
         self._admission = admission
         self._sharing = sharing
@@ -161,11 +165,18 @@ class StepBuilder:
         self._most_running = config.scheduling.max_running
         self._one_token_at: dict[int, tuple[Extent, ...]] = {}
 
-    def build(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> BuiltStep:
-        """Fill a step of `lanes`; append the admits that it needs to `admits`."""
+    def build(
+        self, lanes: tuple[int, ...], admits: list[Admit], now: float, grows: Sequence[Grow] = ()
+    ) -> BuiltStep:
+        """Fill a step of `lanes` with these `grows`; append the admits that it needs to `admits`."""
 
         def place(prefill: PrefillCandidate) -> bool:
-            return self._place(prefill, lanes, admits)
+            known = len(admits)
+            placed = self._place(prefill, lanes, admits)
+            if self._tier_seconds is not None and len(admits) > known:
+                batch.copy(self._tier_seconds.by_lane(admits[known:]))
+                prefill.moved = True  # what the copies leave of the step may be too little for its chunk
+            return placed
 
         drafts: Drafts = {}
         draws = Draws()
@@ -176,6 +187,8 @@ class StepBuilder:
                 draws = self._guess(space, lanes, now, drafts)
 
         batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
+        if self._tier_seconds is not None:
+            batch.copy(self._tier_seconds.by_lane(admits, grows))
         packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place, admits, draft)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]

@@ -360,17 +360,49 @@ class CachedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class HostDrop:
+    """The host tier of a lane forgets an extent, but for its first `keep` blocks."""
+
+    extent: int
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Demotion:
+    """Evicted blocks are copied to the host tier: the last `count` of the cached prefix that ends with `last`.
+
+    They become the tier's next extent (`medha.kv.host_tier`).
+    """
+
+    last: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks `start .. start + count` of an extent in the host tier of a lane are copied to blocks of a sequence."""
+
+    extent: int
+    start: int
+    count: int
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Eviction:
     """Evict cached blocks of a lane: the least recently used of those that no running sequence uses.
 
     These are all blocks last used before `used_before`, counted in releases on the lane, plus the `count`
-    blocks that end with `last`, of the branch that was last used at `used_before`.
+    blocks that end with `last`, of the branch that was last used at `used_before`. If the lane has a host tier, it
+    carries out first `drops`, then `demotions`; each copy reads its blocks before anything writes them.
     """
 
     used_before: int
     last: int
     count: int
     lane: int = 0
+    drops: tuple[HostDrop, ...] = ()
+    demotions: tuple[Demotion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,8 +429,9 @@ class Admit:
     `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
     whole blocks by reference and the rest of the last block by copy. `segments`, or `stripings` if there are
     many, give the lane of each position (neither: all on lane 0). `evictions` are cached blocks to evict
-    first. `prefixes` are the cached blocks that begin the table of each lane; together they hold the KV of
-    the first `cached_tokens` tokens. For a fork they are the cached part of the shared tokens.
+    first. `prefixes` are the cached blocks that begin the table of each lane, and `fetches` are copied into the blocks
+    behind them; together they hold the KV of the first `cached_tokens` tokens. For a fork, `prefixes` are the cached part
+    of the shared tokens.
     """
 
     id: str
@@ -416,6 +449,7 @@ class Admit:
     prefixes: tuple[CachedPrefix, ...] = ()
     evictions: tuple[Eviction, ...] = ()
     stripings: tuple[Striping, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,6 +625,16 @@ class DraftCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTierFigures:
+    """The host tier of a rank: its size, and measured times of copies between it and the KV pool, in seconds."""
+
+    blocks: int
+    block_bytes: int  # of one block, of all of this rank's layers
+    fetch_seconds_per_block: float
+    demote_seconds_per_block: float
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady:
     """A rank has completed the rendezvous, has its KV pool, and has run its warm-up steps."""
 
@@ -619,6 +663,7 @@ class RankReady:
     draft_costs: DraftCosts | None = None  # of the rank that draws guesses; None: it has no draft model
     window_blocks: int = 0
     """Blocks of the pool of layers that free KV before their window; 0: all layers keep the whole context."""
+    host_tier: HostTierFigures | None = None  # None: evicted KV is forgotten
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
@@ -667,6 +712,9 @@ class Done:
     drafts: tuple[
         tuple[str, tuple[int, ...]], ...
     ] = ()  # (request, guesses at the tokens behind its samples); from ranks only what the step's entries ask for
+    copy_seconds: float = (
+        0.0  # of copies between the KV pool and the host tier; not part of `compute_seconds`
+    )
 
 
 @dataclass(frozen=True, slots=True)

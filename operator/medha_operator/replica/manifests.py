@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medha.api.cluster import NO_ACCELERATOR, HubCache, HuggingFaceSource, ResourcesSpec
+from medha.api.fields import quantity_bytes
 from medha.api.replica import DraftModelSource, MedhaReplicaSpec, ModelSource, TracesSpec
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import MANAGER, Manifest
@@ -514,6 +515,13 @@ def _resources(spec: MedhaReplicaSpec, *, with_devices: bool = True) -> Manifest
     if with_devices and wanted.accelerator != NO_ACCELERATOR:
         devices[wanted.accelerator] = str(spec.parallelism.tensor)
     limits, requests = dict(wanted.limits) | devices, dict(wanted.requests) | devices
+    host_bytes = spec.parallelism.tensor * spec.kv_cache.host_bytes if with_devices else 0
+    if host_bytes:
+        requests["memory"] = str(
+            quantity_bytes(requests.get("memory", limits.get("memory", "0"))) + host_bytes
+        )
+        if "memory" in limits:
+            limits["memory"] = str(quantity_bytes(limits["memory"]) + host_bytes)
     return {name: entry for name, entry in (("limits", limits), ("requests", requests)) if entry}
 
 

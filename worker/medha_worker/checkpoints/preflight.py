@@ -44,11 +44,20 @@ def require_possible(
             f"{_gib(needed)} for their processes and {shape.kv} x the weights in {form}, but {_gib(free_bytes)} are free on "
             "this machine; lower parallelism, or free memory"
         )
+    host_bytes = ranks * spec.kv_cache.host_bytes
+    if host_bytes > free_bytes - needed:
+        raise ConfigInvalid(
+            f"spec.kvCache.tiers.host.size is {_gib(spec.kv_cache.host_bytes)} for each rank (of {ranks}), but "
+            f"{_gib(free_bytes)} are free on this machine, of which processes and weights need {_gib(needed)}; lower it, or "
+            "leave tiers out"
+        )
+    needed += host_bytes
+    takers = "processes, weights and the host tier" if host_bytes else "processes and weights"
     size = spec.kv_cache.size
     if size is not None and quantity_bytes(size) > (free_bytes - needed) / ranks:
         raise ConfigInvalid(
             f"spec.kvCache.size is {size} for each rank (of {ranks}), but {_gib(free_bytes)} are free on this machine, of which "
-            f"processes and weights need {_gib(needed)}; lower it, or leave it out to take a share of what is free"
+            f"{takers} need {_gib(needed)}; lower it, or leave it out to take a share of what is free"
         )
 
 

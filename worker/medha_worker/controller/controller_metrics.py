@@ -116,10 +116,24 @@ class Observer:
         self._gauges["medha_kv_growth_blocks"].set(core.growth_blocks)
         self._count_up("medha_prefix_cache_queried_tokens", pools.queried_tokens)
         self._count_up("medha_prefix_cache_hit_tokens", pools.hit_tokens)
+        self._host_tier(core)
         self._gauges["medha_sequences_running"].set(load.running)
         self._gauges["medha_sequences_waiting"].set(load.waiting)
         self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
         self._gauges["medha_epoch"].set(core.epoch)
+
+    def _host_tier(self, core: ReplicaController) -> None:
+        figures, tiers, counts = core.config.host_tier, core.pools.tiers, core.pools.tier_counts
+        block_bytes = 0 if figures is None else figures.block_bytes
+        for lane in range(core.pools.lanes):
+            held_bytes = tiers[lane].ledger.held_blocks * block_bytes if tiers else 0
+            self._gauges["medha_host_tier_bytes"].labels(lane=str(lane)).set(held_bytes)
+        self._count_up("medha_host_tier_hits", counts.hits)
+        self._count_up("medha_host_tier_fetched_bytes", counts.fetched_blocks * block_bytes)
+        self._count_up("medha_host_tier_demoted_bytes", counts.demoted_blocks * block_bytes)
+        self._count_up(
+            "medha_host_tier_fetched_tokens", counts.fetched_blocks * core.config.block_size_tokens
+        )
 
     def _count_up(self, name: str, total: int) -> None:
         """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""

@@ -48,8 +48,9 @@ class LockStep:
             return f"lanes {part.lanes} of step {part.step_id}, which runs on {step.lanes}"
         if isinstance(part, StageFree):
             return None if part.stage == 0 else f"stage {part.stage} does not report when it is free"
-        if not (isfinite(part.compute_seconds) and part.compute_seconds >= 0):
-            return f"step {part.step_id} took {part.compute_seconds} seconds"
+        for seconds in (part.compute_seconds, part.copy_seconds):
+            if not (isfinite(seconds) and seconds >= 0):
+                return f"step {part.step_id} took {seconds} seconds"
         if set(part.lanes) & {lane for one in self._done.get(part.step_id, ()) for lane in one.lanes}:
             return f"step {part.step_id} is done already on lanes {part.lanes}"
         drafts = {
@@ -138,6 +139,7 @@ class LockStep:
             samples=tuple(sample for one in parts for sample in one.samples),
             failures=tuple(self._explained(failure, ranks) for one in parts for failure in one.failures),
             compute_seconds=max(one.compute_seconds for one in parts),
+            copy_seconds=max(one.copy_seconds for one in parts),
             lanes=lanes,
             prompt_logprobs=tuple(scored for one in parts for scored in one.prompt_logprobs),
             drafts=tuple(drafted for one in parts for drafted in one.drafts),

@@ -26,6 +26,7 @@ MOST_BLOCKS = 2**27  # per lane; the controller's ledger takes some bytes for ea
 MOST_TOKENS = 2**31 - 1  # ids are int32
 MOST_HEADS = 2**16
 MOST_ELEMENT_BYTES = 16
+MOST_BLOCK_BYTES = 2**40
 MOST_FLOPS = 1e30
 MOST_BYTES_PER_SECOND = 1e15
 MOST_SECONDS = 86_400.0
@@ -179,6 +180,14 @@ def implausible(ready: RankReady) -> str | None:
     if ready.draft_costs is not None:
         costs = asdict(ready.draft_costs).items()
         numbers += [(f"draft_costs.{name}", seconds, 0, MOST_SECONDS) for name, seconds in costs]
+    if ready.host_tier is not None:
+        tier = ready.host_tier
+        numbers += [
+            ("host_tier.blocks", tier.blocks, 1, MOST_BLOCKS),
+            ("host_tier.block_bytes", tier.block_bytes, 1, MOST_BLOCK_BYTES),
+            ("host_tier.fetch_seconds_per_block", tier.fetch_seconds_per_block, 0, MOST_SECONDS),
+            ("host_tier.demote_seconds_per_block", tier.demote_seconds_per_block, 0, MOST_SECONDS),
+        ]
     for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
         for tokens, seconds in points:
             numbers += [(name, tokens, 1, MOST_TOKENS), (name, seconds, 0, MOST_SECONDS)]

@@ -53,6 +53,7 @@ from medha.wire.messages import (
     Failed,
     FetchBundle,
     GrammarReady,
+    HostTierFigures,
     RankReady,
     RankReport,
     RankXid,
@@ -768,6 +769,8 @@ def _router_keys(settings: ControllerSettings) -> tuple[KeyPair, bytes] | None:
 def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
     """Return the report of the slowest rank, with the costs of the last stage, which has the head, samples and drafts.
 
+    Its host tier has the longest times of all.
+
     Where stages differ in how many of their layers have a window, it is of a stage with the fewest: its attention grows
     most with the context.
     """
@@ -783,7 +786,20 @@ def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
         mask_seconds_per_row=max(one.mask_seconds_per_row for one in profiles),
     )
     costs = next((ready.draft_costs for ready in ranks if ready.draft_costs is not None), None)
-    return replace(slowest, profile=measured, draft_costs=costs)
+    tier = _slowest_tier([ready.host_tier for ready in ranks if ready.host_tier is not None])
+    return replace(slowest, profile=measured, draft_costs=costs, host_tier=tier)
+
+
+def _slowest_tier(tiers: Sequence[HostTierFigures]) -> HostTierFigures | None:
+    """Return the largest figures of host tiers, which all have the same number of blocks; None if there are none."""
+    if not tiers:
+        return None
+    return HostTierFigures(
+        min(one.blocks for one in tiers),
+        max(one.block_bytes for one in tiers),
+        max(one.fetch_seconds_per_block for one in tiers),
+        max(one.demote_seconds_per_block for one in tiers),
+    )
 
 
 def chunk_seconds(profile: StepProfile) -> float:

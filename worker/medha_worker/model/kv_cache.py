@@ -96,6 +96,10 @@ class KVCache:
         """Return the memory that one block takes over all layers, K and V together."""
         return tensors * num_layers * kv_heads * head_dim * block_tokens * element_bytes
 
+    def pools(self) -> list[torch.Tensor]:
+        """Return the tensors of all layers, [kv_heads, slots, head_dim] each: keys and values, or what is both."""
+        return self.keys if self.tensors == 1 else [*self.keys, *self.values]
+
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks' K and V in each layer that has them: copy-on-write, before a shared block is written.
 

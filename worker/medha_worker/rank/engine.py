@@ -22,16 +22,17 @@ from medha.hardware import ModelShape
 from medha.kv.window_tables import frees_windows, window_blocks
 from medha.kv_dtype import kv_element_bytes
 from medha.topology import Topology
-from medha.wire.messages import Admit, DraftCosts, RankReady, Rendezvous
+from medha.wire.messages import Admit, DraftCosts, HostTierFigures, RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.draft_checkpoint import draft_config
 from medha_worker.checkpoints.end_of_text import eos_token_ids
 from medha_worker.cuda_device import cuda_device
 from medha_worker.device import Device, host_device
 from medha_worker.device_choice import choose_gpu, cuda_facts
-from medha_worker.host_memory import keep_freed_memory
+from medha_worker.host_memory import HostMemory, keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
+from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.sampler import TokenMask
@@ -44,7 +45,7 @@ from medha_worker.rank.draft_warmup import warm_up_draft
 from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.grammar_masks import GrammarMasks, masks_of
-from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, keeps_windows_alone, pool_sizes
+from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, keeps_windows_alone, pool_sizes
 from medha_worker.rank.mesh import Mesh
 from medha_worker.rank.rank_reports import shape_of
 from medha_worker.rank.step_recorder import StepRecorder
@@ -102,6 +103,7 @@ class Loaded:
         self._draft_costs: DraftCosts | None = None
         self._kv_cache: KVCache | None = None
         self._draft_cache: KVCache | None = None  # of the draft model: it has the same blocks
+        self._host_blocks: list[HostBlocks] = []  # the host tier of both, if the manifest asks for one
         self._eos_token_ids = eos_token_ids(settings.model_directory)
         self._masks = self._grammar_masks()
 
@@ -178,6 +180,7 @@ class Loaded:
         settings, config = self._settings, self._config
         assert self._warm is not None
         kv_cache = self._pool(self._warm, grid)
+        host_tier = self._host_tier(kv_cache, grid)
         self._capture(model, kv_cache, grid)
         ready = RankReady(
             rank=settings.rank,
@@ -205,6 +208,7 @@ class Loaded:
             link_bytes_per_second=self._link_rate(grid),
             draft_costs=self._draft_costs,
             window_blocks=kv_cache.window_blocks,
+            host_tier=host_tier,
         )
         executor = Executor(
             model,
@@ -218,6 +222,7 @@ class Loaded:
             drafter=self._drafter(),
             mask_for=self._mask_for,
             begin_masks=self._masks.begin if self._masks is not None else lambda: None,
+            host_blocks=self._host_blocks,
         )
         if self._masks is not None:
             self._masks.begin_epoch()
@@ -339,7 +344,7 @@ class Loaded:
         windows = smallest(_NO_POOL if held is None else held.window_blocks)
         if blocks == _NO_POOL:
             request = self._pool_request(warm)
-            free_bytes = self._model.device.memory.free_bytes(self._settings.neighbours)
+            free_bytes = self._free_bytes()
             whole, beside_windows = map(smallest, pool_sizes(request, free_bytes))
             frees = keeps_windows_alone(whole, beside_windows)
             blocks, windows = (beside_windows, request.window_blocks) if frees else (whole, 0)
@@ -356,6 +361,49 @@ class Loaded:
             if self._draft is not None:
                 self._draft_cache = self._draft.new_kv_cache(blocks, size_tokens)
         return held
+
+    def _host_tier(self, kv_cache: KVCache, grid: Mesh | None) -> HostTierFigures | None:
+        """Make the host tier, of as many blocks on all ranks, and measure its copies; None if there is to be none."""
+        size_bytes, block_bytes = self._settings.spec.kv_cache.host_bytes, self._block_bytes()
+        if size_bytes == 0:
+            return None
+        blocks = size_bytes // block_bytes
+        if blocks == 0:
+            raise OutOfMemory(
+                f"kvCache.tiers.host.size is {size_bytes} bytes, and a block of {kv_cache.block_tokens} tokens takes "
+                f"{block_bytes} on this rank; raise it to at least that, better to several times kvCache.size"
+            )
+        if grid is not None:
+            blocks = grid.smallest(blocks)
+        pools = [kv_cache] if self._draft_cache is None else [kv_cache, self._draft_cache]
+        if [one.kv_cache for one in self._host_blocks] != pools:
+            self._host_blocks = [HostBlocks(pool, blocks) for pool in pools]
+        rates = [one.seconds_per_block(time.perf_counter) for one in self._host_blocks]
+        fetch_seconds, demote_seconds = (sum(each) for each in zip(*rates, strict=True))
+        _log.info(
+            "the host tier holds %d blocks, %d tokens; a block of %.1f KiB is fetched in %.3g ms and demoted in %.3g ms",
+            blocks, blocks * kv_cache.block_tokens, block_bytes / 1024, 1e3 * fetch_seconds, 1e3 * demote_seconds,
+        )  # fmt: skip
+        return HostTierFigures(blocks, block_bytes, fetch_seconds, demote_seconds)
+
+    def _free_bytes(self) -> int:
+        """Return the memory that this rank may still take for its KV pool.
+
+        Raises:
+            OutOfMemory: the host tier does not fit beside what is in host memory already.
+        """
+        device, neighbours = self._model.device, self._settings.neighbours
+        free_bytes = device.memory.free_bytes(neighbours)
+        size_bytes = self._settings.spec.kv_cache.host_bytes
+        if size_bytes == 0:
+            return free_bytes
+        host_free_bytes = free_bytes if device.is_host else HostMemory().free_bytes(neighbours)
+        if size_bytes > host_free_bytes:
+            raise OutOfMemory(
+                f"kvCache.tiers.host.size is {size_bytes / MIB:.0f} MiB, and {host_free_bytes / MIB:.0f} MiB of host memory "
+                "are free for this rank; lower it, or give the pods more memory"
+            )
+        return free_bytes - size_bytes if device.is_host else free_bytes
 
     def _pool_request(self, warm: WarmUp) -> PoolRequest:
         spec, config, model = self._settings.spec, self._config, self._model

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 
 from medha.kv.blocks import BlockLedger
+from medha.kv.host_tier import TierCopy
 from medha.kv.window_tables import WindowTables
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, Tokens
 from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.prepared_step import PreparedStep
@@ -117,8 +119,11 @@ class Executor:
         drafter: Drafter | None = None,
         mask_for: Callable[[Admit], TokenMask | None] = lambda _: None,
         begin_masks: Callable[[], None] = lambda: None,
+        host_blocks: Sequence[HostBlocks] = (),
     ) -> None:
         """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model.
+
+        `host_blocks` are the host tier of `kv_cache` and of the drafter's pool, if there is one.
 
         `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` begins with the
         masks that sequences have asked for ahead.
@@ -130,7 +135,15 @@ class Executor:
         if kv_cache.window_blocks:
             widest = max(window for window in model.windows if window is not None)
             self.window_tables = WindowTables(kv_cache.window_blocks, kv_cache.block_tokens, widest)
-        self._state = LaneState(self.ledger, lane, epoch, new_sampler, self.window_tables)
+        self._host_blocks = tuple(host_blocks)
+        self._state = LaneState(
+            self.ledger,
+            lane,
+            epoch,
+            new_sampler,
+            self.window_tables,
+            host_blocks=self._host_blocks[0].blocks if self._host_blocks else 0,
+        )
         self._tokens = SampledTokens(
             model.logits, pipeline, model.device, TokenSampler(model.kernels.race, model.device), vocab_size
         )
@@ -173,14 +186,17 @@ class Executor:
         Raises:
             PartFailed: the state of this rank and the controller's have diverged.
         """
-        plan = plan_lane(step, self._state, self._state.reserve(step), self._model.windows)
+        copies = self._state.reserve(step)
+        tier_copies = self._state.replica.take_tier_copies()
+        plan = plan_lane(step, self._state, copies, self._model.windows)
         self._begin_masks()
         if plan.batch is not None and self._pipeline is not None and not self._pipeline.is_first_stage:
             self._pipeline.expect_hidden(len(plan.batch.positions))
         for one in plan.entries:
             one.sequence.advance(one.stop, samples=one.entry.samples, drafted=len(one.entry.drafts))
         work = count_work(plan.entries, plan.batch, self._model.windows)
-        return replace(plan, prepared=self._prepared_ahead(plan.batch), work=work)
+        prepared = self._prepared_ahead(plan.batch)
+        return replace(plan, prepared=prepared, work=work, tier_copies=tier_copies)
 
     def _prepared_ahead(self, batch: Batch | None) -> PreparedStep | None:
         """Prepare a batch; None if that fails, and then it fails again where the failure can be contained."""
@@ -209,6 +225,7 @@ class Executor:
         `on_forward_done` is called between the forward pass and sampling, when the stage is free again. If
         the step does not include this lane, the result is None and `on_forward_done` is not called.
         """
+        copy_seconds = self._copy_tier(plan.tier_copies)
         started, self._waited_seconds = self._clock(), 0.0
         self._kv_cache.copy_blocks(plan.copies)
         if self._drafter is not None:
@@ -235,7 +252,18 @@ class Executor:
             epoch=self.epoch,
             prompt_logprobs=tuple(scored),
             drafts=drafts,
+            copy_seconds=copy_seconds,
         )
+
+    def _copy_tier(self, copies: Sequence[TierCopy]) -> float:
+        """Copy blocks between KV pool and host tier; return how long that took, in seconds."""
+        if not copies:
+            return 0.0
+        started = self._clock()
+        for host_blocks in self._host_blocks:
+            host_blocks.copy(copies)
+        self._model.device.synchronise()
+        return self._clock() - started
 
     def learn_all(self) -> None:
         """Wait for all outstanding tokens of steps that have run and that another rank samples.

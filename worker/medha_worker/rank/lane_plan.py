@@ -18,6 +18,7 @@ from torch import Tensor
 
 from medha.kv.blocks import BlockCopy
 from medha.kv.context_parallel import OWNER
+from medha.kv.host_tier import TierCopy
 from medha.kv.window_tables import WindowTable
 from medha.shards import ShardMap
 from medha.step_estimates import StepWork, attention_pairs
@@ -102,6 +103,7 @@ class LanePlan:
     batch: Batch | None = None  # of all entries
     prepared: PreparedStep | None = None  # the batch, if the model could prepare it ahead
     work: StepWork = field(default_factory=StepWork)  # of all entries, as it counts in estimates
+    tier_copies: tuple[TierCopy, ...] = ()  # between KV pool and host tier, made in order before `copies`
 
 
 def plan_lane(

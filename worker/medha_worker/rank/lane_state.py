@@ -127,15 +127,19 @@ class LaneState:
         epoch: int,
         new_sampler: NewSampler,
         window_tables: WindowTables | None = None,
+        host_blocks: int = 0,
     ) -> None:
-        """`window_tables` has the blocks of layers whose KV before the window is freed, if any layer's is."""
+        """`window_tables` has the blocks of layers whose KV before the window is freed, if any layer's is.
+
+        `host_blocks` is the size of the lane's host tier.
+        """
         self.ledger = ledger
         self.window_tables = window_tables
         self.lane = lane
         self.epoch = epoch
         self.prompts: dict[str, _Prompt] = {}
         self.sequences: dict[str, SequenceState] = {}
-        self.replica = LaneReplay(ledger, lane)
+        self.replica = LaneReplay(ledger, lane, host_blocks)
         self._new_sampler = new_sampler
 
     # --- prompts ------------------------------------------------------------------------------------

@@ -1,0 +1,457 @@
+"""The host tier of one lane: KV blocks that were evicted from the device and are kept in host memory.
+
+Blocks that the prefix cache evicts are *demoted*: copied to host blocks. If a later prompt continues in the tier behind
+what the device has cached, those blocks are *fetched*: copied into the blocks of the request, instead of being computed.
+A fetched block also stays in the tier, so it is not copied again when the device evicts it.
+
+`HostLedger` has numbers only. The controller and every rank of a lane each own one and apply the same drops, demotions
+and fetches in the same order, as with `medha.kv.blocks`. The blocks that were demoted together are an *extent*, and
+extents are numbered in the order in which they come. So a demotion is sent as the end of a cached prefix and a count, and
+a fetch as an extent and a range: neither grows with the number of blocks.
+
+`HostTier` decides, at the controller. What an extent is worth is what its blocks cost to compute again, plus the worth of
+what was dropped last. This is GreedyDual-Size (Cao and Irani, "Cost-aware WWW proxy caching algorithms", 1997): what is
+costly stays longer, and what nobody uses ages, without a clock. An extent is worth at least as much as any behind it,
+because without its beginning a prefix is of no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from medha.errors import LedgerMismatch
+from medha.kv.blocks import FreeRuns, Run, append_run, cut_runs
+from medha.kv.prefix_cache import Branch, hash_at, hash_range
+from medha.wire.messages import Demotion, Fetch, HostDrop
+
+_PRICED_TOKENS = 1024
+"""Tokens over which the cost of a block is averaged: a chunk of one block costs as much as one of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierCopy:
+    """`count` consecutive blocks to copy: from block `block` of the pool to host block `slot` on, or back (`is_fetch`)."""
+
+    is_fetch: bool
+    block: int
+    slot: int
+    count: int
+
+
+def tier_copies(blocks: Iterable[Run], slots: Iterable[Run], *, is_fetch: bool) -> list[TierCopy]:
+    """Return the copies between equally many blocks of the pool and of the tier, both given as runs in order."""
+    found: list[TierCopy] = []
+    left = [list(run) for run in slots][::-1]
+    for first, length in blocks:
+        while length > 0:
+            slot = left[-1]
+            count = min(length, slot[1])
+            found.append(TierCopy(is_fetch, first, slot[0], count))
+            first, length = first + count, length - count
+            slot[0], slot[1] = slot[0] + count, slot[1] - count
+            if slot[1] == 0:
+                left.pop()
+    return found
+
+
+class HostLedger:
+    """Assigns the host blocks of one lane to extents."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._free = FreeRuns(blocks)
+        self._extents: dict[int, list[Run]] = {}  # in ascending order
+        self._next = 0
+        self._digest: bytes | None = None  # None after a change
+
+    @property
+    def free_blocks(self) -> int:
+        return self._free.blocks
+
+    @property
+    def held_blocks(self) -> int:
+        return self.blocks - self._free.blocks
+
+    def store(self, count: int) -> tuple[int, list[Run]]:
+        """Give host blocks to a new extent of `count` blocks; return its number and the blocks, in order.
+
+        Raises:
+            LedgerMismatch: too few are free.
+        """
+        if not 0 < count <= self._free.blocks:
+            raise LedgerMismatch(f"{count} host blocks are to be stored, and {self._free.blocks} are free")
+        extent, self._next = self._next, self._next + 1
+        runs: list[Run] = []
+        for run in self._free.take(count, None):
+            append_run(runs, run)
+        self._extents[extent] = runs
+        self._digest = None
+        return extent, runs
+
+    def drop(self, extent: int, keep: int) -> None:
+        """Free the blocks of an extent from the `keep`-th on.
+
+        Raises:
+            LedgerMismatch: it has no such block.
+        """
+        runs = self._extents.get(extent, [])
+        blocks = sum(length for _, length in runs)
+        if not 0 <= keep < blocks:
+            raise LedgerMismatch(f"block {keep} of extent {extent} is to be dropped, and it has {blocks}")
+        for first, length in cut_runs(runs, keep, blocks):
+            self._free.give(first, length)
+        if keep:
+            self._extents[extent] = cut_runs(runs, 0, keep)
+        else:
+            del self._extents[extent]
+        self._digest = None
+
+    def runs(self, extent: int, start: int, count: int) -> list[Run]:
+        """Return blocks `start .. start + count` of an extent, as runs in order.
+
+        Raises:
+            LedgerMismatch: it has no such blocks.
+        """
+        found = cut_runs(self._extents.get(extent, []), start, start + count)
+        if start < 0 or count < 1 or sum(length for _, length in found) != count:
+            raise LedgerMismatch(f"extent {extent} has no blocks {start}+{count}")
+        return found
+
+    def digest(self) -> bytes:
+        """Return a digest of all extents and their blocks; equal on all copies of this ledger."""
+        if self._digest is None:
+            text = "".join(f"{extent}:{runs};" for extent, runs in self._extents.items())
+            self._digest = blake2b(f"{self._next};{text}".encode(), digest_size=8).digest()
+        return self._digest
+
+    def check(self) -> None:
+        """Assert that no host block is lost or held twice; O(blocks), for tests."""
+        held = [first + i for runs in self._extents.values() for first, length in runs for i in range(length)]
+        free = [first + i for first, length in self._free for i in range(length)]
+        assert sorted(held + free) == list(range(self.blocks)), "a host block is lost"
+
+
+class Prices(Protocol):
+    """Predicted times that the tier's decisions compare; `medha.cost.tier_seconds` has them."""
+
+    def fetch_seconds(self, blocks: int) -> float:
+        """Return the predicted time to fetch so many blocks."""
+        ...
+
+    def compute_seconds(self, context: int, tokens: int) -> float:
+        """Return the predicted time to bring a prompt from `context` to `tokens` tokens of KV."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Blocks `start .. start + count` of an extent, which a prompt may fetch."""
+
+    extent: int
+    start: int
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class _Extent:
+    """Blocks of the tier, the `start`-th of a prompt and those behind it.
+
+    `hashes` are theirs, and perhaps of blocks dropped since; `before` is that of the block before them, which `parent` holds.
+    """
+
+    number: int
+    hashes: str
+    before: str
+    start: int
+    blocks: int
+    worth: float
+    parent: _Extent | None = None
+    children: dict[int, _Extent] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """Evicted blocks that the tier lacks: hashes `start .. start + blocks`, in blocks `runs` of the pool."""
+
+    hashes: str
+    start: int
+    blocks: int
+    runs: list[Run]
+    block_seconds: float  # to compute one of them again
+    worth: float
+
+    @property
+    def before(self) -> str:
+        """Hash of the block before them; empty if they begin a prompt."""
+        return hash_at(self.hashes, self.start - 1) if self.start else ""
+
+    @property
+    def last(self) -> int:
+        first, length = self.runs[-1]
+        return first + length - 1
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks copied, and requests that fetched some, since the epoch began."""
+
+    hits: int = 0
+    fetched_blocks: int = 0
+    demoted_blocks: int = 0
+    dropped_blocks: int = 0
+
+
+class HostTier:
+    """Decides what the host tier of a lane holds, and finds prefixes there; the controller's part."""
+
+    def __init__(self, blocks: int, block_size_tokens: int, prices: Prices) -> None:
+        self.ledger = HostLedger(blocks)
+        self.counts = TierCounts()
+        self._size = block_size_tokens
+        self._prices = prices
+        self._extents: dict[int, _Extent] = {}
+        self._places: dict[str, tuple[_Extent, int]] = {}  # hash -> extent, and block of it
+        self._orphans: dict[
+            str, dict[int, _Extent]
+        ] = {}  # hash of the block before -> extents without a parent
+        self._by_worth: list[tuple[float, int]] = []  # heap of (worth, number); stale entries are skipped
+        self._aged = 0.0  # worth of what was dropped last
+        self._pinned: set[int] = set()
+
+    # --- prefixes -------------------------------------------------------------------------------------
+
+    def match(self, hashes: str, start: int, stop: int) -> list[Held]:
+        """Return what the tier holds of the blocks `start .. stop` (exclusive) of a prompt, without a gap."""
+        found: list[Held] = []
+        while start < stop:
+            place = self._places.get(hash_at(hashes, start))
+            if place is None:
+                break
+            extent, block = place
+            count = _common(hashes, start, stop, extent, block)
+            found.append(Held(extent.number, block, count))
+            start += count
+        return found
+
+    def pin(self, held: Iterable[Held]) -> None:
+        """Keep extents until `unpin`: a request is about to fetch them."""
+        self._pinned.update(one.extent for one in held)
+
+    def unpin(self) -> None:
+        self._pinned.clear()
+
+    def fetch(self, held: Sequence[Held], lane: int) -> tuple[Fetch, ...]:
+        """Count a request's fetch of `held`, which makes it worth as much as if it were new."""
+        for one in held:
+            extent = self._extents[one.extent]
+            stop = extent.start + one.start + one.count
+            self._raise(extent, self._aged + self._block_seconds(extent.start + one.start, stop))
+            self.counts.fetched_blocks += one.count
+        self.counts.hits += bool(held)
+        return tuple(Fetch(one.extent, one.start, one.count, lane) for one in held)
+
+    # --- demotion -------------------------------------------------------------------------------------
+
+    def demote(self, branches: Iterable[Branch]) -> tuple[tuple[HostDrop, ...], tuple[Demotion, ...]]:
+        """Choose which evicted blocks the tier takes and what it drops for them.
+
+        The most valuable ones come first. Each takes free blocks, then those of extents that are worth less than it is;
+        if these do not suffice, only its beginning is kept.
+        """
+        candidates: list[_Candidate] = []
+        behind: dict[str, float] = {}  # hash of the block before a candidate -> its worth
+        seen: set[str] = (
+            set()
+        )  # hashes of all candidates: lanes may cache a block twice, behind different others
+        for branch in branches:
+            for one in self._candidates(branch, behind, seen):
+                candidates.append(one)
+                behind[one.before] = max(behind.get(one.before, 0.0), one.worth)
+        candidates.reverse()  # of those that are worth the same, the beginning of a prefix comes first
+        candidates.sort(key=lambda one: -one.worth)
+        drops: list[HostDrop] = []
+        taken: list[_Candidate] = []
+        room = self.ledger.free_blocks
+        for one in candidates:
+            self._raise_before(one)
+            while room < one.blocks:
+                dropped = self._drop_worth_less(one, one.blocks - room)
+                if dropped is None:
+                    break
+                drops.append(dropped[0])
+                room += dropped[1]
+            if (
+                room < one.blocks
+            ):  # what is turned away ages the rest, else a tier of costly KV would never change
+                self._aged += one.block_seconds * (one.blocks - room) / self.ledger.blocks
+                one.blocks, one.runs = room, cut_runs(one.runs, 0, room)
+            if room == 0:
+                continue
+            room -= one.blocks
+            taken.append(one)
+        for one in taken:
+            self._store(one)
+        return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
+
+    def _candidates(
+        self, branch: Branch, behind: Mapping[str, float], seen: set[str]
+    ) -> Iterable[_Candidate]:
+        """Yield the parts of a branch that the tier lacks, and that would be fetched rather than computed.
+
+        `behind` has the worth of what follows a block and is about to be demoted, `seen` the hashes of such blocks.
+        """
+        end = branch.start + branch.blocks
+        position = branch.start
+        while position < end:
+            stop = position
+            while (
+                stop < end and (key := hash_at(branch.hashes, stop)) not in self._places and key not in seen
+            ):
+                seen.add(key)
+                stop += 1
+            if stop == position:
+                position += 1
+                continue
+            block_seconds = self._block_seconds(position, stop)
+            if self._prices.fetch_seconds(stop - position) < block_seconds * (stop - position):
+                runs = cut_runs(branch.runs, position - branch.start, stop - branch.start)
+                worth = self._aged + block_seconds
+                for block in range(position, stop) if self._orphans or behind else ():
+                    key = hash_at(branch.hashes, block)
+                    worth = max(worth, behind.get(key, 0.0))
+                    for orphan in self._orphans.get(key, {}).values():
+                        worth = max(worth, orphan.worth)
+                yield _Candidate(branch.hashes, position, stop - position, runs, block_seconds, worth)
+            position = stop
+
+    def _block_seconds(self, start: int, stop: int) -> float:
+        """Return the mean time to compute one of the blocks `start .. stop` of a prompt again."""
+        first = max(0, min(start, stop - max(_PRICED_TOKENS // self._size, 1)))
+        return self._prices.compute_seconds(first * self._size, stop * self._size) / (stop - first)
+
+    def _raise_before(self, one: _Candidate) -> None:
+        """Make what the tier holds of the prefix before a candidate worth at least as much."""
+        place = self._places.get(one.before)
+        if place is not None:
+            self._raise(place[0], one.worth)
+
+    def _raise(self, extent: _Extent | None, worth: float) -> None:
+        while extent is not None and extent.worth < worth:
+            extent.worth = worth
+            self._offer(extent)
+            extent = extent.parent
+
+    def _offer(self, extent: _Extent) -> None:
+        heappush(self._by_worth, (extent.worth, extent.number))
+        if len(self._by_worth) > 4 * len(self._extents) + 64:  # drop stale entries
+            self._by_worth = [(one.worth, one.number) for one in self._extents.values()]
+            heapify(self._by_worth)
+
+    def _drop_worth_less(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
+        """Drop up to `missing` blocks of the extent that is worth least; return how many, or None if all are worth more."""
+        skipped: list[tuple[float, int]] = []
+        found: tuple[HostDrop, int] | None = None
+        while self._by_worth and found is None:
+            worth, number = self._by_worth[0]
+            if worth >= one.worth:
+                break
+            heappop(self._by_worth)
+            extent = self._extents.get(number)
+            if extent is None or extent.worth != worth:
+                continue
+            leaf = extent
+            while leaf.children:
+                leaf = next(iter(leaf.children.values()))
+            if leaf is not extent or leaf.number in self._pinned:
+                skipped.append((worth, number))
+            if leaf.number in self._pinned:
+                continue
+            self._aged = max(self._aged, leaf.worth)
+            keep = max(leaf.blocks - missing, 0)
+            found = HostDrop(leaf.number, keep), leaf.blocks - keep
+            self._forget(leaf, keep)
+        for entry in skipped:
+            heappush(self._by_worth, entry)
+        return found
+
+    def _forget(self, extent: _Extent, keep: int) -> None:
+        """Forget the blocks of an extent without children from the `keep`-th on."""
+        self.ledger.drop(extent.number, keep)
+        self.counts.dropped_blocks += extent.blocks - keep
+        for block in range(keep, extent.blocks):
+            del self._places[hash_at(extent.hashes, block)]
+        extent.blocks = keep
+        if keep:
+            self._offer(extent)
+            return
+        del self._extents[extent.number]
+        if extent.parent is not None:
+            del extent.parent.children[extent.number]
+        elif extent.before:
+            del self._orphans[extent.before][extent.number]
+            if not self._orphans[extent.before]:
+                del self._orphans[extent.before]
+
+    def _store(self, one: _Candidate) -> None:
+        number, _ = self.ledger.store(one.blocks)
+        # A copy of these hashes alone: nothing else may need those of the whole prompt any more.
+        hashes = hash_range(one.hashes, one.start, one.start + one.blocks)
+        extent = _Extent(number, hashes, one.before, one.start, one.blocks, one.worth)
+        self._extents[number] = extent
+        self.counts.demoted_blocks += one.blocks
+        place = self._places.get(extent.before)
+        if place is not None:
+            extent.parent = place[0]
+            place[0].children[number] = extent
+        elif extent.before:
+            self._orphans.setdefault(extent.before, {})[number] = extent
+        for block in range(one.blocks):
+            key = hash_at(hashes, block)
+            self._places[key] = (extent, block)
+            for behind in self._orphans.pop(key, {}).values():
+                behind.parent = extent
+                extent.children[behind.number] = behind
+                extent.worth = max(extent.worth, behind.worth)
+        self._offer(extent)
+        self._raise(extent.parent, extent.worth)
+
+    def check(self) -> None:
+        """Assert that extents, places, parents and the ledger agree; O(blocks), for tests."""
+        self.ledger.check()
+        assert sum(one.blocks for one in self._extents.values()) == self.ledger.held_blocks
+        assert len(self._places) == self.ledger.held_blocks
+        for key, (extent, block) in self._places.items():
+            assert self._extents[extent.number] is extent
+            assert hash_at(extent.hashes, block) == key
+        valid = set(self._by_worth)
+        for number, extent in self._extents.items():
+            assert (extent.worth, number) in valid
+            assert self.ledger.runs(number, 0, extent.blocks)
+            if extent.parent is not None:
+                assert extent.parent.worth >= extent.worth
+                assert extent.parent.children[number] is extent
+            elif extent.before:
+                assert extent.before not in self._places
+                assert self._orphans[extent.before][number] is extent
+
+
+def _common(hashes: str, start: int, stop: int, extent: _Extent, block: int) -> int:
+    """Return how many blocks from `start` on are those of an extent from `block` on; the first one must be.
+
+    A hash covers everything before it, so equality at a block means equality up to it.
+    """
+    most = min(stop - start, extent.blocks - block)
+    if hash_at(hashes, start + most - 1) == hash_at(extent.hashes, block + most - 1):
+        return most
+    low, high = 1, most  # equal up to low
+    while high - low > 1:
+        middle = (low + high) // 2
+        if hash_at(hashes, start + middle - 1) == hash_at(extent.hashes, block + middle - 1):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,210 @@
+"""The host tier of a lane: what it takes, what it drops for that, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from medha.cost.predictor import Predictor
+from medha.cost.tier_seconds import TierSeconds, copy_seconds
+from medha.errors import LedgerMismatch
+from medha.kv.blocks import BlockLedger
+from medha.kv.host_tier import HostLedger, HostTier, TierCopy, tier_copies
+from medha.kv.lane_replay import LaneReplay
+from medha.kv.pools import KvPools
+from medha.kv.prefix_cache import Branch, PrefixHasher, hash_range
+from medha.wire.messages import (
+    Admit,
+    Demotion,
+    Eviction,
+    Fetch,
+    Grow,
+    HostDrop,
+    HostTierFigures,
+    Sampling,
+    Step,
+    StepProfile,
+)
+
+SIZE = 4
+HASHER = PrefixHasher(SIZE, b"secret")
+
+
+@dataclass
+class Prices:
+    """Each token costs more to compute than the one before it, up to twice as much at 10,000."""
+
+    fetch_seconds_per_block: float = 0.0
+
+    def fetch_seconds(self, blocks: int) -> float:
+        return blocks * self.fetch_seconds_per_block
+
+    def compute_seconds(self, context: int, tokens: int) -> float:
+        return (tokens - context) * (1 + (tokens + context) / 20_000)
+
+
+def hashes(seed: int, blocks: int, salt: str = "") -> str:
+    return HASHER.hashes(np.random.default_rng(seed).integers(0, 1000, blocks * SIZE).astype(np.int32), salt)
+
+
+def branch(seed: int, start: int, stop: int, first_block: int = 0) -> Branch:
+    """Blocks `start .. stop` of a text, in consecutive blocks of the pool."""
+    return Branch(hashes(seed, stop), start, stop - start, [(first_block, stop - start)])
+
+
+def held(tier: HostTier, seed: int, blocks: int, start: int = 0) -> int:
+    return sum(one.count for one in tier.match(hashes(seed, blocks), start, blocks))
+
+
+def test_a_text_that_was_demoted_from_its_end_is_found_from_its_beginning() -> None:
+    tier = HostTier(20, SIZE, Prices())
+    drops, demotions = tier.demote([branch(1, 6, 10, first_block=30), branch(1, 0, 6, first_block=8)])
+    assert drops == ()
+    assert sorted(demotions, key=lambda one: one.last) == [Demotion(13, 6), Demotion(33, 4)]
+    assert held(tier, 1, 10) == 10
+    assert held(tier, 1, 10, start=3) == 7
+    assert held(tier, 2, 10) == 0
+    assert tier.match(hashes(1, 10, salt="another key"), 0, 10) == []
+    tier.check()
+
+
+def test_what_the_tier_holds_already_is_not_copied_again() -> None:
+    tier = HostTier(20, SIZE, Prices())
+    tier.demote([branch(1, 0, 6)])
+    assert tier.demote([branch(1, 2, 9, first_block=50)]) == ((), (Demotion(56, 3),))
+    assert tier.demote([branch(1, 2, 9, first_block=50)]) == ((), ())
+    tier.check()
+
+
+def test_a_block_that_a_lane_has_cached_twice_is_copied_once() -> None:
+    """Once behind what precedes it, and once as the beginning of a lane's part of another map."""
+    tier = HostTier(20, SIZE, Prices())
+    text = hashes(1, 4)
+    alone = Branch(hash_range(text, 3, 4), 0, 1, [(9, 1)])
+    assert tier.demote([alone, branch(1, 0, 4, first_block=20)]) == ((), (Demotion(22, 3), Demotion(9, 1)))
+    tier.check()
+
+
+def test_a_full_tier_gives_way_to_what_costs_more_and_keeps_the_beginnings() -> None:
+    tier = HostTier(10, SIZE, Prices())
+    tier.demote([branch(1, 4, 8), branch(1, 0, 4)])
+    drops, demotions = tier.demote([branch(2, 5000, 5005)])
+    assert [one.count for one in demotions] == [5]
+    assert drops == (HostDrop(1, 1),), (
+        "the end of the text, which became the second extent, not its beginning"
+    )
+    assert held(tier, 1, 8) == 5
+    tier.check()
+
+
+def test_what_is_worth_less_is_turned_away_until_the_rest_has_aged() -> None:
+    tier = HostTier(8, SIZE, Prices())
+    tier.demote([branch(1, 2000, 2008)])
+    turned_away = 0
+    while tier.demote([branch(100 + turned_away, 0, 8)]) == ((), ()):
+        turned_away += 1
+        assert turned_away < 20
+    assert turned_away > 0
+    tier.check()
+
+
+def test_what_is_used_stays() -> None:
+    tier = HostTier(8, SIZE, Prices())
+    tier.demote([branch(1, 0, 4)])
+    tier.demote([branch(2, 0, 4)])
+    for seed in range(3, 40):
+        found = tier.match(hashes(1, 4), 0, 4)
+        assert sum(one.count for one in found) == 4, f"before text {seed}"
+        assert tier.fetch(found, 0) == (Fetch(0, 0, 4),)
+        tier.demote([branch(seed, 0, 4)])
+        tier.check()
+    assert held(tier, 2, 4) == 0
+    assert tier.counts.dropped_blocks > 4
+
+
+def test_what_is_about_to_be_fetched_is_not_dropped_for_what_is_evicted() -> None:
+    tier = HostTier(4, SIZE, Prices())
+    tier.demote([branch(1, 0, 4)])
+    tier.pin(tier.match(hashes(1, 4), 0, 4))
+    assert tier.demote([branch(2, 9000, 9004)]) == ((), ())
+    tier.unpin()
+    assert tier.demote([branch(2, 9000, 9004)]) == ((HostDrop(0, 0),), (Demotion(3, 4),))
+    tier.check()
+
+
+def test_what_would_be_computed_faster_than_fetched_is_not_demoted() -> None:
+    assert HostTier(4, SIZE, Prices(100.0)).demote([branch(1, 0, 4)]) == ((), ())
+
+
+@pytest.mark.parametrize(("price", "fetched"), [(1.0, 3), (100.0, 0)])
+def test_a_prefix_is_fetched_only_if_that_is_faster(price: float, fetched: int) -> None:
+    prices = Prices(0.0)
+    pools = KvPools(
+        lanes=1, kv_blocks=4, block_size_tokens=SIZE, tokens_per_lane=100, host_blocks=50, prices=prices
+    )
+    for name, seed in (("first", 1), ("second", 2)):
+        placed = pools.admit(name, 16, 16, block_hashes=hashes(seed, 4))
+        assert placed is not None
+        pools.computed(name, 16)
+        pools.release(name)
+        pools.take_publishes()
+        pools.take_releases()
+    prices.fetch_seconds_per_block = price
+    assert pools.expected(16, hashes(1, 4))[0] == fetched * SIZE
+    placed = pools.admit("again", 16, 16, block_hashes=hashes(1, 4))
+    assert placed is not None
+    assert sum(one.count for one in placed.fetches) == fetched
+    assert placed.cached_tokens == fetched * SIZE
+    assert pools.tier_counts.hits == (fetched > 0)
+
+
+def test_ledgers_refuse_what_they_cannot_do() -> None:
+    ledger = HostLedger(6)
+    assert ledger.store(4) == (0, [(0, 4)])
+    for wrong in (
+        lambda: ledger.store(3),
+        lambda: ledger.store(0),
+        lambda: ledger.drop(0, 4),
+        lambda: ledger.drop(7, 0),
+        lambda: ledger.runs(0, 2, 3),
+        lambda: ledger.runs(1, 0, 1),
+    ):
+        with pytest.raises(LedgerMismatch):
+            wrong()
+    before = ledger.digest()
+    ledger.drop(0, 1)
+    assert ledger.digest() != before
+    assert (ledger.free_blocks, ledger.store(5)) == (5, (1, [(1, 5)]))
+    ledger.check()
+
+
+def test_a_rank_without_a_tier_does_not_follow_a_controller_that_has_one() -> None:
+    replica = LaneReplay(BlockLedger(8, SIZE))
+    assert replica.admit(Admit("a", "p", 8, 8, 0, Sampling(), 8)) == []
+    with pytest.raises(LedgerMismatch, match="this rank has none"):
+        replica.admit(Admit("b", "p", 8, 8, 0, Sampling(), 8, fetches=(Fetch(0, 0, 1),)))
+
+
+def test_copies_pair_the_blocks_of_both_sides_in_order() -> None:
+    assert tier_copies([(5, 3), (20, 2)], [(0, 1), (9, 4)], is_fetch=True) == [
+        TierCopy(True, 5, 0, 1),
+        TierCopy(True, 6, 9, 2),
+        TierCopy(True, 20, 11, 2),
+    ]
+
+
+def test_a_steps_copies_are_predicted_by_lane_and_corrected_by_what_they_took() -> None:
+    figures = HostTierFigures(100, 1, fetch_seconds_per_block=0.5, demote_seconds_per_block=0.25)
+    evictions = tuple(Eviction(0, 0, 0, lane, (), (Demotion(3, 2), Demotion(9, 2))) for lane in (0, 1))
+    admit = Admit("a", "p", 8, 8, 0, Sampling(), 8, evictions=evictions, fetches=(Fetch(0, 0, 6, lane=1),))
+    grow = Grow("b", 8, evictions=evictions[:1])
+    assert copy_seconds(figures, [admit], [grow]) == {0: 2.0, 1: 4.0}
+    seconds = TierSeconds(figures, Predictor(StepProfile(1e-3, 1e-5, 1e-8, 1e-5)))
+    step = Step(0, 0, (), admits=(admit,), grows=(grow,), lanes=(0, 1))
+    for _ in range(40):
+        seconds.observe(step, 8.0)
+    assert seconds.factor == pytest.approx(2.0, rel=0.01)
+    assert seconds.fetch_seconds(10) == pytest.approx(10.0, rel=0.01)
+    assert seconds.by_lane([admit])[1] == pytest.approx(8.0, rel=0.01)

@@ -1,0 +1,133 @@
+"""With a host tier, ranks of every kind of grid compute what they compute without, and find more of it done.
+
+A controller serves chats over documents that together exceed the device's pool several times. Ranks then run its steps, as
+threads of this process that are connected by gloo. The run without a tier is the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.context_parallel import ContextParallel, RingCosts
+from medha.kv.prefix_cache import PrefixHasher
+from medha.kv_dtype import KvDtype
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
+from medha.topology import Topology
+from medha.wire.messages import HostTierFigures, Sampling, Submit
+
+from .ranks import Ranks
+from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life, Query
+from .test_model_transformer import save_reference
+
+pytestmark = pytest.mark.timeout(400)
+
+BLOCK_TOKENS, POOL_TOKENS = 4, 160
+SAMPLED = Sampling(temperature=0.8, top_p=0.95, ignore_eos=True)
+DOCUMENTS, TURNS = 4, 3
+Answers = dict[str, list[int]]
+
+
+def chats(life: Life, sampling: Sampling) -> dict[str, Query]:
+    """Let a controller serve a few turns of a chat over each document, two requests at a time."""
+    config, random = life.controller.config, Random(3)
+    rng, hasher = np.random.default_rng(5), PrefixHasher(BLOCK_TOKENS, b"secret")
+    history = [rng.integers(0, VOCAB, 60 + 10 * number) for number in range(DOCUMENTS)]
+    asked: dict[str, Query] = {}
+    for turn in range(TURNS):
+        for number in range(DOCUMENTS):
+            name = f"d{number}.t{turn}"
+            history[number] = np.concatenate([history[number], rng.integers(0, VOCAB, random.randint(3, 9))])
+            one = asked[name] = Query(name, history[number].astype(np.int32), random.randint(1, 4))
+            assert len(one.ids) + 4 <= config.max_model_len
+            while len(asked) - len(life.ends) > 2:
+                life.move()
+            life.handle(
+                Submit(
+                    name, name, len(one.ids), len(one.ids), seed=number,
+                    sampling=replace(sampling, max_tokens=one.max_tokens), block_hashes=hasher.hashes(one.ids),
+                )
+            )  # fmt: skip
+    while life.moving:
+        life.move()
+    assert set(life.ends) == set(asked)
+    assert set(life.ends.values()) == {"length"}
+    return asked
+
+
+def run(
+    ranks: Ranks, sampling: Sampling, host_blocks: int, *, striped: bool = False
+) -> tuple[Answers, dict[tuple[str, int], torch.Tensor], ReplicaController]:
+    config = ReplicaConfig(
+        topology=ranks.topology,
+        scheduling=SchedulingSpec(max_chunk_tokens=32, min_chunk_tokens=4, max_running=8),
+        service_classes={"default": ServiceClass(name="default", default_output_tokens=4)},
+        default_class="default",
+        max_model_len=150,
+        block_size_tokens=BLOCK_TOKENS,
+        kv_blocks=POOL_TOKENS // BLOCK_TOKENS // ranks.topology.kv,
+        long_threshold_tokens=60,
+        tokens_per_lane=24,
+        context_parallel=ContextParallel("striped", RingCosts(8, 2)) if striped else None,
+        host_tier=HostTierFigures(host_blocks, 1, 1e-7, 1e-7) if host_blocks else None,
+    )
+    life = Life(ReplicaController(config, PROFILE), Random(1))
+    asked = chats(life, sampling)
+    samples, logits = ranks.run(
+        life.steps,
+        {one.prompt: one.ids for one in asked.values()},
+        kv_blocks=config.kv_blocks,
+        block_tokens=BLOCK_TOKENS,
+        host_blocks=host_blocks,
+    )
+    answers: Answers = {name: [] for name in asked}
+    for sample in samples:
+        answers[sample.id].append(sample.token)
+    return answers, logits, life.controller
+
+
+@pytest.mark.parametrize(
+    ("shape", "architecture", "kv_dtype", "striped"),
+    [
+        pytest.param((1, 1, 1), "llama", "auto", False, id="one rank"),
+        pytest.param((2, 1, 1), "llama-biased", "auto", False, id="TP2"),
+        pytest.param((1, 2, 1), "mistral", "auto", False, id="SPP2"),
+        pytest.param((1, 1, 2), "qwen3", "auto", False, id="KVP2"),
+        pytest.param((1, 1, 2), "qwen3", "auto", True, id="KVP2, striped"),
+        pytest.param((2, 1, 2), "deepseek_v2", "auto", False, id="TP2 x KVP2, latents"),
+        pytest.param((1, 2, 2), "llama", "auto", False, id="SPP2 x KVP2"),
+        pytest.param((1, 1, 1), "llama", "fp8", False, id="one rank, FP8"),
+    ],
+)
+def test_texts_are_those_without_a_tier_and_less_is_computed(
+    shape: tuple[int, int, int], architecture: str, kv_dtype: KvDtype, striped: bool, tmp_path: Path
+) -> None:
+    has_latents = architecture.startswith("deepseek")  # then all heads have keys of their own
+    sizes = MODEL | ({"num_key_value_heads": 4} if has_latents else {"head_dim": 16})
+    save_reference(tmp_path, architecture, **sizes)
+    ranks = Ranks(Topology(*shape), tmp_path, kv_dtype=kv_dtype)
+    # Rounded to FP8, a number may become the other one of two where another chunk computed it.
+    tolerance = 1e-4 if kv_dtype == "auto" else 0.05
+    try:
+        for sampling, host_blocks in ((GREEDY, 400), (SAMPLED, 400), (GREEDY, 25)):
+            texts, logits, without = run(ranks, sampling, 0, striped=striped)
+            found, fetched, controller = run(ranks, sampling, host_blocks, striped=striped)
+            assert found == texts
+            for at in fetched.keys() & logits.keys():
+                assert float((fetched[at] - logits[at]).abs().max()) <= tolerance, at
+            assert fetched.keys() < logits.keys(), "some prefill was avoided"
+            counts = controller.pools.tier_counts
+            assert counts.fetched_blocks > 0
+            assert (counts.dropped_blocks > 0) == (host_blocks == 25)
+            assert without.pools.tier_counts.demoted_blocks == 0
+            for tier in controller.pools.tiers:
+                tier.check()
+    finally:
+        ranks.close()

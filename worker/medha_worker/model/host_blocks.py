@@ -1,0 +1,70 @@
+"""The host tier of one rank: KV blocks in host memory, and the copies between them and the KV pool.
+
+The ledger in the core decides which block goes where (`medha.kv.host_tier`); this module has only the tensors. Each rank
+keeps its own layers and heads of a block, in the pool's data type, so FP8 and latents are copied as they are.
+
+All copies are given to the device in order, on the stream that computes steps. So a block is read before a later step
+writes it, a fetched block is complete before attention reads it, and a host block is written before it is read back.
+Host memory is pinned where that makes copies fast. The copies on a device other than the CPU are unproven until a GPU
+has run them (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from medha.kv.host_tier import TierCopy
+from medha_worker.model.kv_cache import KVCache
+
+_MEASURED_BLOCKS = 64
+_REPEATS = 3
+
+
+class HostBlocks:
+    """`blocks` host blocks of a KV pool: for each of its tensors one of [blocks, kv_heads, block tokens, head_dim].
+
+    A run of host blocks is contiguous, so that a device copies it at once.
+    """
+
+    def __init__(self, kv_cache: KVCache, blocks: int) -> None:
+        """Allocate the tensors; on a CPU, their pages are taken on first touch."""
+        self.kv_cache = kv_cache
+        self.blocks = blocks
+        self._device = kv_cache.device
+        size = kv_cache.block_tokens
+        self._tensors = [
+            (
+                self._device.runtime.host_empty((blocks, pool.shape[0], size, pool.shape[2]), pool.dtype),
+                # A view, in the order of host blocks.
+                pool.view(pool.shape[0], -1, size, pool.shape[2]).transpose(0, 1),
+            )
+            for pool in kv_cache.pools()
+        ]
+
+    def copy(self, copies: Sequence[TierCopy]) -> None:
+        """Make the copies, in order; the call may return before a device has made them."""
+        for one in copies:
+            for host, pool in self._tensors:
+                there = host[one.slot : one.slot + one.count]
+                here = pool[one.block : one.block + one.count]
+                if self._device.is_host:
+                    source, target = (there, here) if one.is_fetch else (here, there)
+                    target.copy_(source)
+                elif one.is_fetch:
+                    here.copy_(there.to(self._device.torch_device, non_blocking=True))
+                else:
+                    there.copy_(here.contiguous(), non_blocking=True)
+
+    def seconds_per_block(self, clock: Callable[[], float]) -> tuple[float, float]:
+        """Measure how long a fetch and a demotion of a block take, in seconds; nobody may use the pool meanwhile."""
+        count = min(_MEASURED_BLOCKS, self.blocks, self.kv_cache.num_blocks)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(1 + _REPEATS):  # the first one takes the pages
+            for is_fetch in (False, True):  # what is fetched is then what the pool held
+                self._device.synchronise()
+                started = clock()
+                self.copy([TierCopy(is_fetch, 0, 0, count)])
+                self._device.synchronise()
+                seconds[is_fetch].append(clock() - started)
+        return statistics.median(seconds[True][1:]) / count, statistics.median(seconds[False][1:]) / count
