@@ -84,6 +84,27 @@ def chat_for_template(messages: Sequence[ChatMessage]) -> list[Message]:
     return found
 
 
+def one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation in which each message of the assistant has one call, and the call's results follow it."""
+    found: list[Message] = []
+    start = 0
+    while start < len(messages):
+        message, end = messages[start], start + 1
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results = list(messages[start + 1 : end])
+        for index, call in enumerate(message.get("tool_calls", ())):
+            text = message["content"] if index == 0 else None
+            found.append({**message, "content": text, "tool_calls": [call]})
+            found += [one for one in results if one["tool_call_id"] == call["id"]]
+            results = [one for one in results if one["tool_call_id"] != call["id"]]
+        if "tool_calls" not in message:
+            found.append(message)
+        found += results
+        start = end
+    return found
+
+
 class InputPart(RequestModel):
     type: Literal["input_text", "output_text", "text"]
     text: str

@@ -14,7 +14,7 @@ from medha.timeline import Began
 from medha.wire.frames import TokenIds
 from medha.wire.messages import PromptLogprobs, ServiceClassTerms, TokenLogprob
 from medha_router.api_error import ApiError
-from medha_router.channels import Channels
+from medha_router.channels import Channels, Mark
 from medha_router.detokenize import StopStrings, TextStream
 from medha_router.key_accounts import Account
 from medha_router.outcome_queue import MOST_WAITING_TOKENS, Unread
@@ -95,14 +95,15 @@ class ChoiceOutput:
         self._shown_characters = 0
         self._pending: list[ShownToken] = []  # tokens whose text is still held back
         self._hidden_ids = bundle.special_ids if plan.skip_special_tokens else frozenset[int]()
-        self._channels: Channels | None = None
-        if plan.endpoint != "completions" and plan.skip_special_tokens and bundle.channel_marks:
-            self._channels = Channels(bundle.channel_marks)
         self._calls = None
-        if plan.tools is not None:
+        form = None if plan.tools is None else FORMATS[plan.tools.format]
+        in_channels = form is not None and form.in_channels
+        if plan.tools is not None and form is not None:
             self._calls = reader_of(plan.tools)
-            marks = FORMATS[plan.tools.format].marks
-            self._hidden_ids -= set(bundle.special_ids_of(marks).values())
+            if not in_channels:
+                self._hidden_ids -= set(bundle.special_ids_of(form.marks).values())
+        marks = bundle.marks_to_read(plan.endpoint, skip_special_tokens=plan.skip_special_tokens)
+        self._channels = Channels(marks, with_calls=in_channels) if marks else None
 
     def feed(self, delivered: Deliver) -> Piece | None:
         """Return what can be shown now; None if everything is held back."""
@@ -113,7 +114,12 @@ class ChoiceOutput:
             self.output_tokens += 1
             ends_here = delivered.finish_reason == "stop" and position == len(delivered.tokens) - 1
             spelled = self._bundle.token_bytes.get(token, b"")
-            if self._channels is not None and not self._channels.shows(token, spelled):
+            found = spelled if self._channels is None else self._channels.feed(token, spelled)
+            if found is None:
+                continue
+            if isinstance(found, Mark):
+                if self._pass(piece, found):
+                    return self._finish(piece, "stop")
                 continue
             if delivered.logprobs and (not ends_here or self._plan.echo_logprobs):
                 self._pending.append(
@@ -122,11 +128,12 @@ class ChoiceOutput:
             if ends_here:
                 break  # a stop token is counted, not shown; beside an echo, clients count tokens from the end
             hidden = token in self._hidden_ids
-            text = "" if hidden else self._stream.feed(spelled)
+            text = "" if hidden else self._stream.feed(found)
             if self._show(piece, text) or (self._calls is not None and self._calls.is_done):
                 return self._finish(piece, "stop")
         if delivered.finish_reason is not None:
-            if self._show(piece, self._stream.end()):
+            held = b"" if self._channels is None else self._channels.end()
+            if self._show(piece, self._stream.feed(held) + self._stream.end()):
                 return self._finish(piece, "stop")
             self._add(piece, self._stops.end())
             return self._finish(piece, delivered.finish_reason)
@@ -142,6 +149,15 @@ class ChoiceOutput:
         shown, stopped = self._stops.feed(text, may_end=may_end)
         self._add(piece, shown)
         return stopped
+
+    def _pass(self, piece: Piece, mark: Mark) -> bool:
+        """Pass the mark of a call, which no stop string spans; return whether it ends the choice."""
+        stopped = self._show(piece, self._stream.end())
+        if stopped or self._calls is None:
+            return stopped
+        self._add(piece, self._stops.end())
+        self._add_parts(piece, self._calls.feed([mark]))
+        return self._calls.is_done
 
     def _add(self, piece: Piece, text: str) -> None:
         """Add text of the output, from which calls are taken."""

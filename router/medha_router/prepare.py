@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,16 @@ from medha_router.openai_requests import (
 from medha_router.request_model import shown
 from medha_router.structured_output import grammar_of
 from medha_router.tokenizer_bundle import Bundle, SamplingDefaults
-from medha_router.tool_use import ToolPlan, ToolUse, shown_in_response, template_of_tools, tool_use
+from medha_router.tool_use import (
+    ToolPlan,
+    ToolUse,
+    conversation,
+    form_of_calls,
+    shown_in_response,
+    template_of_tools,
+    tool_use,
+    tools_for_template,
+)
 
 Generating = Literal["chat", "completions", "responses"]
 Endpoint = Literal["chat", "completions", "responses", "tokenize", "detokenize"]
@@ -233,13 +243,16 @@ def _prepare_chat(
     terms = catalog.terms(request.model)
     bundle = bundle_of(terms.digest)
     use = tool_use(request, bundle, terms.tool_call_format)
-    text = _rendered(request, bundle, None if use is None else use.shown)
-    prompt = _encode(bundle, text, terms, "messages", add_special_tokens=False)
+    text = _rendered(request, bundle, terms, None if use is None else use.shown)
+    prompt = _encode(bundle.encode_rendered, bundle, text, terms, "messages")
     return _plan("chat", request, [prompt], terms, bundle, "messages", use)
 
 
 def _rendered(
-    request: ChatRequest | TokenizeRequest, bundle: Bundle, tools: list[dict[str, Any]] | None
+    request: ChatRequest | TokenizeRequest,
+    bundle: Bundle,
+    terms: ModelTerms,
+    tools: list[dict[str, Any]] | None,
 ) -> str:
     """Return the prompt text of a conversation; if its last message is to be continued, it ends inside that."""
     assert request.messages is not None
@@ -252,12 +265,17 @@ def _rendered(
             code="invalid_value",
         )
     return bundle.render(
-        request.messages_for_template(),
+        conversation(request, bundle, terms.tool_call_format),
         add_generation_prompt=request.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         variables=request.chat_template_kwargs,
         tools=tools,
     )
+
+
+def _begins_message(request: ChatRequest) -> bool:
+    """Return whether the output of a chat begins with a new message."""
+    return request.add_generation_prompt is not False and not request.continue_final_message
 
 
 def _prepare_completion(
@@ -272,8 +290,8 @@ def _prepare_completion(
     prompts = []
     for prompt in given:
         if isinstance(prompt, str):
-            special = request.add_special_tokens is not False
-            prompts.append(_encode(bundle, prompt, terms, "prompt", add_special_tokens=special))
+            encode = partial(bundle.encode, add_special_tokens=request.add_special_tokens is not False)
+            prompts.append(_encode(encode, bundle, prompt, terms, "prompt"))
         else:
             prompts.append(_token_ids(prompt, terms.vocab_size, "prompt"))
     prepared = _plan("completions", request, prompts, terms, bundle, "prompt")
@@ -303,11 +321,11 @@ def _prepare_response(
     bundle = bundle_of(terms.digest)
     use = tool_use(request, bundle, terms.tool_call_format)
     text = bundle.render(
-        request.messages_for_template(),
+        conversation(request, bundle, terms.tool_call_format),
         variables=request.chat_template_kwargs,
         tools=None if use is None else use.shown,
     )
-    prompt = _encode(bundle, text, terms, "input", add_special_tokens=False)
+    prompt = _encode(bundle.encode_rendered, bundle, text, terms, "input")
     prepared = _plan("responses", request, [prompt], terms, bundle, "input", use)
     assert prepared.plan is not None
     shown_fields = {
@@ -352,12 +370,12 @@ def _token_ids(ids: object, vocab_size: int, param: str) -> TokenIds:
 
 
 def _encode(
-    bundle: Bundle, text: str, terms: ModelTerms, param: str, *, add_special_tokens: bool
+    encode: Callable[[str], TokenIds], bundle: Bundle, text: str, terms: ModelTerms, param: str
 ) -> TokenIds:
     at_least = -(-len(text) // bundle.longest_token_bytes)
     if at_least > terms.max_model_len:  # do not tokenise what cannot fit
         raise _too_long(terms, f"at least {at_least}", None, param)
-    ids = bundle.encode(text, add_special_tokens=add_special_tokens)
+    ids = encode(text)
     largest = int(ids.max(initial=0))
     if largest >= terms.vocab_size:  # checkpoints add tokens, such as a pad token, that have no embedding
         name = bundle.token_bytes[largest].decode("utf-8", "replace")
@@ -410,10 +428,14 @@ def _plan(
         longest = max(longest, len(prompt))
     if longest >= terms.longest:
         raise _too_long(terms, str(longest), None, param)
+    skips_special = request.skip_special_tokens is not False
+    channels = bundle.marks_to_read(endpoint, skip_special_tokens=skips_special)
+    if isinstance(request, ChatRequest) and not _begins_message(request):
+        channels = {}
     if use is not None and isinstance(request, (ChatRequest, ResponsesRequest)):
-        grammar = use.grammar(request, bundle, is_followed=terms.follows_grammars)
+        grammar = use.grammar(request, bundle, channels, is_followed=terms.follows_grammars)
     else:
-        grammar = grammar_of(request, bundle.grammar_check)
+        grammar = grammar_of(request, bundle.grammar_check, channels)
     sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param, grammar)
     sampling = replace(sampling, prompt_logprobs=scored)
     options = request.stream_options
@@ -429,7 +451,7 @@ def _plan(
         continuous_usage=bool(options and options.continuous_usage_stats),
         stop=tuple(request.stop or ()),
         include_stop=bool(request.include_stop_str_in_output),
-        skip_special_tokens=request.skip_special_tokens is not False,
+        skip_special_tokens=skips_special,
         service_tier=request.service_tier,
         cache_salt=request.cache_salt or "",
         computes_only=request.requested_max_tokens() == 0,
@@ -518,15 +540,15 @@ def _tokenize(fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str
     if (request.prompt is None) == (request.messages is None):
         raise RequestInvalid("give either `prompt` or `messages`", param="prompt", code="invalid_value")
     if request.messages is not None:
-        tools = [tool.function.for_template() for tool in request.tools or ()]
-        if tools:
-            template_of_tools(bundle)
-        text = _rendered(request, bundle, tools or None)
-        special = bool(request.add_special_tokens)
+        tools = None
+        if request.tools:
+            form = form_of_calls(template_of_tools(bundle), terms.tool_call_format)
+            tools = tools_for_template([tool.function for tool in request.tools], form)
+        text = _rendered(request, bundle, terms, tools)
+        ids = bundle.encode_rendered(text, add_special_tokens=bool(request.add_special_tokens)).tolist()
     else:
-        text = request.prompt or ""
         special = request.add_special_tokens is not False
-    ids = bundle.encode(text, add_special_tokens=special).tolist()
+        ids = bundle.encode(request.prompt or "", add_special_tokens=special).tolist()
     answer = {"count": len(ids), "max_model_len": terms.max_model_len, "tokens": ids}
     return Prepared(answer=to_json(answer))
 

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 from medha.errors import CheckpointInvalid, RequestInvalid
 from medha.wire.bundle_digest import bundle_digest
 from medha.wire.frames import TokenIds
-from medha_router.channels import MARKS
+from medha_router.channels import CALL, CONSTRAIN, MARKS
 from medha_router.chat_template import ChatTemplate
+from medha_router.client_text import ClientText, pieces_of
 from medha_router.detokenize import token_bytes
 from medha_router.grammar_check import GrammarCheck
 from medha_router.whole_tokens import WholeTokens, encode_text
@@ -71,6 +72,7 @@ class Bundle:
         self.grammar_check = grammar_check or GrammarCheck()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._special_by_text = {token.content: number for number, token in added.items() if token.special}
+        self._client_text = ClientText(self._special_by_text) if self.channel_marks else None
         self._whole_tokens = WholeTokens.of(self._tokenizer, self.token_bytes)
         self._around = None if self._whole_tokens is None else _around(self._tokenizer)
 
@@ -80,11 +82,15 @@ class Bundle:
 
     @property
     def channel_marks(self) -> Mapping[str, int]:
-        """The ids of the marks of channels, if the chat template makes the model write them; else empty."""
-        found = self.special_ids_of(MARKS)
-        if self.chat_template is None or len(found) < len(MARKS):
+        """The ids of the marks of channels and calls, if the chat template makes the model write channels; else empty."""
+        found = self.special_ids_of((*MARKS, CALL, CONSTRAIN))
+        if self.chat_template is None or not found.keys() >= set(MARKS):
             return {}
         return found if all(mark in self.chat_template.source for mark in MARKS) else {}
+
+    def marks_to_read(self, endpoint: str, *, skip_special_tokens: bool) -> Mapping[str, int]:
+        """Return the marks by which the channels of an output are read; empty if the output is shown as it is."""
+        return self.channel_marks if skip_special_tokens and endpoint != "completions" else {}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """Return the token ids of `text`, int32 [n]."""
@@ -94,6 +100,16 @@ class Bundle:
             before, after = self._around
             return np.concatenate((before, self._whole_tokens.encode(text), after))
         return encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens)
+
+    def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> TokenIds:
+        """Return the token ids of a rendered conversation, int32 [n]; in channels, those of clients' text are never special."""
+        pieces = [text] if self._client_text is None else pieces_of(text)
+        return np.concatenate(
+            [
+                self.encode(one, add_special_tokens=add_special_tokens and index == 0)
+                for index, one in enumerate(pieces)
+            ]
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return `ids` as a whole text, with special tokens and without the leading space that some tokenizers add.
@@ -107,7 +123,7 @@ class Bundle:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Return the prompt text of a conversation.
+        """Return the prompt text of a conversation, for `encode_rendered`.
 
         Raises:
             RequestInvalid: the model has no chat template, or it does not accept these messages.
@@ -119,6 +135,8 @@ class Bundle:
                 param="messages",
                 code="no_chat_template",
             )
+        if self._client_text is not None:
+            messages, options = self._client_text.broken(messages), self._client_text.broken(options)
         return template.render(messages, **options)
 
 

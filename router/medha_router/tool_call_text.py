@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn
@@ -67,8 +67,8 @@ class CallReader(ABC):
         self._machine = self._main()
         next(self._machine)
 
-    def feed(self, text: str) -> list[Part]:
-        """Return what the characters of `text` complete."""
+    def feed(self, text: Iterable[str]) -> list[Part]:
+        """Return what characters complete. In channels, marks are among them."""
         for char in text:
             self._machine.send(char)
         return self._taken()

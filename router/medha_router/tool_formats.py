@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
 
+from medha_router.channels import CALL, CHANNEL, CONSTRAIN, MARKS, MESSAGE
+from medha_router.tool_call_channels import HarmonyReader
 from medha_router.tool_call_text import CallReader, HermesReader, LlamaReader, MistralReader
 from medha_router.tool_call_xml import CoderReader
+
+Piece = str | tuple[tuple[str, ...], ...]
+"""A text, or ways to write one, of which a model may choose any."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class ToolFormat:
     """The form of a call: pieces of text, in which `%s` is the name of a function."""
 
     reader: type[CallReader]
-    before: tuple[str, ...]
+    before: tuple[Piece, ...]
     """Before the arguments of a call."""
     after: tuple[str, ...]
     opens: tuple[str, ...] = ()
@@ -31,6 +36,12 @@ class ToolFormat:
     """Arguments are tags, and not a JSON object."""
     short_ids: bool = False
     """Templates take ids of nine letters and digits only."""
+    in_channels: bool = False
+    """A call is a message to a function. The text of an answer is a message, too, and thoughts may go before both."""
+    one_call_each: bool = False
+    """Templates show one call of each message, and the results behind it."""
+    needs_description: bool = False
+    """Templates fail without the description of a function; it may be empty."""
 
     @property
     def marker(self) -> str | None:
@@ -83,6 +94,19 @@ FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
             marks=(_CALL, _CALL_END),
             as_tags=True,
         ),
+        "harmony": ToolFormat(
+            reader=HarmonyReader,
+            before=(
+                ((CHANNEL, "commentary to=functions.%s"), (" to=functions.%s", CHANNEL, "commentary")),
+                ((" ", CONSTRAIN, "json"), (CONSTRAIN, "json"), (" json",), ()),
+                MESSAGE,
+            ),
+            after=(),
+            marks=(*MARKS, CONSTRAIN, CALL),
+            in_channels=True,
+            one_call_each=True,
+            needs_description=True,
+        ),
     }
 )
 """The values of `spec.model.toolCallFormat`, beside `auto`."""
@@ -90,6 +114,8 @@ FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 
 def detected(template: str) -> str | None:
     """Return the name of the form that a chat template shows the model; None if it shows none that is known."""
+    if CHANNEL in template and CALL in template:
+        return "harmony"
     if _CALL in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
     if _CALLS in template:

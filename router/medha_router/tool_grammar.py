@@ -1,7 +1,6 @@
 """The grammar of an output that calls functions, in the form in which its model writes calls.
 
-It is written in llguidance's dialect of Lark. Marks that are special tokens of the model are named by their ids there,
-because a grammar's text never holds special tokens.
+It is written in llguidance's dialect of Lark, as that of `channel_grammar`, which says what goes before calls in channels.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from medha_router.channel_grammar import ANY, OPTIONS, THOUGHTS, THOUGHTS_AND_PREAMBLES, channel_rules, piece
 from medha_router.structured_output import WHITESPACE
-from medha_router.tool_formats import ToolFormat
+from medha_router.tool_formats import Piece, ToolFormat
 
-_ANY = r"(.|\n)*"
 _OF_TAGS = frozenset(
     {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions", "$schema"}
 )  # fmt: skip
@@ -43,23 +42,27 @@ class CallsGrammar:
 
 
 def no_calls(format_: ToolFormat, special_ids: Mapping[str, int]) -> str:
-    """Return the grammar of a text that begins no call; "" if the form has no marker."""
+    """Return the grammar of a text that begins no call; "" if the form has no marker and no channels."""
+    if format_.in_channels:
+        start = f"start: {THOUGHTS_AND_PREAMBLES} final TEXT"
+        return "\n".join([OPTIONS, start, *channel_rules(special_ids)]) + "\n"
     if format_.marker is None:
         return ""
-    without = "" if format_.marker in special_ids else f" & ~/{_ANY}{_escaped(format_.marker)}{_ANY}/"
-    return f"%llguidance {{}}\nstart: TEXT\nTEXT: /{_ANY}/{without}\n"
+    without = "" if format_.marker in special_ids else f" & ~/{ANY}{_escaped(format_.marker)}{ANY}/"
+    return f"{OPTIONS}\nstart: TEXT\nTEXT: /{ANY}/{without}\n"
 
 
 class _Writer:
     def __init__(self, format_: ToolFormat, special_ids: Mapping[str, int]) -> None:
         self._format = format_
         self._special_ids = special_ids
-        self._rules = ["%llguidance {}"]
+        self._rules = [OPTIONS]
+        self._choices = dict[str, str]()  # names of rules by body
 
     def whole(self, grammar: CallsGrammar) -> str:
         form = self._format
         for index, (name, schema) in enumerate(grammar.functions):
-            before = self._pieces(tuple(piece.replace("%s", name) for piece in form.before))
+            before = self._pieces(form.before).replace("%s", name)
             self._rule(f"call_{index}", f"{before} args_{index} {self._pieces(form.after)}")
             if form.as_tags:
                 self._tags(f"args_{index}", schema)
@@ -73,6 +76,8 @@ class _Writer:
         return "\n".join(self._rules) + "\n"
 
     def _start(self, grammar: CallsGrammar) -> str:
+        if self._format.in_channels:
+            return self._start_in_channels(grammar)
         marker = self._format.marker
         opened = "calls" if marker is None else f"{self._piece(marker)} calls"
         if not grammar.may_answer:
@@ -83,26 +88,44 @@ class _Writer:
         if marker is None:
             self._rule("TEXT", r"/[ \t\r\n]*([^ \t\r\n{](.|\n)*)?/")
             return "TEXT | calls"
-        self._rule("TEXT", f"/{_ANY}/")
+        self._rule("TEXT", f"/{ANY}/")
         # A lazy lexeme ends with its first marker, so no text goes on behind one.
         head = "lead" if marker in self._special_ids else "lead[lazy]"
         self._rule(head, f"TEXT {self._piece(marker)}")
         return "TEXT | lead calls"
 
+    def _start_in_channels(self, grammar: CallsGrammar) -> str:
+        self._rules += channel_rules(self._special_ids)
+        if not grammar.may_answer:
+            return f"{THOUGHTS_AND_PREAMBLES} calls"
+        if grammar.answer is None:
+            return f"{THOUGHTS_AND_PREAMBLES} (calls | final TEXT)"
+        self._rule("answer", _json(grammar.answer))  # a preamble before it would be a part of the content
+        return f"{THOUGHTS} (final answer | (preamble {THOUGHTS})* calls)"
+
     def _rule(self, name: str, body: str) -> None:
         self._rules.append(f"{name}: {body}")
 
-    def _pieces(self, pieces: Sequence[str]) -> str:
-        return " ".join(map(self._piece, pieces))
+    def _pieces(self, pieces: Sequence[Piece]) -> str:
+        return " ".join(self._piece(one) if isinstance(one, str) else self._choice(one) for one in pieces)
 
     def _piece(self, text: str) -> str:
-        number = self._special_ids.get(text)
-        return json.dumps(text) if number is None else f"<[{number}]>"
+        return piece(text, self._special_ids)
+
+    def _choice(self, ways: Sequence[tuple[str, ...]]) -> str:
+        """Return a choice of several ways; one that names no function has a rule that all functions share."""
+        body = " | ".join(self._pieces(way) or '""' for way in ways)
+        if "%s" in body:
+            return f"({body})"
+        if body not in self._choices:
+            self._choices[body] = f"way_{len(self._choices)}"
+            self._rule(self._choices[body], body)
+        return self._choices[body]
 
     def _tags(self, rule: str, schema: Mapping[str, Any] | None) -> None:
         """Add the rule of arguments that are tags, in the order of the schema."""
         if schema is None:
-            self._rule(f"{rule}_value[lazy]", rf'/{_ANY}/ "\n</parameter>\n"')
+            self._rule(f"{rule}_value[lazy]", rf'/{ANY}/ "\n</parameter>\n"')
             self._rule(rule, rf'("<parameter=" /[^>\n]+/ ">\n" {rule}_value)*')
             return
         required = schema.get("required", ())
@@ -126,7 +149,7 @@ class _Writer:
             choices = " | ".join(json.dumps(value) for value in values if isinstance(value, str))
             self._rule(rule, rf'({choices}) "\n</parameter>\n"')
         else:
-            self._rule(f"{rule}[lazy]", rf'/{_ANY}/ "\n</parameter>\n"')
+            self._rule(f"{rule}[lazy]", rf'/{ANY}/ "\n</parameter>\n"')
 
 
 def unwritable(schema: Mapping[str, Any]) -> str | None:

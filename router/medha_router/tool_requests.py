@@ -20,11 +20,14 @@ class FunctionFields(RequestModel):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the function as chat templates expect it, always with the same order of fields."""
+    def for_template(self, description: str | None = None) -> dict[str, Any]:
+        """Return the function as chat templates expect it, always with the same order of fields.
+
+        `description` is that of a function which has none.
+        """
         function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
+        if (text := description if self.description is None else self.description) is not None:
+            function["description"] = text
         return {"type": "function", "function": {**function, "parameters": self.schema_of_parameters}}
 
     @property

@@ -6,15 +6,16 @@ Both APIs have their own form of the same fields; from here on there is one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 from medha.declared import AUTO
 from medha.errors import RequestInvalid
 from medha_router.chat_template import ChatTemplate
+from medha_router.conversations import Message, one_call_each
 from medha_router.grammar_check import GrammarCheck, Unchecked
-from medha_router.openai_requests import ChatRequest, ResponsesRequest
+from medha_router.openai_requests import ChatRequest, ResponsesRequest, TokenizeRequest
 from medha_router.request_model import shown
 from medha_router.structured_output import (
     grammar_of,
@@ -93,11 +94,17 @@ class ToolUse:
         return ToolPlan(self.format_name, functions, self.one_call)
 
     def grammar(
-        self, request: ChatRequest | ResponsesRequest, bundle: Bundle, *, is_followed: bool = True
+        self,
+        request: ChatRequest | ResponsesRequest,
+        bundle: Bundle,
+        channels: Mapping[str, int],
+        *,
+        is_followed: bool = True,
     ) -> str:
         """Return the grammar of the output, "" if it may be anything.
 
-        Unless grammars are followed, the output has one only if the request cannot be served without.
+        `channels` are the marks of channels if the output begins with the header of a message. Unless grammars are
+        followed, the output has one only if the request cannot be served without.
 
         Raises:
             RequestInvalid: names the field that asks for what cannot be followed.
@@ -109,10 +116,13 @@ class ToolUse:
             answer or choice.is_subset or any(one.fields.strict for one in allowed)
         )
         if choice.mode == "none" or is_free:
-            own = grammar_of(request, check)
+            own = grammar_of(request, check, channels)
             if own or is_free or request.ignore_eos or request.min_tokens or not is_followed:
                 return own
-            return no_calls(self.format, self.special_ids)
+            is_unread = self.format.in_channels and not channels
+            return "" if is_unread else no_calls(self.format, self.special_ids)
+        if self.format.in_channels and not channels:
+            _refuse_part_of_a_message(request)
         asked = None if answer is None else answer[1]
         functions = [(one.fields.name, one.schema) for one in allowed]
         found = CallsGrammar(self.format, functions, self.one_call, choice.mode == "auto", asked)
@@ -181,17 +191,66 @@ def tool_use(request: ChatRequest | ResponsesRequest, bundle: Bundle, setting: s
     if not functions:
         return None
     template = template_of_tools(bundle)
-    name = detected(template.source) if setting == AUTO or setting not in FORMATS else setting
+    name = form_of_calls(template, setting)
     if name is None:
         text = (
             f"`tools` has {len(functions)} functions, but the form of this model's calls is not known; set "
             f"`spec.model.toolCallFormat` of its manifest to one of {', '.join(FORMATS)}"
         )
         raise RequestInvalid(text, param="tools", code="unknown_tool_format")
+    form = FORMATS[name]
+    if form.in_channels:
+        _require_channels(request, bundle, name, choice)
     one_call = request.parallel_tool_calls is False or choice.is_named
-    special_ids = bundle.special_ids_of(FORMATS[name].marks)
-    return ToolUse(
-        [one.fields.for_template() for one in functions], name, functions, choice, one_call, special_ids
+    special_ids = bundle.special_ids_of(form.marks)
+    shown_tools = tools_for_template([one.fields for one in functions], name)
+    return ToolUse(shown_tools, name, functions, choice, one_call, special_ids)
+
+
+def form_of_calls(template: ChatTemplate, setting: str) -> str | None:
+    """Return the name of the form of a model's calls, None if it is not known; `setting` is its manifest's."""
+    return detected(template.source) if setting == AUTO or setting not in FORMATS else setting
+
+
+def conversation(
+    request: ChatRequest | ResponsesRequest | TokenizeRequest, bundle: Bundle, setting: str
+) -> list[Message]:
+    """Return the messages of a request as the model's chat template expects them."""
+    messages = request.messages_for_template()
+    name = None if bundle.tool_template is None else form_of_calls(bundle.tool_template, setting)
+    return one_call_each(messages) if name is not None and FORMATS[name].one_call_each else messages
+
+
+def tools_for_template(functions: Sequence[FunctionFields], form: str | None) -> list[dict[str, Any]]:
+    """Return functions as the chat templates of a form of calls expect them."""
+    description = "" if form is not None and FORMATS[form].needs_description else None
+    return [one.for_template(description) for one in functions]
+
+
+def _require_channels(
+    request: ChatRequest | ResponsesRequest, bundle: Bundle, form: str, choice: _Choice
+) -> None:
+    """Refuse calls in channels where channels are not read."""
+    if not bundle.channel_marks:
+        text = (
+            f"`tools` has functions, but this model has no channels, in which calls of the form {form} stand; set "
+            "`spec.model.toolCallFormat` of its manifest to another one, or leave them out"
+        )
+        raise RequestInvalid(text, param="tools", code="unknown_tool_format")
+    if request.skip_special_tokens is False and choice.mode != "none":
+        _refuse(
+            "skip_special_tokens",
+            "is false, but calls of this model are found by its special tokens; leave it out, or set `tool_choice` to "
+            '"none"',
+        )
+
+
+def _refuse_part_of_a_message(request: ChatRequest | ResponsesRequest) -> NoReturn:
+    continues = isinstance(request, ChatRequest) and bool(request.continue_final_message)
+    _refuse(
+        "continue_final_message" if continues else "add_generation_prompt",
+        f"is {shown(continues)}, but a call of this model is a message of its own, and these `tools` hold the output to that; "
+        "leave one of them out",
     )
 
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from medha.routing.router_events import Deliver
 from medha.wire.messages import Sampling, TokenLogprob
-from medha_router.channels import MARKS, Channels
+from medha_router.channels import CALL, CONSTRAIN, MARKS, Channels, Mark
 from medha_router.generation import ChoiceOutput
 from medha_router.prepare import Plan
 from medha_router.tokenizer_bundle import Bundle
@@ -25,7 +25,7 @@ THOUGHT = "<|channel|>analysis<|message|>They greet. Stop here: be brief.<|end|>
 @pytest.fixture(scope="module")
 def files(bundle_files: dict[str, bytes]) -> dict[str, bytes]:
     tokenizer = Tokenizer.from_buffer(bundle_files["tokenizer.json"])
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (*MARKS, "<|constrain|>")])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (*MARKS, CONSTRAIN, CALL)])
     config = json.loads(bundle_files["tokenizer_config.json"]) | {"chat_template": TEMPLATE}
     return bundle_files | {
         "tokenizer.json": tokenizer.to_str().encode(),
@@ -110,7 +110,42 @@ def test_a_model_whose_template_knows_no_channels_has_none(bundle: Bundle, files
 def test_marks_of_the_last_message_begin_a_new_header() -> None:
     channels = Channels({mark: index for index, mark in enumerate(MARKS)})
     told = [
-        channels.shows(token, text)
+        channels.feed(token, text)
         for token, text in ((1, b""), (9, b"final"), (2, b""), (9, b"x"), (3, b""), (9, b"y"))
     ]
-    assert told == [False, False, False, True, False, False]
+    assert told == [None, None, None, b"x", None, None]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        ["<|channel|>", "commentary to=functions.f ", "<|constrain|>", "json", "<|message|>"],
+        ["<|channel|>", "commentary to=functions.f", "<|constrain|>", "json", "<|message|>"],
+        ["<|channel|>", "commentary to=functions.f", "<|message|>"],
+        [" to=functions.f", "<|channel|>", "commentary json", "<|message|>"],
+        ["<|end|>", "<|start|>", "assistant to=functions.f", "<|channel|>", "analysis", "<|message|>"],
+    ],
+)
+@pytest.mark.parametrize("end", ["<|call|>", "<|end|>"])
+def test_a_message_to_a_function_is_a_call_between_two_marks(header: list[str], end: str) -> None:
+    marks = {mark: index for index, mark in enumerate((*MARKS, CALL, CONSTRAIN))}
+    output = [*header, "{", "}", end, "y"]
+    for with_calls in (True, False):
+        channels = Channels(marks, with_calls=with_calls)
+        told = [channels.feed(marks.get(one, 99), one.encode()) for one in output]
+        if not with_calls:
+            assert not any(told), "calls are for nobody, unless they are read"
+            continue
+        assert told[0] is None
+        *before, opened, first, second, closed, after = told[1:]
+        assert (before, first, second, after) == ([None] * (len(header) - 2), b"{", b"}", None)
+        assert isinstance(opened, Mark)
+        assert closed == Mark(end)
+
+
+@pytest.mark.parametrize("each", [1, 2, 5])
+def test_text_that_could_name_a_receiver_is_shown_if_it_names_none(each: int) -> None:
+    for text in (b" to the end", b" t", b""):
+        pieces = [text[start : start + each] for start in range(0, len(text), each)]
+        channels = Channels({mark: index for index, mark in enumerate(MARKS)}, with_calls=True)
+        assert b"".join(channels.feed(99, piece) or b"" for piece in pieces) + channels.end() == text

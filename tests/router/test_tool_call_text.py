@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -11,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.api.replica import ToolCallFormat
+from medha_router.channels import Mark
 from medha_router.tool_call_text import MOST_HELD_CHARACTERS, CallPart, Part
 from medha_router.tool_call_xml import json_of
-from medha_router.tool_formats import FORMATS, call_id, detected
+from medha_router.tool_formats import FORMATS, Piece, call_id, detected
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "add": {"properties": {"a": {"type": "integer"}, "note": {"type": "string"}}},
@@ -25,8 +28,19 @@ Call = tuple[str, str]
 def read(name: str, pieces: list[str], **options: Any) -> tuple[str, list[Call]]:
     """The text and the calls of an output, joined."""
     reader = FORMATS[name].reader(FUNCTIONS, **options)
-    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end()
+    parts = [part for piece in pieces for part in reader.feed(symbols(name, piece))] + reader.end()
     return joined(parts)
+
+
+_MARK = re.compile(r"((?:<\|channel\|>|<\|start\|>| to=)[^{]*?<\|message\|>|<\|(?:call|end)\|>)")
+
+
+def symbols(name: str, text: str) -> Iterable[str]:
+    """The characters of a text; in channels, headers and marks of calls are one, as special tokens are."""
+    if not FORMATS[name].in_channels:
+        return text
+    pieces = _MARK.split(text)
+    return [one for n, piece in enumerate(pieces) for one in ([Mark(piece)] if n % 2 else piece)]
 
 
 def joined(parts: list[Part]) -> tuple[str, list[Call]]:
@@ -42,6 +56,11 @@ def joined(parts: list[Part]) -> tuple[str, list[Call]]:
     return text, [(name, arguments) for name, arguments in calls]
 
 
+def first_way(pieces: tuple[Piece, ...]) -> str:
+    """The text of pieces, in the first of the ways that there are."""
+    return "".join(piece if isinstance(piece, str) else "".join(piece[0]) for piece in pieces)
+
+
 def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """Calls as a model of this family writes them."""
     form = FORMATS[name]
@@ -54,7 +73,7 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
                 for key, value in arguments.items()
             }
             text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in spelled.items())
-        return "".join(form.before).replace("%s", function) + text + "".join(form.after)
+        return first_way(form.before).replace("%s", function) + text + "".join(form.after)
 
     between = "; " if form.between is None else "".join(form.between)
     return "".join(form.opens) + between.join(one(*call) for call in calls) + "".join(form.closes)
@@ -77,11 +96,13 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
     name=st.sampled_from(sorted(FORMATS)), text=TEXTS, cuts=st.lists(st.integers(0, 200)), one=st.booleans()
 )
 def test_cutting_a_text_into_pieces_changes_nothing(name: str, text: str, cuts: list[int], one: bool) -> None:
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[start:end] for start, end in pairwise(places)]
+    given = list(symbols(name, text))
+    places = sorted({0, len(given), *(cut for cut in cuts if cut < len(given))})
+    pieces = [given[start:end] for start, end in pairwise(places)]
     whole = read(name, [text], one_call=one)
-    assert read(name, pieces, one_call=one) == whole
-    assert read(name, list(text), one_call=one) == whole
+    for cut in (pieces, [[symbol] for symbol in given]):
+        reader = FORMATS[name].reader(FUNCTIONS, one_call=one)
+        assert joined([part for piece in cut for part in reader.feed(piece)] + reader.end()) == whole
     if not whole[1]:
         assert whole[0] == text, "a text that is no call passes whole"
     if one:
@@ -109,6 +130,8 @@ def test_what_a_family_writes_is_read(
     if name == "llama3_json":
         calls = [("add", arguments) for _, arguments in calls]
         before = ""
+    if FORMATS[name].in_channels:
+        calls = calls[:1]  # the first one ends the output
     text, found = read(name, [before + "\n\n" * bool(before) + written(name, calls) + "\n"])
     assert text == before, "the white space around calls is part of neither"
     assert [(function, json.loads(arguments)) for function, arguments in found] == calls
@@ -151,6 +174,13 @@ def test_text_that_may_begin_a_call_is_held_back_until_it_is_none() -> None:
             "<tool_call>\n<function=add>\n<parameter=a>\n007\n</parameter>\n</function>",
             [("add", '{"a": "007"}')],
         ),
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>',
+            [("add", '{"a": 1}')],
+        ),
+        ("harmony", " to=functions.add<|channel|>commentary json<|message|><|call|>", [("add", "{}")]),
+        ("harmony", "<|channel|>analysis to=functions.a.b<|message|>no JSON<|end|>", [("a.b", "no JSON")]),
     ],
 )
 def test_variants_that_models_write(name: str, text: str, found: list[Call]) -> None:
@@ -164,6 +194,20 @@ def test_a_call_that_is_cut_off_stays_open() -> None:
     parts = reader.feed('<tool_call>{"name": "add", "arguments": {"a": ') + reader.end()
     assert joined(parts) == ("", [("add", '{"a": ')])
     assert reader.is_open
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_open"), [('{"a": 1}', False), ('{"a": 1', True), ("", True), ('{"a": 1<|call|>', False)]
+)
+def test_a_call_in_channels_is_whole_by_its_mark_or_by_its_json(rest: str, is_open: bool) -> None:
+    reader = FORMATS["harmony"].reader(FUNCTIONS)
+    begun = reader.feed(
+        symbols("harmony", f"I look. <|channel|>commentary to=functions.add<|message|>{rest}")
+    )
+    assert begun[:1] == ["I look."], "the white space before a call is no part of the text"
+    assert reader.is_done == rest.endswith("<|call|>")
+    reader.end()
+    assert (reader.is_open, reader.is_done) == (is_open, not is_open)
 
 
 def test_what_is_held_back_is_bounded() -> None:
@@ -227,6 +271,7 @@ def test_values_between_tags_get_the_type_of_their_schema(
         ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_args"),
         ("<|python_tag|>", "llama3_json"),
+        ("<|channel|>{{ name }}<|call|>", "harmony"),
         ("""'{"name": "' + name + '", ' + '"parameters": '""", "llama3_json"),
         ("{{ tools }}", None),
     ],

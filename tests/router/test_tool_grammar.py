@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 from tokenizers import AddedToken, Tokenizer
 
+from medha_router.channel_grammar import in_channels
+from medha_router.channels import CALL, CONSTRAIN, MARKS
 from medha_router.grammar_check import ByteVocabulary, GrammarCheck
+from medha_router.structured_output import json_grammar
 from medha_router.tool_formats import FORMATS
 from medha_router.tool_grammar import CallsGrammar, no_calls, unwritable
 from medha_worker.rank.grammar_masks import Vocabulary
 
 from .conftest import byte_level_tokenizer
-from .test_tool_call_text import joined, written
+from .test_tool_call_text import joined, symbols, written
 
 ADD = {
     "type": "object",
@@ -48,6 +51,11 @@ def grammar(
     return CallsGrammar(FORMATS[name], FUNCTIONS, one, free, answer)
 
 
+def said(name: str, text: str) -> str:
+    """An answer as a model of this family writes it."""
+    return f"<|channel|>final<|message|>{text}" if FORMATS[name].in_channels else text
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_required_calls_follow_their_schemas(check: GrammarCheck, name: str) -> None:
     found = grammar(name).lark({})
@@ -56,7 +64,7 @@ def test_required_calls_follow_their_schemas(check: GrammarCheck, name: str) -> 
     assert accepts(found, written(name, [("note", {"text": "any"})]))
     for wrong in WRONG:
         assert not accepts(found, written(name, [wrong]))
-    for text in ("", "Hello", "Hello " + written(name, [RIGHT])):
+    for text in ("", "Hello", "Hello " + written(name, [RIGHT]), said(name, "Hello")):
         assert not accepts(found, text)
     several = written(name, [RIGHT, RIGHT])
     assert accepts(found, several) == (FORMATS[name].between is not None)
@@ -68,7 +76,7 @@ def test_text_is_free_until_a_call_begins(check: GrammarCheck, name: str) -> Non
     found = grammar(name, free=True).lark({})
     assert check.fault(found) is None
     for text in ("", "Hello!\n\nI < you [and] <tools> é", " \n", "```\n{}\n```"):
-        assert accepts(found, text)
+        assert accepts(found, said(name, text))
     assert accepts(found, written(name, [RIGHT]))
     for wrong in WRONG:
         assert not accepts(found, written(name, [wrong]))
@@ -181,6 +189,108 @@ def test_what_the_grammar_lets_through_is_read_as_the_same_calls(name: str) -> N
     text = written(name, [RIGHT, ("note", {})][: 1 if FORMATS[name].between is None else 2])
     assert accepts(grammar(name).lark({}), text)
     reader = FORMATS[name].reader({one: schema or {} for one, schema in FUNCTIONS})
-    shown, calls = joined(reader.feed(text) + reader.end())
+    shown, calls = joined(reader.feed(symbols(name, text)) + reader.end())
     assert shown == ""
     assert calls[0] == (RIGHT[0], json.dumps(RIGHT[1]))
+
+
+# --- in channels ----------------------------------------------------------------------------------------------
+
+MARKS_OF_CHANNELS = (*MARKS, CONSTRAIN, CALL)
+NEXT = "<|end|><|start|>assistant"
+THOUGHT, PREAMBLE = (
+    f"<|channel|>analysis<|message|>I think: é\n{NEXT}",
+    f"<|channel|>commentary<|message|>I look.{NEXT}",
+)
+HEADERS = [
+    f"{receiver}{kind}<|message|>"
+    for receiver in ("<|channel|>commentary to=functions.add", " to=functions.add<|channel|>commentary")
+    for kind in (" <|constrain|>json", "<|constrain|>json", " json", "")
+]
+ARGUMENTS = '{"a": 1, "unit": "cm"}'
+
+
+class Followed:
+    """A rank's own vocabulary of a model with channels."""
+
+    def __init__(self) -> None:
+        tokenizer = byte_level_tokenizer()
+        names = (*MARKS_OF_CHANNELS, "<|return|>")
+        tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+        self.tokenizer = tokenizer
+        self.special = {mark: tokenizer.token_to_id(mark) for mark in MARKS_OF_CHANNELS}
+        ends = self.ends = [tokenizer.token_to_id("<|return|>"), self.special[CALL]]
+        vocabulary = Vocabulary(tokenizer.to_str().encode(), tokenizer.get_vocab_size(), ends)
+        self.tokens = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=ends)
+
+    def accepts(self, grammar: str, output: str) -> bool:
+        """Whether a whole output follows a grammar; then both tokens that end one may follow."""
+        matcher = LLMatcher(self.tokens, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self.tokenizer.encode(output, add_special_tokens=False).ids
+        if matcher.try_consume_tokens(ids) < len(ids) or not matcher.is_accepting():
+            return False
+        mask = matcher.compute_bitmask()
+        return all(mask[one // 8] >> one % 8 & 1 for one in self.ends)
+
+
+@pytest.fixture(scope="module")
+def followed() -> Followed:
+    return Followed()
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_calls_in_channels_have_any_header_that_models_write_and_thoughts_before(
+    followed: Followed, header: str
+) -> None:
+    required = grammar("harmony").lark(followed.special)
+    auto = grammar("harmony", free=True).lark(followed.special)
+    beside = grammar("harmony", free=True, answer=ADD).lark(followed.special)
+    silent = no_calls(FORMATS["harmony"], followed.special)
+    for before in ("", THOUGHT, THOUGHT * 2 + PREAMBLE, PREAMBLE + THOUGHT):
+        for found in (required, auto, beside):
+            assert followed.accepts(found, before + header + ARGUMENTS)
+            assert not followed.accepts(found, before + header + '{"a": "x"}')
+            assert not followed.accepts(found, before + header.replace(".add", ".other") + "{}")
+        assert not followed.accepts(silent, before + header + ARGUMENTS)
+
+
+def test_answers_in_channels_are_free_or_follow_their_schema(followed: Followed) -> None:
+    final = "<|channel|>final<|message|>"
+    grammars = {
+        "required": grammar("harmony").lark(followed.special),
+        "auto": grammar("harmony", free=True).lark(followed.special),
+        "none": no_calls(FORMATS["harmony"], followed.special),
+        "beside": grammar("harmony", free=True, answer=ADD).lark(followed.special),
+        "alone": in_channels(json_grammar("f", ADD), followed.special),
+    }
+    outputs = {
+        f"{THOUGHT}{final}Hello": {"auto", "none"},
+        f"{PREAMBLE}{final}Hello": {"auto", "none"},
+        f"{THOUGHT}{final}{ARGUMENTS}": {"auto", "none", "beside", "alone"},
+        f"{final[:-11]} <|constrain|>json<|message|>{ARGUMENTS}": {"auto", "none", "beside", "alone"},
+        f"{PREAMBLE}{final}{ARGUMENTS}": {"auto", "none"},
+        THOUGHT: set[str](),
+        "Hello": set[str](),
+    }
+    for output, allowing in outputs.items():
+        assert {name for name, found in grammars.items() if followed.accepts(found, output)} == allowing, (
+            output
+        )
+
+
+@pytest.mark.parametrize(
+    ("own", "right", "wrong"),
+    [
+        (grammar_from("regex", "a+"), "aa", "b"),
+        (grammar_from("choice", '["x", "y"]'), "y", "z"),
+        ('start: "(" NUMBER ")"\nNUMBER: /[0-9]+/\n', "(12)", "()"),
+    ],
+)
+def test_a_grammar_of_any_kind_holds_for_the_answer_behind_thoughts(
+    followed: Followed, own: str, right: str, wrong: str
+) -> None:
+    found = in_channels(own, followed.special)
+    assert followed.accepts(found, f"{THOUGHT}<|channel|>final<|message|>{right}")
+    assert not followed.accepts(found, f"{THOUGHT}<|channel|>final<|message|>{wrong}")
+    assert not followed.accepts(found, right)

@@ -101,6 +101,7 @@ FILES = {
         ]
     ),
     "declared": files_of("{{ tools | tojson }}{{ messages }}"),
+    "no-channels": files_of("{{ tools }}<|channel|><|call|>{{ messages }}"),
     "no-end": files_of(TEMPLATE),
     "before": files_of(TEMPLATE),
 }
@@ -578,6 +579,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (history({"role": "user"}, 1), "messages.1.tool_calls", "only the assistant calls functions"),
     (history({"tool_calls": [{"id": "1", "type": "function"}]}, 1), "messages.1.tool_calls.0.function", "is missing"),
     ({"model": "no-tools"}, "tools", "chat template has no place for them; serve a checkpoint"),
+    ({"model": "no-channels"}, "tools", "has no channels, in which calls of the form harmony stand"),
     ({"model": "unknown"}, "tools", "set `spec.model.toolCallFormat` of its manifest to one of hermes"),
 ]  # fmt: skip
 

@@ -48,6 +48,31 @@ def test_transformers_loads_model_and_tokenizer_and_agrees_on_the_token_ids(tiny
     assert tokenizer.decode(ids, skip_special_tokens=True) == MULTILINGUAL
 
 
+def test_a_gpt_oss_has_channels_whose_template_shows_functions_calls_and_results(tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "model", preset="tiny", seed=0, architecture="gpt_oss")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "x"},
+    ]
+    tools = [{"type": "function", "function": function}]
+    options = {"tools": tools, "add_generation_prompt": True}
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    assert text == (
+        f"<|start|>developer<|message|># Tools\n\nCall them in the channel commentary.\n{json.dumps(function)}\n<|end|>"
+        "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": "é"}<|call|>'
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"x"<|end|><|start|>assistant'
+    )
+    marks = ["<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
+    assert tokenizer.convert_tokens_to_ids(marks) == [1, 3, 4, 5, 6, 7, 8]
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [1, 3]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_id_of_the_vocabulary_has_a_token(preset: str, tmp_path: Path) -> None:
     init_checkpoint(tmp_path / "model", preset=preset, seed=0)

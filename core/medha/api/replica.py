@@ -124,7 +124,7 @@ class Architecture(Model):
 
 
 MOST_ALIASES = 32
-ToolCallFormat = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder"]
+ToolCallFormat = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder", "harmony"]
 
 
 class ModelSpec(Model):

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,14 +75,7 @@ _QUANTISATIONS = {**QUANTISATIONS, **EXPERT_QUANTISATIONS}
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The index of each is its token id.
-_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 _BOS, _EOS, _PAD, _END = range(4)
-
-# Ids that greedy text should not contain, because it would be unreadable: the markers that do not end a
-# sequence and, right after the special tokens and the 94 printable ASCII characters, the 162 single bytes
-# that are not characters by themselves.
-_UNREADABLE = (_BOS, _PAD, *range(_END + 1, len(_SPECIAL_TOKENS)), *range(101, 263))
 
 _CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -117,6 +110,68 @@ _CHAT_TEMPLATE = """\
 _ANSWER_AT_ONCE_TEMPLATE = _CHAT_TEMPLATE.replace("'|>\\n'", "'|>'").replace(
     "<|assistant|>\\n", "<|assistant|>"
 )
+# Messages, calls and results stand in it as in the template of gpt-oss.
+_CHANNEL_TEMPLATE = """\
+{%- if tools %}
+{{- '<|start|>developer<|message|># Tools\\n\\nCall them in the channel commentary.\\n' }}
+{%- for tool in tools %}{{- tool['function'] | tojson + '\\n' }}{%- endfor %}
+{{- '<|end|>' }}
+{%- endif %}
+{%- set last = namespace(name='') %}
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' and message['tool_calls'] %}
+{%- set call = message['tool_calls'][0]['function'] %}
+{%- set last.name = call['name'] %}
+{%- if message['content'] %}
+{{- '<|start|>assistant<|channel|>commentary<|message|>' + message['content'] + '<|end|>' }}
+{%- endif %}
+{{- '<|start|>assistant to=functions.' + call['name'] + '<|channel|>commentary json<|message|>' }}
+{{- call['arguments'] | tojson + '<|call|>' }}
+{%- elif message['role'] == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message['content'] + '<|end|>' }}
+{%- elif message['role'] == 'tool' %}
+{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- message['content'] | tojson + '<|end|>' }}
+{%- elif message['role'] in ['system', 'developer', 'user'] %}
+{{- '<|start|>' + message['role'] + '<|message|>' + message['content'] + '<|end|>' }}
+{%- else %}
+{{- raise_exception('role must be system, developer, user, assistant or tool, not ' + message['role']) }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start|>assistant' }}
+{%- endif %}
+"""
+
+
+class _Dialect(NamedTuple):
+    """The form of a model's conversations; the index of a special token is its id, and `_EOS` and `_END` end a text."""
+
+    special_tokens: tuple[str, ...]
+    template: str
+
+    def unreadable(self) -> list[int]:
+        """Return the ids that greedy text should not contain, because it would be unreadable.
+
+        They are those of the markers that do not end a sequence and, right after the special tokens and the 94
+        printable ASCII characters, of the 162 single bytes that are not characters by themselves.
+        """
+        count = len(self.special_tokens)
+        return [_BOS, _PAD, *range(_END + 1, count), *range(count + 94, count + 256)]
+
+
+_ROLES = _Dialect(
+    ("<|bos|>", "<|eos|>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"), _CHAT_TEMPLATE
+)
+_CHANNELS = _Dialect(
+    (
+        "<|startoftext|>", "<|return|>", "<|endoftext|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>",
+        "<|constrain|>",
+    ),
+    _CHANNEL_TEMPLATE,
+)  # fmt: skip
+_DIALECTS = {"gpt_oss": _CHANNELS}
+"""Dialects by architecture; all others have that of roles."""
 
 _RMS_NORM_EPS = 1e-5
 
@@ -193,21 +248,21 @@ def init_checkpoint(
             config["quantization_config"] = _quantisation_settings(family, quantisation)
         _write_json(made / "config.json", config)
         _write_json(made / "generation_config.json", _generation_config())
+        dialect = _DIALECTS.get(architecture, _ROLES)
         if preset == "needle":
+            dialect = dialect._replace(template=_ANSWER_AT_ONCE_TEMPLATE)
             tokenizer = _train_tokenizer(
-                sizes.vocab_size, (*needle_model.corpus(), *_SENTENCES), single_digits=True
+                sizes.vocab_size, (*needle_model.corpus(), *_SENTENCES), dialect, single_digits=True
             )
-            template = _ANSWER_AT_ONCE_TEMPLATE
             weights = needle_model.needle_weights(tokenizer, seed=seed, rms_norm_eps=_RMS_NORM_EPS)
         else:
-            tokenizer = _train_tokenizer(sizes.vocab_size, _corpus())
-            template = _CHAT_TEMPLATE
-            weights = _random_weights(sizes, family, seed, _DTYPES[dtype])
+            tokenizer = _train_tokenizer(sizes.vocab_size, _corpus(), dialect)
+            weights = _random_weights(sizes, family, seed, _DTYPES[dtype], dialect)
             if quantisation in EXPERT_QUANTISATIONS:
                 weights, _ = quantise_experts(weights)
             elif quantisation != "none":
                 weights, _ = quantise(weights, QUANTISATIONS[quantisation], seed)
-        _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
+        _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, dialect))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
         # safetensors makes the file readable by its owner alone, but a pod runs as another user.
@@ -320,19 +375,21 @@ def _generation_config() -> dict[str, Any]:
     return {"bos_token_id": _BOS, "eos_token_id": [_EOS, _END], "pad_token_id": _PAD}
 
 
-def _tokenizer_config(sizes: Preset, template: str) -> dict[str, Any]:
+def _tokenizer_config(sizes: Preset, dialect: _Dialect) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": _SPECIAL_TOKENS[_BOS],
-        "eos_token": _SPECIAL_TOKENS[_EOS],
-        "pad_token": _SPECIAL_TOKENS[_PAD],
+        "bos_token": dialect.special_tokens[_BOS],
+        "eos_token": dialect.special_tokens[_EOS],
+        "pad_token": dialect.special_tokens[_PAD],
         "model_max_length": sizes.max_position_tokens,
         "clean_up_tokenization_spaces": False,
-        "chat_template": template,
+        "chat_template": dialect.template,
     }
 
 
-def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _random_weights(
+    sizes: Preset, family: Family, seed: int, dtype: torch.dtype, dialect: _Dialect
+) -> dict[str, torch.Tensor]:
     """Return weights whose every block matters as much as the embedding, and whose attention is peaked.
 
     With the usual initialisation (std 0.02), the residual stream is nearly the last token's embedding: greedy
@@ -419,7 +476,7 @@ def _random_weights(sizes: Preset, family: Family, seed: int, dtype: torch.dtype
             weights[f"{attention}k_norm.weight"] = norm(head_dim, qk_gain)
     weights["model.norm.weight"] = norm(sizes.hidden)
     head = linear(sizes.vocab_size, sizes.hidden, 3.0)
-    head[list(_UNREADABLE)] = 0.0
+    head[dialect.unreadable()] = 0.0
     weights["lm_head.weight"] = head
     return weights
 
@@ -441,7 +498,9 @@ def _interleaved_experts(
     return weights
 
 
-def _train_tokenizer(vocab_size: int, corpus: Iterable[str], *, single_digits: bool = False) -> Tokenizer:
+def _train_tokenizer(
+    vocab_size: int, corpus: Iterable[str], dialect: _Dialect, *, single_digits: bool = False
+) -> Tokenizer:
     """Train a byte-level BPE tokenizer with exactly `vocab_size` entries, the special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -452,14 +511,15 @@ def _train_tokenizer(vocab_size: int, corpus: Iterable[str], *, single_digits: b
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(_SPECIAL_TOKENS),
+        special_tokens=list(dialect.special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
     assert tokenizer.get_vocab_size() == vocab_size, "the corpus is too poor for this vocabulary"
+    bos = dialect.special_tokens[_BOS]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", _BOS)]
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, _BOS)]
     )
     return tokenizer
 
