@@ -71,6 +71,7 @@ class Decoding:
     prompts: dict[str, np.ndarray] = field(default_factory=dict)
     drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
+    behind: dict[str, int] = field(default_factory=dict)  # tokens that the draft model has yet to compute
     verified: int = 0
     accepted: int = 0
 
@@ -91,6 +92,7 @@ class Decoding:
             count = min(chunk, len(ids) - first)
             ends = first + count == len(ids)
             one = replace(entry(name, first, count, samples=ends), draws=self.draws if ends else 0)
+            one = replace(one, follows=first if one.draws else 0)
             drafts = self.drafts
             self.take(self.engine.step(one, admits=admits))
             self.drafts = drafts | self.drafts
@@ -105,7 +107,7 @@ class Decoding:
             drafts = self.drafts.get(name, ())
             start = len(self.prompts[name]) + len(text) - 1
             one = StepEntry(name, 0, (Extent(start, 1 + len(drafts)),), True, drafts=drafts, draws=self.draws)
-            entries.append(one)
+            entries.append(replace(one, follows=self.behind.pop(name, 0)))
             self.verified += len(drafts)
             before += len(text) + 1
         self.take(self.engine.step(*entries))
@@ -218,7 +220,7 @@ def forked(model: Transformer, drafter: Drafter | None) -> Decoding:
     )  # fmt: skip
     drafts = decoding.drafts
     for one in forks:
-        decoding.prompts[one.id] = ids
+        decoding.prompts[one.id], decoding.behind[one.id] = ids, 1
     decoding.take(decoding.engine.step(*(entry(one.id, 38, 1) for one in forks), admits=forks))
     decoding.drafts |= drafts
     decoding.run()
@@ -309,7 +311,7 @@ def test_the_last_stage_of_a_grid_guesses(model: Transformer, checkpoint: Path) 
         Step(
             1,
             0,
-            (replace(entry("a", 13, 8), draws=2), entry("b", 0, 9)),
+            (replace(entry("a", 13, 8), draws=2, follows=13), entry("b", 0, 9)),
             admits=(admit("b", prompts["prompt of b"], sampling),),
         ),
         Step(
@@ -317,7 +319,7 @@ def test_the_last_stage_of_a_grid_guesses(model: Transformer, checkpoint: Path) 
             0,
             (
                 StepEntry("a", 0, (Extent(21, 5),), True, drafts=(a[1], a[2], a[3], wrong), draws=3),
-                replace(entry("b", 9, 1), draws=1),
+                replace(entry("b", 9, 1), draws=1, follows=9),
             ),
         ),
         Step(3, 0, (StepEntry("b", 0, (Extent(10, 2),), True, drafts=(b[2],), draws=2), replace(entry("a", 25, 1), draws=4))),

@@ -98,6 +98,9 @@ class Batch:
         self._alone = self._tallies[lanes[0]] if len(lanes) == 1 else None
         self._exchanged_queries = 0
         self._exchanged_decodes = 0  # those of them that are decodes
+        self._exchanged_guesses = 0  # queries of guesses, on top of all these
+        self.draw_seconds = 0.0
+        """The time that a draft model takes behind the step, corrected."""
 
     @property
     def lanes(self) -> Iterable[int]:
@@ -132,10 +135,6 @@ class Batch:
         """Undo `add_drafted`."""
         self._draft(lane, lane_tokens, context, count, -1, is_masked)
 
-    def draw(self, lane: int, seconds: float) -> None:
-        """Let the draft model of `lane` draw guesses behind its decodes, which takes so long."""
-        self._tallies[lane].draw(seconds)
-
     def _draft(
         self, lane: int, lane_tokens: Mapping[int, int], context: int, count: int, sign: int, is_masked: bool
     ) -> None:
@@ -143,8 +142,7 @@ class Batch:
             work = Work(tokens, count, attention_only=holder != lane)
             self._tallies[holder].draft(work, sign, is_masked=is_masked)
         if len(lane_tokens) > 1:
-            self._exchanged_queries += sign
-            self._exchanged_decodes += sign
+            self._exchanged_guesses += sign
 
     def add(self, prefill: PrefillCandidate, count: int) -> None:
         """Add a chunk of `count` tokens."""
@@ -180,15 +178,18 @@ class Batch:
         return self.corrected(self.parted_seconds())
 
     def corrected(self, predicted: PartedSeconds) -> float:
-        """Return a predicted time after correction."""
-        return self._predictor.correction.seconds(predicted)
+        """Return the time of the step that is predicted so, after correction and with that of a draft model."""
+        return self._predictor.correction.seconds(predicted) + self.draw_seconds
 
     def parted_seconds(self) -> PartedSeconds:
-        """Return the same before correction, in its parts."""
+        """Return the predicted time before correction, in its parts, without that of a draft model."""
         if self._alone is not None:
             return self._alone.parted_seconds()
         return self._predictor.coupled_parted_seconds(
-            list(self._tallies.values()), self._exchanged_queries, self._exchanged_decodes
+            list(self._tallies.values()),
+            self._exchanged_queries,
+            self._exchanged_decodes,
+            self._exchanged_guesses,
         )
 
     def seconds_with(self, prefill: PrefillCandidate, count: int) -> float:

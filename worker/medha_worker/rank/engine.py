@@ -304,9 +304,10 @@ class Loaded:
         )
         self._draft_costs = warm.costs
         _log.info(
-            "a guess of the draft model takes %.3g ms, and %.3g ms for each further sequence",
+            "a guess of the draft model takes %.3g ms, %.3g ms for each further sequence, and %.3g ms for each token before",
             1e3 * (warm.costs.round_seconds + warm.costs.row_seconds),
             1e3 * warm.costs.row_seconds,
+            1e3 * warm.costs.token_seconds,
         )
         rows = scheduling.max_chunk_tokens + scheduling.max_running
         return warm.activation_bytes + rows * config.hidden_size * draft.dtype.itemsize
