@@ -1,4 +1,4 @@
-"""A draft model follows all steps and guesses what comes next; it may be right or wrong, and no text changes."""
+"""A draft model follows sequences where steps ask for it, and guesses what comes next; no text changes."""
 
 from __future__ import annotations
 
@@ -72,12 +72,16 @@ class Decoding:
     drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     behind: dict[str, int] = field(default_factory=dict)  # tokens that the draft model has yet to compute
+    followed: dict[str, int] = field(
+        default_factory=dict
+    )  # tokens that it had computed when a sequence began
     verified: int = 0
     accepted: int = 0
 
     def take(self, done: Done) -> None:
         assert done.failures == ()
         self.drafts = dict(done.drafts)
+        self.followed |= dict(done.followed)
         for sample in done.samples:
             self.texts.setdefault(sample.id, []).append(sample.token)
             if sample.finish_reason is not None:
@@ -233,6 +237,7 @@ def test_forks_and_cached_prompts_share_what_the_draft_model_has_computed(model:
     assert_same(found, plain)
     assert len({tuple(text) for text in plain.texts.values()}) == 3
     assert found.accepted >= 0.95 * found.verified > 20
+    assert found.followed == {"s1": 38, "s2": 38}, "the last token of the prompt is computed again"
 
 
 def test_a_draft_model_that_cannot_copy_kv_for_forks_costs_no_token(model: Transformer) -> None:
@@ -248,6 +253,56 @@ def test_a_draft_model_that_cannot_copy_kv_for_forks_costs_no_token(model: Trans
     plain, found = forked(model, None), forked(model, Drafter(model, cache, VOCAB))
     assert copies
     assert_same(found, plain)
+
+
+class Counting:
+    """A model that counts the rows that it computes."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model, self.rows = model, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, tokens: torch.Tensor, step: Any) -> torch.Tensor:
+        self.rows += len(tokens)
+        return self._model.forward(tokens, step)
+
+
+def test_each_token_is_computed_once(model: Transformer) -> None:
+    """Guesses that are right are tokens whose KV is there already."""
+    counting = Counting(model)
+    found = decode(model, [GREEDY], draft=counting)
+    assert found.accepted == found.verified
+    assert counting.rows <= 12 + len(found.texts["s0"]) + 3
+
+
+def test_a_sequence_is_followed_once_that_is_asked_for_in_pieces(model: Transformer) -> None:
+    counting = Counting(model)
+    decoding = Decoding(Engine(model, drafter=drafter_of(counting)))
+    decoding.start("a", random_ids(30, 0), GREEDY)
+    for _ in range(5):
+        decoding.step()
+    assert counting.rows == 0
+    decoding.draws = 3
+    for rows in (
+        20,
+        36 + 2 + 2,
+    ):  # all tokens before the second step, its own, the sampled one, and two guesses
+        decoding.behind["a"] = 20
+        decoding.step()
+        assert counting.rows == rows
+        assert bool(decoding.drafts) == (rows == 40)
+    decoding.run()
+    assert decoding.texts == decode_alone(model, 30)
+    assert decoding.accepted == decoding.verified > 5
+
+
+def decode_alone(model: Transformer, tokens: int) -> dict[str, list[int]]:
+    """Return the text behind a prompt of so many tokens, without a draft model."""
+    plain = Decoding(Engine(model))
+    plain.start("a", random_ids(tokens, 0), GREEDY)
+    return plain.run()
 
 
 class Failing:
