@@ -39,6 +39,7 @@ from medha.wire.messages import (
     Sampling,
     StageFree,
     Step,
+    StepEntry,
     SteppedAside,
     StepProfile,
     Submit,
@@ -98,6 +99,7 @@ class _Sequence:
     next_position: int
     length: int
     outputs: tuple[int, ...] = ()
+    followed: int = 0  # tokens that a draft model has computed
 
 
 @dataclass
@@ -106,6 +108,7 @@ class _Running:
 
     step: Step
     stages_left: int = 0
+    waited: bool = False  # nothing was in flight when it was launched
 
 
 @dataclass
@@ -126,6 +129,11 @@ class FakeReplica:
     """Largest number of guesses that come with each `Done` for each sequence; with a draft model, steps say how many."""
     guess_chance: float = 0.8
     """Chance that one of them is right."""
+    takes: Callable[[Step], tuple[float, float]] | None = None
+    """Returns the seconds that a step takes, and those of them in which a draft model computes; without it, a step takes
+    `step_seconds`, and reports that it has taken what was predicted."""
+    idle_seconds: float = 0.0
+    """Time before a step that was launched when nothing was in flight, with `takes`."""
 
     def __post_init__(self) -> None:
         self.controller = ReplicaController(self.config, self.profile)
@@ -208,7 +216,10 @@ class FakeReplica:
         for running in self._pipeline:
             stage = running.stages_left
             if stage + 1 == self.config.topology.stream:
-                self.now += self.step_seconds
+                if self.takes is not None:
+                    self.now += self.takes(running.step)[0] + self.idle_seconds * running.waited
+                else:
+                    self.now += self.step_seconds
                 if stage == 0 and not late_stage_free:  # then its tokens are sampled
                     self.handle(StageFree(running.step.step_id, 0))
                 self._pipeline.remove(running)
@@ -273,7 +284,7 @@ class FakeReplica:
             assert step.state_hash == self._lane.state_hash()
         if len(self._pipeline) == self.config.topology.stream:
             self._check_ahead(step)
-        self._pipeline.append(_Running(step))
+        self._pipeline.append(_Running(step, waited=not self._pipeline))
         assert len({entry.id for entry in step.entries}) == len(step.entries)
         longs = 0
         for entry in step.entries:
@@ -281,6 +292,8 @@ class FakeReplica:
                 entry.id, entry.extents[0].start, entry.token_count, entry.samples, busy, len(entry.drafts)
             )
         assert longs <= 1, "two long prefills in one step"
+        for entry in step.entries:
+            self._draft(entry)
         rows = sum(entry.samples + len(entry.drafts) for entry in step.entries)
         assert rows <= self.config.scheduling.max_running, (
             "ranks have not measured the memory of so many rows"
@@ -340,7 +353,7 @@ class FakeReplica:
         for position in range(start, start + count):
             key = self._key(sequence, position) if position < end else ("guess", id_)
             self._content[table[position // size], position % size] = key
-        for position in range(end):
+        for position in range(end if self.takes is None else 0):  # with `takes`, many tokens are decoded
             found = self._content[table[position // size], position % size]
             assert found == self._key(sequence, position), f"{id_}: position {position} holds {found}"
         sequence.next_position = end
@@ -349,8 +362,22 @@ class FakeReplica:
             sequence.outputs += (sequence.length,)
         return start < sequence.admit.tokens and start >= self.config.long_threshold_tokens
 
+    def _draft(self, entry: StepEntry) -> None:
+        """Let a draft model compute what an entry asks for; it draws guesses behind tokens that it has computed."""
+        sequence, start = self._sequences[entry.id], entry.extents[0].start
+        sequence.followed += entry.follows
+        assert sequence.followed <= start, f"{entry.id}: {sequence.followed} tokens are followed of {start}"
+        if entry.draws:
+            assert sequence.followed == start, (
+                f"{entry.id}: {sequence.followed} of {start} tokens are followed"
+            )
+            assert entry.samples
+            sequence.followed += 1
+
     def _accept(self, sequence: _Sequence, count: int) -> None:
         """Know that the next `count` guesses were right."""
+        if sequence.followed == sequence.next_position:
+            sequence.followed += count
         table, size = self.ledger.table(sequence.admit.id).tolist(), self.config.block_size_tokens
         for _ in range(count):
             position = sequence.next_position
@@ -381,18 +408,20 @@ class FakeReplica:
                         ids = np.array((*prompt_ids, *sequence.outputs)[:token], dtype=np.int32)
                         if len(ids) % self.config.block_size_tokens == 0:
                             hashes.append((entry.id, self.hasher.hashes(ids)[-HASH_CHARACTERS:]))
-                most = self.guesses if self.config.draft_costs is None else entry.draws
+                least, most = (0, self.guesses) if self.config.draft_costs is None else [entry.draws] * 2
                 if most:
                     position = found[-1].token
-                    drafts.append((entry.id, guessed(self.random, position, most, self.guess_chance)))
+                    drafts.append((entry.id, guessed(self.random, position, least, most, self.guess_chance)))
+        seconds, draft_seconds = (step.predicted_seconds, 0.0) if self.takes is None else self.takes(step)
         return Done(
             step.step_id,
             tuple(samples),
             tuple(failures),
-            compute_seconds=step.predicted_seconds,
+            compute_seconds=seconds,
             block_hashes=tuple(hashes),
             prompt_logprobs=tuple(self._scored(step)),
             drafts=tuple(drafts),
+            draft_seconds=draft_seconds,
         )
 
     def _scored(self, step: Step) -> Iterator[tuple[str, PromptLogprobs]]:

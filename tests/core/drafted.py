@@ -26,7 +26,7 @@ def sampled(entry: StepEntry, stops: Callable[[], bool]) -> list[Sample]:
     return samples
 
 
-def guessed(random: Random, position: int, count: int, chance: float) -> tuple[int, ...]:
-    """Return up to `count` guesses at the tokens from `position` on, each right with this chance."""
-    tokens = range(position + 1, position + 1 + random.randint(0, count))
+def guessed(random: Random, position: int, least: int, most: int, chance: float) -> tuple[int, ...]:
+    """Return `least` to `most` guesses at the tokens from `position` on, each right with this chance."""
+    tokens = range(position + 1, position + 1 + random.randint(least, most))
     return tuple(token if random.random() < chance else token + WRONG for token in tokens)

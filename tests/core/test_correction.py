@@ -105,3 +105,21 @@ def test_more_prefill_never_takes_less_time(decode: float, prefill: float, chunk
 def test_equal_steps_give_equal_corrections() -> None:
     steps = [(one, ratio) for one in (DECODES, BOTH, PREFILLS) for ratio in (0.5, 1.3, 40.0)]
     assert astuple(after(Correction(), steps)) == astuple(after(Correction(), steps))
+
+
+VERIFYING = PartedSeconds(whole=0.03, decodes=0.02, verified=0.01)
+
+
+def test_rows_of_guesses_have_a_factor_that_leaves_other_decodes_alone() -> None:
+    found = Correction()
+    for _ in range(200):
+        found = found.after(VERIFYING, 0.02 + 2.5 * 0.01)
+    assert found.seconds(VERIFYING) == pytest.approx(0.045, rel=0.01)
+    assert found.verified == pytest.approx(2.5, rel=0.03)
+    assert (found.decode, found.prefill) == (1.0, 1.0)
+
+
+def test_the_factor_of_guesses_is_forgotten_while_nothing_is_verified() -> None:
+    found = after(Correction(verified=3.0), [(DECODES, 1.0)] * 512)
+    assert 1.4 < found.verified < 1.6
+    assert after(Correction(verified=3.0), [(PREFILLS, 1.0)] * 512).verified == 3.0

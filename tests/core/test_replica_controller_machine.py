@@ -300,7 +300,7 @@ class Lanes:
                 samples += found
                 self._accept(entry.id, len(found) - 1)
                 if self.guesses:
-                    drafts.append((entry.id, guessed(self.random, found[-1].token, self.guesses, 0.8)))
+                    drafts.append((entry.id, guessed(self.random, found[-1].token, 0, self.guesses, 0.8)))
         self.accepted += len(samples) - len({sample.id for sample in samples})
         return Done(
             step.step_id,

@@ -1,4 +1,4 @@
-"""A draft model follows all steps and guesses what comes next; it may be right or wrong, and no text changes."""
+"""A draft model follows sequences where steps ask for it, and guesses what comes next; no text changes."""
 
 from __future__ import annotations
 
@@ -71,12 +71,17 @@ class Decoding:
     prompts: dict[str, np.ndarray] = field(default_factory=dict)
     drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
+    behind: dict[str, int] = field(default_factory=dict)  # tokens that the draft model has yet to compute
+    followed: dict[str, int] = field(
+        default_factory=dict
+    )  # tokens that it had computed when a sequence began
     verified: int = 0
     accepted: int = 0
 
     def take(self, done: Done) -> None:
         assert done.failures == ()
         self.drafts = dict(done.drafts)
+        self.followed |= dict(done.followed)
         for sample in done.samples:
             self.texts.setdefault(sample.id, []).append(sample.token)
             if sample.finish_reason is not None:
@@ -91,6 +96,7 @@ class Decoding:
             count = min(chunk, len(ids) - first)
             ends = first + count == len(ids)
             one = replace(entry(name, first, count, samples=ends), draws=self.draws if ends else 0)
+            one = replace(one, follows=first if one.draws else 0)
             drafts = self.drafts
             self.take(self.engine.step(one, admits=admits))
             self.drafts = drafts | self.drafts
@@ -105,7 +111,7 @@ class Decoding:
             drafts = self.drafts.get(name, ())
             start = len(self.prompts[name]) + len(text) - 1
             one = StepEntry(name, 0, (Extent(start, 1 + len(drafts)),), True, drafts=drafts, draws=self.draws)
-            entries.append(one)
+            entries.append(replace(one, follows=self.behind.pop(name, 0)))
             self.verified += len(drafts)
             before += len(text) + 1
         self.take(self.engine.step(*entries))
@@ -218,7 +224,7 @@ def forked(model: Transformer, drafter: Drafter | None) -> Decoding:
     )  # fmt: skip
     drafts = decoding.drafts
     for one in forks:
-        decoding.prompts[one.id] = ids
+        decoding.prompts[one.id], decoding.behind[one.id] = ids, 1
     decoding.take(decoding.engine.step(*(entry(one.id, 38, 1) for one in forks), admits=forks))
     decoding.drafts |= drafts
     decoding.run()
@@ -231,6 +237,7 @@ def test_forks_and_cached_prompts_share_what_the_draft_model_has_computed(model:
     assert_same(found, plain)
     assert len({tuple(text) for text in plain.texts.values()}) == 3
     assert found.accepted >= 0.95 * found.verified > 20
+    assert found.followed == {"s1": 38, "s2": 38}, "the last token of the prompt is computed again"
 
 
 def test_a_draft_model_that_cannot_copy_kv_for_forks_costs_no_token(model: Transformer) -> None:
@@ -246,6 +253,56 @@ def test_a_draft_model_that_cannot_copy_kv_for_forks_costs_no_token(model: Trans
     plain, found = forked(model, None), forked(model, Drafter(model, cache, VOCAB))
     assert copies
     assert_same(found, plain)
+
+
+class Counting:
+    """A model that counts the rows that it computes."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model, self.rows = model, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, tokens: torch.Tensor, step: Any) -> torch.Tensor:
+        self.rows += len(tokens)
+        return self._model.forward(tokens, step)
+
+
+def test_each_token_is_computed_once(model: Transformer) -> None:
+    """Guesses that are right are tokens whose KV is there already."""
+    counting = Counting(model)
+    found = decode(model, [GREEDY], draft=counting)
+    assert found.accepted == found.verified
+    assert counting.rows <= 12 + len(found.texts["s0"]) + 3
+
+
+def test_a_sequence_is_followed_once_that_is_asked_for_in_pieces(model: Transformer) -> None:
+    counting = Counting(model)
+    decoding = Decoding(Engine(model, drafter=drafter_of(counting)))
+    decoding.start("a", random_ids(30, 0), GREEDY)
+    for _ in range(5):
+        decoding.step()
+    assert counting.rows == 0
+    decoding.draws = 3
+    for rows in (
+        20,
+        36 + 2 + 2,
+    ):  # all tokens before the second step, its own, the sampled one, and two guesses
+        decoding.behind["a"] = 20
+        decoding.step()
+        assert counting.rows == rows
+        assert bool(decoding.drafts) == (rows == 40)
+    decoding.run()
+    assert decoding.texts == decode_alone(model, 30)
+    assert decoding.accepted == decoding.verified > 5
+
+
+def decode_alone(model: Transformer, tokens: int) -> dict[str, list[int]]:
+    """Return the text behind a prompt of so many tokens, without a draft model."""
+    plain = Decoding(Engine(model))
+    plain.start("a", random_ids(tokens, 0), GREEDY)
+    return plain.run()
 
 
 class Failing:
@@ -309,7 +366,7 @@ def test_the_last_stage_of_a_grid_guesses(model: Transformer, checkpoint: Path) 
         Step(
             1,
             0,
-            (replace(entry("a", 13, 8), draws=2), entry("b", 0, 9)),
+            (replace(entry("a", 13, 8), draws=2, follows=13), entry("b", 0, 9)),
             admits=(admit("b", prompts["prompt of b"], sampling),),
         ),
         Step(
@@ -317,7 +374,7 @@ def test_the_last_stage_of_a_grid_guesses(model: Transformer, checkpoint: Path) 
             0,
             (
                 StepEntry("a", 0, (Extent(21, 5),), True, drafts=(a[1], a[2], a[3], wrong), draws=3),
-                replace(entry("b", 9, 1), draws=1),
+                replace(entry("b", 9, 1), draws=1, follows=9),
             ),
         ),
         Step(3, 0, (StepEntry("b", 0, (Extent(10, 2),), True, drafts=(b[2],), draws=2), replace(entry("a", 25, 1), draws=4))),

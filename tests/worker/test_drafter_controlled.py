@@ -76,7 +76,7 @@ def config_of(*, drafts: bool) -> ReplicaConfig:
         block_size_tokens=BLOCK_TOKENS,
         kv_blocks=BLOCKS,
         long_threshold_tokens=1000,
-        draft_costs=DraftCosts(0.0001, 0.0005, 1e-5) if drafts else None,
+        draft_costs=DraftCosts(0.0005, 1e-5, 1e-6) if drafts else None,
     )
 
 

@@ -118,7 +118,15 @@ def test_guesses_come_only_for_entries_that_ask_for_them() -> None:
         found = joined.contradiction(Done(1, samples, drafts=drafts), epoch=0, vocab_size=100)
         assert found is not None
         assert problem in found
-    done = Done(1, samples, drafts=(("a", (7, 8)),))
+    for wrong, problem in (
+        (Done(1, samples, followed=(("c", 0),)), "0 tokens of c"),
+        (Done(1, samples, followed=(("a", 1),)), "1 tokens of a, which begins at 0"),
+        (Done(1, samples, compute_seconds=1.0, draft_seconds=1.5), "drafted for 1.5 of 1.0 seconds"),
+    ):
+        assert problem in (joined.contradiction(wrong, epoch=0, vocab_size=100) or "")
+    done = Done(
+        1, samples, compute_seconds=1.0, drafts=(("a", (7, 8)),), draft_seconds=0.5, followed=(("b", 0),)
+    )
     assert joined.contradiction(done, epoch=0, vocab_size=100) is None
     assert joined.join(done) == done
 

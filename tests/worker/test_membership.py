@@ -155,7 +155,7 @@ def test_a_rank_that_reports_what_no_rank_can_have_is_named(fields: dict[str, fl
     assert found.startswith(f"rank 3 says {next(iter(fields))} ")
 
 
-@pytest.mark.parametrize("name", ["first_seconds", "round_seconds", "row_seconds"])
+@pytest.mark.parametrize("name", ["token_seconds", "round_seconds", "row_seconds"])
 @pytest.mark.parametrize("seconds", [nan, inf, -0.1])
 def test_times_of_guesses_that_nobody_can_have_measured_are_named(name: str, seconds: float) -> None:
     costs = DraftCosts(0.1, 0.2, 0.3)

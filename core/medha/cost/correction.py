@@ -3,6 +3,10 @@
 One factor for all steps cannot correct a profile that is wrong for decodes in another way than for prefills. So
 each part of a step has its own. A step that holds both moves each factor by that part's share of its time.
 
+Decodes that verify guesses compute more rows than others, and a profile may be wrong for these in a third way. They have a
+factor beside that of decodes. A step that verifies moves it alone, so that what decodes take without guesses is not
+blurred by those with guesses. It returns to 1 while nothing is verified, because it is then worth another attempt.
+
 A machine that others use too sometimes lets a step wait for long. The factors therefore follow the *logarithm*
 of observed over predicted time, and no step counts for more than `_LARGEST_ERROR`. Half of the steps then take
 less than predicted, however long the others take. Old steps are forgotten: each new one has the same weight,
@@ -11,12 +15,15 @@ except that the first ones have more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import exp, log
+from dataclasses import dataclass, replace
+from math import exp, inf, log
 
 _WEIGHT = 0.15  # of one step: about 7 steps of a kind to follow a change
 _LARGEST_ERROR = 0.5  # of log(observed / predicted): a step that takes 1.65 times as long counts in full
 _SMALLEST_ERROR = 1e-9  # below it: rounding, since two sums of one step's parts may differ in the last digit
+_FORGETTING = (
+    1 / 512
+)  # of the logarithm of the factor of verified rows, in each step of decodes that verifies none
 _SMALLEST, _LARGEST = 0.25, 4.0  # factors: beyond them the profile is wrong, and no factor helps
 
 
@@ -25,7 +32,8 @@ class PartedSeconds:
     """The predicted time of a step before correction, in seconds."""
 
     whole: float = 0.0
-    decodes: float = 0.0  # of its decodes alone; what the prefills add is the rest
+    decodes: float = 0.0  # of its decodes alone, without guesses; what the prefills add is the rest
+    verified: float = 0.0  # that the guesses add which it verifies
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +44,17 @@ class Correction:
     prefill: float = 1.0
     decodes_seen: float = 0.0  # in steps; a step with both kinds counts for each by its share
     prefills_seen: float = 0.0
+    verified: float = 1.0  # of rows of guesses, times `decode`
 
     def seconds(self, predicted: PartedSeconds) -> float:
         """Return the corrected time; exactly `predicted.whole` while both factors are 1."""
-        return self.of(predicted.whole, predicted.decodes)
+        seconds = self.of(predicted.whole, predicted.decodes)
+        if predicted.verified:
+            seconds += (self.decode * self.verified - self.prefill) * predicted.verified
+        return seconds
 
     def of(self, whole: float, decodes: float) -> float:
-        """Return `seconds` of a step whose parts are given: the packer asks dozens of times for each step."""
+        """Return `seconds` of a step without guesses, from its parts: the packer asks dozens of times for each step."""
         return self.prefill * whole + (self.decode - self.prefill) * decodes
 
     def after(self, predicted: PartedSeconds, observed_seconds: float) -> Correction:
@@ -54,6 +66,9 @@ class Correction:
         if abs(error) < _SMALLEST_ERROR:
             error = 0.0
         error = min(_LARGEST_ERROR, max(-_LARGEST_ERROR, error))
+        if predicted.verified:
+            share = min(1.0, self.decode * self.verified * predicted.verified / expected_seconds)
+            return replace(self, verified=_moved(self.verified, error * share, inf))
         decode_share = min(1.0, self.decode * predicted.decodes / expected_seconds)
         decodes_seen = self.decodes_seen + decode_share
         prefills_seen = self.prefills_seen + (1 - decode_share)
@@ -62,6 +77,7 @@ class Correction:
             _moved(self.prefill, error * (1 - decode_share), prefills_seen),
             decodes_seen,
             prefills_seen,
+            self.verified if self.verified == 1.0 else self.verified ** (1 - _FORGETTING * decode_share),
         )
 
 

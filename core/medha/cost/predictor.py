@@ -83,8 +83,10 @@ class Tally:
         "_decode_attention",
         "_decode_seconds",
         "_decodes",
-        "_draw_seconds",
+        "_guess_attention",
+        "_guesses",
         "_masked",
+        "_masked_guesses",
         "_predictor",
         "_queried",
         "_works",
@@ -101,7 +103,9 @@ class Tally:
         self._decodes = 0  # decodes that pass the linear layers, one token each
         self._masked = 0  # those of them that follow a grammar; a prefill does for one row at its end
         self._decode_attention = 0.0  # the decodes' part of `_attention`
-        self._draw_seconds = 0.0  # of the guesses that a draft model draws behind the decodes
+        self._guesses = 0  # that the decodes verify: a row of each
+        self._masked_guesses = 0  # those of them of sequences that follow a grammar
+        self._guess_attention = 0.0  # the guesses' part of `_attention`
         self._decode_seconds = (
             0.0  # of the decodes alone, before correction; 0: there are none, negative: to be computed
         )
@@ -163,19 +167,10 @@ class Tally:
         """
         of, context, foreign = self._predictor._attention.of, work.context, work.attention_only
         seconds = sign * (of(context, work.count + 1, foreign) - of(context, work.count, foreign))
-        self._attention += seconds
-        self._decode_attention += seconds
+        self._guess_attention += seconds
         if not foreign:
-            self.tokens += sign
-            self.sequences += sign
-            self._decodes += sign
-            self._masked += sign * is_masked
-        self._decode_seconds = -1.0
-
-    def draw(self, seconds: float) -> None:
-        """Let a draft model draw guesses behind the decodes, which takes so long on the last stage."""
-        self._draw_seconds = seconds
-        self._decode_seconds = -1.0
+            self._guesses += sign
+            self._masked_guesses += sign * is_masked
 
     def seconds(self) -> float:
         """Return `Predictor.stage_seconds` of the step."""
@@ -185,17 +180,24 @@ class Tally:
         """Return the same before correction, in its parts."""
         if self._works == 0:  # sums may keep a rounding error
             return PartedSeconds()
-        whole = self._predictor._stage(
-            self.tokens, self.sequences, self._attention, self._masked, self._draw_seconds
+        whole = self._predictor._stage(self.tokens, self.sequences, self._attention, self._masked)
+        if not self._guesses:
+            return PartedSeconds(whole, self._of_decodes())
+        guesses = self._guesses
+        verifying = self._predictor._stage(
+            self.tokens + guesses,
+            self.sequences + guesses,
+            self._attention + self._guess_attention,
+            self._masked + self._masked_guesses,
         )
-        return PartedSeconds(whole, self._of_decodes())
+        return PartedSeconds(verifying, self._of_decodes(), verifying - whole)
 
     def _of_decodes(self) -> float:
         """Return the seconds of the step's decodes alone, before correction."""
         if self._decode_seconds < 0:
             decodes = self._decodes
             self._decode_seconds = self._predictor._stage(
-                decodes, decodes, self._decode_attention, self._masked, self._draw_seconds
+                decodes, decodes, self._decode_attention, self._masked
             )
         return self._decode_seconds
 
@@ -302,11 +304,15 @@ class Predictor:
         return self.correction.seconds(self.coupled_parted_seconds(lanes, exchanged_queries))
 
     def coupled_parted_seconds(
-        self, lanes: Sequence[Tally], exchanged_queries: int, exchanged_decodes: int = 0
+        self,
+        lanes: Sequence[Tally],
+        exchanged_queries: int,
+        exchanged_decodes: int = 0,
+        exchanged_guesses: int = 0,
     ) -> PartedSeconds:
         """Return `coupled_seconds` of tallies before correction, in its parts.
 
-        `exchanged_decodes` of the exchanged queries are those of decodes.
+        `exchanged_decodes` of the exchanged queries are those of decodes; `exchanged_guesses` come on top of them.
         """
         if not any(lane._works for lane in lanes):
             return PartedSeconds()
@@ -321,7 +327,18 @@ class Predictor:
         decodes = max(lane._decodes for lane in lanes)
         attention = max(lane._decode_attention for lane in lanes)
         attention += self.profile.exchange.seconds_one(exchanged_decodes)
-        return PartedSeconds(whole, self._stage(decodes, decodes, attention, masked))
+        of_decodes = self._stage(decodes, decodes, attention, masked)
+        if not (exchanged_guesses or any(lane._guesses or lane._guess_attention for lane in lanes)):
+            return PartedSeconds(whole, of_decodes)
+        attention = max(lane._attention + lane._guess_attention for lane in lanes)
+        attention += self.profile.exchange.seconds_one(exchanged_queries + exchanged_guesses)
+        verifying = self._stage(
+            max(lane.tokens + lane._guesses for lane in lanes),
+            max(lane.sequences + lane._guesses for lane in lanes),
+            attention,
+            max(lane._masked + lane._masked_guesses for lane in lanes),
+        )
+        return PartedSeconds(verifying, of_decodes, max(verifying - whole, 0.0))
 
     def hop_seconds(self, tokens: int) -> float:
         """Return the seconds of a transfer from one stage to the next; 0 if there is one stage."""
@@ -400,21 +417,17 @@ class Predictor:
             (tally.add_decode if work.count == 1 else tally.add)(work)
         return tally
 
-    def _stage(
-        self, tokens: int, sequences: int, attention: float, masked: int = 0, draw_seconds: float = 0.0
-    ) -> float:
+    def _stage(self, tokens: int, sequences: int, attention: float, masked: int = 0) -> float:
         """Return the uncorrected stage seconds of a step.
 
-        `attention`: seconds in one layer, without its launch. `masked`: sequences that follow a grammar. `draw_seconds`: of
-        the guesses that the last stage draws.
+        `attention`: seconds in one layer, without its launch. `masked`: sequences that follow a grammar.
         """
         try:
             in_layer = self._per_layer[tokens] + attention + self._attention_launch
             last = self._last_layers * in_layer + self._head[sequences] + masked * self._mask_seconds
-            last += draw_seconds
         except IndexError:  # the lists end before these counts: extend them
             self._layer_seconds(tokens), self._head_seconds(sequences)
-            return self._stage(tokens, sequences, attention, masked, draw_seconds)
+            return self._stage(tokens, sequences, attention, masked)
         return self._launch + max(self._most_layers * in_layer, last)
 
     def _layer_seconds(self, tokens: int) -> float:

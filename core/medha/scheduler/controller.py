@@ -61,7 +61,6 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.scheduler.request_table import RequestTable
 from medha.scheduler.sharing import Sharing
-from medha.scheduler.speculation import observe
 from medha.scheduler.step_builder import BuiltStep, StepBuilder
 from medha.slo import Targets, targets
 from medha.wire.messages import (
@@ -123,6 +122,8 @@ class _Launched:
 
     step: Step
     built: BuiltStep
+    at: float  # when it was launched
+    ran_ahead: bool  # another step was in flight on its lanes
 
 
 @dataclass(slots=True)
@@ -179,6 +180,7 @@ class ReplicaController:
         self._draining = False
         self._arrivals = 0
         self._next_step_id = 0
+        self._done_at: dict[tuple[int, ...], float] = {}  # when the last step of these lanes ended
 
     # --- read-only state ----------------------------------------------------------------------------
 
@@ -294,7 +296,7 @@ class ReplicaController:
             case StageFree():
                 self._stage_free(event)
             case Done():
-                commands += self._done(event)
+                commands += self._done(event, now)
             case Submit():
                 commands += self._submit(event, now)
             case Cancel():
@@ -315,7 +317,7 @@ class ReplicaController:
             if lanes in self._lanes.coupled and self._lanes.can_start_step_on(lanes):
                 commands += self._launch(lanes, now)
             if lanes in self._lanes.coupled and self._run_ahead(lanes):
-                commands += self._launch(lanes, now)
+                commands += self._launch(lanes, now, runs_ahead=True)
         return [*commands, *self._grammars.take_drops()]
 
     def _run_ahead(self, lanes: tuple[int, ...]) -> bool:
@@ -370,7 +372,9 @@ class ReplicaController:
             return True
         return waiting > stalled_waiting and self._admission.has_place_for_any
 
-    def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
+    def _launch(
+        self, lanes: tuple[int, ...], now: float, *, runs_ahead: bool = False
+    ) -> list[ControllerCommand]:
         """Launch a step on `lanes` if there is something to compute or to send to the ranks."""
         if not (self._table.rows or self._lanes.decode(lanes) or self._has_changes):
             self._step_builder.rested(lanes)
@@ -390,7 +394,7 @@ class ReplicaController:
             returning = self._come_back(now)
             return [*ends, *returning, *self._launch(lanes, now)] if exhausted or aside else []
         step = self._new_step(lanes, built, grows, admits)
-        self._in_flight[step.step_id] = _Launched(step, built)
+        self._in_flight[step.step_id] = _Launched(step, built, now, runs_ahead)
         for lane in lanes:
             self._lanes[lane].launched(step.step_id, step.predicted_seconds)
         # Only now: ranks apply a step's releases first, so these must be sent with a later step.
@@ -690,12 +694,10 @@ class ReplicaController:
             for lane in launched.step.lanes:
                 self._lanes[lane].left_stage_0(stage_free.step_id)
 
-    def _done(self, done: Done) -> list[ControllerCommand]:
+    def _done(self, done: Done, now: float) -> list[ControllerCommand]:
         launched = self._in_flight.pop(done.step_id)
         for lane in launched.step.lanes:
             self._lanes[lane].done(done.step_id)
-        if launched.step.entries:
-            self.predictor.observe(launched.built.packed.uncorrected, done.compute_seconds)
         if self._tier_seconds is not None and done.copy_seconds > 0:
             self._tier_seconds.observe(launched.step, done.copy_seconds)
         commands: list[ControllerCommand] = []
@@ -719,14 +721,28 @@ class ReplicaController:
                 commands.append(emit)
         if done.block_hashes:
             self._note_filled_blocks(done.block_hashes)
-        for request_id, draft in done.drafts:
-            drafted = self._table.find(request_id)
-            if drafted is not None:
-                drafted.draft = draft
-        for request in (*launched.built.decodes, *(request for request, _ in launched.built.prefills)):
+        requests = (*launched.built.decodes, *(request for request, _ in launched.built.prefills))
+        if launched.step.entries:
+            self._took(launched, done, requests, now)
+        for request in requests:
             if request.ended:
                 self._end(request)  # leaves quarantine if this was its last step
         return commands
+
+    def _took(self, launched: _Launched, done: Done, requests: Iterable[Request], now: float) -> None:
+        """Learn from the time that a step with these requests took, and from what a draft model did behind it."""
+        built, speculator = launched.built, self._step_builder.speculator
+        seconds = done.compute_seconds
+        if not speculator.is_off:
+            going = {request.id: request for request in requests if not request.ended}
+            seconds = speculator.take(done, built.draws, going)
+            ended_at, self._done_at[launched.step.lanes] = self._done_at.get(launched.step.lanes, 0.0), now
+            if not (built.prefills or launched.step.admits):
+                began_at = max(launched.at, ended_at) if launched.ran_ahead else launched.at
+                speculator.passed(
+                    now - began_at - done.compute_seconds, done.compute_seconds, ran_ahead=launched.ran_ahead
+                )
+        self.predictor.observe(built.packed.uncorrected, seconds)
 
     def _note_filled_blocks(self, block_hashes: Iterable[tuple[str, str]]) -> None:
         """Note the hashes of blocks that output tokens have filled; the last one of a request is its last whole block."""
@@ -756,8 +772,7 @@ class ReplicaController:
             tokens += tuple(one.token for one in further)
             logprobs += tuple(one.logprob for one in further if one.logprob is not None)
             finish_reason = further[-1].finish_reason
-        if request.draft:
-            observe(request, tokens)
+        self._step_builder.speculator.observe(request, tokens)
         if finish_reason is None and request.length >= request.limit_tokens:
             finish_reason = "length"
         is_first = request.emitted == 0

@@ -101,6 +101,9 @@ class Batch:
         self._exchanged_decodes = 0  # those of them that are decodes
         self._copies: dict[int, float] = {}  # seconds that copies to and from the host tier take, by lane
         self._copy_seconds = 0.0  # of the lane where they take longest: they come before all that is computed
+        self._exchanged_guesses = 0  # queries of guesses, on top of all these
+        self.draw_seconds = 0.0
+        """The time that a draft model takes behind the step, corrected."""
 
     @property
     def lanes(self) -> Iterable[int]:
@@ -135,10 +138,6 @@ class Batch:
         """Undo `add_drafted`."""
         self._draft(lane, lane_tokens, context, count, -1, is_masked)
 
-    def draw(self, lane: int, seconds: float) -> None:
-        """Let the draft model of `lane` draw guesses behind its decodes, which takes so long."""
-        self._tallies[lane].draw(seconds)
-
     def copy(self, seconds_by_lane: Mapping[int, float]) -> None:
         """Let lanes copy blocks between KV pool and host tier, which takes so long, before the step computes."""
         for lane, seconds in seconds_by_lane.items():
@@ -158,8 +157,7 @@ class Batch:
             work = Work(tokens, count, attention_only=holder != lane)
             self._tallies[holder].draft(work, sign, is_masked=is_masked)
         if len(lane_tokens) > 1:
-            self._exchanged_queries += sign
-            self._exchanged_decodes += sign
+            self._exchanged_guesses += sign
 
     def add(self, prefill: PrefillCandidate, count: int) -> None:
         """Add a chunk of `count` tokens."""
@@ -195,15 +193,18 @@ class Batch:
         return self.corrected(self.parted_seconds())
 
     def corrected(self, predicted: PartedSeconds) -> float:
-        """Return a predicted time after correction, with the step's copies."""
-        return self._predictor.correction.seconds(predicted) + self._copy_seconds
+        """Return the time of the step that is predicted so, after correction, with its copies and that of a draft model."""
+        return self._predictor.correction.seconds(predicted) + self._copy_seconds + self.draw_seconds
 
     def parted_seconds(self) -> PartedSeconds:
-        """Return the same before correction, in its parts."""
+        """Return the predicted time before correction, in its parts, without that of a draft model."""
         if self._alone is not None:
             return self._alone.parted_seconds()
         return self._predictor.coupled_parted_seconds(
-            list(self._tallies.values()), self._exchanged_queries, self._exchanged_decodes
+            list(self._tallies.values()),
+            self._exchanged_queries,
+            self._exchanged_decodes,
+            self._exchanged_guesses,
         )
 
     def seconds_with(self, prefill: PrefillCandidate, count: int) -> float:

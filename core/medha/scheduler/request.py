@@ -87,6 +87,8 @@ class Request:
     awaits_grammar: bool = False  # not compiled yet: the last position of its prompt is not computed before
     draft: tuple[int, ...] = ()  # guesses at the tokens behind those that have arrived
     draft_chance: float = 0.5  # chance that the next one of its guesses is right
+    draft_tokens: float = 0.0  # tokens from which that chance is known
+    followed: int = 0  # tokens that the draft model has computed
 
     @property
     def deadline(self) -> float:
@@ -201,6 +203,8 @@ class Request:
         """Record that `count` drafted tokens of the last step were right: they are known, and their KV is computed."""
         self.length += count
         self.computed += count
+        if self.followed == self.dispatched:  # guesses were drawn behind the last of them
+            self.followed += count
         self._advance(count)
 
     def _advance(self, count: int) -> None:

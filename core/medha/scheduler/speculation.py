@@ -1,4 +1,4 @@
-"""Decides how many drafted tokens a step verifies, and how many a draft model draws (docs/speculation.md).
+"""Decides how many drafted tokens a step verifies, and what a draft model does behind it (docs/speculation.md).
 
 A *draft* is a guess at the tokens that come behind those of a sequence. It comes with a `Done`: from the process around
 the controller, which knows token ids, or from the rank that samples, whose draft model has drawn as many as the step asked
@@ -14,24 +14,35 @@ How many are verified follows from a few numbers:
   that has least. Prefills are packed first. While a prompt is late, nothing is drafted.
 
 Guesses of a draft model take time before anybody knows whether the next step can use them. So many are drawn as a step like
-the present one would best verify if it drew as many again.
+the present one would best verify if it drew as many again. That must be faster than decodes that run ahead, by
+`LEAST_GAIN`. The draft model computes a sequence's earlier tokens once it is to draw guesses for it, piece by piece, and only if the
+output that is expected of the sequence is worth that. Where nothing is drawn, the draft model does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from medha.cost.correction import PartedSeconds
+from medha.scheduler.draft_seconds import DraftSeconds
 from medha.scheduler.packer import Batch
 from medha.scheduler.request import Request
-from medha.wire.messages import DraftCosts
 
 WEIGHT = 0.125
 """Weight of one sampled token in the chance of its sequence."""
+PRIOR_WEIGHT = 1 / 32
+"""Weight of one sampled token in the chance of all sequences of a replica."""
+PRIOR_TOKENS = 8.0
+"""Tokens as which the chance of all sequences counts in that of one, beside those that it has sampled with guesses."""
+FORGETTING = 0.95
+"""Factor of these tokens in each step that draws no guess for the sequence."""
 LEAST_CHANCE = 0.1
 """Smallest chance with which a guess is verified, however little time that is predicted to take."""
-PROBE_STEPS = 16
-"""Steps after which one guess is drawn for each sequence that has none, so that its chance is learned again."""
+LEAST_GAIN = 1.03
+"""Least factor of the expected tokens per second for which a draft model draws guesses."""
+PROBE_SHARE = 0.01
+"""Share of the time that a draft model may take where it does not pay, to learn whether that is still so."""
 
 Drafts = dict[str, tuple[int, ...]]
 """The guesses that a step verifies, by request."""
@@ -46,6 +57,14 @@ class DraftLimits:
     seconds: float  # longest predicted time of the step
 
 
+@dataclass(frozen=True, slots=True)
+class Between:
+    """The time between two steps that belongs to neither."""
+
+    waiting_seconds: float = 0.0  # if the second one is launched when the first one has ended
+    ahead_seconds: float = 0.0  # if it is launched ahead
+
+
 @dataclass(slots=True)
 class Drafted:
     """The guesses that a step verifies, and the expected rate of output tokens."""
@@ -56,29 +75,56 @@ class Drafted:
 
 @dataclass(slots=True)
 class Draws:
-    """The numbers of guesses that a draft model draws in a step, by request, and the time that takes."""
+    """What a draft model does behind a step: the guesses that it draws, and the tokens that it computes before."""
 
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # of guesses, by request
+    follows: dict[str, int] = field(default_factory=dict)  # of tokens, by request
     seconds: float = 0.0
-    are_awaited: bool = False  # whether the next step should verify them, and not only learn from them
+    uncorrected: PartedSeconds = field(default_factory=PartedSeconds)
+    are_awaited: bool = False  # whether the next step should verify the guesses, and not only learn from them
+
+    def __bool__(self) -> bool:
+        return bool(self.counts or self.follows)
 
 
-def observe(request: Request, tokens: Sequence[int]) -> None:
-    """Learn from the next sampled tokens of a request how often its draft is right; keep what is left of the draft."""
-    draft = request.draft
-    for token in tokens:
-        if not draft:
-            break
-        is_right = draft[0] == token
+@dataclass(slots=True)
+class DraftChance:
+    """The chance that a guess is right, of all sequences of a replica."""
+
+    chance: float = 0.5
+
+    def of(self, request: Request) -> float:
+        """Return the chance of a request that its next guess is right."""
+        tokens = request.draft_tokens
+        return (tokens * request.draft_chance + PRIOR_TOKENS * self.chance) / (tokens + PRIOR_TOKENS)
+
+    def observe(self, request: Request, tokens: Sequence[int]) -> None:
+        """Learn from the next sampled tokens of a request how often guesses are right; keep what is left of its draft."""
+        draft = request.draft
+        for token in tokens:
+            if not draft:
+                break
+            is_right = draft[0] == token
+            self._judge(request, is_right=is_right)
+            draft = draft[1:] if is_right else ()
+        request.draft = draft
+
+    def missed(self, request: Request) -> None:
+        """Note that a request has got none of the guesses that were asked for: its draft model has failed."""
+        self._judge(request, is_right=False)
+        request.followed = 0
+
+    def _judge(self, request: Request, *, is_right: bool) -> None:
         request.draft_chance += (is_right - request.draft_chance) * WEIGHT
-        draft = draft[1:] if is_right else ()
-    request.draft = draft
+        request.draft_tokens += 1
+        self.chance += (is_right - self.chance) * PRIOR_WEIGHT
 
 
 def choose_drafts(
     batch: Batch,
     decodes: Sequence[Request],
     limits: DraftLimits,
+    chances: Mapping[str, float],
     *,
     between_seconds: float = 0.0,
     unknown_tokens: int = 0,
@@ -89,6 +135,7 @@ def choose_drafts(
         batch: the step, with its decodes and prefills.
         decodes: its decodes; nothing is verified of those that run ahead, because a draft begins with the token in flight.
         limits: its bounds.
+        chances: of the decodes that have drafts, that the next guess is right.
         between_seconds: time between two steps that belongs to neither.
         unknown_tokens: tokens of each sequence that an earlier step is yet to sample, and that their drafts begin with.
     """
@@ -99,81 +146,155 @@ def choose_drafts(
     }
     tokens = float(len(decodes))
     best = _Best(tokens / max(batch.seconds() + between_seconds, 1e-9))
-    best.add(batch, _likeliest(decodes, most, unknown_tokens), limits, tokens, between_seconds)
+    best.add(batch, _likeliest(decodes, most, chances, unknown_tokens), limits, tokens, between_seconds)
     drafts = {request.id: request.draft[: best.counts[request.id]] for request in best.taken}
     return Drafted(best.tokens_per_second, drafts)
 
 
-def choose_draws(
-    batch: Batch,
-    decodes: Sequence[Request],
-    limits: DraftLimits,
-    costs: DraftCosts,
-    *,
-    between_seconds: float = 0.0,
-    probes: bool = False,
-) -> Draws:
-    """Return what a draft model best draws in a step, for the next one to verify.
+@dataclass(slots=True)
+class DrawChoice:
+    """Chooses what a draft model does behind a step.
 
     The next step is taken to be like this one, to draw as many guesses again, and to come only once this one has ended.
     Without guesses it could run ahead.
-
-    Args:
-        batch: the step, with its decodes and prefills, but without drafts and draws; it is not changed.
-        decodes: its decodes; no guesses are drawn for those with a grammar, which the draft model does not follow.
-        limits: bounds of the next step; this one is not to take longer, either.
-        costs: times of guesses.
-        between_seconds: time between two steps that belongs to neither.
-        probes: whether to draw one guess for each sequence that has none, to learn how likely it is.
     """
-    # This step and the next one sample a token in any case.
-    room = {
-        request.id: min(
-            limits.tokens_each,
-            request.limit_tokens - request.length - 2,
-            request.reserved_tokens - request.length - 1,
+
+    batch: Batch  # the decodes of the step, without drafts and draws; it is not changed
+    decodes: Sequence[
+        Request
+    ]  # no guesses are drawn for those with a grammar, which the draft model does not follow
+    limits: DraftLimits  # bounds of the next step; this one is not to take longer, either
+    chances: Mapping[str, float]  # of the decodes
+    model: DraftSeconds
+    between: Between
+    most_tokens: int  # that the draft model may compute in a step
+    _plain_seconds: float = 0.0
+    _plain_rate: float = 0.0  # tokens per second without guesses
+
+    def __post_init__(self) -> None:
+        self._plain_seconds = self.batch.seconds()
+        self._plain_rate = len(self.decodes) / max(self._plain_seconds + self.between.ahead_seconds, 1e-9)
+
+    def choose(self) -> Draws:
+        """Return what is best done; nothing if guesses do not pay."""
+        rooms = self._rooms()
+        counts, rate = self._best(rooms)
+        worth = self._worth(counts, rate)
+        if len(worth) < len(counts):
+            counts, rate = self._best({name: rooms[name] for name in worth})
+            worth = self._worth(counts, rate)
+        if not worth:
+            return Draws()
+        follows, ready = self._follow(worth)
+        if len(ready) < len(counts):
+            counts, _ = self._best({name: rooms[name] for name in ready})
+        draws = self._draws(counts, follows)
+        return draws if draws.seconds <= self.limits.seconds - self._plain_seconds else Draws()
+
+    def probe(self, seconds: float) -> Draws:
+        """Return one guess for the sequence that takes least, if that takes no longer than `seconds` and could ever pay.
+
+        It may take several steps until all tokens before it are computed.
+        """
+        rooms = self._rooms()
+        followed = [request for request in self.decodes if request.id in rooms]
+        if not followed or self.limits.tokens < 1:
+            return Draws()
+        cheapest = min(followed, key=lambda request: (_behind(request), request.tie))
+        follows, ready = self._follow([cheapest.id])
+        draws = self._draws(dict.fromkeys(ready, 1), follows, are_awaited=False)
+        if draws.seconds > min(seconds, self.limits.seconds - self._plain_seconds):
+            return Draws()
+        return draws if self._best(rooms, dict.fromkeys(rooms, 1.0))[0] else Draws()
+
+    def _rooms(self) -> dict[str, int]:
+        """Return how many guesses may be drawn, by request."""
+        # This step and the next one sample a token in any case.
+        rooms = {
+            request.id: min(
+                self.limits.tokens_each,
+                request.limit_tokens - request.length - 2,
+                request.reserved_tokens - request.length - 1,
+            )
+            for request in self.decodes
+            if not request.grammar and not request.is_spread
+        }
+        return {name: count for name, count in rooms.items() if count > 0}
+
+    def _best(
+        self, rooms: Mapping[str, int], chances: Mapping[str, float] | None = None
+    ) -> tuple[dict[str, int], float]:
+        """Return the numbers of guesses with which most tokens per second come, and how many; none if that pays too little.
+
+        What it takes to compute tokens before them does not count here.
+        """
+        best = _Best(self._plain_rate * LEAST_GAIN)
+        guesses = _likeliest(self.decodes, rooms, self.chances if chances is None else chances, 0)
+        tokens = float(len(self.decodes))
+        best.add(self.batch, guesses, self.limits, tokens, self.between.waiting_seconds, self.model)
+        counts = {name: count for name, count in best.counts.items() if count}
+        best.remove(self.batch)
+        return counts, best.tokens_per_second
+
+    def _worth(self, counts: Collection[str], rate: float) -> list[str]:
+        """Return which requests save at least the time that it takes to compute the tokens before their guesses."""
+        if not counts:
+            return []
+        saved = (1 - self._plain_rate / rate) / self._plain_rate  # seconds, for each token of a sequence
+        return [
+            request.id
+            for request in self.decodes
+            if request.id in counts
+            and self.model.of(0, 0, _behind(request)) <= saved * _expected_tokens(request)
+        ]
+
+    def _follow(self, names: Collection[str]) -> tuple[dict[str, int], list[str]]:
+        """Return the tokens that are computed now of each request, and the requests of which none are left then.
+
+        They at most double the time of the step.
+        """
+        seconds = min(self.limits.seconds - self._plain_seconds, self._plain_seconds)
+        left = min(self.most_tokens, max(self.model.tokens_within(seconds), 0))
+        follows, ready = dict[str, int](), list[str]()
+        wanting = [request for request in self.decodes if request.id in names]
+        for request in sorted(wanting, key=lambda request: (_behind(request), request.tie)):
+            behind = _behind(request)
+            count = int(min(behind, left))
+            left -= count
+            if count:
+                follows[request.id] = count
+            if count == behind:
+                ready.append(request.id)
+        return follows, ready
+
+    def _draws(self, counts: dict[str, int], follows: dict[str, int], *, are_awaited: bool = True) -> Draws:
+        work = max(counts.values(), default=0), sum(counts.values()), sum(follows.values())
+        return Draws(
+            counts, follows, self.model.of(*work), self.model.uncorrected(*work), are_awaited and bool(counts)
         )
-        for request in decodes
-        if not request.grammar and not request.is_spread
-    }
-    most = {name: count for name, count in room.items() if count > 0}
-    plain_seconds, tokens = batch.seconds(), float(len(decodes))
-    best = _Best(tokens / max(plain_seconds, 1e-9))
-    best.add(batch, _likeliest(decodes, most, 0), limits, tokens, between_seconds, costs)
-    chosen = {name: count for name, count in best.counts.items() if count}
-    best.remove(batch)
-    room_seconds = limits.seconds - plain_seconds
-    draws = _draws(chosen, costs, are_awaited=bool(chosen))
-    if draws.seconds > room_seconds:
-        draws = Draws()
-    # A guess doubles the tokens of a step at most.
-    if probes and _draw_seconds(1, len(most), costs) < plain_seconds:
-        probed = dict.fromkeys(list(most)[: max(limits.tokens, 0)], 1) | draws.counts
-        probing = _draws(probed, costs, are_awaited=draws.are_awaited)
-        draws = probing if probing.seconds <= room_seconds else draws
-    return draws
 
 
-def _draws(counts: dict[str, int], costs: DraftCosts, *, are_awaited: bool) -> Draws:
-    seconds = _draw_seconds(max(counts.values(), default=0), sum(counts.values()), costs)
-    return Draws(counts, seconds, are_awaited)
+def _behind(request: Request) -> int:
+    """Return how many tokens the draft model has yet to compute before it can draw guesses for a request."""
+    return max(request.dispatched - request.followed, 0)
 
 
-def _draw_seconds(rounds: int, guesses: int, costs: DraftCosts) -> float:
-    """Return the time that a draft model takes to draw so many guesses, in so many rounds of one for each sequence."""
-    if rounds == 0:
-        return 0.0
-    return costs.first_seconds + (rounds - 1) * costs.round_seconds + guesses * costs.row_seconds
+def _expected_tokens(request: Request) -> int:
+    """Return how much more output is expected of a request: at least as much as it has already."""
+    output = request.output_tokens
+    return min(request.limit_tokens - request.length, max(request.expected_output_tokens - output, output))
 
 
 _Guess = tuple[float, int, Request]
 """The chance of a guess, a number that orders equal ones, and the sequence that it is of."""
 
 
-def _likeliest(decodes: Sequence[Request], most: Mapping[str, int], unknown_tokens: int) -> list[_Guess]:
+def _likeliest(
+    decodes: Sequence[Request], most: Mapping[str, int], chances: Mapping[str, float], unknown_tokens: int
+) -> list[_Guess]:
     """Return up to `most` guesses of each request, the likeliest first."""
     guesses = [
-        (request.draft_chance ** (unknown_tokens + index + 1), -request.tie, request)
+        (chances[request.id] ** (unknown_tokens + index + 1), -request.tie, request)
         for request in decodes
         if request.id in most
         for index in range(most[request.id])
@@ -186,7 +307,7 @@ def _likeliest(decodes: Sequence[Request], most: Mapping[str, int], unknown_toke
 class _Best:
     """The likeliest guesses that raise the expected tokens per second of a step most."""
 
-    tokens_per_second: float  # without guesses, and then with those that are taken
+    tokens_per_second: float  # that guesses must exceed, and then with those that are taken
     taken: list[Request] = field(default_factory=list)  # one for each guess
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -197,9 +318,9 @@ class _Best:
         limits: DraftLimits,
         expected_tokens: float,
         between_seconds: float,
-        costs: DraftCosts | None = None,
+        model: DraftSeconds | None = None,
     ) -> None:
-        """Add the best number of guesses to the batch; with `costs`, the batch draws as many again."""
+        """Add the best number of guesses to the batch; with a draft model, the batch draws as many again."""
         kept = rounds = 0
         for chance, _, request in guesses[: max(limits.tokens, 0)]:
             count = self.counts[request.id] = self.counts.get(request.id, 0) + 1
@@ -207,18 +328,16 @@ class _Best:
                 request.lane, _held(request), request.dispatched, count, is_masked=request.grammar != ""
             )
             self.taken.append(request)
-            if costs is not None:
-                rounds = max(rounds, count)
-                batch.draw(request.lane, _draw_seconds(rounds, len(self.taken), costs))
             seconds = batch.seconds()
+            if model is not None:
+                rounds = max(rounds, count)
+                seconds += model.of(rounds, len(self.taken))
             if seconds > limits.seconds:
                 break
             expected_tokens += chance
             rate = expected_tokens / max(seconds + between_seconds, 1e-9)
             if rate > self.tokens_per_second:
                 self.tokens_per_second, kept = rate, len(self.taken)
-        if costs is not None and self.taken:
-            batch.draw(self.taken[0].lane, 0.0)
         self.remove(batch, kept)
 
     def remove(self, batch: Batch, kept: int = 0) -> None:

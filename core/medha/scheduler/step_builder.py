@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
@@ -21,14 +21,8 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import NOWHERE, Request
 from medha.scheduler.request_table import NEAR_REVISED_DEADLINE, RequestTable
 from medha.scheduler.sharing import Sharing
-from medha.scheduler.speculation import (
-    PROBE_STEPS,
-    DraftLimits,
-    Drafts,
-    Draws,
-    choose_drafts,
-    choose_draws,
-)
+from medha.scheduler.speculation import Drafts, Draws
+from medha.scheduler.speculator import Speculator
 from medha.wire.messages import Admit, Extent, Grow, PolicyTerms, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
@@ -158,11 +152,7 @@ class StepBuilder:
         self._prefill_order = PrefillOrder(config.scheduling, config.topology.kv, self._stages)
         self._pace = Pace(predictor.hop_seconds(_USUAL_STEP_TOKENS) * (1 - 1 / self._stages))
         self._limits = _limits(config)
-        speculation = config.scheduling.speculation
-        self._drafted_tokens = 0 if speculation.method == "none" else speculation.max_draft_tokens
-        self._draft_costs = config.draft_costs
-        self._steps_without_draws = 0  # in which the draft model drew no guess for some decode
-        self._most_running = config.scheduling.max_running
+        self.speculator = Speculator(config)
         self._one_token_at: dict[int, tuple[Extent, ...]] = {}
 
     def build(
@@ -182,9 +172,9 @@ class StepBuilder:
         draws = Draws()
 
         def draft(space: Space) -> None:
-            nonlocal draws
-            if self._drafted_tokens:
-                draws = self._guess(space, lanes, now, drafts)
+            nonlocal drafts, draws
+            if not self.speculator.is_off:
+                drafts, draws = self._guess(space, lanes, now)
 
         batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
         if self._tier_seconds is not None:
@@ -192,7 +182,7 @@ class StepBuilder:
         packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place, admits, draft)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]
-        entries = self._decode_entries(decodes, drafts, draws.counts)
+        entries = self._decode_entries(decodes, drafts, draws)
         alone_seconds, continues = self._dispatch(prefills, entries) if prefills else (0.0, False)
         if entries:
             self._pace.launched(
@@ -208,58 +198,27 @@ class StepBuilder:
         self._lanes.couple()
         return BuiltStep(packed, entries, decodes, prefills, drafts, draws)
 
-    def _guess(self, space: Space, lanes: tuple[int, ...], now: float, drafts: Drafts) -> Draws:
-        """Let the decodes of a step verify drafted tokens, add these to `drafts`, and return what is drawn behind them."""
+    def _guess(self, space: Space, lanes: tuple[int, ...], now: float) -> tuple[Drafts, Draws]:
+        """Let the decodes of a step verify drafted tokens; return these, and what is drawn behind them."""
         decodes = [
             request
             for lane in lanes
             for request in self._lanes[lane].decodes.runnable
             if request.runs_on(lanes)
         ]
-        has_drafts = any(request.draft and not request.runs_ahead for request in decodes)
-        if not decodes or not (has_drafts or self._draft_costs):
-            return Draws()
         slack_seconds = self._table.least_slack_seconds(now, self._predictor.correction.prefill)
-        limits = DraftLimits(
-            self._drafted_tokens,
-            self._most_running
-            - len(decodes)
-            - len(space.packed.chunks),  # a prompt that ends is sampled, too
-            min(space.draft_seconds, space.batch.seconds() + slack_seconds),
-        )
-        between_seconds = self._pace.between_seconds
-        draws = self._draw(space.batch, decodes, limits, between_seconds)
-        if has_drafts:
-            drafts |= choose_drafts(space.batch, decodes, limits, between_seconds=between_seconds).drafts
-        return draws
-
-    def _draw(
-        self, batch: Batch, decodes: Sequence[Request], limits: DraftLimits, between_seconds: float
-    ) -> Draws:
-        """Let a draft model draw guesses behind the decodes of a step, and return how many."""
-        if self._draft_costs is None:
-            return Draws()
-        draws = choose_draws(
-            batch,
+        return self.speculator.guess(
+            space.batch,
+            self._batch_of_decodes(lanes),
             decodes,
-            limits,
-            self._draft_costs,
-            between_seconds=between_seconds,
-            probes=self._steps_without_draws >= PROBE_STEPS,
+            prefills=len(space.packed.chunks),
+            most_seconds=min(space.draft_seconds, space.batch.seconds() + slack_seconds),
+            between_seconds=self._pace.between_seconds,
         )
-        has_all = len(draws.counts) == len(decodes)
-        probed = self._steps_without_draws >= PROBE_STEPS and draws.counts
-        self._steps_without_draws = 0 if has_all or probed else self._steps_without_draws + 1
-        if draws.counts:
-            batch.draw(decodes[0].lane, draws.seconds)
-        return draws
 
     def prefers_drafts(self, lanes: tuple[int, ...], decodes: Sequence[Request]) -> bool:
-        """Return whether decodes in flight should wait for their tokens, so that the next step can verify drafts.
-
-        Otherwise they may run ahead, which saves the time between two steps.
-        """
-        if not self._drafted_tokens or all(len(request.draft) < 2 for request in decodes):
+        """Return whether decodes in flight should wait for their tokens, so that the next step can verify drafts."""
+        if self.speculator.is_off:
             return False
         batch = Batch(self._predictor, lanes)
         for request in decodes:
@@ -269,12 +228,7 @@ class StepBuilder:
                 batch.add_decodes(request.lane, request.dispatched, 1, request.grammar != "")
         targets = self._tpot_targets(lanes)
         longest = 0.0 if targets is None else min(targets.tpot_seconds, self._limits.max_step_seconds)
-        limits = DraftLimits(self._drafted_tokens, self._most_running - len(decodes), longest)
-        ahead_tokens_per_second = len(decodes) / max(batch.seconds(), 1e-9)
-        drafted = choose_drafts(
-            batch, decodes, limits, between_seconds=self._pace.between_seconds, unknown_tokens=1
-        )
-        return bool(drafted.drafts) and drafted.tokens_per_second > ahead_tokens_per_second
+        return self.speculator.prefers_drafts(batch, decodes, longest, self._pace.between_seconds)
 
     def _batch_of_decodes(self, lanes: tuple[int, ...]) -> Batch:
         batch = Batch(self._predictor, lanes)
@@ -376,16 +330,17 @@ class StepBuilder:
         left = self._predictor.uncorrected_prefill(request.dispatched, request.submit.tokens)
         self._table.progressed(request, left)
 
-    def _decode_entries(
-        self, decodes: Iterable[Request], drafts: Drafts, draws: Mapping[str, int]
-    ) -> list[StepEntry]:
+    def _decode_entries(self, decodes: Iterable[Request], drafts: Drafts, draws: Draws) -> list[StepEntry]:
         """Return the entries of a step's decodes, and count these as dispatched, without what they verify."""
         entries: list[StepEntry] = []
         one_token_at = self._one_token_at
         for request in decodes:
-            if request.is_spread or request.id in drafts or request.id in draws:
-                entries.append(_entry(request, 1, drafts.get(request.id, ()), draws.get(request.id, 0)))
+            name = request.id
+            if request.is_spread or name in drafts or name in draws.counts or name in draws.follows:
+                drawn, followed = draws.counts.get(name, 0), draws.follows.get(name, 0)
+                entries.append(_entry(request, 1, drafts.get(name, ()), drawn, followed))
                 request.dispatch(1)
+                request.followed = request.dispatched if drawn else request.followed + followed
             else:  # the same, in a fraction of the time: benchmarks/scheduler.py, 256 decodes
                 position = request.dispatched
                 extents = one_token_at.get(position) or self._cached_extents(position)
@@ -550,11 +505,15 @@ def _limits(config: ReplicaConfig) -> Limits:
     )
 
 
-def _entry(request: Request, count: int, drafts: tuple[int, ...] = (), draws: int = 0) -> StepEntry:
+def _entry(
+    request: Request, count: int, drafts: tuple[int, ...] = (), draws: int = 0, follows: int = 0
+) -> StepEntry:
     """Return the entry of the next `count` positions of a request, before they count as dispatched, and of `drafts`."""
     extents = (Extent(request.dispatched, count + len(drafts)),)
     samples = request.dispatched + count == request.length
     if len(request.lanes) == 1:
-        return StepEntry(request.id, request.lane, extents, samples, drafts=drafts, draws=draws)
+        return StepEntry(
+            request.id, request.lane, extents, samples, drafts=drafts, draws=draws, follows=follows
+        )
     assert request.shard_map is not None
     return StepEntry(request.id, request.lane, extents, samples, "owner", request.shard_map.version, drafts)

@@ -491,8 +491,9 @@ class StepEntry:
     The last positions of an entry with `drafts` hold these guesses at the tokens that come next. A token is sampled
     before each of them, for as long as each guess is the token sampled, and one after that.
 
-    The rank that samples then draws up to `draws` guesses at the tokens behind those, from the draft model, and reports
-    them in `Done.drafts`.
+    The draft model of the rank that samples first computes up to `follows` tokens before the entry's positions, from the
+    first one on that it has not computed yet. If none of them is left, it draws up to `draws` guesses at the tokens behind
+    those that are sampled, and the rank reports them in `Done.drafts`.
     """
 
     id: str
@@ -503,6 +504,7 @@ class StepEntry:
     shard_map_version: int = 0
     drafts: tuple[int, ...] = ()
     draws: int = 0
+    follows: int = 0
 
     @property
     def token_count(self) -> int:
@@ -617,11 +619,11 @@ class RankHello:
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """Measured times of guesses that a draft model draws, in seconds. The model computes the rows of steps anyhow."""
+    """Measured times of a draft model's work, in seconds. It draws guesses in rounds, one of each sequence in a round."""
 
-    first_seconds: float  # of the first guess of each sequence, all of them together
-    round_seconds: float  # of each further guess of each sequence, all of them together
-    row_seconds: float  # that each guess adds to these
+    round_seconds: float  # of a round, however few guesses it draws
+    row_seconds: float  # that each guess adds to its round
+    token_seconds: float = 0.0  # of each token of a sequence that it computes before
 
 
 @dataclass(frozen=True, slots=True)
@@ -715,6 +717,10 @@ class Done:
     copy_seconds: float = (
         0.0  # of copies between the KV pool and the host tier; not part of `compute_seconds`
     )
+    draft_seconds: float = 0.0  # the part of `compute_seconds` in which a draft model computed
+    followed: tuple[
+        tuple[str, int], ...
+    ] = ()  # (request, tokens of its prompt that the draft model had computed already); only behind a first entry
 
 
 @dataclass(frozen=True, slots=True)

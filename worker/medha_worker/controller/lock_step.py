@@ -51,6 +51,8 @@ class LockStep:
         for seconds in (part.compute_seconds, part.copy_seconds):
             if not (isfinite(seconds) and seconds >= 0):
                 return f"step {part.step_id} took {seconds} seconds"
+        if not 0 <= part.draft_seconds <= part.compute_seconds:
+            return f"step {part.step_id} drafted for {part.draft_seconds} of {part.compute_seconds} seconds"
         if set(part.lanes) & {lane for one in self._done.get(part.step_id, ()) for lane in one.lanes}:
             return f"step {part.step_id} is done already on lanes {part.lanes}"
         drafts = {
@@ -143,11 +145,23 @@ class LockStep:
             lanes=lanes,
             prompt_logprobs=tuple(scored for one in parts for scored in one.prompt_logprobs),
             drafts=tuple(drafted for one in parts for drafted in one.drafts),
+            draft_seconds=max(one.draft_seconds for one in parts),
+            followed=tuple(followed for one in parts for followed in one.followed),
         )
 
 
 def _strange_drafts(part: Done, step: Step, vocab_size: int) -> str | None:
-    """Return what is wrong with the guesses of a draft model, or None."""
+    """Return what is wrong with the guesses of a draft model, or with what it has computed before; None if nothing is."""
+    starts = {
+        entry.id: entry.extents[0].start
+        for entry in step.entries
+        if entry.extents and entry.lane in part.lanes
+    }
+    for name, tokens in part.followed:
+        if not 0 <= tokens <= starts.get(name, -1):
+            return (
+                f"the draft model has computed {tokens} tokens of {name}, which begins at {starts.get(name)}"
+            )
     if not part.drafts:
         return None
     asked = {entry.id: entry.draws for entry in step.entries if entry.lane in part.lanes}

@@ -17,6 +17,8 @@ CONTEXT_TOKENS = 256
 """Context of the sequences whose guesses are timed."""
 TIMED_ROWS = 8
 """Sequences of the step that measures what each further one costs."""
+TIMED_TOKENS = 256
+"""Tokens of the chunk that measures what it costs to follow a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def warm_up_draft(
     max_model_len: int,
     clock: Callable[[], float],
 ) -> DraftWarmUp:
-    """Run the largest step of a draft model, and time guesses for one sequence and for several.
+    """Run the largest step of a draft model, and time guesses for one sequence and for several, and a prompt's tokens.
 
     Raises:
         OutOfMemory: the largest step does not fit.
@@ -43,8 +45,9 @@ def warm_up_draft(
     context = min(CONTEXT_TOKENS, max_model_len - 1)
     one: Shape = (Work(context, 1),)
     several = one * min(TIMED_ROWS, max_running)
+    chunk: Shape = (Work(0, min(TIMED_TOKENS, max_chunk_tokens, max_model_len)),)
     largest: Shape = (Work(0, min(max_chunk_tokens, max_model_len)), *(Work(0, 1),) * max_running)
-    timer = StepTimer(model, max(map(blocks_of, (several, largest))) * BLOCK_TOKENS, clock)
+    timer = StepTimer(model, max(map(blocks_of, (several, chunk, largest))) * BLOCK_TOKENS, clock)
     memory = model.device.memory
     memory.forget_peak()
     before = memory.used_bytes()
@@ -58,14 +61,16 @@ def warm_up_draft(
             f"weights ({error}); lower scheduling.maxChunkTokens or scheduling.maxRunning"
         ) from error
     activation_bytes = max(memory.peak_bytes() - before, 0)
-    for works in (one, several):
+    shapes = (one, several, chunk)
+    for works in shapes:
         timer.measure(works)
-    alone, together = (median([timer.measure(works) for _ in range(REPEATS)]) for works in (one, several))
-    further = max(len(several) - 1, 1)
-    row_seconds = max(0.0, (together.seconds - alone.seconds) / further)
+    alone, together, followed = (median([timer.measure(works) for _ in range(REPEATS)]) for works in shapes)
+    row_seconds = max(0.0, (together.seconds - alone.seconds) / max(len(several) - 1, 1))
     costs = DraftCosts(
-        first_seconds=max(0.0, alone.sampling_seconds - row_seconds),
         round_seconds=max(0.0, alone.seconds - row_seconds),
         row_seconds=row_seconds,
+        token_seconds=max(
+            0.0, (followed.forward_seconds - alone.forward_seconds) / max(chunk[0].count - 1, 1)
+        ),
     )
     return DraftWarmUp(costs, activation_bytes)

@@ -1,8 +1,12 @@
-"""Guesses of a draft model: a smaller model that computes the tokens of all steps, too, and writes a few tokens ahead.
+"""Guesses of a draft model: a smaller model that writes a few tokens ahead of the sequences that a step names.
 
-Only the rank that samples has one. It knows the ids of all tokens, so it can compute a step's rows once more with the
-draft model. The KV of that model lies in a pool of its own, at the same blocks as that of the served model. Whatever the
-ledger decides of a block, to share, copy or free it, is then decided for both.
+Only the rank that samples has one. It knows the ids of all tokens, so the draft model can compute those of any sequence
+later than the served model does. It follows a sequence only where an entry asks for it, so one that is not guessed behind
+costs nothing. What it has computed once, it keeps: also the KV of guesses that have turned out right.
+
+The KV of the draft model lies in a pool of its own, at the same blocks as that of the served model. Whatever the ledger
+decides of a block, to share, copy or free it, is then decided for both. How many tokens of each block the draft model has
+computed is noted with the block, so sequences that share a prompt share that, too.
 
 A guess is sampled as the next token is: with the same parameters, and the same random numbers for its position. So two
 models that agree on the likely tokens mostly agree on the sampled one. Grammars and log-probabilities play no part, and
@@ -15,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,6 +28,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor
 
 from medha.kv.blocks import BlockCopy
+from medha.kv.host_tier import TierCopy
 from medha.wire.frames import TokenIds
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
@@ -31,6 +37,7 @@ from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.kv_parallel_plan import LOCAL
 from medha_worker.rank.lane_plan import PlannedEntry
+from medha_worker.rank.lane_state import SequenceState
 from medha_worker.rank.sampled_tokens import Result
 
 _log = logging.getLogger("medha.executor")
@@ -39,96 +46,195 @@ _NEGATIVE_INFINITY = float("-inf")
 
 Guesses = tuple[tuple[str, tuple[int, ...]], ...]
 """Guesses at the next tokens of sequences, with their names."""
+Followed = tuple[tuple[str, int], ...]
+"""Numbers of tokens that the draft model has computed of sequences, with their names."""
+
+
+Table = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(slots=True)
-class _Drawing:
-    """A sequence that guesses are drawn for; `position` is that of the first one."""
+class _Following:
+    """How far the draft model has computed a sequence, and the guesses that it has drawn behind that."""
 
-    name: str
-    row: int  # of the hidden states that the next guess is drawn from
-    most: int
-    position: int
-    table: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
-    sampler: SequenceSampler  # of the guesses
+    blocks: int  # of its table that are known here
+    computed: int  # tokens whose KV of the draft model is right
+    noted: int = 0  # those of them that are noted with their blocks
+    guesses: tuple[int, ...] = ()  # of the tokens from `computed` on; the KV of all but the last is there
+    standing_in: SequenceSampler | None = None  # sampler of guesses
+
+    def settle(self, sequence: SequenceState, stop: int) -> None:
+        """Keep the KV of the guesses that are the sequence's tokens before `stop`."""
+        kept = min(len(self.guesses) - 1, stop - self.computed)
+        if kept > 0:
+            known = sequence.tokens(self.computed, self.computed + kept).tolist()
+            pairs = zip(known, self.guesses, strict=False)
+            self.computed += len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        self.guesses = ()
+
+
+@dataclass(slots=True)
+class _Run:
+    """The tokens of a sequence that are computed now, up to `stop`, and how many guesses are drawn behind them."""
+
+    planned: PlannedEntry
+    following: _Following
+    stop: int
+    draws: int = 0
+    row: int = 0  # of the hidden states that the next guess is drawn from
     guesses: list[int] = field(default_factory=list)
+
+    @property
+    def sampler(self) -> SequenceSampler:
+        """The sampler of guesses."""
+        assert self.following.standing_in is not None
+        return self.following.standing_in
 
     @property
     def goes_on(self) -> bool:
         """True if another guess is wanted behind the last one."""
-        return len(self.guesses) < self.most and self.guesses[-1] not in self.sampler.stop_ids
+        return 0 < len(self.guesses) < self.draws and self.guesses[-1] not in self.sampler.stop_ids
 
 
 class Drafter:
-    """Follows the sequences of a lane with a draft model, and draws guesses from it."""
+    """Follows the sequences of a lane with a draft model where a step asks for it, and draws guesses."""
 
-    def __init__(self, model: Transformer, kv_cache: KVCache, vocab_size: int) -> None:
-        """`kv_cache` has the blocks of the served model's pool; `vocab_size` is that of the served model."""
+    def __init__(
+        self, model: Transformer, kv_cache: KVCache, vocab_size: int, *, host_blocks: int = 0
+    ) -> None:
+        """`kv_cache` has the blocks of the served model's pool; `vocab_size` is that of the served model.
+
+        `host_blocks` is the number of blocks of the pool's host tier.
+        """
         self._model = model
         self._kv_cache = kv_cache
         self._vocab_size = vocab_size
         self._sampler = TokenSampler(model.kernels.race, model.device)
-        self._samplers: WeakKeyDictionary[SequenceSampler, SequenceSampler] = WeakKeyDictionary()
+        self._following: WeakKeyDictionary[SequenceSampler, _Following] = WeakKeyDictionary()
+        self._filled = np.zeros(
+            kv_cache.num_blocks, dtype=np.int64
+        )  # tokens computed of each block's content
+        self._filled_in_host = np.zeros(host_blocks, dtype=np.int64)  # the same of blocks of the host tier
+
+    def copied(self, copies: Sequence[TierCopy]) -> None:
+        """Take note of copies between the pool and its host tier."""
+        for one in copies:
+            there = self._filled_in_host[one.slot : one.slot + one.count]
+            here = self._filled[one.block : one.block + one.count]
+            source, target = (there, here) if one.is_fetch else (here, there)
+            target[:] = source
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy the KV of blocks, as the served model's is copied; the draft model frees none before its windows.
 
-        If that fails, guesses are wrong, and the step goes on.
+        If that fails, the draft model computes it again.
         """
+        copies = [one for one in copies if not one.in_windows and self._filled[one.source]]
+        if not copies:
+            return
+        targets = [one.target for one in copies]
         try:
             self._kv_cache.copy_blocks(copies)
+            self._filled[targets] = self._filled[[one.source for one in copies]]
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
+            self._filled[targets] = 0
             _log.warning("the draft model could not copy the KV of %d blocks: %s", len(copies), error)
 
+    def note(self, entries: Sequence[PlannedEntry]) -> Followed:
+        """Take note of the blocks of a step's entries; return what is there of sequences that begin with computed tokens.
+
+        It must see each step, because a block that a sequence begins to use had other content before.
+        """
+        found = []
+        for one in entries:
+            sampler = one.sequence.sampler
+            if one.entry.strategy != LOCAL or sampler is None:
+                continue  # its KV lies on several lanes
+            following = self._following.get(sampler)
+            if following is None:
+                following = self._following[sampler] = self._begin(one)
+                if following.computed:
+                    found.append((one.entry.id, following.computed))
+            elif len(one.table) > following.blocks:
+                self._filled[one.table[following.blocks :]] = 0
+                following.blocks = len(one.table)
+        return tuple(found)
+
+    def _begin(self, one: PlannedEntry) -> _Following:
+        """Note the blocks of a sequence whose first entry begins behind what was cached, shared or copied."""
+        size, start = self._kv_cache.block_tokens, one.entry.extents[0].start
+        first = start // size
+        own = np.asarray(one.table[first:], dtype=np.int64)
+        self._filled[own[1:]] = 0
+        self._filled[own[:1]] = np.minimum(self._filled[own[:1]], start % size)
+        filled = self._filled[np.asarray(one.table[: first + 1], dtype=np.int64)]
+        partial = np.flatnonzero(filled < size)
+        computed = len(filled) * size if len(partial) == 0 else partial[0] * size + filled[partial[0]]
+        return _Following(len(one.table), int(min(computed, start)), int(min(computed, start)))
+
     def follow(self, entries: Sequence[PlannedEntry], results: Sequence[Result]) -> Guesses:
-        """Compute the rows of entries that a step has computed and sampled, and draw the guesses that they ask for.
+        """Compute the tokens that entries ask for, behind the step that has sampled `results`, and draw their guesses.
 
         Whatever fails here, the step stands, and there are no guesses.
         """
+        asked = [one for one in entries if one.entry.draws or one.entry.follows]
+        if not asked:
+            return ()
         try:
-            return self._follow(entries, {id(one.planned): one for one in results})
+            return self._follow(asked, {id(one.planned): one for one in results})
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
-            _log.warning("the draft model has failed for %d sequences: %s", len(entries), error)
+            _log.warning("the draft model has failed for %d sequences: %s", len(asked), error)
             return ()
 
     def _follow(self, entries: Sequence[PlannedEntry], results: dict[int, Result]) -> Guesses:
-        runs: list[tuple[TokenIds, SequenceSpan]] = []
-        drawing: list[_Drawing] = []
-        row = 0
-        for one in entries:
-            if one.entry.strategy != LOCAL:
-                continue  # its KV lies on several lanes
-            start, result = one.entry.extents[0].start, results.get(id(one))
-            accepted = max(len(result.sampled) - 1, 0) if result is not None else 0
-            stop = one.known + accepted
-            found = self._drawing(one, stop, result)
-            ids = one.sequence.tokens(start, stop + (found is not None))
-            runs.append((ids, SequenceSpan(row, len(ids), start, one.table)))
-            row += len(ids)
-            if found is not None:
-                found.row = row - 1
-                drawing.append(found)
+        runs = [run for one in entries if (run := self._run(one, results.get(id(one)))) is not None]
         if not runs:
             return ()
-        hidden = self._forward(runs)
-        self._draw(hidden, drawing)
-        return tuple((one.name, tuple(one.guesses)) for one in drawing if one.guesses)
+        fed: list[tuple[TokenIds, SequenceSpan]] = []
+        row = 0
+        for run in runs:
+            ids = run.planned.sequence.tokens(run.following.computed, run.stop)
+            fed.append((ids, SequenceSpan(row, len(ids), run.following.computed, run.planned.table)))
+            row += len(ids)
+            run.row = row - 1
+        hidden = self._forward(fed)
+        for run in runs:
+            self._computed(run)
+        self._draw(hidden, [run for run in runs if run.draws])
+        for run in runs:
+            run.following.guesses = tuple(run.guesses)
+        return tuple((run.planned.entry.id, tuple(run.guesses)) for run in runs if run.guesses)
 
-    def _drawing(self, one: PlannedEntry, position: int, result: Result | None) -> _Drawing | None:
-        """Return what is drawn behind an entry's last token, at `position`; None for nothing."""
+    def _run(self, one: PlannedEntry, result: Result | None) -> _Run | None:
+        """Return what the draft model computes of an entry's sequence; None for nothing."""
         sampler = one.sequence.sampler
-        if result is None or not result.sampled or sampler is None or sampler.mask is not None:
+        following = None if sampler is None else self._following.get(sampler)
+        if sampler is None or following is None:
             return None
-        if result.sampled[-1][1] is not None:  # it has ended
+        start = one.entry.extents[0].start
+        behind = start  # the positions whose tokens are known
+        goes_on = result is not None and result.sampled and result.sampled[-1][1] is None
+        if goes_on and result is not None:
+            behind = one.known + len(result.sampled)
+        following.settle(one.sequence, behind - 1)  # a guess needs the hidden state of the token before it
+        draws = 0
+        if goes_on and sampler.mask is None and following.computed + one.entry.follows >= start:
+            # Each guess needs the KV of the token before it, and the last block of the sequence ends somewhere.
+            room = len(one.table) * self._kv_cache.block_tokens - behind + 1
+            draws = max(min(one.entry.draws, room), 0)
+        stop = behind if draws else min(following.computed + one.entry.follows, start)
+        if stop <= following.computed:
             return None
-        # Each guess needs the KV of the token before it, and the last block of the sequence ends somewhere.
-        most = min(one.entry.draws, len(one.table) * self._kv_cache.block_tokens - position)
-        if most <= 0:
-            return None
-        standing_in = self._samplers.get(sampler)
-        if standing_in is None:
-            standing_in = self._samplers[sampler] = sampler.ahead()
-        return _Drawing(one.entry.id, 0, most, position + 1, one.table, standing_in)
+        if draws and following.standing_in is None:
+            following.standing_in = sampler.ahead()
+        return _Run(one, following, stop, draws)
+
+    def _computed(self, run: _Run) -> None:
+        """Note the tokens of a run as computed, with their blocks."""
+        size, following = self._kv_cache.block_tokens, run.following
+        blocks = np.arange(following.noted // size, -(-run.stop // size))
+        self._filled[np.asarray(run.planned.table)[blocks]] = np.minimum(run.stop - blocks * size, size)
+        following.computed = following.noted = run.stop
 
     def _forward(self, runs: Sequence[tuple[TokenIds, SequenceSpan]]) -> Tensor:
         """Return the hidden states of runs of tokens, [rows, hidden]; writes their KV."""
@@ -141,28 +247,29 @@ class Drafter:
         step = self._model.prepare(torch.from_numpy(positions), spans, self._kv_cache)
         return self._model.forward(torch.from_numpy(ids.astype(np.int64)), step)
 
-    def _draw(self, hidden: Tensor, drawing: Sequence[_Drawing]) -> None:
+    def _draw(self, hidden: Tensor, drawing: Sequence[_Run]) -> None:
         """Draw the guesses of all sequences, one of each at a time."""
         going = list(drawing)
         while going:
             rows = self._model.device.place(torch.tensor([one.row for one in going]))
             for one in going:
-                one.sampler.position = one.position + len(one.guesses)
+                one.sampler.position = one.stop + len(one.guesses)
             logits = self._logits(hidden.index_select(0, rows))
             sampled = self._sampler.sample(logits, [one.sampler for one in going])
             for one, token in zip(going, sampled, strict=True):
                 if isinstance(token, SampledToken):
                     one.guesses.append(token.token)
                 else:
-                    one.most = 0
-            going = [one for one in going if one.guesses and one.goes_on]
+                    one.draws = 0
+            going = [one for one in going if one.goes_on]
             if not going:
                 return
             runs = []
             for row, one in enumerate(going):
                 last = np.array(one.guesses[-1:], dtype=np.int32)
                 one.row = row
-                runs.append((last, SequenceSpan(row, 1, one.position + len(one.guesses) - 1, one.table)))
+                span = SequenceSpan(row, 1, one.stop + len(one.guesses) - 1, one.planned.table)
+                runs.append((last, span))
             hidden = self._forward(runs)
 
     def _logits(self, hidden: Tensor) -> Tensor:

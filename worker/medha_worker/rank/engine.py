@@ -231,7 +231,8 @@ class Loaded:
     def _drafter(self) -> Drafter | None:
         if self._draft is None or self._draft_cache is None:
             return None
-        return Drafter(self._draft, self._draft_cache, self._config.vocab_size)
+        host_blocks = self._host_blocks[0].blocks if self._host_blocks else 0
+        return Drafter(self._draft, self._draft_cache, self._config.vocab_size, host_blocks=host_blocks)
 
     def _grammar_masks(self) -> GrammarMasks | None:
         """Return what makes the masks of sequences if this rank samples; its vocabulary is read while weights warm up."""
@@ -309,9 +310,10 @@ class Loaded:
         )
         self._draft_costs = warm.costs
         _log.info(
-            "a guess of the draft model takes %.3g ms, and %.3g ms for each further sequence",
+            "a guess of the draft model takes %.3g ms, %.3g ms for each further sequence, and %.3g ms for each token before",
             1e3 * (warm.costs.round_seconds + warm.costs.row_seconds),
             1e3 * warm.costs.row_seconds,
+            1e3 * warm.costs.token_seconds,
         )
         rows = scheduling.max_chunk_tokens + scheduling.max_running
         return warm.activation_bytes + rows * config.hidden_size * draft.dtype.itemsize

@@ -38,7 +38,7 @@ from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.sampler import TokenMask
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.token_sampler import TokenSampler
-from medha_worker.rank.drafter import Drafter
+from medha_worker.rank.drafter import Drafter, Followed, Guesses
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
 from medha_worker.rank.prompt_scores import PromptScorer, Scored
@@ -236,7 +236,7 @@ class Executor:
         run = self._run_alone if self._pipeline is None else self._run_in_lock_step
         with torch.inference_mode():
             computed, results, scored = run(plan, failures, on_forward_done)
-            drafts = self._drafter.follow(computed, results) if self._drafter is not None else ()
+            drafts, followed, draft_seconds = self._draft(computed, results)
         samples = [sample for result in results for sample in _samples(result, failures)]
         self._begin_masks()
         for one in plan.entries:
@@ -253,7 +253,23 @@ class Executor:
             prompt_logprobs=tuple(scored),
             drafts=drafts,
             copy_seconds=copy_seconds,
+            draft_seconds=draft_seconds,
+            followed=followed,
         )
+
+    def _draft(
+        self, computed: Sequence[PlannedEntry], results: Sequence[Result]
+    ) -> tuple[Guesses, Followed, float]:
+        """Let the draft model, if there is one, do what entries ask for; return its reports, and the seconds that it took."""
+        if self._drafter is None:
+            return (), (), 0.0
+        followed = self._drafter.note(computed)
+        if not any(one.entry.draws or one.entry.follows for one in computed):
+            return (), followed, 0.0
+        started = self._clock()
+        drafts = self._drafter.follow(computed, results)
+        self._model.device.synchronise()
+        return drafts, followed, self._clock() - started
 
     def _copy_tier(self, copies: Sequence[TierCopy]) -> float:
         """Copy blocks between KV pool and host tier; return how long that took, in seconds."""
@@ -262,6 +278,8 @@ class Executor:
         started = self._clock()
         for host_blocks in self._host_blocks:
             host_blocks.copy(copies)
+        if self._drafter is not None:
+            self._drafter.copied(copies)
         self._model.device.synchronise()
         return self._clock() - started
 

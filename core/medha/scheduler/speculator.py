@@ -1,0 +1,180 @@
+"""Speculative decoding of one replica: what its steps verify and draw, and what is learned from how they turn out.
+
+The decisions are those of `medha.scheduler.speculation`. Here is the state that they depend on: how often guesses are right,
+how long the draft model takes, and the time between steps that wait for their guesses and steps that run ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from medha.scheduler.draft_seconds import DraftSeconds
+from medha.scheduler.packer import Batch
+from medha.scheduler.replica_config import ReplicaConfig
+from medha.scheduler.request import Request
+from medha.scheduler.speculation import (
+    FORGETTING,
+    PROBE_SHARE,
+    Between,
+    DraftChance,
+    DraftLimits,
+    Drafts,
+    DrawChoice,
+    Draws,
+    choose_drafts,
+)
+from medha.scheduler.turnaround import Turnaround
+from medha.wire.messages import Done
+
+REST_STEPS = 8
+"""Steps with as many decodes for which nothing is drawn once guesses do not pay: the decision itself takes time."""
+_MOST_PROBE_STEPS = 8
+"""Steps whose time may be saved up for a probe."""
+
+
+class Speculator:
+    """Decides what the steps of a replica verify and draw, and learns from them."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        speculation = config.scheduling.speculation
+        self._tokens_each = 0 if speculation.method == "none" else speculation.max_draft_tokens
+        self._most_running = config.scheduling.max_running
+        self._most_tokens = config.scheduling.max_chunk_tokens
+        self._model = None if config.draft_costs is None else DraftSeconds(config.draft_costs)
+        self._chance = DraftChance()
+        self._turnaround = Turnaround()
+        self._has_one_stage = config.topology.stream == 1
+        self._probe_seconds = 0.0  # that the draft model may take for a probe
+        self._rests = 0  # steps for which nothing is drawn
+        self._rests_with = 0  # their decodes
+
+    @property
+    def is_off(self) -> bool:
+        """True if no step verifies guesses."""
+        return self._tokens_each == 0
+
+    def guess(
+        self,
+        batch: Batch,
+        alone: Batch,
+        decodes: Sequence[Request],
+        *,
+        prefills: int,
+        most_seconds: float,
+        between_seconds: float,
+    ) -> tuple[Drafts, Draws]:
+        """Return what a step verifies, and what the draft model does behind it; leave both in its `batch`.
+
+        Args:
+            batch: the step, with its decodes and prefills.
+            alone: the same without prefills. Each second that guesses take delays these as well, so drawing must pay for
+                decodes alone.
+            decodes: its decodes.
+            prefills: the number of its prefills.
+            most_seconds: longest predicted time of the step.
+            between_seconds: time between two steps, if there are several stages.
+        """
+        has_drafts = any(request.draft and not request.runs_ahead for request in decodes)
+        if not decodes or not (has_drafts or self._model is not None):
+            return {}, Draws()
+        # A prompt that ends is sampled, too.
+        most = self._most_running - len(decodes) - prefills
+        limits = DraftLimits(self._tokens_each, most, most_seconds)
+        between = self._between(between_seconds)
+        left_seconds = most_seconds - (batch.seconds() - alone.seconds())
+        draws = self._draw(alone, decodes, replace(limits, seconds=left_seconds), between)
+        batch.draw_seconds = draws.seconds
+        drafts: Drafts = {}
+        if has_drafts:
+            drafts = choose_drafts(
+                batch, decodes, limits, self._chances(decodes), between_seconds=between.waiting_seconds
+            ).drafts
+        return drafts, draws
+
+    def _draw(self, batch: Batch, decodes: Sequence[Request], limits: DraftLimits, between: Between) -> Draws:
+        """Let the draft model work behind a step if that pays, or to learn whether it would, and return what it does."""
+        if self._model is None:
+            return Draws()
+        if self._rests and len(decodes) == self._rests_with:
+            self._rests -= 1
+            return Draws()
+        chances = self._chances(decodes)
+        choice = DrawChoice(batch, decodes, limits, chances, self._model, between, self._most_tokens)
+        plain_seconds = batch.seconds()
+        draws = choice.choose()
+        if not draws:
+            saved = self._probe_seconds + (1 + REST_STEPS) * PROBE_SHARE * plain_seconds
+            self._probe_seconds = min(saved, _MOST_PROBE_STEPS * plain_seconds)
+            draws = choice.probe(self._probe_seconds)
+            self._probe_seconds -= draws.seconds
+            self._rests, self._rests_with = REST_STEPS, len(decodes)
+        for request in decodes:
+            if request.id not in draws.counts:
+                request.draft_tokens *= FORGETTING
+        return draws
+
+    def prefers_drafts(
+        self, batch: Batch, decodes: Sequence[Request], most_seconds: float, between_seconds: float
+    ) -> bool:
+        """Return whether decodes in flight should wait for their tokens, so that the next step can verify drafts.
+
+        Otherwise they may run ahead, which saves the time between two steps. `batch` is the next step.
+        """
+        if self.is_off or all(len(request.draft) < 2 for request in decodes):
+            return False
+        limits = DraftLimits(self._tokens_each, self._most_running - len(decodes), most_seconds)
+        between = self._between(between_seconds)
+        ahead_tokens_per_second = len(decodes) / max(batch.seconds() + between.ahead_seconds, 1e-9)
+        drafted = choose_drafts(
+            batch,
+            decodes,
+            limits,
+            self._chances(decodes),
+            between_seconds=between.waiting_seconds,
+            unknown_tokens=1,
+        )
+        return bool(drafted.drafts) and drafted.tokens_per_second > ahead_tokens_per_second
+
+    def _between(self, between_seconds: float) -> Between:
+        if self._has_one_stage:
+            return Between(self._turnaround.waiting_seconds, self._turnaround.ahead_seconds)
+        return Between(between_seconds, between_seconds)
+
+    def _chances(self, decodes: Sequence[Request]) -> Mapping[str, float]:
+        if self._model is None:  # whether a sequence quotes says nothing of others
+            return {request.id: request.draft_chance for request in decodes}
+        return {request.id: self._chance.of(request) for request in decodes}
+
+    # --- learning -----------------------------------------------------------------------------------
+
+    def observe(self, request: Request, tokens: Sequence[int]) -> None:
+        """Learn from the next sampled tokens of a request; keep what is left of its draft."""
+        if request.draft:
+            self._chance.observe(request, tokens)
+
+    def take(self, done: Done, draws: Draws, requests: Mapping[str, Request]) -> float:
+        """Take the reports of a draft model on a step; return how long that step took without it, in seconds.
+
+        `requests` are the step's that have not ended.
+        """
+        for name, draft in done.drafts:
+            if name in requests:
+                requests[name].draft = draft
+        for name, tokens in done.followed:
+            if name in requests:
+                requests[name].followed = tokens
+        if not draws:
+            return done.compute_seconds
+        drawn = {name for name, _ in done.drafts}
+        for name in draws.counts:
+            if name in requests and name not in drawn:
+                self._chance.missed(requests[name])
+        seconds = done.draft_seconds or min(draws.seconds, done.compute_seconds)
+        if self._model is not None:
+            self._model.observe(draws.uncorrected, seconds)
+        return done.compute_seconds - seconds
+
+    def passed(self, between_seconds: float, compute_seconds: float, *, ran_ahead: bool) -> None:
+        """Learn from the time that passed before a step of decodes on one stage, which then took `compute_seconds`."""
+        self._turnaround.observe(between_seconds, compute_seconds, ran_ahead=ran_ahead)
