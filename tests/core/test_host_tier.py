@@ -78,6 +78,36 @@ def test_what_the_tier_holds_already_is_not_copied_again() -> None:
     tier.check()
 
 
+def test_blocks_that_two_branches_have_are_taken_once() -> None:
+    """Where maps cut a prompt at several places, a lane's cache has the same blocks behind two beginnings."""
+    tier = HostTier(20, SIZE, Prices())
+    _, demotions = tier.demote([branch(1, 2, 10, first_block=0), branch(1, 4, 12, first_block=50)])
+    assert sorted(demotions, key=lambda one: one.last) == [Demotion(7, 8), Demotion(57, 2)]
+    assert held(tier, 1, 12, start=2) == 10
+    tier.check()
+    for seed in range(3, 9):
+        tier.demote([branch(seed, 5000, 5012)])
+        tier.check()
+    assert tier.counts.dropped_blocks > 10
+
+
+def test_prompts_that_lanes_share_at_several_places_leave_one_copy_on_each_lane() -> None:
+    pools = KvPools(
+        lanes=2, kv_blocks=60, block_size_tokens=SIZE, tokens_per_lane=40, host_blocks=100, prices=Prices()
+    )
+    for blocks in (26, 30):
+        assert pools.admit(str(blocks), blocks * SIZE, blocks * SIZE, block_hashes=hashes(1, blocks))
+    for blocks in (26, 30):  # the second lane has the blocks from the 13th, and those from the 15th
+        pools.computed(str(blocks), blocks * SIZE)
+        pools.release(str(blocks))
+    for seed in range(2, 12):
+        assert pools.admit(str(seed), 118 * SIZE, 118 * SIZE, block_hashes=hashes(seed, 118))
+        pools.computed(str(seed), 118 * SIZE)
+        pools.release(str(seed))
+        for tier in pools.tiers:
+            tier.check()
+
+
 def test_a_full_tier_gives_way_to_what_costs_more_and_keeps_the_beginnings() -> None:
     tier = HostTier(10, SIZE, Prices())
     tier.demote([branch(1, 4, 8), branch(1, 0, 4)])

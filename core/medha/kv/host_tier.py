@@ -264,8 +264,9 @@ class HostTier:
         """
         candidates: list[_Candidate] = []
         behind: dict[str, float] = {}  # hash of the block before a candidate -> its worth
+        known: set[str] = set()  # hashes of candidates: maps that cut a prompt elsewhere repeat blocks on a lane
         for branch in branches:
-            for one in self._candidates(branch, behind):
+            for one in self._candidates(branch, behind, known):
                 candidates.append(one)
                 behind[one.before] = max(behind.get(one.before, 0.0), one.worth)
         candidates.reverse()  # of those that are worth the same, the beginning of a prefix comes first
@@ -294,20 +295,28 @@ class HostTier:
             self._store(one)
         return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
 
-    def _candidates(self, branch: Branch, behind: Mapping[str, float]) -> Iterable[_Candidate]:
+    def _candidates(
+        self, branch: Branch, behind: Mapping[str, float], known: set[str]
+    ) -> Iterable[_Candidate]:
         """Yield the parts of a branch that the tier lacks, and that would be fetched rather than computed.
 
-        `behind` has the worth of what follows a block and is about to be demoted.
+        `behind` has the worth of what follows a block and is about to be demoted. `known` has the hashes of other
+        branches' candidates, which are not taken twice; those of this branch are added.
         """
+        def lacks(block: int) -> bool:
+            key = hash_at(branch.hashes, block)
+            return key not in self._places and key not in known
+
         end = branch.start + branch.blocks
         position = branch.start
         while position < end:
-            if hash_at(branch.hashes, position) in self._places:
+            if not lacks(position):
                 position += 1
                 continue
             stop = position + 1
-            while stop < end and hash_at(branch.hashes, stop) not in self._places:
+            while stop < end and lacks(stop):
                 stop += 1
+            known.update(hash_at(branch.hashes, block) for block in range(position, stop))
             block_seconds = self._block_seconds(position, stop)
             if self._prices.fetch_seconds(stop - position) < block_seconds * (stop - position):
                 runs = cut_runs(branch.runs, position - branch.start, stop - branch.start)
