@@ -13,7 +13,7 @@ from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockLedger
 from medha.kv.host_tier import HostLedger, HostTier, TierCopy, tier_copies
 from medha.kv.lane_replay import LaneReplay
-from medha.kv.pools import KvPools
+from medha.kv.pools import KvPools, Placed
 from medha.kv.prefix_cache import Branch, PrefixHasher
 from medha.wire.messages import (
     Admit,
@@ -106,6 +106,34 @@ def test_prompts_that_lanes_share_at_several_places_leave_one_copy_on_each_lane(
         pools.release(str(seed))
         for tier in pools.tiers:
             tier.check()
+
+
+def test_a_long_prompt_is_fetched_on_whichever_lanes_have_it() -> None:
+    pools = KvPools(
+        lanes=2, kv_blocks=60, block_size_tokens=SIZE, tokens_per_lane=40, host_blocks=400, prices=Prices()
+    )
+
+    def serve(name: str, blocks: int) -> Placed:
+        text = hashes(int(name), blocks)
+        placed = pools.admit(name, blocks * SIZE, blocks * SIZE, block_hashes=text)
+        assert placed is not None
+        pools.computed(name, blocks * SIZE)
+        pools.release(name)
+        pools.take_publishes()
+        pools.take_releases()
+        return placed
+
+    assert pools.admit("0", 32, 32, block_hashes=hashes(0, 8), owners=[0])
+    assert serve("1", 24).shards.lanes == (1, 0)
+    pools.release("0")
+    pools.take_releases()
+    for name in ("2", "3"):
+        serve(name, 118)
+    expected, _ = pools.expected(24 * SIZE, hashes(1, 24), is_long=True)
+    placed = serve("1", 24)
+    assert placed.shards.lanes == (1, 0)
+    assert placed.cached_tokens == expected == 23 * SIZE
+    assert sum(one.count for one in placed.fetches) == 23
 
 
 def test_a_full_tier_gives_way_to_what_costs_more_and_keeps_the_beginnings() -> None:

@@ -264,7 +264,9 @@ class HostTier:
         """
         candidates: list[_Candidate] = []
         behind: dict[str, float] = {}  # hash of the block before a candidate -> its worth
-        known: set[str] = set()  # hashes of candidates: maps that cut a prompt elsewhere repeat blocks on a lane
+        known: set[str] = (
+            set()
+        )  # hashes of candidates: maps that cut a prompt elsewhere repeat blocks on a lane
         for branch in branches:
             for one in self._candidates(branch, behind, known):
                 candidates.append(one)
@@ -303,6 +305,7 @@ class HostTier:
         `behind` has the worth of what follows a block and is about to be demoted. `known` has the hashes of other
         branches' candidates, which are not taken twice; those of this branch are added.
         """
+
         def lacks(block: int) -> bool:
             key = hash_at(branch.hashes, block)
             return key not in self._places and key not in known
