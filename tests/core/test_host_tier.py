@@ -110,7 +110,7 @@ def test_prompts_that_lanes_share_at_several_places_leave_one_copy_on_each_lane(
 
 def test_a_long_prompt_is_fetched_on_whichever_lanes_have_it() -> None:
     pools = KvPools(
-        lanes=2, kv_blocks=60, block_size_tokens=SIZE, tokens_per_lane=40, host_blocks=400, prices=Prices()
+        lanes=2, kv_blocks=60, block_size_tokens=SIZE, tokens_per_lane=48, host_blocks=400, prices=Prices()
     )
 
     def serve(name: str, blocks: int) -> Placed:
