@@ -53,8 +53,9 @@ class HostBlocks:
                 there = host[one.slot : one.slot + one.count]
                 here = pool[one.block : one.block + one.count]
                 blocks = max(1, _PIECE_BYTES // (host[0].numel() * host.element_size()))
-                for piece in zip(there.split(blocks), here.split(blocks), strict=True):
-                    self._copy(*piece, is_fetch=one.is_fetch)
+                for start in range(0, one.count, blocks):
+                    stop = start + blocks
+                    self._copy(there[start:stop], here[start:stop], is_fetch=one.is_fetch)
 
     def _copy(self, there: torch.Tensor, here: torch.Tensor, *, is_fetch: bool) -> None:
         if self._device.is_host:
