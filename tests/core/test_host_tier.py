@@ -13,7 +13,7 @@ from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockLedger
 from medha.kv.host_tier import HostLedger, HostTier, TierCopy, tier_copies
 from medha.kv.lane_replay import LaneReplay
-from medha.kv.pools import KvPools
+from medha.kv.pools import KvPools, Placed
 from medha.kv.prefix_cache import Branch, PrefixHasher, hash_range
 from medha.wire.messages import (
     Admit,
@@ -85,6 +85,64 @@ def test_a_block_that_a_lane_has_cached_twice_is_copied_once() -> None:
     alone = Branch(hash_range(text, 3, 4), 0, 1, [(9, 1)])
     assert tier.demote([alone, branch(1, 0, 4, first_block=20)]) == ((), (Demotion(22, 3), Demotion(9, 1)))
     tier.check()
+
+
+def test_blocks_that_two_branches_have_are_taken_once() -> None:
+    """Where maps cut a prompt at several places, a lane's cache has the same blocks behind two beginnings."""
+    tier = HostTier(20, SIZE, Prices())
+    _, demotions = tier.demote([branch(1, 2, 10, first_block=0), branch(1, 4, 12, first_block=50)])
+    assert sorted(demotions, key=lambda one: one.last) == [Demotion(7, 8), Demotion(57, 2)]
+    assert held(tier, 1, 12, start=2) == 10
+    tier.check()
+    for seed in range(3, 9):
+        tier.demote([branch(seed, 5000, 5012)])
+        tier.check()
+    assert tier.counts.dropped_blocks > 10
+
+
+def test_prompts_that_lanes_share_at_several_places_leave_one_copy_on_each_lane() -> None:
+    pools = KvPools(
+        lanes=2, kv_blocks=60, block_size_tokens=SIZE, tokens_per_lane=40, host_blocks=100, prices=Prices()
+    )
+    for blocks in (26, 30):
+        assert pools.admit(str(blocks), blocks * SIZE, blocks * SIZE, block_hashes=hashes(1, blocks))
+    for blocks in (26, 30):  # the second lane has the blocks from the 13th, and those from the 15th
+        pools.computed(str(blocks), blocks * SIZE)
+        pools.release(str(blocks))
+    for seed in range(2, 12):
+        assert pools.admit(str(seed), 118 * SIZE, 118 * SIZE, block_hashes=hashes(seed, 118))
+        pools.computed(str(seed), 118 * SIZE)
+        pools.release(str(seed))
+        for tier in pools.tiers:
+            tier.check()
+
+
+def test_a_long_prompt_is_fetched_on_whichever_lanes_have_it() -> None:
+    pools = KvPools(
+        lanes=2, kv_blocks=60, block_size_tokens=SIZE, tokens_per_lane=48, host_blocks=400, prices=Prices()
+    )
+
+    def serve(name: str, blocks: int) -> Placed:
+        text = hashes(int(name), blocks)
+        placed = pools.admit(name, blocks * SIZE, blocks * SIZE, block_hashes=text)
+        assert placed is not None
+        pools.computed(name, blocks * SIZE)
+        pools.release(name)
+        pools.take_publishes()
+        pools.take_releases()
+        return placed
+
+    assert pools.admit("0", 32, 32, block_hashes=hashes(0, 8), owners=[0])
+    assert serve("1", 24).shards.lanes == (1, 0)
+    pools.release("0")
+    pools.take_releases()
+    for name in ("2", "3"):
+        serve(name, 118)
+    expected, _ = pools.expected(24 * SIZE, hashes(1, 24), is_long=True)
+    placed = serve("1", 24)
+    assert placed.shards.lanes == (1, 0)
+    assert placed.cached_tokens == expected == 23 * SIZE
+    assert sum(one.count for one in placed.fetches) == 23
 
 
 def test_a_full_tier_gives_way_to_what_costs_more_and_keeps_the_beginnings() -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
+from itertools import repeat
 from typing import Protocol
 
 from medha.errors import LedgerMismatch
@@ -264,11 +265,9 @@ class HostTier:
         """
         candidates: list[_Candidate] = []
         behind: dict[str, float] = {}  # hash of the block before a candidate -> its worth
-        seen: set[str] = (
-            set()
-        )  # hashes of all candidates: lanes may cache a block twice, behind different others
+        known: set[str] = set()  # hashes of branches: one lane may hold a block behind several beginnings
         for branch in branches:
-            for one in self._candidates(branch, behind, seen):
+            for one in self._candidates(branch, behind, known):
                 candidates.append(one)
                 behind[one.before] = max(behind.get(one.before, 0.0), one.worth)
         candidates.reverse()  # of those that are worth the same, the beginning of a prefix comes first
@@ -298,35 +297,36 @@ class HostTier:
         return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
 
     def _candidates(
-        self, branch: Branch, behind: Mapping[str, float], seen: set[str]
+        self, branch: Branch, behind: Mapping[str, float], known: set[str]
     ) -> Iterable[_Candidate]:
         """Yield the parts of a branch that the tier lacks, and that would be fetched rather than computed.
 
-        `behind` has the worth of what follows a block and is about to be demoted, `seen` the hashes of such blocks.
+        `behind` has the worth of what follows a block and is about to be demoted. `known` has the hashes of other
+        branches, which are not taken twice; those of this branch are added.
         """
-        end = branch.start + branch.blocks
-        position = branch.start
-        while position < end:
-            stop = position
-            while (
-                stop < end and (key := hash_at(branch.hashes, stop)) not in self._places and key not in seen
-            ):
-                seen.add(key)
-                stop += 1
-            if stop == position:
-                position += 1
+        start = branch.start
+        keys = [hash_at(branch.hashes, start + index) for index in range(branch.blocks)]
+        lacks = [key not in self._places and key not in known for key in keys]
+        known.update(keys)
+        first = 0
+        while first < branch.blocks:
+            if not lacks[first]:
+                first += 1
                 continue
-            block_seconds = self._block_seconds(position, stop)
-            if self._prices.fetch_seconds(stop - position) < block_seconds * (stop - position):
-                runs = cut_runs(branch.runs, position - branch.start, stop - branch.start)
+            last = first + 1
+            while last < branch.blocks and lacks[last]:
+                last += 1
+            block_seconds = self._block_seconds(start + first, start + last)
+            if self._prices.fetch_seconds(last - first) < block_seconds * (last - first):
                 worth = self._aged + block_seconds
-                for block in range(position, stop) if self._orphans or behind else ():
-                    key = hash_at(branch.hashes, block)
-                    worth = max(worth, behind.get(key, 0.0))
-                    for orphan in self._orphans.get(key, {}).values():
-                        worth = max(worth, orphan.worth)
-                yield _Candidate(branch.hashes, position, stop - position, runs, block_seconds, worth)
-            position = stop
+                part = set(keys[first:last]) if self._orphans or behind else set()
+                for key in behind.keys() & part:
+                    worth = max(worth, behind[key])
+                for key in self._orphans.keys() & part:
+                    worth = max(worth, *(orphan.worth for orphan in self._orphans[key].values()))
+                runs = cut_runs(branch.runs, first, last)
+                yield _Candidate(branch.hashes, start + first, last - first, runs, block_seconds, worth)
+            first = last
 
     def _block_seconds(self, start: int, stop: int) -> float:
         """Return the mean time to compute one of the blocks `start .. stop` of a prompt again."""
@@ -409,10 +409,10 @@ class HostTier:
             place[0].children[number] = extent
         elif extent.before:
             self._orphans.setdefault(extent.before, {})[number] = extent
-        for block in range(one.blocks):
-            key = hash_at(hashes, block)
-            self._places[key] = (extent, block)
-            for behind in self._orphans.pop(key, {}).values():
+        keys = [hash_at(hashes, block) for block in range(one.blocks)]
+        self._places.update(zip(keys, zip(repeat(extent), range(one.blocks), strict=False), strict=True))
+        for key in sorted(self._orphans.keys() & set(keys)) if self._orphans else ():
+            for behind in self._orphans.pop(key).values():
                 behind.parent = extent
                 extent.children[behind.number] = behind
                 extent.worth = max(extent.worth, behind.worth)

@@ -780,8 +780,8 @@ class KvPools:
 
 
 def _best(found: Sequence[_Found]) -> int:
-    """Return the lane that has most blocks cached; the first of several."""
-    return max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
+    """Return the lane that has most blocks, the first of several; of equally many, cached ones are worth more than fetched."""
+    return max(range(len(found)), key=lambda lane: (found[lane].all_blocks, found[lane].blocks, -lane))
 
 
 def _placed_alike(one: ShardMap, other: ShardMap, tokens: int) -> int:

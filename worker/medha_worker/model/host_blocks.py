@@ -14,11 +14,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+import torch
+
 from medha.kv.host_tier import TierCopy
 from medha_worker.model.kv_cache import KVCache
 
 _MEASURED_BLOCKS = 64
 _REPEATS = 3
+_PIECE_BYTES = 16 * 2**20
+"""Most bytes that are copied at once: a GPU needs memory for as many beside its pool, however long a prefix is."""
 
 
 class HostBlocks:
@@ -48,13 +52,19 @@ class HostBlocks:
             for host, pool in self._tensors:
                 there = host[one.slot : one.slot + one.count]
                 here = pool[one.block : one.block + one.count]
-                if self._device.is_host:
-                    source, target = (there, here) if one.is_fetch else (here, there)
-                    target.copy_(source)
-                elif one.is_fetch:
-                    here.copy_(there.to(self._device.torch_device, non_blocking=True))
-                else:
-                    there.copy_(here.contiguous(), non_blocking=True)
+                blocks = max(1, _PIECE_BYTES // (host[0].numel() * host.element_size()))
+                for start in range(0, one.count, blocks):
+                    stop = start + blocks
+                    self._copy(there[start:stop], here[start:stop], is_fetch=one.is_fetch)
+
+    def _copy(self, there: torch.Tensor, here: torch.Tensor, *, is_fetch: bool) -> None:
+        if self._device.is_host:
+            source, target = (there, here) if is_fetch else (here, there)
+            target.copy_(source)
+        elif is_fetch:
+            here.copy_(there.to(self._device.torch_device, non_blocking=True))
+        else:
+            there.copy_(here.contiguous(), non_blocking=True)
 
     def seconds_per_block(self, clock: Callable[[], float]) -> tuple[float, float]:
         """Measure how long a fetch and a demotion of a block take, in seconds; nobody may use the pool meanwhile."""
