@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from medha.api.replica import (
+    HostTierSpec,
     KvCacheSpec,
+    KvTiersSpec,
     LifecycleSpec,
     MedhaReplicaSpec,
     ModelSource,
@@ -423,6 +425,16 @@ def test_a_pool_that_cannot_hold_the_longest_request_is_an_error_that_names_the_
     detail = fault_of(stage)
     assert "maxModelLen 512" in detail
     assert "raise kvCache.size" in detail
+
+
+@pytest.mark.long
+def test_a_host_tier_smaller_than_a_block_is_an_error_that_names_the_fix(start: Callable[..., Stage]) -> None:
+    kv_cache = KvCacheSpec(size="4Mi", tiers=KvTiersSpec(host=HostTierSpec(size="100")))
+    stage = start(SPEC.model_copy(update={"kv_cache": kv_cache}))
+    stage.rendezvous()
+    detail = fault_of(stage)
+    assert "kvCache.tiers.host.size is 100 bytes" in detail
+    assert "raise it" in detail
 
 
 @pytest.mark.long

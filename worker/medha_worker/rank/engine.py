@@ -370,13 +370,13 @@ class Loaded:
         if size_bytes == 0:
             return None
         blocks = size_bytes // block_bytes
+        if grid is not None:
+            blocks = grid.smallest(blocks)  # before the error, so that no rank waits for one that has ended
         if blocks == 0:
             raise OutOfMemory(
-                f"kvCache.tiers.host.size is {size_bytes} bytes, and a block of {kv_cache.block_tokens} tokens takes "
-                f"{block_bytes} on this rank; raise it to at least that, better to several times kvCache.size"
+                f"kvCache.tiers.host.size is {size_bytes} bytes, less than a block of {kv_cache.block_tokens} tokens takes on "
+                f"a rank ({block_bytes} bytes on this one); raise it, best to several times kvCache.size"
             )
-        if grid is not None:
-            blocks = grid.smallest(blocks)
         pools = [kv_cache] if self._draft_cache is None else [kv_cache, self._draft_cache]
         if [one.kv_cache for one in self._host_blocks] != pools:
             self._host_blocks = [HostBlocks(pool, blocks) for pool in pools]
