@@ -61,6 +61,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "parallelism.stream": ([2, 3], [0]),
     "parallelism.kv": ([2, 3], [0]),
     "kvCache.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
+    "kvCache.tiers.host.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
     "router.maxBodyBytes": (["1Mi", "8M"], ["1MB"]),
     "router.allowedHosts": ([["chat.example", "::1"], ["a"]], ["chat.example", ["a b"], ["https://x"]]),
     "router.allowedOrigins": (
