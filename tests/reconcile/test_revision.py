@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ def test_live_fields_keep_the_revision(change: dict[str, Any]) -> None:
     [
         {"parallelism": {"kv": 2}},
         {"kvCache": {"size": "1Gi"}},
+        {"kvCache": {"tiers": {"host": {"size": "1Gi"}}}},
         {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}},
         {"image": "worker:2"},
         {"routerRef": {"name": "router"}},  # its address and its Secret stand in the pods' template
@@ -77,3 +79,19 @@ def test_every_marked_field_is_counted() -> None:
     fields = restart_fields(spec())
     assert {"parallelism.tensor", "kvCache.size", "model.source", "template.spec", "threads"} <= fields.keys()
     assert not any(path.startswith(("router.", "lifecycle.restart", "suspend")) for path in fields)
+
+
+def test_every_field_that_restarts_is_part_of_a_revision() -> None:
+    schema = MedhaReplicaSpec.model_json_schema(by_alias=True)
+
+    def restarting(node: dict[str, Any], prefix: str) -> Iterator[str]:
+        for name, field in node.get("properties", {}).items():
+            if field.get("x-apply") == "restart":
+                yield prefix + name
+                continue
+            for one in (field, *field.get("anyOf", ())):
+                if "$ref" in one:
+                    yield from restarting(schema["$defs"][one["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
+
+    found = {path for path in restarting(schema, "") if path.partition(".")[0] != "router"}
+    assert found == restart_fields(spec()).keys()

@@ -263,7 +263,7 @@ class KvCacheSpec(Model):
     prefix_caching: bool = Field(default=True, json_schema_extra=restart())
     """Keep the KV of finished prompts until its blocks are needed, and share it with prompts that begin
     with the same tokens."""
-    tiers: KvTiersSpec | None = None
+    tiers: KvTiersSpec | None = Field(default=None, json_schema_extra=restart())
     """Where KV goes when its blocks are needed. Default: it is forgotten."""
 
     @property
