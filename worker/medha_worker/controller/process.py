@@ -331,7 +331,10 @@ class Controller:
                     ended = self._end_requests_of(identity)
                     level = logging.WARNING if ended else logging.INFO
                     _log.log(
-                        level, "the connection to the router at %s has ended, and %d requests", where, ended
+                        level,
+                        "the connection to the router at %s has ended, and with it %d requests",
+                        where,
+                        ended,
                     )
                     self._routers.lost(identity, links)
                 case "refused":
