@@ -88,7 +88,7 @@ def test_a_block_that_a_lane_has_cached_twice_is_copied_once() -> None:
 
 
 def test_blocks_that_two_branches_have_are_taken_once() -> None:
-    """Where maps cut a prompt at several places, a lane's cache has the same blocks behind two beginnings."""
+    """A lane's cache has the same blocks behind two beginnings if maps cut a prompt at several places."""
     tier = HostTier(20, SIZE, Prices())
     _, demotions = tier.demote([branch(1, 2, 10, first_block=0), branch(1, 4, 12, first_block=50)])
     assert sorted(demotions, key=lambda one: one.last) == [Demotion(7, 8), Demotion(57, 2)]

@@ -264,7 +264,7 @@ class KvCacheSpec(Model):
     """Keep the KV of finished prompts until its blocks are needed, and share it with prompts that begin
     with the same tokens."""
     tiers: KvTiersSpec | None = Field(default=None, json_schema_extra=restart())
-    """Where KV goes when its blocks are needed. Default: it is forgotten."""
+    """Places for KV whose blocks are needed. Default: none, so it is forgotten."""
 
     @property
     def host_bytes(self) -> int:

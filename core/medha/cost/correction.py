@@ -21,9 +21,8 @@ from math import exp, inf, log
 _WEIGHT = 0.15  # of one step: about 7 steps of a kind to follow a change
 _LARGEST_ERROR = 0.5  # of log(observed / predicted): a step that takes 1.65 times as long counts in full
 _SMALLEST_ERROR = 1e-9  # below it: rounding, since two sums of one step's parts may differ in the last digit
-_FORGETTING = (
-    1 / 512
-)  # of the logarithm of the factor of verified rows, in each step of decodes that verifies none
+_FORGETTING = 1 / 512
+"""Share of the logarithm of the factor of verified rows that each step of decodes forgets which verifies none."""
 _SMALLEST, _LARGEST = 0.25, 4.0  # factors: beyond them the profile is wrong, and no factor helps
 
 

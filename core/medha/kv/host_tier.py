@@ -283,9 +283,8 @@ class HostTier:
                     break
                 drops.append(dropped[0])
                 room += dropped[1]
-            if (
-                room < one.blocks
-            ):  # what is turned away ages the rest, else a tier of costly KV would never change
+            if room < one.blocks:
+                # Blocks that are turned away age the rest, else a tier of costly KV would never change.
                 self._aged += one.block_seconds * (one.blocks - room) / self.ledger.blocks
                 one.blocks, one.runs = room, cut_runs(one.runs, 0, room)
             if room == 0:

@@ -75,7 +75,7 @@ class Drafted:
 
 @dataclass(slots=True)
 class Draws:
-    """What a draft model does behind a step: the guesses that it draws, and the tokens that it computes before."""
+    """The work of a draft model behind a step: the guesses that it draws, and the tokens that it computes before."""
 
     counts: dict[str, int] = field(default_factory=dict)  # of guesses, by request
     follows: dict[str, int] = field(default_factory=dict)  # of tokens, by request

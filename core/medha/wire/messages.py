@@ -714,9 +714,7 @@ class Done:
     drafts: tuple[
         tuple[str, tuple[int, ...]], ...
     ] = ()  # (request, guesses at the tokens behind its samples); from ranks only what the step's entries ask for
-    copy_seconds: float = (
-        0.0  # of copies between the KV pool and the host tier; not part of `compute_seconds`
-    )
+    copy_seconds: float = 0.0  # of copies to and from the host tier; not part of `compute_seconds`
     draft_seconds: float = 0.0  # the part of `compute_seconds` in which a draft model computed
     followed: tuple[
         tuple[str, int], ...

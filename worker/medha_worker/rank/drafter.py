@@ -55,7 +55,7 @@ Table = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(slots=True)
 class _Following:
-    """How far the draft model has computed a sequence, and the guesses that it has drawn behind that."""
+    """The progress of the draft model in a sequence: tokens that it has computed, and guesses that it has drawn behind them."""
 
     blocks: int  # of its table that are known here
     computed: int  # tokens whose KV of the draft model is right
@@ -111,9 +111,7 @@ class Drafter:
         self._vocab_size = vocab_size
         self._sampler = TokenSampler(model.kernels.race, model.device)
         self._following: WeakKeyDictionary[SequenceSampler, _Following] = WeakKeyDictionary()
-        self._filled = np.zeros(
-            kv_cache.num_blocks, dtype=np.int64
-        )  # tokens computed of each block's content
+        self._filled = np.zeros(kv_cache.num_blocks, dtype=np.int64)  # tokens computed of each block
         self._filled_in_host = np.zeros(host_blocks, dtype=np.int64)  # the same of blocks of the host tier
 
     def copied(self, copies: Sequence[TierCopy]) -> None:
