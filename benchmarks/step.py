@@ -129,8 +129,8 @@ def rank(settings: str, times_file: Path) -> None:
         layers_seconds += time.perf_counter() - started
         return hidden
 
-    def random_cache(self: Transformer, num_blocks: int, block_tokens: int) -> KVCache:
-        cache = new_kv_cache(self, num_blocks, block_tokens)
+    def random_cache(self: Transformer, *arguments: Any) -> KVCache:
+        cache = new_kv_cache(self, *arguments)
         for pool in (*cache.keys, *cache.values):
             pool.normal_()
             pools.append(pool)
