@@ -71,8 +71,13 @@ def test_results_are_put_or_added_where_they_belong_and_nowhere_else(ours: Compi
         assert torch.equal(memory, around)
 
 
-def test_a_row_gets_the_same_bits_alone_and_among_others_in_every_layout(ours: CompiledProducts) -> None:
-    x, weight = normal(400, 600), normal(600, 200, seed=1)
+@pytest.mark.parametrize(
+    "columns", [256, 200, 197, 5008]
+)  # whole panels, whole vectors, neither, several pieces
+def test_a_row_gets_the_same_bits_alone_and_among_others_in_every_layout(
+    ours: CompiledProducts, columns: int
+) -> None:
+    x, weight = normal(400, 600), normal(600, columns, seed=1)
     everything = ours.product(x, weight)
     for part in (slice(0, 1), slice(5, 7), slice(3, 36), slice(190, 399)):
         for same in (weight, weight.t().contiguous().t()):

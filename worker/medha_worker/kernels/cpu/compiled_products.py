@@ -23,6 +23,7 @@ class CompiledProducts:
         self._sizes = ProductSizes(target)
         compiled = compiled_products(target)
         self._products = [team.function(compiled, name) for name in ("product", "product_transposed")]
+        self._row_product = team.function(compiled, "row_product")
         self._scratch = torch.empty(0)
         self._zeros = torch.zeros(self._sizes.panel_columns)
 
@@ -64,4 +65,6 @@ class CompiledProducts:
             *base, out.data_ptr(), out.stride(0), self._scratch.data_ptr(), self._scratch.stride(0),
         )  # fmt: skip
         parts = min(tasks, threads * _PARTS_PER_THREAD if threads > 1 else 1)
-        self._products[is_transposed](fields, parts)
+        fills_vectors = columns % self._sizes.target.lanes == 0
+        is_alone = rows == 1 and not is_transposed and fills_vectors
+        (self._row_product if is_alone else self._products[is_transposed])(fields, parts)

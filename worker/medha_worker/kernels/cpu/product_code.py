@@ -3,6 +3,7 @@
 A thread goes through *panels*, each as many columns of the weight as fill a row's vectors in registers. It copies a
 block of a panel into first-level cache, and multiplies a few rows at a time by it in registers. Rows that are multiplied
 at once need no copy. Meanwhile the next block is prefetched: products of few rows wait for nothing but the weight.
+A row that is alone is multiplied along the lines of the weight instead, which the processor prefetches by itself.
 
 Every element is added up in one order, which depends on the length of the sum alone: over the values of a block one by
 one, then over the blocks, then to what was there. So a row gets the same bits beside any other rows.
@@ -22,6 +23,8 @@ from medha_worker.kernels.cpu.vector_code import INT64, POINTER, VOID, Number, V
 CHUNK_ROWS = 192
 """Most rows that are multiplied by one copy of a block: they stay in second-level cache."""
 _BLOCK_FLOATS = 8192  # 32 KiB, most of first-level cache
+_LINES = 8  # of the weight that are read at once for a row that is alone
+_LINE_FLOATS = 2048  # most of a line that is read before the next ones: its sums stay in first-level cache
 _CACHE_LINE_FLOATS = 16
 _PAGE_FLOATS = 1024
 
@@ -93,13 +96,17 @@ def _chosen(code: VectorBuilder, condition: ir.Value, a: _Matrix, b: _Matrix) ->
 
 
 class _Emitter:
-    """Emits `product`, for weights whose columns are adjacent in memory, and `product_transposed`, for adjacent rows."""
+    """Emits `product`, for weights whose columns are adjacent in memory, `product_transposed`, for adjacent rows, and `row_product`.
+
+    The last is `product` of one row, for a number of columns that fills vectors.
+    """
 
     def __init__(self, module: ir.Module, target: Target) -> None:
         self.module, self.target, self.sizes = module, target, ProductSizes(target)
         self.multiply = {rows: self._multiply(rows) for rows in range(1, target.rows + 1)}
         self._emit("product", self._copy_rows(), is_transposed=False)
         self._emit("product_transposed", self._copy_transposed(), is_transposed=True)
+        self._emit_row()
 
     def _function(self, name: str, *arguments: ir.Type) -> ir.Function:
         function = ir.Function(self.module, ir.FunctionType(VOID, arguments), name)
@@ -248,6 +255,53 @@ class _Emitter:
                         total = tile.one(code, at_row.index, at.index)
                         total = code.fadd(old.one(code, at_row.index, at.index), total)
                         new.put_one(code, total, at_row.index, at.index)
+        code.ret_void()
+
+    def _emit_row(self) -> None:
+        """Emit the function of a call with one row: a part is a share of its columns."""
+        function = ir.Function(self.module, PART, "row_product")
+        pointer, number, parts, thread = function.args
+        lanes = self.target.lanes
+        code = VectorBuilder(function, lanes)
+        call = {field: code.one(pointer, at, INT64) for at, field in enumerate(CALL_FIELDS)}
+        inner, stride = call["inner"], call["weight_stride"]
+        x, weight, base, out, scratch = (
+            code.inttoptr(call[field], POINTER) for field in ("x", "weight", "base", "out", "scratch")
+        )
+        sums = code.at(scratch, code.times(thread, call["scratch_stride"]))
+
+        def add_lines(first: ir.Value, lines: int, column: ir.Value, held: ir.Value) -> None:
+            """Add the products with so many lines of the weight to the sums, one after the other."""
+            values = [code.splat(code.one(x, code.plus(first, line))) for line in range(lines)]
+            places = [code.plus(code.times(code.plus(first, line), stride), column) for line in range(lines)]
+            sources = [code.at(weight, place) for place in places]
+            with code.counting(0, held, lanes) as at:
+                total = code.vector(sums, at.index)
+                for value, source in zip(values, sources, strict=True):
+                    total = code.multiply_add(value, code.vector(source, at.index), total)
+                code.put(total, sums, at.index)
+
+        start, stop = _share(code, code.udiv(call["columns"], code.number(lanes)), number, parts)
+        stop = code.times(stop, lanes)
+        with code.counting(code.times(start, lanes), stop, _LINE_FLOATS) as piece:
+            column, held = piece.index, code.smaller(code.sub(stop, piece.index), _LINE_FLOATS)
+            with code.counting(0, inner, self.sizes.block_inner) as block:
+                end = code.smaller(inner, code.plus(block.index, self.sizes.block_inner))
+                with code.counting(0, held, lanes) as at:
+                    code.put(code.same(0.0), sums, at.index)
+                whole = code.plus(block.index, code.round_down(code.sub(end, block.index), _LINES))
+                with code.counting(block.index, whole, _LINES) as line:
+                    add_lines(line.index, _LINES, column, held)
+                with code.counting(whole, end) as line:
+                    add_lines(line.index, 1, column, held)
+                is_first = code.icmp_signed("==", block.index, code.number(0))
+                step = code.select(is_first, call["base_column_step"], code.number(1))
+                before = code.at(code.select(is_first, base, out), code.times(step, column))
+                with code.counting(0, held, lanes) as at:
+                    total = code.fadd(
+                        code.vector(before, code.times(step, at.index)), code.vector(sums, at.index)
+                    )
+                    code.put(total, out, code.plus(column, at.index))
         code.ret_void()
 
     def _call_for(self, code: VectorBuilder, count: ir.Value, arguments: list[ir.Value]) -> None:
