@@ -170,7 +170,8 @@ class RankProcess:
         self.cache: KVCache = model.new_kv_cache(blocks, BLOCK_TOKENS)
         # This allocates the pages now; decodes need random data.
         for pool in (*self.cache.keys, *self.cache.values):
-            pool.copy_(torch.randn(pool.shape[0], BLOCK_TOKENS, pool.shape[2]).repeat(1, blocks, 1))
+            block = torch.randn(pool.shape[0], BLOCK_TOKENS, pool.shape[2])
+            pool.copy_(block.repeat(1, pool.shape[1] // BLOCK_TOKENS, 1))
 
     def executor(self, name: str, shards: ShardMap, tokens: int) -> Executor:
         """Return an executor that has admitted one request and has its ids."""
