@@ -192,6 +192,7 @@ def edited(path: Path, before: str, after: str) -> str:
     return source.replace(before, after)
 
 
+@pytest.mark.long
 def test_a_rollout_of_the_routers_under_open_streams_refuses_no_request_and_cuts_none(
     cluster: Cluster,
 ) -> None:
@@ -338,6 +339,7 @@ def test_a_container_that_is_started_again_reads_what_the_newer_operator_has_ren
     assert replica(cluster)["status"]["restarts"] == 0
 
 
+@pytest.mark.long
 def test_the_only_node_keeps_its_replica_until_that_is_suspended(cluster: Cluster) -> None:
     uids = medha.pod_uids(cluster)
     drain = ("drain", "node-1", "--pod-selector=medha.dev/replica", "--delete-emptydir-data")
