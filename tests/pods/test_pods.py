@@ -126,6 +126,9 @@ def test_sigterm_lets_the_leader_finish_what_is_open(replica: Replica) -> None:
 @pytest.mark.long
 def test_pods_of_a_former_set_are_refused_and_ask_to_be_replaced(replica: Replica, greedy: str) -> None:
     """As ranks of a node that was lost and comes back, after all pods were made anew elsewhere."""
+    for pod in replica.pods.values():  # where this test runs alone
+        pod.terminate()
+        pod.wait()
     thawed = replica.pods[1, 1]
     for place, pod in replica.pods.items():
         if place != (1, 1):

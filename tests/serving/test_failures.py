@@ -83,7 +83,10 @@ def streamed(
     return "".join(pieces)
 
 
-@pytest.mark.parametrize(("module", "which"), [("medha_worker.rank", -1), ("medha_worker.controller", 0)])
+@pytest.mark.parametrize(
+    ("module", "which"),
+    [("medha_worker.rank", -1), pytest.param("medha_worker.controller", 0, marks=pytest.mark.long)],
+)
 def test_streams_go_on_with_the_same_texts_when_a_part_dies(replica: Served, module: str, which: int) -> None:
     """The router resubmits it to the next epoch with its seed and the sampled tokens; sampling is keyed by position."""
     undisturbed = [streamed(replica, 400, body) for body in (BODY, GUIDED)]
