@@ -156,7 +156,6 @@ def test_a_snapshot_is_readable_text_and_never_the_users(load: Load, folder: Pat
         assert SECRET not in output
 
 
-@pytest.mark.long
 def test_orders_and_sizes_reach_the_controller(load: Load, folder: Path) -> None:
     while load.is_alive():
         core = snapshot(folder, "--sort", "prompt", "--requests", "1")["status"]["core"]
