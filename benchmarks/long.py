@@ -36,7 +36,7 @@ COMMANDS = (
     "listing", "plan_command", "profile_command", "reference", "render_command", "replica_snapshot",
     "simulate_command", "top_command", "top_page", "trace_command",
 )  # fmt: skip
-"""Modules of `cli/medha_cli` that no row of `tests/serving` and `tests/clients` reads; `medha up` does not load them."""
+"""Modules of `cli/medha_cli` that `medha up` does not load."""
 READ = {
     "tests/clients": (
         "benchmarks/harness.py", "benchmarks/served.py", "cli", "core", "router", "worker",

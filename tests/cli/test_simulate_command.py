@@ -19,7 +19,7 @@ from medha_cli.main import main
 from medha_sim import study
 
 ROOT = Path(__file__).parents[2]
-WORKING_SECONDS = 2.5  # of processor time
+WORKING_SECONDS = 3.5  # of processor time
 QUICK = ("--quick", "--duration", "3", "--rate", "2", "--hardware", "H100", "--jobs", "1")
 
 
