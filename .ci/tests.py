@@ -1,4 +1,4 @@
-"""`make tests`: every test, in six runs of pytest on two sides; a side goes on where a run before has failed.
+"""`make tests`: every test, in seven runs of pytest on two sides; a side goes on where a run before has failed.
 
 Tests that start Kubernetes mostly wait for it. They come last, so that what they need can be built meanwhile, and only one
 side starts nodes. What the second side prints follows behind the first.
@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 ENGINE = ("tests/serving", "tests/worker")
+COMMANDS = ("tests/cli", "tests/process")
 CAMPAIGN = ("tests/campaign", "tests/chart")
 NODES = tuple(
     f"tests/cluster/test_{name}.py"
@@ -26,15 +27,16 @@ NODES = tuple(
     )
 )  # fmt: skip
 """Files whose clusters have nodes with containers."""
-ELSEWHERE = tuple(f"--ignore={path}" for path in (*ENGINE, *CAMPAIGN, "tests/cluster"))
+ELSEWHERE = tuple(f"--ignore={path}" for path in (*ENGINE, *COMMANDS, *CAMPAIGN, "tests/cluster"))
 TESTS = {
     "engine": ENGINE,
+    "commands": COMMANDS,
     "nodes": NODES,
     "decisions": ELSEWHERE,
     "campaign": CAMPAIGN,
     "servers": ("tests/cluster", *(f"--ignore={path}" for path in NODES)),
 }
-"""Rows of tests, with pytest's arguments. `decisions` has also `tests/cli`, `tests/pods` and `tests/process`: both sides take equally long."""
+"""Rows of tests, with pytest's arguments. `decisions` has also `tests/pods`, and the first side has `commands`: both sides take equally long."""
 TESTS_FAILED = 1
 """Pytest's exit status where tests failed, and nothing worse happened."""
 NEEDED = {"binaries": (), "images": ("--for-tests",)}
@@ -66,8 +68,9 @@ def main() -> int:
 
 
 def first_side() -> None:
-    """Run the engine's tests, then those on nodes."""
+    """Run the engine's tests and those of commands, then those on nodes."""
     tests("engine")
+    tests("commands")
     for needed, options in NEEDED.items():
         row(needed, f"tests/cluster/{needed}.py", *options)
     tests("nodes")
@@ -104,5 +107,5 @@ def row(name: str, *argv: str) -> int:
 
 
 if __name__ == "__main__":
-    missing = [path for path in (*ENGINE, *CAMPAIGN, *NODES) if not Path(path).exists()]
+    missing = [path for path in (*ENGINE, *COMMANDS, *CAMPAIGN, *NODES) if not Path(path).exists()]
     sys.exit(f"no such tests: {missing}" if missing else main())

@@ -33,7 +33,7 @@ SHARED = (
 HELPERS = ("benchmarks/harness.py", "benchmarks/served.py")
 """The files that a row reads if it reads any benchmark."""
 COMMANDS = (
-    "listing", "plan_command", "profile_command", "reference", "render_command", "replay_command", "replica_snapshot",
+    "listing", "plan_command", "profile_command", "reference", "render_command", "replica_snapshot",
     "simulate_command", "top_command", "top_page", "trace_command",
 )  # fmt: skip
 """Modules of `cli/medha_cli` that `medha up` does not load."""
@@ -47,7 +47,8 @@ READ = {
     "tests/reconcile": ("core", "operator"),
     "tests/router": ("core", "router", "worker"),
     "tests/serving": (
-        "cli", "core", "examples", "router", "sim", "worker", "tests/cluster/binaries.py", "tests/cluster/go/collector", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
+        "cli", "core", "examples", "router", "sim", "worker", "tests/cluster/binaries.py", "tests/cluster/go/collector", "dashboards", "tests/dashboard_plot.py",
+        "tests/situations", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
     ),
     "tests/worker": ("core", "worker"),
 }  # fmt: skip

@@ -86,23 +86,24 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="medha-campaign-") as name:
         folder = Path(name)
-        with control_plane(folder / "plane", scheduler=False) as plane:
-            define(plane)
-            with stage(folder, plane, asked.module) as on:
-                every = all_plans(on, asked.seed, asked.scenario or list(SCENARIOS), results)
-                every = [plan for plan in every if plan.fault.startswith(asked.fault)]
-                chosen = sample(every, asked.seed, len(every) if not asked.quick else min(24, len(every)))
-                for plan in chosen:
-                    if results.is_done(plan.name) or time.monotonic() - began > 60 * asked.minutes:
-                        continue
-                    outcome = on.run(plan)
-                    results.add(plan.name, asdict(outcome))
-                    sys.stdout.write(
-                        f"{plan.name}: {outcome.verdict} ({outcome.seconds:g} s, {outcome.writes} writes)\n"
-                    )
-                    sys.stdout.flush()
-                    if outcome.wrong:
-                        _keep_log(folder, plan.name)
+        with (
+            control_plane(folder / "plane", scheduler=False, before_controllers=define) as plane,
+            stage(folder, plane, asked.module) as on,
+        ):
+            every = all_plans(on, asked.seed, asked.scenario or list(SCENARIOS), results)
+            every = [plan for plan in every if plan.fault.startswith(asked.fault)]
+            chosen = sample(every, asked.seed, len(every) if not asked.quick else min(24, len(every)))
+            for plan in chosen:
+                if results.is_done(plan.name) or time.monotonic() - began > 60 * asked.minutes:
+                    continue
+                outcome = on.run(plan)
+                results.add(plan.name, asdict(outcome))
+                sys.stdout.write(
+                    f"{plan.name}: {outcome.verdict} ({outcome.seconds:g} s, {outcome.writes} writes)\n"
+                )
+                sys.stdout.flush()
+                if outcome.wrong:
+                    _keep_log(folder, plan.name)
     failed, skipped = results.failed, results.skipped
     kinds = Counter(name.split("/")[1] for name in results.rows.keys() - set(skipped))
     sys.stdout.write(

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.timeout(240)
 
 ALWAYS = ("lost_owner", "half_rollout")
 """Defects that each run plants, to see that one is caught at all; `make test-long` has the others."""
+ELSEWHERE = ("an_upgrade_touches_no_pod", "a_rollout_keeps_what_must_serve")
+"""Promises that tests of `tests/cluster` show in each run."""
 Grounds = Callable[[str, str], Ground]
 
 
@@ -31,7 +33,13 @@ def grounds(controlled: ControlPlane, tmp_path_factory: pytest.TempPathFactory) 
         yield make
 
 
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@pytest.mark.parametrize(
+    "promise",
+    [
+        pytest.param(one, marks=pytest.mark.long if one.__name__ in ELSEWHERE else (), id=one.__name__)
+        for one in PROMISES
+    ],
+)
 def test_the_operator_keeps_the_promise(grounds: Grounds, promise: Callable[[Ground], None]) -> None:
     ground = grounds(f"kept-{PROMISES.index(promise)}", "medha_operator")
     assert is_kept(promise, ground) == ""

@@ -16,16 +16,22 @@ from campaign.runner import Plan, Stage
 
 SAMPLE = (
     Plan("update", "kill-after", 7),  # a StatefulSet
+    Plan("scale", "answers", 1),
+    Plan("delete", "kill-ending", 5),
+)
+FURTHER = (
     Plan("update", "kill-before", 24),  # among the ends of old pods
     Plan("update", "events", 1),
     Plan("scale", "kill-after", 21),
-    Plan("scale", "answers", 1),
-    Plan("delete", "kill-ending", 5),
 )
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", SAMPLE, ids=lambda plan: plan.name)
+@pytest.mark.parametrize(
+    "plan",
+    [*SAMPLE, *(pytest.param(one, marks=pytest.mark.long) for one in FURTHER)],
+    ids=lambda plan: plan.name,
+)
 def test_the_cluster_comes_to_what_the_spec_asks_for(on: Stage, plan: Plan) -> None:
     assert on.run(plan).verdict == "well"
 

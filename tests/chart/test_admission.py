@@ -463,6 +463,7 @@ def test_a_replica_that_no_operator_manages_is_admitted_with_a_warning(
     assert refused(user, "POST", REPLICA.path(JUDGED), replica(Case())) is None
 
 
+@pytest.mark.long
 def test_a_looser_level_and_none_at_all(judging: Helm, user: Api) -> None:
     def admits(name: str) -> bool:
         return refused(user, "POST", REPLICA.path(JUDGED), replica(FORBIDDEN[name])) is None

@@ -126,6 +126,7 @@ def test_an_upgrade_that_reuses_the_defaults_before_names_the_values_that_they_l
         install(installer, "--reuse-values")
 
 
+@pytest.mark.long
 def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     installer: Helm, accepting: ControlPlane
 ) -> None:

@@ -164,6 +164,7 @@ def test_clients_with_keys_are_served_by_tls_and_share_no_cached_prompt(
     assert " key=alice " in running.output
 
 
+@pytest.mark.long
 def test_it_does_not_compute_on_the_cpu_if_its_manifest_names_a_gpu_that_is_not_there(
     manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,9 +217,16 @@ def test_what_it_has_recorded_replays_and_is_simulated_under_other_policies(up: 
 
 
 def test_a_rank_that_is_killed_is_started_again_and_all_ends_well(up: Up) -> None:
+    """All parts may open as many files as the machine allows, also the one that is started again."""
     killed = next(part for part in up.parts if "medha_worker.rank" in part.cmdline())
     killed.kill()
     up.until("epoch 1 begins")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {
+        part.pid: part.rlimit(psutil.RLIMIT_NOFILE) for part in [psutil.Process(up.process.pid), *up.parts]
+    }
+    assert killed.pid not in limits
+    assert set(limits.values()) == {(hard, hard)}
     up.process.send_signal(signal.SIGINT)
     assert up.end() == 0
     assert "rank 0 was killed by SIGKILL" in up.output
@@ -232,14 +240,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(up: Up, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
 
 
-def test_every_part_may_open_as_many_files_as_the_machine_allows(up: Up) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = {
-        part.pid: part.rlimit(psutil.RLIMIT_NOFILE) for part in [psutil.Process(up.process.pid), *up.parts]
-    }
-    assert set(limits.values()) == {(hard, hard)}
-
-
+@pytest.mark.long
 def test_a_second_interrupt_kills_while_a_request_is_open_and_leaves_nothing(up: Up, tmp_path: Path) -> None:
     body = {"model": "tiny", "prompt": "z", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", up.url() + "/v1/completions", json=body, timeout=60) as stream:
@@ -257,8 +258,8 @@ def test_a_second_interrupt_kills_while_a_request_is_open_and_leaves_nothing(up:
     ("moment", "number"),
     [
         ("starting real", signal.SIGHUP),
-        ("starting real", signal.SIGINT),
-        ("starting real", signal.SIGTERM),
+        pytest.param("starting real", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("starting real", signal.SIGTERM, marks=pytest.mark.long),
         ("loading LlamaForCausalLM", signal.SIGINT),
         pytest.param("loading LlamaForCausalLM", signal.SIGHUP, marks=pytest.mark.long),
         pytest.param("loading LlamaForCausalLM", signal.SIGTERM, marks=pytest.mark.long),

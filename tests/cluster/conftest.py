@@ -44,8 +44,10 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane with controllers: StatefulSets create pods, and owned objects are garbage-collected."""
     folder = tmp_path_factory.mktemp("controlled")
-    with skipping_what_cannot_run(), control_plane(folder, scheduler=False) as running:
-        define(running)
+    with (
+        skipping_what_cannot_run(),
+        control_plane(folder, scheduler=False, before_controllers=define) as running,
+    ):
         yield running
 
 

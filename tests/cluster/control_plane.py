@@ -144,11 +144,13 @@ def control_plane(
     gates: Sequence[str] = (),
     runtime_config: Sequence[str] = (),
     controller_flags: Sequence[str] = (),
+    before_controllers: Callable[[ControlPlane], None] | None = None,
 ) -> Iterator[ControlPlane]:
     """Start the servers, yield once the `default` ServiceAccount exists, and stop them afterwards.
 
     Without `controllers`, it yields once the API server answers. Without `network`, the servers listen on
-    this machine's loopback.
+    this machine's loopback. `before_controllers` is called in between: the garbage collector knows kinds that are
+    defined then from its start, and finds later ones within 30 s.
 
     Raises:
         CannotBuild: a program is missing.
@@ -167,6 +169,8 @@ def control_plane(
     try:
         etcd_url = _start_etcd(plane)
         _start_api_server(plane, network, etcd_url, [*feature_gates, *_runtime(runtime_config)])
+        if before_controllers is not None:
+            before_controllers(plane)
         if controllers:
             _start_controllers(plane, [*feature_gates, *controller_flags])
         if scheduler:

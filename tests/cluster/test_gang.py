@@ -30,11 +30,11 @@ def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane
                 runtime_config=["scheduling.k8s.io/v1alpha1=true"],
                 # Nobody renews the leases of the nodes: they must not be lost before a slow machine is done.
                 controller_flags=["--node-monitor-grace-period=600s"],
+                before_controllers=define,
             ) as plane,
+            operator(plane.folder, plane.kubeconfig, gang_apis=["core"]),
         ):
-            define(plane)
-            with operator(plane.folder, plane.kubeconfig, gang_apis=["core"]):
-                yield plane
+            yield plane
     except CannotBuild as error:
         if os.environ.get("CI"):
             raise

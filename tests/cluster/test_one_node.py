@@ -94,6 +94,15 @@ def completion(cluster: Cluster) -> httpx.Response:
         )
 
 
+@pytest.fixture
+def serving(cluster: Cluster) -> None:
+    """The example serves, also where a test runs alone."""
+    if "medhareplica.medha.dev/tiny" not in cluster.kubectl("get", "medhareplicas", "-o", "name").split():
+        medha.apply(cluster, medha.tiny())
+    wait_ready(cluster)
+    eventually(lambda: completion(cluster).status_code, lambda code: code == 200, READY_SECONDS)
+
+
 def operator_log(cluster: Cluster) -> list[str]:
     return cluster.kubectl(
         "-n", SYSTEM, "logs", "-l", "app.kubernetes.io/component=operator", "--tail=-1"
@@ -192,6 +201,8 @@ def edited(path: Path, before: str, after: str) -> str:
     return source.replace(before, after)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("serving")
 def test_a_rollout_of_the_routers_under_open_streams_refuses_no_request_and_cuts_none(
     cluster: Cluster,
 ) -> None:
@@ -249,6 +260,8 @@ def test_a_rollout_of_the_routers_under_open_streams_refuses_no_request_and_cuts
     assert {tokens: len(found) for tokens, found in texts.items()} == dict.fromkeys(texts, 1)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("serving")
 def test_a_chart_that_is_uninstalled_and_installed_again_finds_the_replica_and_its_router_serves_it(
     cluster: Cluster,
 ) -> None:
@@ -338,6 +351,8 @@ def test_a_container_that_is_started_again_reads_what_the_newer_operator_has_ren
     assert replica(cluster)["status"]["restarts"] == 0
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("serving")
 def test_the_only_node_keeps_its_replica_until_that_is_suspended(cluster: Cluster) -> None:
     uids = medha.pod_uids(cluster)
     drain = ("drain", "node-1", "--pod-selector=medha.dev/replica", "--delete-emptydir-data")

@@ -25,10 +25,13 @@ _SECONDS = 60.0
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """Four nodes of four GPUs, room for four replicas, and an operator that waits two seconds for room."""
     folder = tmp_path_factory.mktemp("rollout")
-    with skipping_what_cannot_run(), control_plane(folder) as plane, with_kwok(plane, nodes=4, gpus=4):
-        define(plane)
-        with operator(folder, plane.kubeconfig, surge_wait_seconds=2.0):
-            yield plane
+    with (
+        skipping_what_cannot_run(),
+        control_plane(folder, before_controllers=define) as plane,
+        with_kwok(plane, nodes=4, gpus=4),
+        operator(folder, plane.kubeconfig, surge_wait_seconds=2.0),
+    ):
+        yield plane
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tables[name] = table
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=25)
+LedgerMachine.TestCase.settings = settings(stateful_step_count=25)
 TestLedger = LedgerMachine.TestCase
 
 

@@ -76,7 +76,6 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(sorted(POLICIES - {"guarded"})),
     st.sampled_from(["work", "deadline"]),
@@ -105,7 +104,6 @@ def test_the_order_is_that_of_the_policys_keys_on_the_same_state_at_any_time(
     assert book.names(now) == [elements[place].name for place in order]
 
 
-@settings(max_examples=120, deadline=None)
 @given(ROWS, st.integers(1, 3), st.lists(st.floats(0, 20), min_size=1, max_size=4))
 def test_guarded_demotes_here_whom_it_demotes_on_the_same_state(
     rows: list[tuple[float, float, float, float, int]], lanes: int, times: list[float]
@@ -127,7 +125,6 @@ def test_guarded_demotes_here_whom_it_demotes_on_the_same_state(
         assert book.names(now) == expected
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_comes_and_goes_each_element_is_there_once_until_it_leaves(data: st.DataObject) -> None:
     book = Book(PolicyTerms(data.draw(st.sampled_from(sorted(POLICIES)))))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.kv.prefix_cache import PrefixHasher
@@ -298,7 +298,6 @@ def test_the_replica_whose_lane_is_free_wins_over_one_with_less_work_in_all() ->
     assert places(ask(core, "a")) == ["r1"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 50)), min_size=1, max_size=4),
     st.integers(1, 12_000),

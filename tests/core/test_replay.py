@@ -53,6 +53,7 @@ def replay(
     return [controller.handle(event, now) for now, event in log]
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 10_000))
 def test_a_fresh_controller_decides_the_same_from_the_same_events(
     replica_of: Any, submit_of: Any, profile: StepProfile, seed: int

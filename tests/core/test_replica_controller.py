@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.scheduler.controller import ReplicaController
@@ -62,7 +62,6 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400)
 @given(actions=ACTIONS, replica_settings=SETTINGS, seed=st.integers(0, 1000))
 def test_whatever_happens_the_guarantees_to_ranks_and_router_hold(
     replica_of: Any, submit_of: Any, actions: list[Any], replica_settings: dict[str, Any], seed: int

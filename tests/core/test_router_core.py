@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.declared import DeclaredModel
@@ -998,7 +998,6 @@ class FakeReplica:
         return replace(card, order=PolicyTerms(self.policy), lanes=self.lanes, work_ahead=work)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_and_in_order(
     data: st.DataObject,

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.timeline import (
@@ -180,7 +180,6 @@ def read(bars: dict[int, dict[str, Any]], numbers: dict[str, int], changes: list
         bar["segments"] = segments
 
 
-@settings(max_examples=200)
 @given(
     events=st.lists(st.tuples(st.floats(0.0, 1.0), HAPPENINGS, st.booleans()), max_size=80),
     most=st.integers(1, 5),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.routing.waiting_room import Guest, WaitingRoom
@@ -57,7 +57,6 @@ def test_who_waited_too_long_is_late_and_the_first_to_go_says_when_there_is_room
     assert (len(room), room.held_bytes) == (0, 0)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_each_request_leaves_once_by_one_way_and_the_bytes_add_up(data: st.DataObject) -> None:
     room = WaitingRoom(500, 375, 20.0)

@@ -129,12 +129,17 @@ def test_a_pod_fetches_what_it_reads_and_nothing_else(hub: Hub, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("stages", "stage", "shards"),
     [
-        (1, 0, SHARDS),
         (2, 0, SHARDS[:2]),
-        (2, 1, SHARDS[1:]),
-        (4, 0, SHARDS[:1]),
         (4, 2, SHARDS[1:2]),
-        (4, 3, SHARDS[2:]),
+        *(
+            pytest.param(stages, stage, shards, marks=pytest.mark.long)
+            for stages, stage, shards in (
+                (1, 0, SHARDS),
+                (2, 1, SHARDS[1:]),
+                (4, 0, SHARDS[:1]),
+                (4, 3, SHARDS[2:]),
+            )
+        ),
     ],
 )
 def test_a_stage_fetches_the_files_of_its_layers_once(

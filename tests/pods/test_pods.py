@@ -90,6 +90,7 @@ def test_a_router_that_is_started_again_finds_its_replica(replica: Replica, gree
     assert replica.complete(PROMPT, TOKENS) == greedy
 
 
+@pytest.mark.long
 def test_the_leaders_container_may_be_started_again_and_the_others_keep_their_weights(
     replica: Replica, greedy: str
 ) -> None:
@@ -122,8 +123,12 @@ def test_sigterm_lets_the_leader_finish_what_is_open(replica: Replica) -> None:
     assert any("draining: the leader gets" in pod.log for pod in replica.pods.values())
 
 
+@pytest.mark.long
 def test_pods_of_a_former_set_are_refused_and_ask_to_be_replaced(replica: Replica, greedy: str) -> None:
     """As ranks of a node that was lost and comes back, after all pods were made anew elsewhere."""
+    for pod in replica.pods.values():  # where this test runs alone
+        pod.terminate()
+        pod.wait()
     thawed = replica.pods[1, 1]
     for place, pod in replica.pods.items():
         if place != (1, 1):

@@ -38,6 +38,7 @@ def test_a_pod_whose_leader_never_answers_asks_for_a_restart(alone: Replica) -> 
     assert calls in pod.message
 
 
+@pytest.mark.long
 def test_a_pod_of_a_newer_revision_waits_until_its_own_leader_is_there(alone: Replica) -> None:
     """As when its predecessor has ended early, and the leader of the older revision still drains."""
     leader, other = alone.pods[0, 0], alone.pods[1, 0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha_operator.replica.observed import Node
@@ -449,7 +449,6 @@ def disturb(world: World, kind: str, index: int) -> None:
         world.kubelets()
 
 
-@settings(max_examples=150)
 @given(st.lists(DISTURBANCES, max_size=14))
 def test_whatever_happens_it_ends_where_a_fresh_replica_of_the_spec_ends(
     disturbances: list[tuple[str, int]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medha_router.body_queue import LONG_BYTES, SECONDS_PER_BYTE, BodyQueue
@@ -50,7 +50,6 @@ def test_a_body_is_overtaken_only_by_those_that_arrive_before_it_is_due() -> Non
 
 
 @given(st.lists(st.tuples(st.integers(1, 3 * MB), st.sampled_from("abc"), st.floats(0, 5)), max_size=12))
-@settings(max_examples=200)
 def test_however_many_bodies_arrive_none_overtakes_one_that_is_due(
     bodies: list[tuple[int, str, float]],
 ) -> None:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
@@ -361,7 +361,6 @@ REFUSED = (
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(one=made(), texts=st.lists(TEXTS, min_size=3, max_size=3))
 def test_whatever_files_lay_down_is_served_as_transformers_does_or_refused(
     one: Made, texts: list[str]

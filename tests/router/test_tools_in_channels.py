@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
@@ -110,7 +110,6 @@ OUTPUTS = [
 
 
 @given(which=st.sampled_from(OUTPUTS), cuts=st.lists(st.integers(0, 80)))
-@settings(max_examples=300)
 def test_an_outputs_text_and_calls_are_the_same_however_it_is_cut(
     which: tuple[str, str, str, list[Any], bool], cuts: list[int]
 ) -> None:

@@ -29,7 +29,10 @@ from situations.recording import Series, is_counter, recorded
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_failures import processes
 
-pytestmark = pytest.mark.timeout(600)  # a rank is killed and started again, on a machine that may be busy
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+]  # a rank is killed and started again, on a machine that may be busy
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 15

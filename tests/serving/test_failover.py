@@ -15,7 +15,7 @@ TOKENS = 250
 SILENCE_SECONDS = 6.0
 KINDS = (
     "kill controller",  # its connection ends
-    "cut",  # it is silent
+    pytest.param("cut", marks=pytest.mark.long),  # it is silent
     pytest.param("drain", marks=pytest.mark.long),
     pytest.param("stop rank", marks=pytest.mark.long),
     pytest.param("stop", marks=pytest.mark.long),

@@ -83,7 +83,10 @@ def streamed(
     return "".join(pieces)
 
 
-@pytest.mark.parametrize(("module", "which"), [("medha_worker.rank", -1), ("medha_worker.controller", 0)])
+@pytest.mark.parametrize(
+    ("module", "which"),
+    [("medha_worker.rank", -1), pytest.param("medha_worker.controller", 0, marks=pytest.mark.long)],
+)
 def test_streams_go_on_with_the_same_texts_when_a_part_dies(replica: Served, module: str, which: int) -> None:
     """The router resubmits it to the next epoch with its seed and the sampled tokens; sampling is keyed by position."""
     undisturbed = [streamed(replica, 400, body) for body in (BODY, GUIDED)]
@@ -128,6 +131,7 @@ def call_deltas(served: Served, kill: psutil.Process | None = None) -> list[tupl
     return deltas
 
 
+@pytest.mark.long
 def test_a_call_goes_on_with_the_same_arguments_when_a_rank_dies_in_the_middle_of_it(replica: Served) -> None:
     undisturbed = call_deltas(replica)
     assert [name for name, _ in undisturbed if name] == ["store"]
@@ -203,6 +207,7 @@ def mostly_stopped(process: psutil.Process) -> Iterator[None]:
         stopping.join()
 
 
+@pytest.mark.long
 def test_a_part_that_keeps_dying_ends_the_whole_with_an_error(checkpoint: Path, tmp_path: Path) -> None:
     port = free_port()
     model = {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 4096}

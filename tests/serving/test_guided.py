@@ -170,6 +170,7 @@ def samples_while_compiling(record: Path) -> int:
     return found
 
 
+@pytest.mark.long
 def test_streams_go_on_while_grammars_are_compiled_and_clients_of_such_come_and_go(
     recorded: tuple[Served, Path],
 ) -> None:

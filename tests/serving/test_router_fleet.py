@@ -310,6 +310,7 @@ def test_a_router_that_is_added_and_one_that_is_rolled_cost_no_request(site: Sit
     wait_for(lambda: site.held() == 0, "nothing is left")
 
 
+@pytest.mark.long
 def test_the_limits_of_an_api_key_hold_over_all_routers(site: Site) -> None:
     limits = {"rate": {"requestsPerMinute": 12}, "many": {"concurrency": 2}}
     entries = [{"name": name, "sha256": hash_of(name), **limit} for name, limit in limits.items()]

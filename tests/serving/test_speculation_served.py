@@ -146,6 +146,7 @@ def test_answers_are_those_of_a_replica_that_does_not_guess(
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_comes_back_with_its_draft_model_and_streams_go_on(
     checkpoint: Path, tmp_path: Path, drafts: dict[str, Path], expected: list[Any]
 ) -> None:

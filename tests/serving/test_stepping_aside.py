@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
@@ -26,6 +27,7 @@ def answer(served: Served, name: str, max_tokens: int, *, ignore_eos: bool) -> t
     return choice["text"], choice["finish_reason"]
 
 
+@pytest.mark.long
 def test_streams_larger_than_the_pool_go_on_with_the_text_that_each_has_alone(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import openai
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,6 +27,7 @@ def scattered(checkpoint: Path, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_a_chat_has_the_tokens_and_the_text_that_it_has_in_transformers(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -201,6 +201,7 @@ def test_a_client_that_was_not_sampled_is_not_traced(traced: Traced) -> None:
     assert all(span.trace_id != "1" * 32 for span in traced.collector.spans)
 
 
+@pytest.mark.long
 def test_a_request_whose_rank_dies_has_a_second_attempt(traced: Traced) -> None:
     (rank,) = [part for part in traced.served.parts() if "medha_worker.rank" in part.cmdline()]
     body = {"model": MODEL, "prompt": "go on", "max_tokens": 300, "ignore_eos": True, "stream": True}
@@ -230,6 +231,7 @@ def test_a_request_whose_rank_dies_has_a_second_attempt(traced: Traced) -> None:
     require_nested(collector, root)
 
 
+@pytest.mark.long
 def test_a_collector_that_dies_costs_no_request_and_is_reported_once(traced: Traced) -> None:
     lost = "takes no traces"
     traced.collector.close()

@@ -37,8 +37,17 @@ def prefilled_seconds(topology: Topology, prompt_tokens: int, tpot_seconds: floa
     return float(np.sum(seconds(contexts + tokens) - seconds(contexts)))
 
 
-@pytest.mark.parametrize("prompt_tokens", [4_000, 300_000])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("stages", "prompt_tokens"),
+    [
+        (1, 4_000),
+        (4, 300_000),
+        *(
+            pytest.param(stages, tokens, marks=pytest.mark.long)
+            for stages, tokens in ((1, 300_000), (2, 4_000), (2, 300_000), (4, 4_000))
+        ),
+    ],
+)
 def test_a_stream_that_asks_for_1_ms_costs_the_prefills_of_others_less_than_5_percent(
     stages: int, prompt_tokens: int
 ) -> None:

@@ -41,7 +41,7 @@ SHAPES = [
     pytest.param(((1, 1, 1), "llama", 3), id="one rank"),
     pytest.param(((2, 2, 1), "qwen3", 2), id="TP2 x SPP2"),
     pytest.param(((1, 1, 2), "llama-biased", 2), id="KVP2"),
-    pytest.param(((1, 1, 1), "gemma3_text-window", 3), id="one rank, windows"),
+    pytest.param(((1, 1, 1), "gemma3_text-window", 3), id="one rank, windows", marks=pytest.mark.long),
 ] + [
     pytest.param((shape, architecture, 30), id=f"{Topology(*shape)} long", marks=pytest.mark.long)
     for shape, architecture in [

@@ -18,7 +18,10 @@ from medha_worker.rank.engine import _samples, _shard, load
 from medha_worker.rank.step_recorder import StepRecorder
 
 
-@pytest.mark.parametrize(("layers", "stages", "expected"), [(24, 2, [12, 12]), (9, 4, [3, 2, 2, 2])])
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [pytest.param(24, 2, [12, 12], marks=pytest.mark.long), (9, 4, [3, 2, 2, 2])],
+)
 def test_stages_are_even_for_a_prefill_however_large_the_output_head_is(
     tmp_path: Path, layers: int, stages: int, expected: list[int]
 ) -> None:

@@ -426,7 +426,15 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
 
 
 @pytest.mark.parametrize(
-    "architecture", [*SPARSE, *LATENT, *GPT_OSS, "gemma3_text-window", "awq deepseek_v3"]
+    "architecture",
+    [
+        *("mixtral", "deepseek_v3", "gpt_oss"),
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in (*SPARSE, *LATENT, *GPT_OSS, "gemma3_text-window", "awq deepseek_v3")
+            if one not in ("mixtral", "deepseek_v3", "gpt_oss")
+        ),
+    ],
 )
 def test_greedy_text_of_64_tokens_is_the_same_on_a_grid(
     checkpoints: Callable[[str], tuple[Path, torch.nn.Module]], architecture: str

@@ -119,7 +119,7 @@ print("exact and invariant")
 CASES = {"attention": ATTENTION, "products": PRODUCTS, "norms": NORMS}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("attention", marks=pytest.mark.long), "products", "norms"])
 def test_interpreted_kernels_are_exact_and_rows_do_not_depend_on_others(case: str) -> None:
     assert printed(INTERPRETED + CASES[case], TRITON_INTERPRET="1") == "exact and invariant\n"
 

@@ -81,7 +81,9 @@ def test_a_wrong_constant_of_the_hash_is_found() -> None:
         printed(planted, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
+)
 def test_the_kernel_compiles_without_a_gpu(capability: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = str(tmp_path_factory.mktemp("triton"))
     assert printed(COMPILED, str(capability), TRITON_CACHE_DIR=cache) == "compiled\n"
