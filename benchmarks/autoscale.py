@@ -2,6 +2,7 @@
 
     python benchmarks/autoscale.py --quick
     python benchmarks/autoscale.py --json benchmarks/results/autoscale.json   # goes on where it was stopped
+    python benchmarks/autoscale.py --json FILE --renew demand   # simulates one signal again, and keeps the rows of the others
     python benchmarks/autoscale.py --docs     # writes that file's table and picture into docs/
 
 Kubernetes' autoscaler sets the number of replicas every 15 s, by one signal after the other: the router's desired replicas
@@ -111,11 +112,15 @@ def simulate(workload: str, signal: Signal, seed: int) -> Result:
         changes=scaling.changes,
         most_replicas=max(scaling.replicas),
         cpu_seconds=round(time.process_time() - started, 1),
+        revision=revision(),
     )
 
 
-def earlier(target: Path | None, settings: Row) -> dict[str, Row]:
-    """Return the rows of an earlier run of the same code with the same settings; exit if they are others."""
+def earlier(target: Path | None, settings: Row, renewed: str = "") -> dict[str, Row]:
+    """Return the rows of an earlier run of the same code with the same settings; exit if they are others.
+
+    With `renewed`, the name of a signal, the other signals' rows may be of other code, and its own are left out if they are.
+    """
     if target is None or not target.exists():
         return {}
     kept: Row = json.loads(target.read_text(encoding="utf-8"))
@@ -125,7 +130,17 @@ def earlier(target: Path | None, settings: Row) -> dict[str, Row]:
                 f"{target} was measured with {name} {kept.get(name)}, not {value}; name another file, or remove it"
             )
     found: dict[str, Row] = kept["rows"]
-    return found
+    present = revision()
+    others = {name for name, row in found.items() if row["revision"] != present}
+    if others and not renewed:
+        raise SystemExit(
+            f"{len(others)} rows of {target} are not of revision {present}; name another file, remove it, or use --renew"
+        )
+    return {
+        name: row
+        for name, row in found.items()
+        if name not in others or name.split(", ")[1].split(" ")[0] != renewed
+    }
 
 
 def simulate_all(
@@ -180,6 +195,13 @@ def main() -> int:
         action="store_true",
         help=f"write docs/ from {RESULTS.relative_to(ROOT)}, and simulate nothing",
     )
+    found.add_argument(
+        "--renew",
+        default="",
+        choices=sorted({signal.name for signal in SIGNALS}),
+        metavar="SIGNAL",
+        help="simulate this signal again; rows of the others may be of another revision",
+    )
     arguments = found.parse_args()
     if arguments.docs:
         if not RESULTS.exists():
@@ -192,8 +214,8 @@ def main() -> int:
     seeds = range(1 if arguments.quick else arguments.rounds)
 
     runs = [(workload, signal, seed) for seed in seeds for workload in workloads for signal in signals]
-    settings = {"start_seconds": START_SECONDS, "load": LOAD, "measured_revision": revision()}
-    rows = earlier(arguments.json, settings)
+    settings = {"start_seconds": START_SECONDS, "load": LOAD}
+    rows = earlier(arguments.json, settings, arguments.renew)
     simulate_all(runs, rows, arguments.json, settings, arguments.processes)
     results: dict[tuple[str, str], list[Result]] = {}
     for workload, signal, seed in runs:

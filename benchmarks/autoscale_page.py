@@ -44,6 +44,8 @@ class Result:
     most_replicas: int
     cpu_seconds: float
     """Processor time of the simulation itself."""
+    revision: str = ""
+    """Commit that was simulated."""
 
     @property
     def price(self) -> float:

@@ -335,6 +335,20 @@ def test_an_autoscaler_reads_the_same_metric_and_adds_up_its_values(helm: Helm) 
     assert settings(manifests, "medha-router")["replica_start_seconds"] == 60
 
 
+@pytest.mark.parametrize(
+    ("router", "routers"),
+    [
+        ({"replicas": 3}, 3),
+        ({"replicas": 0}, 1),
+        ({"replicas": 3, "autoscaling": {"enabled": True, "minReplicas": 4}}, 4),
+    ],
+)
+def test_each_router_knows_among_how_many_a_spare_is_divided(
+    helm: Helm, router: dict[str, Any], routers: int
+) -> None:
+    assert settings(helm.render(router=router), "medha-router")["routers"] == routers
+
+
 @pytest.mark.parametrize("by", ["keda", "hpa"])
 def test_names_that_yaml_takes_for_something_else_stay_names(helm: Helm, by: str) -> None:
     names = ["null", "on"]

@@ -25,6 +25,7 @@ _seconds = st.floats(0, 1e6)
 works = st.builds(
     ModelWork,
     arrival_rate=_seconds,
+    urgent_rate=_seconds,
     pending_seconds=_seconds,
     waiting_lanes=_seconds,
     missed_seconds=_seconds,
@@ -56,13 +57,13 @@ def test_a_replica_of_several_lanes_does_the_work_of_as_many() -> None:
 def test_replicas_without_a_kv_pool_need_no_more_of_them_for_kv() -> None:
     work = ModelWork(arrival_rate=0.5, kv_tokens=500, open_requests=1)
     assert replica_demand(work, replace(SIZE, kv_tokens=0.0), TERMS) == pytest.approx(
-        {"arrivals": 1.0, "waiting": 0.0, "kv": 0.0, "open": 0.0}
+        {"arrivals": 1.0, "waiting": 0.0, "kv": 0.0, "spare": 0.0, "open": 0.0}
     )
 
 
 def test_kv_counts_as_far_as_it_needs_more_replicas_than_prefill_does() -> None:
     parts = replica_demand(ModelWork(arrival_rate=0.5, kv_tokens=2700), SIZE, TERMS)
-    assert parts == pytest.approx({"arrivals": 1.0, "waiting": 0.0, "kv": 2.0, "open": 0.0})
+    assert parts == pytest.approx({"arrivals": 1.0, "waiting": 0.0, "kv": 2.0, "spare": 0.0, "open": 0.0})
     assert replica_demand(ModelWork(arrival_rate=5.0, kv_tokens=2700), SIZE, TERMS)["kv"] == 0.0
     assert replica_demand(ModelWork(waiting_lanes=1.0, kv_tokens=2700), SIZE, TERMS)["kv"] == pytest.approx(
         2.0
@@ -75,6 +76,31 @@ def test_a_request_for_a_model_that_no_replica_ever_served_needs_one() -> None:
 
 def test_a_hundred_routers_with_one_idle_request_each_need_one_replica() -> None:
     assert ceil(100 * total(ModelWork(open_requests=1))) == 1
+
+
+@pytest.mark.parametrize(("urgent_rate", "spare"), [(0.0, 0.0), (0.04, 0.2), (0.49, 0.7), (4.0, 1.0)])
+def test_urgent_work_keeps_a_spare_that_is_large_beside_a_small_load_and_at_most_one_replica(
+    urgent_rate: float, spare: float
+) -> None:
+    work = ModelWork(arrival_rate=5.0, urgent_rate=urgent_rate)
+    assert replica_demand(work, SIZE, TERMS)["spare"] == pytest.approx(spare)
+    assert replica_demand(work, None, TERMS)["spare"] == 0.0
+
+
+def test_a_replica_that_is_half_busy_with_urgent_work_has_a_second_one_beside_it() -> None:
+    terms = DemandTerms()
+    assert ceil(total(ModelWork(arrival_rate=0.5, urgent_rate=0.5), SIZE, terms)) == 2
+    assert ceil(total(ModelWork(arrival_rate=0.5), SIZE, terms)) == 1, "work that can wait needs none"
+
+
+@given(st.integers(1, 20), st.floats(0, 20))
+def test_routers_that_divide_the_clients_ask_for_the_spare_of_one_router_that_has_them_all(
+    routers: int, urgent_rate: float
+) -> None:
+    part = ModelWork(urgent_rate=urgent_rate / routers)
+    found = replica_demand(part, SIZE, replace(TERMS, routers=routers))["spare"]
+    whole = replica_demand(ModelWork(urgent_rate=urgent_rate), SIZE, TERMS)["spare"]
+    assert routers * found == pytest.approx(whole)
 
 
 @given(works, works, sizes)
@@ -97,6 +123,8 @@ def test_two_routers_together_need_at_most_what_each_alone_adds_up_to(
     apart = total(one, size) + total(other, size)
     assert total(both, size) <= apart * (1 + 1e-9) + 1e-9
     if not (one.kv_tokens or other.kv_tokens):  # else one may be short of KV, and the other of time
+        assert total(both, size) >= apart * (1 - 1e-9) - 1.0 - 2 * OPEN_SHARE, "they share at most one spare"
+    if not (one.kv_tokens or other.kv_tokens or one.urgent_rate or other.urgent_rate):
         assert total(both, size) == pytest.approx(apart, abs=2 * OPEN_SHARE)
 
 
@@ -116,26 +144,35 @@ def test_the_work_of_a_long_prompt_is_spread_over_the_time_until_it_is_due() -> 
     arrived = ArrivedWork(60.0)
     arrived.add(100.0, 300.0, 1000.0)
     arrived.add(6.0, 2.0, 1000.0)
-    assert arrived.rate(1059.0, idle=False) == pytest.approx(100 / 300 + 6 / 60)
-    assert arrived.rate(1066.0, idle=False) == pytest.approx(100 / 300)
-    assert arrived.rate(1306.0, idle=False) == 0.0
+    assert arrived.rates(1059.0, idle=False)[0] == pytest.approx(100 / 300 + 6 / 60)
+    assert arrived.rates(1066.0, idle=False)[0] == pytest.approx(100 / 300)
+    assert arrived.rates(1306.0, idle=False)[0] == 0.0
+
+
+def test_work_is_urgent_if_it_is_due_soon_after_its_arrival() -> None:
+    arrived = ArrivedWork(60.0, 30.0)
+    arrived.add(6.0, 30.0, 1000.0)
+    arrived.add(12.0, 31.0, 1000.0)
+    assert arrived.rates(1059.0, idle=False) == pytest.approx((0.3, 0.1))
+    arrived.end(1000.0)
+    assert arrived.rates(1060.0, idle=True) == (0.0, 0.0)
 
 
 def test_work_that_is_never_due_is_forgotten_all_the_same() -> None:
     arrived = ArrivedWork(60.0)
     arrived.add(36.0, inf, 0.0)
-    assert arrived.rate(3600.0, idle=False) == pytest.approx(0.01)
-    assert arrived.rate(3606.0, idle=False) == 0.0
+    assert arrived.rates(3600.0, idle=False)[0] == pytest.approx(0.01)
+    assert arrived.rates(3606.0, idle=False)[0] == 0.0
 
 
 def test_work_that_is_due_tomorrow_counts_no_more_once_all_has_ended_for_a_minute() -> None:
     arrived = ArrivedWork(60.0)
     arrived.add(36.0, 86_400.0, 0.0)
     arrived.end(100.0)
-    assert arrived.rate(159.0, idle=True) == pytest.approx(0.01)
-    assert arrived.rate(160.0, idle=False) == pytest.approx(0.01), "another is open"
-    assert arrived.rate(160.0, idle=True) == 0.0
-    assert arrived.rate(160.0, idle=False) == 0.0
+    assert arrived.rates(159.0, idle=True)[0] == pytest.approx(0.01)
+    assert arrived.rates(160.0, idle=False)[0] == pytest.approx(0.01), "another is open"
+    assert arrived.rates(160.0, idle=True)[0] == 0.0
+    assert arrived.rates(160.0, idle=False)[0] == 0.0
 
 
 @given(
@@ -150,7 +187,7 @@ def test_each_arrival_counts_until_it_is_due_give_or_take_a_bucket(
         arrived.add(work, due, at)
     now = max((at for at, _, _ in arrivals), default=0.0) + after
     spread = [(at + max(due, 60), work / max(due, 60)) for at, work, due in arrivals]
-    rate = arrived.rate(now, idle=False)
+    rate = arrived.rates(now, idle=False)[0]
     assert rate >= sum(one for end, one in spread if end >= now) - 1e-6
     assert rate <= sum(one for end, one in spread if end > now - 5.1) + 1e-6
 
@@ -164,7 +201,7 @@ def test_a_constant_load_needs_a_constant_number_of_replicas(rate: float, work: 
         now = number * gap
         arrived.add(work, 2.0, now)
         if now > 240:
-            seen.append(arrived.rate(now, idle=False))
+            seen.append(arrived.rates(now, idle=False)[0])
     if seen:
         assert max(seen) - min(seen) <= work * (rate * 5 + 2) / 60
         assert sum(seen) / len(seen) == pytest.approx(rate * work, rel=0.1, abs=2 * work / 60)

@@ -18,7 +18,7 @@ harness = benchmark("harness")
 
 def row(hours: float, on_time: float) -> dict[str, float]:
     late = 100 - on_time
-    return asdict(page.Result(hours, on_time, late, 100, 0, 3, 4, 1.0))
+    return asdict(page.Result(hours, on_time, late, 100, 0, 3, 4, 1.0, harness.revision()))
 
 
 def figures(seeds: int = 3) -> dict[str, dict[str, dict[str, float]]]:
@@ -41,6 +41,17 @@ def test_runs_that_a_file_holds_are_not_simulated_again(tmp_path: Path) -> None:
     autoscale.simulate_all(runs, kept, target, {}, 1)
     assert json.loads(target.read_text())["rows"] == kept
     assert autoscale.earlier(tmp_path / "none.json", {}) == {}
+
+
+def test_a_signal_is_renewed_alone_and_rows_of_other_code_are_not_mixed_in_otherwise(tmp_path: Path) -> None:
+    target = tmp_path / "autoscale.json"
+    names = {signal.name: autoscale.row_name("mix", signal, 0) for signal in autoscale.SIGNALS}
+    rows = {name: row(1.0, 90.0) | {"revision": "other"} for name in names.values()}
+    autoscale.save([], target, {"rows": rows})
+    with pytest.raises(SystemExit, match=r"rows of .* are not of revision .* use --renew"):
+        autoscale.earlier(target, {})
+    kept = autoscale.earlier(target, {}, "demand")
+    assert set(rows) - set(kept) == {names["demand"]}
 
 
 def test_results_of_another_load_are_not_gone_on_with(tmp_path: Path) -> None:

@@ -113,3 +113,28 @@ def test_from_zero_replicas_requests_wait_for_the_first_and_the_fleet_ends_at_ze
     assert ceil(max(at_zero)) > 1400, "and after it"
     first = min(one.first_token_at or 0.0 for one in log.requests.values() if one.arrived_at >= 700)
     assert first >= 730, "the first replica of the burst takes its start time"
+
+
+def test_urgent_requests_are_on_time_when_their_load_doubles_faster_than_a_replica_starts() -> None:
+    deployment = Deployment(topology=Topology(tensor=2))
+    prefill_seconds = float(deployment.targets().prefill_seconds(np.array([20_000]))[0])
+    # Half a replica's load, then one and a half for as long as a replica takes to start.
+    gaps = [prefill_seconds / 0.5] * int(150 / prefill_seconds) + [prefill_seconds / 1.5] * int(
+        180 / prefill_seconds
+    )
+    arrivals = [
+        replace(arrival(number, float(at)), ttft_target_seconds=8 * prefill_seconds)
+        for number, at in enumerate(np.cumsum(gaps))
+    ]
+    terms = AutoscalerTerms(min_replicas=1, max_replicas=4)
+    simulation, fleet = deployment.autoscaled(
+        Workload(arrivals), Signal("demand"), terms, start_seconds=120.0
+    )
+    log = simulation.run(900.0)
+    late = [
+        one.arrived_at
+        for one in log.requests.values()
+        if one.first_token_at is None or one.first_token_at - one.arrived_at > one.ttft_target_seconds
+    ]
+    assert late == []
+    assert max(fleet.finish(900.0).replicas) <= 3

@@ -25,7 +25,7 @@ class ModelWorks:
 
     def arrived(self, model: str, work_seconds: float, due_seconds: float, now: float) -> None:
         """Count the prefill of a sequence that has just arrived, and is due in `due_seconds`."""
-        arrived = self._arrived.setdefault(model, ArrivedWork(self.terms.spread_seconds))
+        arrived = self._arrived.setdefault(model, self._new_arrived())
         arrived.add(work_seconds, due_seconds, now)
 
     def ended(self, model: str, now: float) -> None:
@@ -87,21 +87,26 @@ class ModelWorks:
             pending[key[0]] += waiting.pending_seconds
             lanes[key[0]] += waiting.lanes
             missed[key[0]] += waiting.missed_seconds
+        rates = {model: self._rates(model, now, idle=not open_requests[model]) for model in models}
         return {
             model: ModelWork(
-                arrival_rate=self._rate(model, now, idle=not open_requests[model]),
+                arrival_rate=arrival_rate,
+                urgent_rate=urgent_rate,
                 pending_seconds=pending[model],
                 waiting_lanes=lanes[model],
                 missed_seconds=missed[model],
                 kv_tokens=kv_tokens[model],
                 open_requests=open_requests[model],
             )
-            for model in models
+            for model, (arrival_rate, urgent_rate) in rates.items()
         }
 
-    def _rate(self, model: str, now: float, *, idle: bool) -> float:
+    def _new_arrived(self) -> ArrivedWork:
+        return ArrivedWork(self.terms.spread_seconds, self.terms.spare_due_seconds)
+
+    def _rates(self, model: str, now: float, *, idle: bool) -> tuple[float, float]:
         arrived = self._arrived.get(model)
-        return arrived.rate(now, idle=idle) if arrived is not None else 0.0
+        return arrived.rates(now, idle=idle) if arrived is not None else (0.0, 0.0)
 
 
 def _ahead(serving: list[KnownReplica], start_seconds: float) -> Callable[[Floats], Floats]:

@@ -1,7 +1,7 @@
 """The number of replicas of a model that the clients of one router need; it adds up over routers.
 
 Each router knows its own clients alone, so it states what they need of a replica, as a fraction. The sum over routers
-is what all clients need, and an autoscaler rounds it up. It has four parts, and they add up too:
+is what all clients need, and an autoscaler rounds it up. It has five parts, and they add up too:
 
 - `arrivals`: the prefill work that arrives, as a rate. The work of each sequence is spread over the time until its first
   token is due, so that a long prompt, which has long, is no peak. A rate does not change with the number of replicas,
@@ -10,6 +10,11 @@ is what all clients need, and an autoscaler rounds it up. It has four parts, and
 - `waiting`: for each sequence that waits in the router, the share of one lane that it needs from now on to be in time:
   its work over the time that is left. One that cannot be in time any more needs a whole lane, unless its work is tiny.
 - `kv`: what the KV of all open sequences takes of a replica's pool, as far as it needs more than both of those.
+- `spare`: a reserve for the growth of urgent work, whose first token is due long before a further replica would serve. By
+  then the load may be a multiple of what it is, however soon the growth is noticed. A share of head-room does not
+  help where the load is small: four tenths of a replica with any share of it are still one replica. So the reserve
+  is the geometric mean of one replica and the urgent load, as far as it is at most one replica. It is large beside a
+  small load, small beside a large one, and 0 for work that can wait for a further replica.
 - `open`: a small share while a request is open or waits for the first replica, so that there is at least one.
 
 A minute after the last request has ended, the sum is exactly 0. Smallest and largest numbers and
@@ -19,12 +24,12 @@ stabilisation are the autoscaler's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 from typing import Literal
 
-DemandReason = Literal["arrivals", "waiting", "kv", "open"]
+DemandReason = Literal["arrivals", "waiting", "kv", "spare", "open"]
 """Part of the demand."""
-DEMAND_REASONS: tuple[DemandReason, ...] = ("arrivals", "waiting", "kv", "open")
+DEMAND_REASONS: tuple[DemandReason, ...] = ("arrivals", "waiting", "kv", "spare", "open")
 OPEN_SHARE = 0.01
 """Least demand of a router that has an open request; those of many routers together are still below 1."""
 _BUCKET_SECONDS = 5.0
@@ -47,6 +52,16 @@ class DemandTerms:
     """Shortest time within which waiting work need be done."""
     kv_share: float = 0.9
     """Share of a replica's KV pool that should be reserved at most."""
+    spare_due_share: float = 0.25
+    """Share of the start time within which work is due that a spare is kept for. Work that is due later can wait a while,
+    and the more of it there is, the sooner a further replica is asked for."""
+    routers: int = 1
+    """Routers among which clients are divided, in equal parts: each asks for its part of one spare."""
+
+    @property
+    def spare_due_seconds(self) -> float:
+        """Time within which work is due that a spare is kept for."""
+        return self.spare_due_share * self.start_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,8 @@ class ModelWork:
 
     arrival_rate: float = 0.0
     """Prefill seconds that arrive each second, without cached prefixes."""
+    urgent_rate: float = 0.0
+    """Part of `arrival_rate` that is due long before a further replica would serve."""
     pending_seconds: float = 0.0
     """Prefill of sequences that have no token yet, whether they wait in the router or were sent to a replica."""
     waiting_lanes: float = 0.0
@@ -84,50 +101,63 @@ def replica_demand(
 
     Without a size, because no replica has ever been announced, it is known only whether one is needed at all.
     """
-    arrivals = waiting = kv = 0.0
+    arrivals = waiting = kv = spare = 0.0
     if size is not None:
         arrivals = work.arrival_rate / (terms.busy_share * size.lanes)
         waiting = work.waiting_lanes / size.lanes
         if size.kv_tokens:  # without a pool, no number of replicas is enough
             kv = max(0.0, work.kv_tokens / (terms.kv_share * size.kv_tokens) - arrivals - waiting)
+        # The clients of all routers together have `routers` times the load, and share the spare of that load.
+        spare = min(1.0, sqrt(terms.routers * work.urgent_rate / size.lanes)) / terms.routers
     least = OPEN_SHARE if work.open_requests else 0.0
     return {
         "arrivals": arrivals,
         "waiting": waiting,
         "kv": kv,
-        "open": max(0.0, least - arrivals - waiting - kv),
+        "spare": spare,
+        "open": max(0.0, least - arrivals - waiting - kv - spare),
     }
 
 
 class ArrivedWork:
-    """The rate at which work of one model arrives, while it has requests. Times are in seconds, on the clock of `now`."""
+    """The rates at which work of one model arrives, while it has requests. Times are in seconds, on the clock of `now`."""
 
-    def __init__(self, spread_seconds: float) -> None:
+    def __init__(self, spread_seconds: float, urgent_due_seconds: float = 0.0) -> None:
+        """Work is urgent that is due within `urgent_due_seconds` of its arrival."""
         self._spread_seconds = spread_seconds
-        self._rates: dict[
-            int, float
-        ] = {}  # number of the bucket in which it ends -> prefill seconds per second
+        self._urgent_due_seconds = urgent_due_seconds
+        # Number of the bucket in which it ends -> prefill seconds per second.
+        self._rates: dict[int, float] = {}
+        self._urgent_rates: dict[int, float] = {}
         self._last_end = -inf
 
     def add(self, work_seconds: float, due_seconds: float, now: float) -> None:
         """Spread work over the time until it is due, `due_seconds` from now."""
         spread_seconds = min(max(due_seconds, self._spread_seconds), _LONGEST_SECONDS)
         bucket = int((now + spread_seconds) // _BUCKET_SECONDS)
-        self._rates[bucket] = self._rates.get(bucket, 0.0) + work_seconds / spread_seconds
+        rate = work_seconds / spread_seconds
+        self._rates[bucket] = self._rates.get(bucket, 0.0) + rate
+        if due_seconds <= self._urgent_due_seconds:
+            self._urgent_rates[bucket] = self._urgent_rates.get(bucket, 0.0) + rate
         self._forget(now)
 
     def end(self, now: float) -> None:
         """Note that a sequence has ended."""
         self._last_end = now
 
-    def rate(self, now: float, *, idle: bool) -> float:
-        """Return the prefill seconds that arrive each second. The model is idle if no request of it is open."""
+    def rates(self, now: float, *, idle: bool) -> tuple[float, float]:
+        """Return the prefill seconds that arrive each second, and those of them that are urgent.
+
+        The model is idle if no request of it is open.
+        """
         if idle and now - self._last_end >= self._spread_seconds:
             self._rates.clear()
+            self._urgent_rates.clear()
         self._forget(now)
-        return sum(self._rates.values())
+        return sum(self._rates.values()), sum(self._urgent_rates.values())
 
     def _forget(self, now: float) -> None:
         present = int(now // _BUCKET_SECONDS)
-        if any(bucket < present for bucket in self._rates):
-            self._rates = {bucket: rate for bucket, rate in self._rates.items() if bucket >= present}
+        for rates in (self._rates, self._urgent_rates):
+            for bucket in [bucket for bucket in rates if bucket < present]:
+                del rates[bucket]
