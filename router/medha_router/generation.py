@@ -429,10 +429,11 @@ class Generation:
             if outcome.tokens:
                 self._observe_tokens(outcome.id, arrived.at)
                 self._observe_cached(choice.index // self.plan.samples, outcome.cached_tokens)
-            before = choice.output_tokens
+            before, thought = choice.output_tokens, choice.thought_tokens
             piece = choice.feed(outcome)
-            self._observer.output(self.plan.model, choice.output_tokens - before)
-            self._account.charge_output(choice.output_tokens - before)
+            new = choice.output_tokens - before
+            self._observer.output(self.plan.model, new, choice.thought_tokens - thought)
+            self._account.charge_output(new)
             if piece is None:
                 continue
             if piece.finish_reason is not None:

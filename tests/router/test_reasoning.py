@@ -52,14 +52,17 @@ MODELS = {
     "special": with_marks(files_of(TEMPLATES["switched"]), special=True),
     "none": files_of(TEMPLATES["switched"]),
     "harmony": FILES,
+    "none-harmony": FILES,
 }
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     models = tmp_path_factory.mktemp("models")
-    declared = DeclaredModel(name="none", replicas=1, reasoning_format="none")
-    (models / "installation.json").write_text(to_text([declared]))
+    declared = [
+        DeclaredModel(name=name, replicas=1, reasoning_format="none") for name in ("none", "none-harmony")
+    ]
+    (models / "installation.json").write_text(to_text(declared))
     router = start_router(tmp_path_factory.mktemp("router"), models_directory=str(models))
     replicas = {
         name: ScriptedReplica(router, files, name=f"r-{name}", fields={"model": name})
@@ -90,7 +93,7 @@ def script(serving: Serving, model: str, text: str, **more: Any) -> ScriptedRepl
     replica = serving.script(model, "", **more)
     encode = serving.bundles[model].encode
     tokens = encode(text, add_special_tokens=False).tolist()
-    end = () if model == "harmony" else (1,)
+    end = () if model.endswith("harmony") else (1,)
     replica.script = Script(**{"tokens": (*tokens, *end), "finish": "stop", **more})
     return replica
 
@@ -124,6 +127,8 @@ def test_thoughts_are_apart_from_the_answer(
 ) -> None:
     lead = OUTPUTS["opened" if model == "opened" else "switched"]
     replica = script(serving, model, lead + ANSWER, per_message=per_message, logprobs=True)
+    counted = f'medha_reasoning_tokens_total{{model="{model}"}}'
+    before = serving.router.metric(counted)
     whole = chat(client, model, n=2, logprobs=True)
     for choice in whole.choices:
         message = choice.message
@@ -131,6 +136,7 @@ def test_thoughts_are_apart_from_the_answer(
         assert (message.reasoning_content, message.reasoning) == (THOUGHTS, THOUGHTS)
         assert spelled(choice.logprobs.content) == ANSWER
     used = whole.usage.completion_tokens_details.reasoning_tokens
+    wait_for(lambda: serving.router.metric(counted) == before + used, "the tokens are not counted")
     bundle = serving.bundles[model]
     thinking = len(bundle.encode(lead.strip(), add_special_tokens=False))
     assert 2 * thinking <= used < 2 * (len(replica.script.tokens) - 2)
@@ -180,6 +186,14 @@ def test_a_client_may_leave_thoughts_out(client: openai.OpenAI, serving: Serving
     assert message.content == ANSWER
     assert "reasoning_content" not in message.model_dump()
     assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+def test_a_manifest_may_leave_the_thoughts_of_channels_out(client: openai.OpenAI, serving: Serving) -> None:
+    script(serving, "none-harmony", f"{THOUGHT}<|channel|>final<|message|>{ANSWER}<|return|>")
+    message = chat(client, "none-harmony").choices[0].message
+    assert (message.content, "reasoning_content" in message.model_dump()) == (ANSWER, False)
+    response = client.responses.create(model="none-harmony", input="Weather?")
+    assert [item.type for item in response.output] == ["message"]
 
 
 def test_thoughts_may_stay_in_the_content(client: openai.OpenAI, serving: Serving) -> None:
