@@ -54,6 +54,7 @@ class RunFiles:
             replicas=1,
             aliases=named.aliases,
             tool_call_format=named.tool_call_format,
+            reasoning_format=named.reasoning_format,
         )
         (folder / "manifest.json").write_text(to_text([model]), encoding="utf-8")
         return folder

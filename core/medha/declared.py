@@ -42,6 +42,8 @@ class DeclaredModel(_DeclaredReplica):
     """Further names that clients may ask for."""
     tool_call_format: str = AUTO
     """The form of its calls of functions; a router takes one that it does not know for `auto`."""
+    reasoning_format: str = AUTO
+    """The form of its thoughts, in the same way."""
 
 
 class _Document(_DeclaredReplica):
@@ -51,7 +53,7 @@ class _Document(_DeclaredReplica):
 def merged(models: Iterable[DeclaredModel]) -> tuple[DeclaredModel, ...]:
     """Return one entry per name, sorted: replicas add up, service classes keep the order of their first occurrence.
 
-    Of several forms of calls, the first that is not `auto` counts.
+    Of several forms of calls or of thoughts, the first that is not `auto` counts.
     """
     found: dict[str, DeclaredModel] = {}
     for model in models:
@@ -59,15 +61,19 @@ def merged(models: Iterable[DeclaredModel]) -> tuple[DeclaredModel, ...]:
         classes = tuple(dict.fromkeys((*known.service_classes, *model.service_classes)))
         replicas = known.replicas + model.replicas
         aliases = tuple(sorted({*known.aliases, *model.aliases}))
-        formats = (known.tool_call_format, model.tool_call_format)
         found[model.name] = DeclaredModel(
             name=model.name,
             service_classes=classes,
             replicas=replicas,
             aliases=aliases,
-            tool_call_format=next((one for one in formats if one != AUTO), AUTO),
+            tool_call_format=_first(known.tool_call_format, model.tool_call_format),
+            reasoning_format=_first(known.reasoning_format, model.reasoning_format),
         )
     return tuple(found[name] for name in sorted(found))
+
+
+def _first(*formats: str) -> str:
+    return next((one for one in formats if one != AUTO), AUTO)
 
 
 def usable_aliases(models: Iterable[DeclaredModel]) -> tuple[dict[str, str], list[str]]:

@@ -128,6 +128,7 @@ ROUTER_METRICS = (
     Metric("medha_prompt_tokens", "counter", "tokens", "Prompt tokens of accepted requests; a prompt with several samples (`n`) counts once.", ("model",)),
     Metric("medha_cached_prompt_tokens", "counter", "tokens", "Prompt tokens whose KV was in a replica's prefix cache, for requests that got a first token.", ("model",)),
     Metric("medha_output_tokens", "counter", "tokens", "Output tokens of sequences, without those after a stop string.", ("model",)),
+    Metric("medha_reasoning_tokens", "counter", "tokens", "Those among them in which models thought before they answered.", ("model",)),
     Metric("medha_router_requests_open", "gauge", "requests", "HTTP generation requests in progress."),
     Metric("medha_router_sequences_open", "gauge", "sequences", "Sequences that have not ended: those that wait in the router and those that were sent to replicas."),
     Metric("medha_router_sequences_waiting", "gauge", "sequences", "Sequences that wait in the router for a replica with room.", _BY_CLASS),

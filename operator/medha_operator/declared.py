@@ -58,6 +58,7 @@ class _Lifecycle(_Part):
 class _Model(_Named):
     aliases: tuple[str, ...] = ()
     tool_call_format: str = AUTO
+    reasoning_format: str = AUTO
 
 
 class _Spec(_Part):
@@ -76,6 +77,7 @@ class Declaration:
     model: str
     aliases: tuple[str, ...]
     tool_call_format: str
+    reasoning_format: str
     service_classes: tuple[str, ...]
     replicas: int
     counts_from: float
@@ -105,6 +107,7 @@ def declaration(document: Document) -> Declaration | None:
         model=read.model.name,
         aliases=read.model.aliases,
         tool_call_format=read.model.tool_call_format,
+        reasoning_format=read.model.reasoning_format,
         service_classes=tuple(one.name for one in read.service_classes) or _DEFAULT_CLASSES,
         replicas=0 if read.suspend else replicas,
         counts_from=seconds(metadata["creationTimestamp"]) + read.lifecycle.ready_seconds,
@@ -124,6 +127,7 @@ def models_of(
             name=one.model,
             aliases=one.aliases,
             tool_call_format=one.tool_call_format,
+            reasoning_format=one.reasoning_format,
             service_classes=one.service_classes,
             replicas=one.replicas if one.counts_from <= now else 0,
         )

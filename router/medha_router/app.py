@@ -547,21 +547,22 @@ def _close(generation: Generation, entry: Entry) -> None:
 
 
 def _usage(generation: Generation) -> dict[str, Any]:
-    return usage(generation.prompt_tokens, generation.output_tokens, generation.cached_tokens)
+    return usage(
+        generation.prompt_tokens,
+        generation.output_tokens,
+        generation.cached_tokens,
+        generation.thought_tokens,
+    )
 
 
 async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:
     """Return one whole piece per choice, in order of index."""
     choices: dict[int, Piece] = {}
-    texts: dict[int, list[str]] = {}
     async for piece in pieces:
         whole = choices.setdefault(piece.index, Piece(piece.index))
-        texts.setdefault(piece.index, []).append(piece.text)
         whole.tokens += piece.tokens
         whole.parts += piece.parts
         whole.finish_reason, whole.ends_with_calls = piece.finish_reason, piece.ends_with_calls
-    for index, whole in choices.items():
-        whole.text = "".join(texts[index])
     return [choices[index] for index in sorted(choices)]
 
 

@@ -44,8 +44,12 @@ def channel_rules(special_ids: Mapping[str, int]) -> list[str]:
 
 def in_channels(grammar: str, special_ids: Mapping[str, int]) -> str:
     """Return the grammar of an output whose answer follows `grammar`, with any thoughts before it."""
-    start = f"start: {THOUGHTS} final @answer"
-    whole = "\n".join([OPTIONS, start, *channel_rules(special_ids)]) + "\n"
+    return behind(f"{THOUGHTS} final", channel_rules(special_ids), grammar)
+
+
+def behind(lead: str, rules: list[str], grammar: str) -> str:
+    """Return the grammar of an output that follows `grammar` behind `lead`, which these rules define."""
+    whole = "\n".join([OPTIONS, f"start: {lead} @answer", *rules]) + "\n"
     inner = json.loads(grammar) if grammar.lstrip().startswith("{") else {}
     first, *others = inner.get("grammars", [{"lark_grammar": grammar}])
     return json.dumps({**inner, "grammars": [{"lark_grammar": whole}, {**first, "name": "answer"}, *others]})

@@ -1,8 +1,8 @@
-"""Finds the answer in an output that has several channels, as gpt-oss writes it: its thoughts are not part of the answer.
+"""Finds the answer and the thoughts in an output that has several channels, as gpt-oss writes it.
 
 An output is a sequence of messages. Each has a header, `<|channel|>` and the name of a channel up to `<|message|>`, and
 a text up to `<|end|>`; `<|start|>` begins the header of the next one. The prompt ends within the first header. The
-channels `final` and `commentary` are for the user, unless a header names somebody else (`to=`), and `analysis` is not.
+channels `final` and `commentary` are for the user, and `analysis` has thoughts, unless a header names somebody else (`to=`).
 A message to a function is a call, and `<|call|>` ends it. An output without headers is all for the user.
 """
 
@@ -18,12 +18,19 @@ MARKS = (START, CHANNEL, MESSAGE, END)
 BEGUN = "assistant"
 """Role behind the `START` with which a prompt ends."""
 _SHOWN = ("final", "commentary")
+_THOUGHTS = ("analysis",)
 _RECEIVER = b" to="
 _FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.:/-]+)")
 
 
 class Mark(str):
     """The header of a call, or the mark that ends one: for what reads calls, it is one character that no text has."""
+
+    __slots__ = ()
+
+
+class ThoughtBytes(bytes):
+    """A piece of the model's thoughts."""
 
     __slots__ = ()
 
@@ -35,7 +42,7 @@ def called_function(header: str) -> str | None:
 
 
 class Channels:
-    """Says token by token what is for the user."""
+    """Says token by token what is for the user, and what is a thought."""
 
     def __init__(self, marks: Mapping[str, int], *, with_calls: bool = False) -> None:
         """`marks` are the ids of `MARKS`, and perhaps of `CALL` and `CONSTRAIN`; without `with_calls`, calls are for nobody."""
@@ -45,9 +52,12 @@ class Channels:
         self._shows = True  # also before the first header
         self._calls = False  # the message is a call that is read
         self._lead: bytes | None = b""  # text that may be of the first header
+        self._thinks = False  # the message has thoughts
+        self._has_thought = False
+        self._before_thought = b""  # a newline between two messages of thoughts
 
-    def feed(self, token: int, text: bytes) -> bytes | Mark | None:
-        """Return what of the next token, which stands for `text`, is for the user: its text, or the mark of a call."""
+    def feed(self, token: int, text: bytes) -> bytes | ThoughtBytes | Mark | None:
+        """Return what the next token, which stands for `text`, is: a text for the user, a thought, the mark of a call, or nothing."""
         mark = self._marks.get(token)
         if self._lead is not None:
             if mark is None:
@@ -58,12 +68,20 @@ class Channels:
         if mark is None:
             if self._header is not None:
                 self._header += text.decode("utf-8", "replace")
+            elif self._thinks:
+                before, self._before_thought = self._before_thought, b""
+                self._has_thought = True
+                return ThoughtBytes(before + text)
             return text if self._shows else None
         ends_call, self._calls = self._calls, False
+        if self._thinks and self._has_thought:
+            self._before_thought = b"\n"
+        self._thinks = False
         if mark == MESSAGE:
             header, self._header = self._header or "", None
             self._calls = self._with_calls and called_function(header) is not None
-            self._shows = self._calls or _is_for_user(header)
+            self._shows = self._calls or _is_to_nobody(header, _SHOWN)
+            self._thinks = not self._shows and _is_to_nobody(header, _THOUGHTS)
             return Mark(header + MESSAGE) if self._calls else None
         begun = self._header or ""  # it may name the receiver before the channel
         self._header, self._shows = {START: "", CHANNEL: begun + CHANNEL}.get(mark), False
@@ -81,7 +99,8 @@ class Channels:
         return self._lead or b""
 
 
-def _is_for_user(header: str) -> bool:
+def _is_to_nobody(header: str, channels: tuple[str, ...]) -> bool:
+    """Return whether a header is of one of these channels, and names no receiver but the user."""
     before, _, channel = header.partition(CHANNEL)
     name, *others = channel.split() or [""]
-    return name.startswith(_SHOWN) and not any("to=" in part for part in (before, *others))
+    return name.startswith(channels) and not any("to=" in part for part in (before, *others))

@@ -19,10 +19,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from medha.errors import CheckpointInvalid, RequestInvalid
+from medha_router.conversations import THOUGHTS
 
 _END_MARK = "\ue000end of the message to continue\ue000 "
 """Mark behind the text of a message that is to be continued; its last space shows whether the template trims messages."""
 _TESTS_CONTENT = re.compile(r"""content(['"]\])?\s+is\s+(not\s+)?none""")
+
+_THOUGHTS_NAMES = tuple(
+    (name, re.compile(rf"""\.{name}\b|['"]{name}['"]""")) for name in (THOUGHTS, "reasoning", "thinking")
+)
+"""The names by which templates know the thoughts of a message, and what shows that they read them."""
 
 
 class _GenerationTag(Extension):
@@ -78,15 +84,23 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
             self._template = environment.from_string(source)
-            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            """The variables that the template reads."""
         except (jinja2.TemplateSyntaxError, SyntaxError) as error:  # the latter: in Python made of it
             raise CheckpointInvalid(
                 f"the chat template has an error in line {error.lineno}: {error}"
             ) from error
         self._special_tokens = dict(special_tokens)
         self.source = source
+        self._thoughts_name = next(
+            (name for name, known in _THOUGHTS_NAMES if known.search(source)), THOUGHTS
+        )
         self._knows_developer = "developer" in source
         self._knows_null = _TESTS_CONTENT.search(source) is not None
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.variables
 
     def render(
         self,
@@ -100,7 +114,8 @@ class ChatTemplate:
         """Return the prompt text of a conversation; with `continue_final_message`, it ends with the last message's text.
 
         For templates that do not know them, the role `developer` becomes `system`, which OpenAI treats alike, and null as
-        the content of a message with calls becomes the empty text.
+        the content of a message with calls becomes the empty text. Thoughts of messages get the name by which the template
+        knows them.
 
         Raises:
             RequestInvalid: the template does not accept these messages.
@@ -114,6 +129,8 @@ class ChatTemplate:
             messages = [
                 {**message, "content": ""} if message["content"] is None else message for message in messages
             ]
+        if self._thoughts_name != THOUGHTS:
+            messages = [_with_thoughts(message, self._thoughts_name) for message in messages]
         if continue_final_message:
             messages = _marked(messages)
         try:
@@ -133,6 +150,19 @@ class ChatTemplate:
             told = f"the model's chat template does not accept these messages: {error}"
             raise RequestInvalid(told, param="messages", code="invalid_messages") from error
         return _before_mark(text) if continue_final_message else text
+
+
+def _with_thoughts(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a message with its thoughts under another name.
+
+    Beside calls, templates that read `thinking` take either that or a text, and show both alike: the thoughts get the text.
+    """
+    if THOUGHTS not in message:
+        return message
+    renamed = {key: value for key, value in message.items() if key != THOUGHTS} | {name: message[THOUGHTS]}
+    if name == "thinking" and message.get("tool_calls") and message["content"]:
+        renamed |= {"content": "", name: f"{message[THOUGHTS]}\n{message['content']}"}
+    return renamed
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

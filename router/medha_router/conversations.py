@@ -18,6 +18,8 @@ from medha_router.request_model import RequestModel, shown, without_lone_surroga
 
 Message = dict[str, Any]
 """A message as chat templates read it."""
+THOUGHTS = "reasoning_content"
+"""Name of a message's thoughts; the template may know them by another one."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of one half of a character in JSON."""
 
@@ -47,9 +49,14 @@ class ChatMessage(RequestModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def for_template(self) -> Message:
-        """Return the message as chat templates expect it: text parts are joined by newlines, as in vLLM."""
+        """Return the message as chat templates expect it: text parts are joined by newlines, as in vLLM.
+
+        Thoughts may have either name.
+        """
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -57,6 +64,8 @@ class ChatMessage(RequestModel):
         for field in ("name", "tool_call_id"):
             if getattr(self, field) is not None:
                 message[field] = getattr(self, field)
+        if thoughts := self.reasoning_content or self.reasoning:
+            message[THOUGHTS] = thoughts
         if self.tool_calls:
             message["content"] = content or None
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -94,8 +103,8 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
             end += 1
         results = list(messages[start + 1 : end])
         for index, call in enumerate(message.get("tool_calls", ())):
-            text = message["content"] if index == 0 else None
-            found.append({**message, "content": text, "tool_calls": [call]})
+            first = message if index == 0 else {"role": message["role"], "content": None}
+            found.append({**first, "tool_calls": [call]})
             found += [one for one in results if one["tool_call_id"] == call["id"]]
             results = [one for one in results if one["tool_call_id"] != call["id"]]
         if "tool_calls" not in message:
@@ -124,6 +133,22 @@ class InputMessage(RequestModel):
         return {"role": self.role, "content": _joined(self.content)}
 
 
+class ReasoningText(RequestModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(RequestModel):
+    """Thoughts of the model before a message or a call; a summary and an encrypted text are of no use here."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+
+    @property
+    def thoughts(self) -> str:
+        return "\n".join(part.text for part in self.content or ())
+
+
 class InputCall(RequestModel):
     """A call of a function that the model made before."""
 
@@ -141,34 +166,45 @@ class InputCallOutput(RequestModel):
     output: str | list[InputPart]
 
 
+_TAGS = {"function_call": "[call]", "function_call_output": "[output]", "reasoning": "[reasoning]"}
+
+
 def _kind(item: object) -> str:
     given = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return {"function_call": "[call]", "function_call_output": "[output]"}.get(str(given), "[message]")
+    return _TAGS.get(str(given), "[message]")
 
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("[message]")]
     | Annotated[InputCall, Tag("[call]")]
-    | Annotated[InputCallOutput, Tag("[output]")],
+    | Annotated[InputCallOutput, Tag("[output]")]
+    | Annotated[InputReasoning, Tag("[reasoning]")],
     Discriminator(_kind),
 ]
 
 
-def input_for_template(items: Sequence[InputMessage | InputCall | InputCallOutput]) -> list[Message]:
-    """Return the input of the Responses API as chat templates expect it: calls belong to the assistant's message before them.
+def input_for_template(
+    items: Sequence[InputMessage | InputCall | InputCallOutput | InputReasoning],
+) -> list[Message]:
+    """Return the input of the Responses API as chat templates expect it.
+
+    Calls belong to the assistant's message before them, and thoughts to the one behind them.
 
     Raises:
         RequestInvalid: an output is of a call that no item before it has.
     """
     names: dict[str, str] = {}
     found: list[Message] = []
+    thoughts = list[str]()  # of the assistant's next message
     for index, item in enumerate(items):
         match item:
+            case InputReasoning():
+                thoughts += [item.thoughts] if item.thoughts else []
             case InputMessage():
                 found.append(item.for_template())
             case InputCall():
                 names[item.call_id] = item.name
-                if not found or found[-1]["role"] != "assistant":
+                if thoughts or not found or found[-1]["role"] != "assistant":
                     found.append({"role": "assistant", "content": None})
                 found[-1].setdefault("tool_calls", [])
                 found[-1]["tool_calls"].append(_call_for_template(item.call_id, item.name, item.arguments))
@@ -176,6 +212,10 @@ def input_for_template(items: Sequence[InputMessage | InputCall | InputCallOutpu
                 name = _name_of(item.call_id, names, f"input.{index}.call_id")
                 output = _joined(item.output)
                 found.append({"role": "tool", "content": output, "tool_call_id": item.call_id, "name": name})
+        if thoughts and found and not isinstance(item, InputReasoning):
+            if found[-1]["role"] == "assistant":
+                found[-1][THOUGHTS] = "\n".join(thoughts)
+            thoughts = []
     return found
 
 

@@ -14,13 +14,14 @@ from medha.timeline import Began
 from medha.wire.frames import TokenIds
 from medha.wire.messages import PromptLogprobs, ServiceClassTerms, TokenLogprob
 from medha_router.api_error import ApiError
-from medha_router.channels import Channels, Mark
+from medha_router.channels import Channels, Mark, ThoughtBytes
 from medha_router.detokenize import StopStrings, TextStream
 from medha_router.key_accounts import Account
 from medha_router.outcome_queue import MOST_WAITING_TOKENS, Unread
 from medha_router.prepare import Plan, Prepared
 from medha_router.replica_link import ReplicaLink
 from medha_router.router_metrics import Observer
+from medha_router.thought_text import Phase, Thought
 from medha_router.tokenizer_bundle import Bundle
 from medha_router.tool_call_text import CallPart
 from medha_router.tool_formats import FORMATS
@@ -36,20 +37,41 @@ class ShownToken:
     offset: int
 
 
+OutputPart = str | CallPart | Thought
+
+
 @dataclass
 class Piece:
     """New output of choice `index`; the piece with a finish reason is its last.
 
-    Where functions may be called, `parts` has text and calls in their order, and `text` the text alone.
+    `parts` has text, thoughts and calls in their order.
     """
 
     index: int
-    text: str = ""
-    parts: list[str | CallPart] = field(default_factory=list)
+    parts: list[OutputPart] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
     ends_with_calls: bool = False
     """The output has ended with whole calls of functions."""
+
+    @property
+    def text(self) -> str:
+        """The text of the answer."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def thoughts(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    def add(self, part: OutputPart) -> None:
+        """Add a part; neighbours of one kind are joined, but for those of calls."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(part, str) and isinstance(last, str):
+            self.parts[-1] = last + part
+        elif isinstance(part, Thought) and isinstance(last, Thought):
+            self.parts[-1] = Thought(last.text + part.text)
+        elif part != "":
+            self.parts.append(part)
 
 
 @dataclass(frozen=True)
@@ -86,6 +108,8 @@ class ChoiceOutput:
     def __init__(self, index: int, plan: Plan, bundle: Bundle) -> None:
         self.index = index
         self.output_tokens = 0
+        self.thought_tokens = 0
+        """Output tokens of the thoughts, with the marks around them where those are text."""
         self.finished = False
         self._plan = plan
         self._bundle = bundle
@@ -104,6 +128,13 @@ class ChoiceOutput:
                 self._hidden_ids -= set(bundle.special_ids_of(form.marks).values())
         marks = bundle.marks_to_read(plan.endpoint, skip_special_tokens=plan.skip_special_tokens)
         self._channels = Channels(marks, with_calls=in_channels) if marks else None
+        self._thought_stream = TextStream()  # of those in channels
+        self._thoughts = None if plan.thoughts is None else plan.thoughts.reader
+        self._shows_thoughts = plan.thoughts is not None and plan.thoughts.place == "apart"
+        self._undecided: list[ShownToken] = []  # tokens that may be of the answer
+        self._undecided_tokens = 0
+        if plan.thoughts is not None and self._thoughts is not None:
+            self._hidden_ids -= set(plan.thoughts.special_ids(bundle).values())
 
     def feed(self, delivered: Deliver) -> Piece | None:
         """Return what can be shown now; None if everything is held back."""
@@ -121,25 +152,79 @@ class ChoiceOutput:
                 if self._pass(piece, found):
                     return self._finish(piece, "stop")
                 continue
+            if isinstance(found, ThoughtBytes):
+                self.thought_tokens += 1
+                self._think(piece, self._thought_stream.feed(found))
+                continue
+            scored = None
             if delivered.logprobs and (not ends_here or self._plan.echo_logprobs):
-                self._pending.append(
-                    ShownToken(token, delivered.logprobs[position], self._decoded_characters)
-                )
+                scored = ShownToken(token, delivered.logprobs[position], self._decoded_characters)
             if ends_here:
+                self._pending += [] if scored is None else [scored]
                 break  # a stop token is counted, not shown; beside an echo, clients count tokens from the end
             hidden = token in self._hidden_ids
-            text = "" if hidden else self._stream.feed(found)
+            text = self._without_thoughts(piece, "" if hidden else self._stream.feed(found), scored)
             if self._show(piece, text) or (self._calls is not None and self._calls.is_done):
                 return self._finish(piece, "stop")
         if delivered.finish_reason is not None:
-            held = b"" if self._channels is None else self._channels.end()
-            if self._show(piece, self._stream.feed(held) + self._stream.end()):
+            if self._show(piece, self._last_text(piece)):
                 return self._finish(piece, "stop")
             self._add(piece, self._stops.end())
             return self._finish(piece, delivered.finish_reason)
         piece.tokens = [shown for shown in self._pending if shown.offset < self._shown_characters]
         self._pending = self._pending[len(piece.tokens) :]
-        return piece if piece.text or piece.parts or piece.tokens else None
+        return piece if piece.parts or piece.tokens else None
+
+    def _think(self, piece: Piece, text: str) -> None:
+        if text and self._shows_thoughts:
+            piece.add(Thought(text))
+
+    def _without_thoughts(self, piece: Piece, text: str, scored: ShownToken | None) -> str:
+        """Return the text of the answer that a token brings, after adding what it brings of the thoughts.
+
+        `scored` is the token with its log-probabilities, if it is to be shown where it is of the answer.
+        """
+        if self._thoughts is None:
+            self._pending += [] if scored is None else [scored]
+            return text
+        before, held = self._thoughts.phase, self._thoughts.held_characters
+        answer = self._add_thoughts(piece, self._thoughts.feed(text))
+        phase = self._thoughts.phase
+        if before.is_in_thoughts or phase.is_in_thoughts or (before is not phase and phase is Phase.BEHIND):
+            self.thought_tokens += 1 + self._undecided_tokens
+            self._undecided_tokens = 0
+        if phase is Phase.UNDECIDED:
+            self._undecided_tokens += 1
+            self._undecided += [] if scored is None else [replace(scored, offset=held)]
+        elif phase is Phase.ANSWER:
+            if scored is not None and before is Phase.UNDECIDED:
+                scored = replace(scored, offset=held)
+            self._pending += self._undecided + ([] if scored is None else [scored])
+            self._undecided, self._undecided_tokens = [], 0
+        elif phase is Phase.BEHIND and not text:  # it may be the begin of a character of the answer
+            self._undecided += [] if scored is None else [scored]
+        else:
+            self._undecided = []
+        return answer
+
+    def _last_text(self, piece: Piece) -> str:
+        """Return text of the answer that was held back as a part of a character, of a header or of a mark."""
+        text = self._stream.feed(b"" if self._channels is None else self._channels.end()) + self._stream.end()
+        self._think(piece, self._thought_stream.end())
+        if self._thoughts is None:
+            return text
+        found = self._add_thoughts(piece, self._thoughts.feed(text))
+        found += self._add_thoughts(piece, self._thoughts.end())
+        if self._thoughts.phase in (Phase.UNDECIDED, Phase.ANSWER):
+            self._pending += self._undecided
+        return found
+
+    def _add_thoughts(self, piece: Piece, parts: list[Thought | str]) -> str:
+        """Add thoughts, and return the text of the answer."""
+        for part in parts:
+            if isinstance(part, Thought):
+                self._think(piece, part.text)
+        return "".join(part for part in parts if isinstance(part, str))
 
     def _show(self, piece: Piece, text: str) -> bool:
         """Add the part of `text` that may be shown; return whether a stop string ended the choice."""
@@ -163,14 +248,14 @@ class ChoiceOutput:
         """Add text of the output, from which calls are taken."""
         self._shown_characters += len(text)
         if self._calls is None:
-            piece.text += text
+            piece.add(text)
         elif text:
             self._add_parts(piece, self._calls.feed(text))
 
     @staticmethod
     def _add_parts(piece: Piece, parts: list[str | CallPart]) -> None:
-        piece.parts += parts
-        piece.text += "".join(part for part in parts if isinstance(part, str))
+        for part in parts:
+            piece.add(part)
 
     def _finish(self, piece: Piece, reason: str) -> Piece:
         self.finished = True
@@ -307,6 +392,10 @@ class Generation:
         return sum(choice.output_tokens for choice in self._choices.values())
 
     @property
+    def thought_tokens(self) -> int:
+        return sum(choice.thought_tokens for choice in self._choices.values())
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was cached; a prompt of several samples counts once."""
         return sum(self._cached_tokens.values())
@@ -340,10 +429,11 @@ class Generation:
             if outcome.tokens:
                 self._observe_tokens(outcome.id, arrived.at)
                 self._observe_cached(choice.index // self.plan.samples, outcome.cached_tokens)
-            before = choice.output_tokens
+            before, thought = choice.output_tokens, choice.thought_tokens
             piece = choice.feed(outcome)
-            self._observer.output(self.plan.model, choice.output_tokens - before)
-            self._account.charge_output(choice.output_tokens - before)
+            new = choice.output_tokens - before
+            self._observer.output(self.plan.model, new, choice.thought_tokens - thought)
+            self._account.charge_output(new)
             if piece is None:
                 continue
             if piece.finish_reason is not None:

@@ -51,6 +51,16 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ReasoningFields(RequestModel):
+    """The field `reasoning` of the Responses API. No summaries are made, so `auto` asks for none."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+
+
 class GenerationRequest(RequestModel):
     """The fields that chat and text completions have in common."""
 
@@ -125,6 +135,9 @@ class ChatRequest(GenerationRequest):
     tools: ChatTools | None = None
     tool_choice: WordChoice | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
 
     def messages_for_template(self) -> list[Message]:
         return chat_for_template(self.messages)
@@ -163,6 +176,7 @@ class ResponsesRequest(GenerationRequest):
     tools: ResponseTools | None = None
     tool_choice: WordChoice | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningFields | None = None
 
     def requested_logprobs(self) -> int | None:
         return None
@@ -242,6 +256,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "chat_template_kwargs": _EMPTY_OBJECT,
         "continue_final_message": _OFF,
         "detokenize": _ON,
+        "enable_thinking": _ONLY_NULL,
         "documents": _EMPTY_LIST,
         "ec_transfer_params": _ONLY_NULL,
         "guided_choice": _ONLY_NULL,
@@ -313,6 +328,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "stream_reasoning": _ON,
         "structural_tag": _ONLY_NULL,
         "task": _ONLY_NULL,
+        "thinking": _ONLY_NULL,
         "use_audio_in_video": _OFF,
     }
 )
@@ -328,11 +344,12 @@ _HARMLESS_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "include": _EMPTY_LIST,
         "max_tool_calls": _ONLY_NULL,
         "previous_response_id": _ONLY_NULL,
+        "separate_reasoning": _ON,
         "text": _ONLY_NULL,
         "truncation": (None, "disabled"),
     }
 )
-"""The same of fields that only the Responses API has."""
+"""The same of fields that only the Responses API has, or that ask for something else there."""
 
 _FIXES: Mapping[str, str] = MappingProxyType(
     {
@@ -340,6 +357,7 @@ _FIXES: Mapping[str, str] = MappingProxyType(
         "best_of": "make it equal to `n`, or leave it out",
         "function_call": "OpenAI has replaced it by `tool_choice`: use that, with `tools`",
         "functions": "OpenAI has replaced it by `tools`: use that",
+        "enable_thinking": "put it into `chat_template_kwargs`",
         "extra_key": "use `cache_salt` to keep caches apart, or leave it out",
         "max_completion_tokens": "use `max_tokens`",
         "conversation": "this server keeps no state: send the whole conversation in `input`",
@@ -348,6 +366,7 @@ _FIXES: Mapping[str, str] = MappingProxyType(
         "reasoning_effort": "where the model's template knows it, put it into `chat_template_kwargs`; else leave it out",
         "request_id": "use the header x-request-id",
         "rid": "use the header x-request-id",
+        "thinking": "put the variable by which the model's template switches thoughts into `chat_template_kwargs`",
     }
 )
 
@@ -409,6 +428,7 @@ def refuse_unsupported(kind: type[RequestModel], body: Mapping[str, Any]) -> Non
             param=field,
             code="unsupported_parameter",
         )
+    _refuse_unsupported_reasoning(kind, body.get("reasoning"))
     options = body.get("stream_options")
     if isinstance(options, dict) and not _is_among(options.get("include_obfuscation"), _OFF):
         raise RequestInvalid(
@@ -425,7 +445,27 @@ def refuse_unsupported(kind: type[RequestModel], body: Mapping[str, Any]) -> Non
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if name == "input":
             _refuse_unsupported_item(message, f"input.{index}")
-        _refuse_unsupported_message(message, f"{name}.{index}")
+        if name == "messages" or not isinstance(message, dict) or message.get("type") != "reasoning":
+            _refuse_unsupported_message(message, f"{name}.{index}")
+
+
+def _refuse_unsupported_reasoning(kind: type[RequestModel], reasoning: object) -> None:
+    if kind is not ResponsesRequest or not isinstance(reasoning, dict):
+        return
+    served = {
+        "effort": None,
+        "summary": (None, "auto"),
+        "context": (None, "auto"),
+        "mode": (None, "standard"),
+    }
+    for field, value in reasoning.items():
+        values = served.get(field, _ONLY_NULL)
+        if values is not None and not _is_among(value, values):
+            raise RequestInvalid(
+                f"`reasoning.{field}` is {shown(value)}, which this server does not support; leave it out",
+                param=f"reasoning.{field}",
+                code="unsupported_parameter",
+            )
 
 
 def _refuse_unsupported_tool(tool: object, where: str) -> None:
@@ -441,9 +481,14 @@ def _refuse_unsupported_tool(tool: object, where: str) -> None:
 
 def _refuse_unsupported_item(item: object, where: str) -> None:
     kind = item.get("type") if isinstance(item, dict) else None
-    if isinstance(kind, str) and kind not in ("message", "function_call", "function_call_output"):
+    if isinstance(kind, str) and kind not in (
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+    ):
         raise RequestInvalid(
-            f"`{where}.type` is {shown(kind)}; this server accepts messages, and calls of functions with their outputs",
+            f"`{where}.type` is {shown(kind)}; this server accepts messages, reasoning, and calls of functions with their outputs",
             param=f"{where}.type",
             code="unsupported_parameter",
         )

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from medha_router.detokenize import TextStream
-from medha_router.generation import Piece, ScoredPrompt, ShownToken
+from medha_router.generation import OutputPart, Piece, ScoredPrompt, ShownToken
 from medha_router.prepare import Plan
+from medha_router.thought_text import Thought
 from medha_router.tokenizer_bundle import Bundle
 from medha_router.tool_call_text import CallPart
 from medha_router.tool_formats import FORMATS, call_id
@@ -64,7 +65,9 @@ class Answers:
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
-        calls = whole_calls(piece)
+        thoughts, calls = piece.thoughts, whole_calls(piece)
+        if thoughts:
+            message |= {"content": piece.text or None, **_named_thoughts(thoughts)}
         if calls:
             message["content"] = piece.text or None
             message["tool_calls"] = [
@@ -101,8 +104,8 @@ class Answers:
             text = {"text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
             return [self._chunk({**head, **text})]
         deltas = [self._delta(piece.index, part) for part in piece.parts]
-        if not deltas and (piece.text or piece.tokens):
-            deltas = [{"content": piece.text}]
+        if not deltas and piece.tokens:
+            deltas = [{"content": ""}]
         chunks = []
         for delta in deltas:  # the first one has the log-probabilities of all
             chunks.append(self._chunk({**head, "delta": delta, "logprobs": logprobs, "finish_reason": None}))
@@ -112,10 +115,12 @@ class Answers:
             chunks.append(self._chunk({**head, **end}))
         return chunks
 
-    def _delta(self, index: int, part: str | CallPart) -> dict[str, Any]:
-        """Return what a chunk says of text, or of a call, whose first part has its id and name."""
+    def _delta(self, index: int, part: OutputPart) -> dict[str, Any]:
+        """Return what a chunk says of text, of thoughts, or of a call, whose first part has its id and name."""
         if isinstance(part, str):
             return {"content": part}
+        if isinstance(part, Thought):
+            return _named_thoughts(part.text)
         call: dict[str, Any] = {"index": part.call, "function": {"arguments": part.arguments}}
         if part.name is not None:
             call |= {"id": self._call_id(index, part.call), "type": "function"}
@@ -213,6 +218,11 @@ class Answers:
         return self._bundle.token_bytes.get(token, b"").decode("utf-8", "replace")
 
 
+def _named_thoughts(text: str) -> dict[str, str]:
+    """Return the fields of thoughts: DeepSeek's and SGLang's name, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def whole_calls(piece: Piece) -> list[CallPart]:
     """Return the calls of a whole piece, each as one part."""
     found: dict[int, CallPart] = {}
@@ -229,10 +239,11 @@ def _finish_reason(piece: Piece) -> str | None:
     return "tool_calls" if piece.ends_with_calls else piece.finish_reason
 
 
-def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int, thought_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": thought_tokens},
     }

@@ -50,7 +50,12 @@ _PROMPT: Schema = {
 }
 """OpenAI's four types of prompt, which are checked by hand."""
 
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_USAGE = _object(
+    prompt_tokens=_COUNT,
+    completion_tokens=_COUNT,
+    total_tokens=_COUNT,
+    completion_tokens_details=_object(reasoning_tokens=_COUNT),
+)
 _FINISH: Schema = {"type": "string", "enum": ["stop", "length"]}
 _LOGPROBS = _nullable(_ANY_OBJECT)
 _MODEL = _object(
@@ -59,6 +64,7 @@ _MODEL = _object(
 _CALL = _object(id=_TEXT, type=_constant("function"), function=_object(name=_TEXT, arguments=_TEXT))
 _MESSAGE: Schema = _object(role=_constant("assistant"), content=_nullable(_TEXT))
 _MESSAGE["properties"]["tool_calls"] = _list(_CALL)  # only where functions are called
+_MESSAGE["properties"] |= {"reasoning_content": _TEXT, "reasoning": _TEXT}  # only where there are thoughts
 _CHAT_FINISH: Schema = {"type": "string", "enum": ["stop", "length", "tool_calls"]}
 _ANSWERS: Mapping[str, Schema] = {
     "/v1/chat/completions": _object(

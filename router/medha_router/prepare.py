@@ -21,6 +21,7 @@ from medha_router.openai_requests import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    ReasoningFields,
     ResponsesRequest,
     TokenizeRequest,
     refuse_unsupported,
@@ -28,6 +29,7 @@ from medha_router.openai_requests import (
 )
 from medha_router.request_model import shown
 from medha_router.structured_output import grammar_of
+from medha_router.thought_use import ThoughtPlan, answer_behind, thought_plan, variables_of_template
 from medha_router.tokenizer_bundle import Bundle, SamplingDefaults
 from medha_router.tool_use import (
     ToolPlan,
@@ -61,6 +63,8 @@ class ModelTerms:
     vocab_size: int
     tool_call_format: str = AUTO
     """The form of the model's calls of functions, as its manifest names it."""
+    reasoning_format: str = AUTO
+    """The form of the model's thoughts, as its manifest names it."""
     follows_grammars: bool = True
     """A ready replica can follow a grammar. If none can, a request that needs one ends with an error later on."""
 
@@ -145,6 +149,8 @@ class Plan:
     """Number of alternatives in the answer's own list of the prompt's log-probabilities, vLLM's `prompt_logprobs`."""
     tools: ToolPlan | None = None
     """The calls of functions that the output may have."""
+    thoughts: ThoughtPlan | None = None
+    """The form of the thoughts that the output may have."""
 
 
 @dataclass(frozen=True)
@@ -243,9 +249,14 @@ def _prepare_chat(
     terms = catalog.terms(request.model)
     bundle = bundle_of(terms.digest)
     use = tool_use(request, bundle, terms.tool_call_format)
-    text = _rendered(request, bundle, terms, None if use is None else use.shown)
+    template = bundle.template(with_tools=use is not None)
+    variables = variables_of_template(request, template)
+    text = _rendered(request, bundle, terms, None if use is None else use.shown, variables)
+    thoughts = (
+        None if template is None else thought_plan(request, bundle, template, terms.reasoning_format, text)
+    )
     prompt = _encode(bundle.encode_rendered, bundle, text, terms, "messages")
-    return _plan("chat", request, [prompt], terms, bundle, "messages", use)
+    return _plan("chat", request, [prompt], terms, bundle, "messages", use, thoughts)
 
 
 def _rendered(
@@ -253,6 +264,7 @@ def _rendered(
     bundle: Bundle,
     terms: ModelTerms,
     tools: list[dict[str, Any]] | None,
+    variables: dict[str, Any] | None,
 ) -> str:
     """Return the prompt text of a conversation; if its last message is to be continued, it ends inside that."""
     assert request.messages is not None
@@ -268,7 +280,7 @@ def _rendered(
         conversation(request, bundle, terms.tool_call_format),
         add_generation_prompt=request.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
-        variables=request.chat_template_kwargs,
+        variables=variables,
         tools=tools,
     )
 
@@ -320,13 +332,17 @@ def _prepare_response(
     terms = catalog.terms(request.model)
     bundle = bundle_of(terms.digest)
     use = tool_use(request, bundle, terms.tool_call_format)
+    template = bundle.template(with_tools=use is not None)
     text = bundle.render(
         conversation(request, bundle, terms.tool_call_format),
-        variables=request.chat_template_kwargs,
+        variables=variables_of_template(request, template),
         tools=None if use is None else use.shown,
     )
+    thoughts = (
+        None if template is None else thought_plan(request, bundle, template, terms.reasoning_format, text)
+    )
     prompt = _encode(bundle.encode_rendered, bundle, text, terms, "input")
-    prepared = _plan("responses", request, [prompt], terms, bundle, "input", use)
+    prepared = _plan("responses", request, [prompt], terms, bundle, "input", use, thoughts)
     assert prepared.plan is not None
     shown_fields = {
         "instructions": request.instructions,
@@ -334,6 +350,11 @@ def _prepare_response(
         "metadata": request.metadata or {},
         "user": request.user,
         "text": {"format": {"type": "text"}, **(request.text or {})},
+        "reasoning": {
+            "effort": None,
+            "summary": None,
+            **(request.reasoning or ReasoningFields()).model_dump(exclude_none=True),
+        },
         **shown_in_response(request),
     }
     return replace(prepared, plan=replace(prepared.plan, shown_fields=shown_fields))
@@ -414,6 +435,7 @@ def _plan(
     bundle: Bundle,
     param: str,
     use: ToolUse | None = None,
+    thoughts: ThoughtPlan | None = None,
 ) -> Prepared:
     if request.stream_options is not None and not request.stream:
         text = "`stream_options` is allowed only with `stream: true`"
@@ -433,9 +455,9 @@ def _plan(
     if isinstance(request, ChatRequest) and not _begins_message(request):
         channels = {}
     if use is not None and isinstance(request, (ChatRequest, ResponsesRequest)):
-        grammar = use.grammar(request, bundle, channels, is_followed=terms.follows_grammars)
+        grammar = use.grammar(request, bundle, channels, thoughts, is_followed=terms.follows_grammars)
     else:
-        grammar = grammar_of(request, bundle.grammar_check, channels)
+        grammar = grammar_of(request, bundle.grammar_check, answer_behind(thoughts, bundle, channels))
     sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param, grammar)
     sampling = replace(sampling, prompt_logprobs=scored)
     options = request.stream_options
@@ -457,6 +479,7 @@ def _plan(
         computes_only=request.requested_max_tokens() == 0,
         prompt_logprobs=request.prompt_logprobs,
         tools=None if use is None else use.plan,
+        thoughts=thoughts,
     )
     return Prepared(plan, tuple(prompts))
 
@@ -544,7 +567,7 @@ def _tokenize(fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str
         if request.tools:
             form = form_of_calls(template_of_tools(bundle), terms.tool_call_format)
             tools = tools_for_template([tool.function for tool in request.tools], form)
-        text = _rendered(request, bundle, terms, tools)
+        text = _rendered(request, bundle, terms, tools, request.chat_template_kwargs)
         ids = bundle.encode_rendered(text, add_special_tokens=bool(request.add_special_tokens)).tolist()
     else:
         special = request.add_special_tokens is not False

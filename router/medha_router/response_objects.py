@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic_core import to_json
 
 from medha_router.api_error import ApiError
-from medha_router.generation import Piece
+from medha_router.generation import OutputPart, Piece
 from medha_router.prepare import Plan
+from medha_router.thought_text import Thought
 from medha_router.tool_call_text import CallPart
 from medha_router.tool_formats import FORMATS, call_id
 
@@ -17,32 +20,57 @@ Usage = dict[str, Any]
 Status = Literal["completed", "incomplete"]
 
 
-def _text_part(text: str) -> dict[str, Any]:
+Kind = Literal["message", "reasoning", "function_call"]
+_PREFIXES: Mapping[Kind, str] = MappingProxyType({"message": "msg", "reasoning": "rs", "function_call": "fc"})
+
+
+def _content_part(kind: Kind, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _kind(part: OutputPart) -> Kind:
+    match part:
+        case CallPart():
+            return "function_call"
+        case Thought():
+            return "reasoning"
+    return "message"
 
 
 @dataclass
 class _Item:
-    """An item of the output: the message, or a call of a function."""
+    """An item of the output: a message, thoughts, or a call of a function."""
 
+    kind: Kind
     number: int
     id: str
     call_id: str = ""
     name: str = ""
     call: int | None = None
-    """Number of the call; None: it is a message."""
+    """Number of the call; None: it is no call."""
     texts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
-    def takes(self, part: str | CallPart) -> bool:
+    def takes(self, part: OutputPart) -> bool:
         """Return whether a part of the output belongs to this item."""
-        return self.call == (None if isinstance(part, str) else part.call)
+        return self.kind == _kind(part) and (not isinstance(part, CallPart) or self.call == part.call)
 
-    def add(self, part: str | CallPart) -> None:
-        self.texts.append(part if isinstance(part, str) else part.arguments)
+    def add(self, part: OutputPart) -> str:
+        """Add a part, and return its text. The newline between two messages of thoughts begins no item."""
+        match part:
+            case CallPart():
+                text = part.arguments
+            case Thought():
+                text = part.text if self.texts else part.text.lstrip("\n")
+            case _:
+                text = part
+        self.texts += [text] if text else []
+        return text
 
     def place(self) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self.id, "output_index": self.number}
@@ -57,15 +85,17 @@ class _Item:
         return self._whole(self.text, status)
 
     def _whole(self, text: str, status: str) -> dict[str, Any]:
-        if self.call is None:
-            message = {"type": "message", "id": self.id, "status": status}
-            return {**message, "role": "assistant", "content": [_text_part(text)]}
-        called = {"call_id": self.call_id, "name": self.name, "arguments": text}
-        return {"type": "function_call", "id": self.id, "status": status, **called}
+        item: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
+        if self.kind == "function_call":
+            return {**item, "call_id": self.call_id, "name": self.name, "arguments": text}
+        item["content"] = [_content_part(self.kind, text)]
+        if self.kind == "message":
+            return {**item, "role": "assistant"}
+        return {**item, "summary": []}
 
 
 class ResponseObjects:
-    """Builds the response of one request, whole or as events: a message with one text, and calls of functions."""
+    """Builds the response of one request, whole or as events: messages, thoughts, and calls of functions."""
 
     def __init__(self, request_id: str, created: int, plan: Plan, service_tier: str) -> None:
         """`service_tier` is the name of the service class that was applied."""
@@ -79,23 +109,25 @@ class ResponseObjects:
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         """Return the response of a request that is not streamed; `pieces` has one whole piece."""
         (piece,) = pieces
-        for part in piece.parts or [piece.text]:
+        for part in piece.parts or [""]:
             self._item_of(part)[0].add(part)
         self._ends_with_calls = piece.ends_with_calls
         status, details = _ending(piece.finish_reason)
         return self._response(status, details, self._output(status), usage)
 
-    def _item_of(self, part: str | CallPart) -> tuple[_Item, bool]:
+    def _item_of(self, part: OutputPart) -> tuple[_Item, bool]:
         """Return the item that a part of the output belongs to, and whether it is new."""
         last = self._items[-1] if self._items else None
         if last is not None and last.takes(part):
             return last, False
         number = len(self._items)
         suffix = self._id.removeprefix("resp_") + (f"_{number}" if number else "")
-        if isinstance(part, str):
-            item = _Item(number, f"msg_{suffix}")
+        kind = _kind(part)
+        id_ = f"{_PREFIXES[kind]}_{suffix}"
+        if isinstance(part, CallPart):
+            item = _Item(kind, number, id_, self._call_id(part.call), part.name or "", part.call)
         else:
-            item = _Item(number, f"fc_{suffix}", self._call_id(part.call), part.name or "", part.call)
+            item = _Item(kind, number, id_)
         self._items.append(item)
         return item, True
 
@@ -116,49 +148,57 @@ class ResponseObjects:
     # --- events -------------------------------------------------------------------------------------
 
     def begin(self) -> bytes:
-        """Return the events before any output; without tools, the message begins at once."""
+        """Return the events before any output; where nothing else may go before it, the message begins at once."""
         started = self._response("in_progress", None, [], None)
         events = self._event("response.created", response=started)
         events += self._event("response.in_progress", response=started)
-        return events if self._plan.tools is not None else events + self._added(self._item_of("")[0])
+        is_message = self._plan.tools is None and self._plan.thoughts is None
+        return events + self._added(self._item_of("")[0]) if is_message else events
 
     def text(self, piece: Piece) -> bytes:
         """Return the events of new output; nothing if there is none."""
         self._finish_reason = piece.finish_reason or self._finish_reason
         self._ends_with_calls = piece.ends_with_calls
-        return b"".join(map(self._part, piece.parts or [piece.text]))
+        return b"".join(map(self._part, piece.parts))
 
-    def _part(self, part: str | CallPart) -> bytes:
-        if part == "":
-            return b""
+    def _part(self, part: OutputPart) -> bytes:
         before = self._items[-1] if self._items else None
         item, is_new = self._item_of(part)
         events = b""
         if is_new:
             events = (self._done(before, "completed") if before is not None else b"") + self._added(item)
-        item.add(part)
-        if isinstance(part, str):
-            return events + self._event("response.output_text.delta", **item.place(), delta=part, logprobs=[])
-        if part.arguments:
-            events += self._event(
-                "response.function_call_arguments.delta", **item.place(), delta=part.arguments
-            )
-        return events
+        text = item.add(part)
+        if not text:
+            return events
+        match item.kind:
+            case "message":
+                event = self._event("response.output_text.delta", **item.place(), delta=text, logprobs=[])
+            case "reasoning":
+                event = self._event("response.reasoning_text.delta", **item.place(), delta=text)
+            case "function_call":
+                event = self._event("response.function_call_arguments.delta", **item.place(), delta=text)
+        return events + event
 
     def _added(self, item: _Item) -> bytes:
         event = self._event("response.output_item.added", output_index=item.number, item=item.begun())
         if item.call is None:
-            event += self._event("response.content_part.added", **item.place(), part=_text_part(""))
+            event += self._event(
+                "response.content_part.added", **item.place(), part=_content_part(item.kind, "")
+            )
         return event
 
     def _done(self, item: _Item, status: Status) -> bytes:
         text, whole = item.text, item.shown(status)
+        match item.kind:
+            case "message":
+                events = self._event("response.output_text.done", **item.place(), text=text, logprobs=[])
+            case "reasoning":
+                events = self._event("response.reasoning_text.done", **item.place(), text=text)
+            case "function_call":
+                done = {**item.place(), "name": item.name, "arguments": text}
+                events = self._event("response.function_call_arguments.done", **done)
         if item.call is None:
-            events = self._event("response.output_text.done", **item.place(), text=text, logprobs=[])
             events += self._event("response.content_part.done", **item.place(), part=whole["content"][0])
-        else:
-            done = {**item.place(), "name": item.name, "arguments": text}
-            events = self._event("response.function_call_arguments.done", **done)
         return events + self._event("response.output_item.done", output_index=item.number, item=whole)
 
     def end(self, usage: Usage) -> bytes:
@@ -197,7 +237,6 @@ class ResponseObjects:
             "model": self._plan.model,
             "output": output,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "service_tier": self._service_tier,
             "store": False,
             "temperature": sampling.temperature,
@@ -222,6 +261,6 @@ def _usage(usage: Usage) -> Usage:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": usage["total_tokens"],
     }

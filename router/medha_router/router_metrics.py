@@ -162,8 +162,10 @@ class Observer:
         self._count("vllm:prefix_cache_queries", prompt_tokens, model, _ENGINE)
         self._count("vllm:prefix_cache_hits", cached_tokens, model, _ENGINE)
 
-    def output(self, model: str, tokens: int) -> None:
+    def output(self, model: str, tokens: int, thought_tokens: int) -> None:
+        """Count output tokens, of which some are of thoughts."""
         self._count("medha_output_tokens", tokens, model)
+        self._count("medha_reasoning_tokens", thought_tokens, model)
         self._count("vllm:generation_tokens", tokens, model, _ENGINE)
 
     def key_ttft_attained(self, key: str, met: bool) -> None:

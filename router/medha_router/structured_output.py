@@ -15,7 +15,6 @@ from llguidance import LLMatcher, grammar_from
 
 from medha.errors import RequestInvalid
 from medha.wire.grammar_limits import MAX_GRAMMAR_BYTES
-from medha_router.channel_grammar import in_channels
 from medha_router.grammar_check import GrammarCheck, brief
 from medha_router.openai_requests import GenerationRequest, ResponsesRequest
 from medha_router.request_model import shown
@@ -25,7 +24,6 @@ WHITESPACE = r"[ \n\r\t]{1,64}"
 """White space between the tokens of JSON. It is bounded, so that no model writes it without end."""
 
 _FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
-_NO_CHANNELS: Mapping[str, int] = MappingProxyType({})
 _ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
 
 
@@ -37,10 +35,12 @@ class Wanted(NamedTuple):
     value: Any
 
 
-def grammar_of(
-    request: GenerationRequest, check: GrammarCheck, channels: Mapping[str, int] = _NO_CHANNELS
-) -> str:
-    """Return the grammar of a request's output, "" if it may be any text; it holds for the answer in `channels`.
+Placed = Callable[[str], str]
+"""The grammar of an output whose answer follows another one."""
+
+
+def grammar_of(request: GenerationRequest, check: GrammarCheck, placed: Placed | None = None) -> str:
+    """Return the grammar of a request's output, "" if it may be any text; unless the answer is all of it, `placed` has the rest.
 
     Raises:
         RequestInvalid: names the field that asks for a grammar that cannot be followed, or that contradicts another.
@@ -56,7 +56,7 @@ def grammar_of(
     grammar = _written(wanted[0], _whitespace(request, wanted[0]), check)
     require(grammar, wanted[0].field, check)
     require_free_end(request, wanted[0].field)
-    return in_channels(grammar, channels) if channels else grammar
+    return grammar if placed is None else placed(grammar)
 
 
 def schema_of_answer(request: GenerationRequest) -> tuple[str, dict[str, Any]] | None:

@@ -80,6 +80,10 @@ class Bundle:
         """Return the ids of those texts that are special tokens."""
         return {text: self._special_by_text[text] for text in texts if text in self._special_by_text}
 
+    def template(self, *, with_tools: bool) -> ChatTemplate | None:
+        """Return the template of conversations, None if the model has none."""
+        return self.tool_template if with_tools else self.chat_template
+
     @property
     def channel_marks(self) -> Mapping[str, int]:
         """The ids of the marks of channels and calls, if the chat template makes the model write channels; else empty."""
@@ -128,7 +132,7 @@ class Bundle:
         Raises:
             RequestInvalid: the model has no chat template, or it does not accept these messages.
         """
-        template = self.chat_template if options.get("tools") is None else self.tool_template
+        template = self.template(with_tools=options.get("tools") is not None)
         if template is None:
             raise RequestInvalid(
                 "this model has no chat template; use /v1/completions",

@@ -12,6 +12,7 @@ from typing import Any
 
 from medha_router.channel_grammar import ANY, OPTIONS, THOUGHTS, THOUGHTS_AND_PREAMBLES, channel_rules, piece
 from medha_router.structured_output import WHITESPACE
+from medha_router.thought_grammar import ThoughtGrammar, escaped
 from medha_router.tool_formats import Piece, ToolFormat
 
 _OF_TAGS = frozenset(
@@ -34,6 +35,8 @@ class CallsGrammar:
     """The output may also be a text without calls, or a text before them."""
     answer: Mapping[str, Any] | None = None
     """JSON Schema of an output without calls; None: any text."""
+    thoughts: ThoughtGrammar | None = None
+    """Thoughts in the text before all that."""
 
     def lark(self, special_ids: Mapping[str, int]) -> str:
         """Return the grammar; `special_ids` are the marks that are special tokens."""
@@ -41,15 +44,20 @@ class CallsGrammar:
         return writer.whole(self)
 
 
-def no_calls(format_: ToolFormat, special_ids: Mapping[str, int]) -> str:
+def no_calls(
+    format_: ToolFormat, special_ids: Mapping[str, int], thoughts: ThoughtGrammar | None = None
+) -> str:
     """Return the grammar of a text that begins no call; "" if the form has no marker and no channels."""
     if format_.in_channels:
         start = f"start: {THOUGHTS_AND_PREAMBLES} final TEXT"
         return "\n".join([OPTIONS, start, *channel_rules(special_ids)]) + "\n"
     if format_.marker is None:
         return ""
-    without = "" if format_.marker in special_ids else f" & ~/{ANY}{_escaped(format_.marker)}{ANY}/"
-    return f"{OPTIONS}\nstart: TEXT\nTEXT: /{ANY}/{without}\n"
+    without = "" if format_.marker in special_ids else f" & ~/{ANY}{escaped(format_.marker)}{ANY}/"
+    if thoughts is None:
+        return f"{OPTIONS}\nstart: TEXT\nTEXT: /{ANY}/{without}\n"
+    rules = [f"start: {thoughts.lead} TEXT", f"TEXT: /{ANY}/{without}{thoughts.without(special_ids)}"]
+    return "\n".join([OPTIONS, *rules, *thoughts.rules(special_ids)]) + "\n"
 
 
 class _Writer:
@@ -72,7 +80,11 @@ class _Writer:
         is_one = grammar.one_call or form.between is None
         more = "" if is_one else f"({self._pieces(form.between or ())} call)*"
         self._rule("calls", f"{self._pieces(form.opens[1:])} call {more} {self._pieces(form.closes)}")
-        self._rule("start", self._start(grammar))
+        start = self._start(grammar)
+        if grammar.thoughts is not None:
+            self._rules += grammar.thoughts.rules(self._special_ids)
+            start = f"{grammar.thoughts.lead} ({start})"
+        self._rule("start", start)
         return "\n".join(self._rules) + "\n"
 
     def _start(self, grammar: CallsGrammar) -> str:
@@ -85,10 +97,11 @@ class _Writer:
         if grammar.answer is not None:
             self._rule("answer", _json(grammar.answer))
             return f"answer | {opened}"
+        without = "" if grammar.thoughts is None else grammar.thoughts.without(self._special_ids)
         if marker is None:
-            self._rule("TEXT", r"/[ \t\r\n]*([^ \t\r\n{](.|\n)*)?/")
+            self._rule("TEXT", rf"/[ \t\r\n]*([^ \t\r\n{{](.|\n)*)?/{without}")
             return "TEXT | calls"
-        self._rule("TEXT", f"/{ANY}/")
+        self._rule("TEXT", f"/{ANY}/{without}")
         # A lazy lexeme ends with its first marker, so no text goes on behind one.
         head = "lead" if marker in self._special_ids else "lead[lazy]"
         self._rule(head, f"TEXT {self._piece(marker)}")
@@ -197,8 +210,3 @@ def _json(schema: Any) -> str:
     # Hints to llguidance could lift what is promised: that all of the schema holds.
     plain = {key: value for key, value in schema.items() if key != "x-guidance"} if schema is not True else {}
     return f"%json {json.dumps({**plain, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
-
-
-def _escaped(text: str) -> str:
-    """Return a text as a regular expression."""
-    return "".join(char if char.isalnum() else f"\\x{ord(char):02x}" for char in text)

@@ -24,6 +24,7 @@ from medha_router.structured_output import (
     require_free_end,
     schema_of_answer,
 )
+from medha_router.thought_use import ThoughtPlan, answer_behind
 from medha_router.tokenizer_bundle import Bundle
 from medha_router.tool_call_text import CallReader
 from medha_router.tool_formats import FORMATS, ToolFormat, detected
@@ -98,41 +99,46 @@ class ToolUse:
         request: ChatRequest | ResponsesRequest,
         bundle: Bundle,
         channels: Mapping[str, int],
+        thoughts: ThoughtPlan | None = None,
         *,
         is_followed: bool = True,
     ) -> str:
         """Return the grammar of the output, "" if it may be anything.
 
-        `channels` are the marks of channels if the output begins with the header of a message. Unless grammars are
-        followed, the output has one only if the request cannot be served without.
+        `channels` are the marks of channels if the output begins with the header of a message, and `thoughts` may go before
+        the rest of its text. Unless grammars are followed, the output has one only if the request cannot be served without.
 
         Raises:
             RequestInvalid: names the field that asks for what cannot be followed.
         """
         choice, check = self.choice, bundle.grammar_check
+        in_text = None if thoughts is None or self.format.in_channels else thoughts.grammar
+        special_ids = self.special_ids
+        if thoughts is not None and in_text is not None:
+            special_ids = {**special_ids, **thoughts.special_ids(bundle)}
         answer = schema_of_answer(request) if choice.mode == "auto" else None
         allowed = [one for one in self.functions if one.fields.name in choice.allowed]
         is_free = choice.mode == "auto" and not (
             answer or choice.is_subset or any(one.fields.strict for one in allowed)
         )
         if choice.mode == "none" or is_free:
-            own = grammar_of(request, check, channels)
+            own = grammar_of(request, check, answer_behind(thoughts, bundle, channels))
             if own or is_free or request.ignore_eos or request.min_tokens or not is_followed:
                 return own
             is_unread = self.format.in_channels and not channels
-            return "" if is_unread else no_calls(self.format, self.special_ids)
+            return "" if is_unread else no_calls(self.format, special_ids, in_text)
         if self.format.in_channels and not channels:
             _refuse_part_of_a_message(request)
         asked = None if answer is None else answer[1]
         functions = [(one.fields.name, one.schema) for one in allowed]
-        found = CallsGrammar(self.format, functions, self.one_call, choice.mode == "auto", asked)
+        found = CallsGrammar(self.format, functions, self.one_call, choice.mode == "auto", asked, in_text)
         if self._has_fault(found, allowed, check):  # then each schema is checked by itself
             if answer is not None:
                 require(json_grammar(*answer), answer[0], check)
             found = replace(found, functions=self._all_enforced(allowed, check))
             require(found.lark({}), "tools", check)
         require_free_end(request, "tools")
-        return found.lark(self.special_ids)
+        return found.lark(special_ids)
 
     def _has_fault(self, found: CallsGrammar, allowed: list[_Function], check: GrammarCheck) -> bool:
         if self.format.as_tags and any(unwritable(one.schema) is not None for one in allowed):

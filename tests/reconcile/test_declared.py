@@ -72,11 +72,12 @@ def test_aliases_are_published_with_their_model() -> None:
     assert (found.name, found.replicas, found.aliases) == ("m", 2, ("m-latest",))
 
 
-def test_the_form_of_calls_is_published_and_auto_gives_way_to_what_a_manifest_names() -> None:
-    named = {"name": "m", "source": {"path": "x"}, "toolCallFormat": "hermes"}
+def test_the_forms_of_calls_and_thoughts_are_published_and_auto_gives_way_to_what_a_manifest_names() -> None:
+    named = {"name": "m", "source": {"path": "x"}, "toolCallFormat": "hermes", "reasoningFormat": "none"}
     (found,) = declared(replica("r"), replica("s", model=named))
-    assert (found.replicas, found.tool_call_format) == (2, "hermes")
-    assert declared(replica("r"))[0].tool_call_format == "auto"
+    assert (found.replicas, found.tool_call_format, found.reasoning_format) == (2, "hermes", "none")
+    (unnamed,) = declared(replica("r"))
+    assert (unnamed.tool_call_format, unnamed.reasoning_format) == ("auto", "auto")
 
 
 def test_replicas_of_a_deployment_count_with_it_and_suspended_ones_not_at_all() -> None:

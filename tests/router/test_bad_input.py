@@ -131,12 +131,16 @@ UNSERVED: dict[str, Any] = {
     "structural_tag": "{}", "guided_decoding_backend": "xgrammar", "priority": 3, "return_token_ids": True, "detokenize": False,
     "length_penalty": 0.5, "lora_path": "x", "reasoning_effort": "low", "verbosity": "low", "store": True, "moderation": {},
     "prompt_cache_retention": "24h", "prompt_cache_options": {}, "request_id": "x", "rid": "x", "extra_key": "x",
-    "use_beam_search": True, "spaces_between_special_tokens": False, "include_reasoning": False, "separate_reasoning": True,
+    "use_beam_search": True, "spaces_between_special_tokens": False,
     "thinking_token_budget": 5, "stop_regex": "a", "no_stop_trim": True, "return_hidden_states": True, "input_ids": [1],
     "repetition_detection": {}, "logprob_token_ids": [1], "vllm_xargs": {"a": 1}, "custom_params": {"a": 1},
 }  # fmt: skip
 UNSUPPORTED_ROWS += [
     (path, {field: value}, field) for path in (CHAT, TEXT) for field, value in UNSERVED.items()
+]
+UNSUPPORTED_ROWS += [
+    (TEXT, {field: value}, field)
+    for field, value in (("include_reasoning", False), ("separate_reasoning", True))
 ]
 
 

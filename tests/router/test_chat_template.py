@@ -8,6 +8,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from medha.errors import CheckpointInvalid, RequestInvalid
 from medha_router.chat_template import ChatTemplate
+from medha_router.conversations import one_call_each
 from medha_router.openai_requests import ChatRequest, validate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -209,3 +210,42 @@ def test_a_loop_that_is_left_from_inside_the_generation_tag_is_an_error_of_the_t
     source = "{% for message in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}"
     with pytest.raises(CheckpointInvalid, match="chat template has an error"):
         ChatTemplate(source, {})
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "shown"),
+    [
+        ("{{ messages[0].reasoning_content }}", {"content": "Hi"}, "Hm."),
+        ("{{ messages[0]['reasoning_content'] or messages[0].reasoning }}", {"content": "Hi"}, "Hm."),
+        ("{{ messages[0]['reasoning'] }}", {"content": "Hi"}, "Hm."),
+        ("{% if 'thinking' in messages[0] %}{{ messages[0].thinking }}{% endif %}", {"content": "Hi"}, "Hm."),
+        (
+            "{{ messages[0].thinking }}+{{ messages[0].content }}",
+            {"content": "Hi", "tool_calls": [CALL]},
+            "Hm.\nHi+",
+        ),
+        (
+            "{{ messages[0].thinking }}+{{ messages[0].content }}",
+            {"content": None, "tool_calls": [CALL]},
+            "Hm.+",
+        ),
+    ],
+)
+def test_thoughts_of_messages_have_the_name_that_the_template_reads(
+    source: str, message: dict[str, Any], shown: str
+) -> None:
+    thinking = {"role": "assistant", "reasoning_content": "Hm.", **message}
+    assert ChatTemplate(source, {}).render([thinking]) == shown
+    assert "Hm" not in ChatTemplate(source, {}).render([{"role": "assistant", **message}])
+
+
+def test_thoughts_before_several_calls_stand_before_the_first() -> None:
+    calls = [{**CALL, "id": id_} for id_ in ("a", "b")]
+    whole = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": calls}
+    results = [{"role": "tool", "content": id_, "tool_call_id": id_, "name": "f"} for id_ in ("a", "b")]
+    parts = one_call_each([whole, *results])
+    assert [one.get("reasoning_content") for one in parts] == ["Hm.", None, None, None]
+    assert [one["role"] for one in parts] == ["assistant", "tool", "assistant", "tool"]

@@ -208,7 +208,7 @@ def test_a_response_has_an_item_for_the_call(client: openai.OpenAI, replica: Scr
     script(replica, THOUGHT + PREAMBLE + CALLED)
     tools: Any = [{"type": "function", **TOOL["function"]}]
     answer = client.responses.create(model="tiny", input="Weather?", tools=tools)
-    assert [item.type for item in answer.output] == ["message", "function_call"]
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
     with client.responses.stream(model="tiny", input="Weather?", tools=tools) as stream:
         final = stream.get_final_response()
     (call,) = (item for item in final.output if item.type == "function_call")

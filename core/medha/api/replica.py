@@ -126,6 +126,8 @@ class Architecture(Model):
 MOST_ALIASES = 32
 ToolCallFormat = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_args", "qwen3_coder", "harmony"]
 
+ReasoningFormat = Literal["auto", "none", "think", "mistral", "harmony"]
+
 
 class ModelSpec(Model):
     """The model that is served."""
@@ -146,6 +148,9 @@ class ModelSpec(Model):
     tool_call_format: ToolCallFormat = Field(default="auto", json_schema_extra=live())
     """Form in which the model writes calls of functions. `auto` finds it from the checkpoint's chat template;
     docs/tool-calls.md lists the others."""
+    reasoning_format: ReasoningFormat = Field(default="auto", json_schema_extra=live())
+    """Form in which the model writes its thoughts, which clients get apart from the answer. `auto` finds it from the
+    checkpoint's chat template, `none` separates no thoughts; docs/reasoning.md lists the others."""
     source: ModelSource = Field(json_schema_extra=restart())
     max_model_len: int | None = Field(default=None, ge=16, le=2**31 - 1, json_schema_extra=restart())
     """Largest number of tokens of a prompt plus its output. Default: the checkpoint's

@@ -84,6 +84,11 @@ class KnownModels:
         declared = self._declared.get(model)
         return AUTO if declared is None else declared.tool_call_format
 
+    def reasoning_format(self, model: str) -> str:
+        """Return the form of a model's thoughts, as its manifest names it."""
+        declared = self._declared.get(model)
+        return AUTO if declared is None else declared.reasoning_format
+
     @property
     def names(self) -> list[str]:
         return sorted({*self._declared, *self._announced})

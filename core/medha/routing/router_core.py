@@ -163,6 +163,10 @@ class RouterCore:
         """Return the form of a model's calls of functions, as its manifest names it."""
         return self._models.tool_call_format(model)
 
+    def reasoning_format(self, model: str) -> str:
+        """Return the form of a model's thoughts, as its manifest names it."""
+        return self._models.reasoning_format(model)
+
     @property
     def declared(self) -> tuple[DeclaredModel, ...]:
         """The models that manifests name."""
