@@ -19,6 +19,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -84,7 +85,10 @@ def start(stack: ExitStack, folder: Path, name: str, model: str, document_tokens
     config = ModelConfig.from_directory(folder / model)
     token_bytes = FLOAT_BYTES * config.kv_tensors * config.num_layers * config.num_kv_heads * config.head_dim
     set_bytes = DOCUMENTS * (document_tokens + TURNS * TURN_TOKENS) * token_bytes
-    tiers = {} if name == "none" else {"tiers": {"host": {"size": str(2 * set_bytes)}}}
+    tiers: Row = {} if name == "none" else {"tiers": {"host": {"size": str(2 * set_bytes)}}}
+    if name == "disk":  # host memory holds a part of the documents, and files the rest
+        files = {"size": str(4 * set_bytes), "hostPath": str(folder / "kv-files")}
+        tiers = {"tiers": {"host": {"size": str(set_bytes // 2)}, "disk": files}}
     spec = {
         "model": {
             "name": model,
@@ -115,7 +119,12 @@ def claims(found: dict[str, list[Measured]], rows: list[Row]) -> list[Row]:
     none, host = found["none"], found["host"]
     medians = [[float(np.median(one.ttft_seconds)) for one in each] for each in (host, none)]
     computed = [[float(one.computed_tokens) for one in each] for each in (host, none)]
-    pairs = [pair for a, b in zip(none, host, strict=True) for pair in zip(a.texts, b.texts, strict=True)]
+    pairs = [
+        pair
+        for tier in (host, found["disk"])
+        for a, b in zip(none, tier, strict=True)
+        for pair in zip(a.texts, b.texts, strict=True)
+    ]
     same = 100 * sum(a == b for a, b in pairs) / len(pairs)
     peer = f"no tier: {1e3 * rows[0]['ttft_p50_seconds']:.0f} ms, {rows[0]['computed_tokens']} tokens"
     return [
@@ -133,13 +142,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tiers-") as name, ExitStack() as stack:
         folder = Path(name)
         init_checkpoint(folder / model, preset=model, seed=0)
-        urls = {tier: start(stack, folder, tier, model, document_tokens) for tier in ("none", "host")}
+        urls = {tier: start(stack, folder, tier, model, document_tokens) for tier in ("none", "host", "disk")}
         salts = {tier: iter(range(rounds)) for tier in urls}
 
         def measure(tier: str) -> Measured:
             return chat(urls[tier], model, document_tokens, f"round {next(salts[tier])}")
 
-        found = in_turn(rounds, {"none": lambda: measure("none"), "host": lambda: measure("host")})
+        found = in_turn(rounds, {tier: partial(measure, tier) for tier in urls})
     rows = [row(tier, each) for tier, each in found.items()]
     names = ("tier", "TTFT p50 s", "TTFT p99 s", "computed tokens", "prompt tokens")
     table(names, [list(one.values()) for one in rows])

@@ -257,6 +257,9 @@ REPLICA = Dashboard(
         "KV tiers": [
             Panel("Host tier", "How much KV do the ranks of a lane hold in host memory?", "bytes", {"{{pod}} {{lane}}": f"max by (pod, lane) (medha_host_tier_bytes{_P})"}),
             Panel("Copies", "How much KV is fetched from host memory, and demoted to it?", "Bps", {"{{pod}} fetched": _rate("medha_host_tier_fetched_bytes_total", _P, "pod"), "{{pod}} demoted": _rate("medha_host_tier_demoted_bytes_total", _P, "pod")}),
+            Panel("Disk tier", "How much KV do the ranks of a lane keep in files?", "bytes", {"{{pod}} {{lane}}": f"max by (pod, lane) (medha_disk_tier_bytes{_P})"}),
+            Panel("Files", "How much KV is read from files, written to them, and not written because the disk is too slow?", "Bps", {"{{pod}} loaded": _rate("medha_disk_tier_loaded_bytes_total", _P, "pod"), "{{pod}} written": _rate("medha_disk_tier_written_bytes_total", _P, "pod"), "{{pod}} skipped": _rate("medha_disk_tier_skipped_bytes_total", _P, "pod")}),
+            Panel("Disk failures", "How many files could not be written or read?", "short", {"{{pod}}": _rate("medha_disk_tier_failures_total", _P, "pod"), "{{pod}} {{lane}} is off": f"max by (pod, lane) (medha_disk_tier_off{_P})"}),
             Panel("Prefill avoided by fetches", "How many prompt tokens were fetched instead of being computed?", "short", {"{{pod}}": _rate("medha_host_tier_fetched_tokens_total", _P, "pod")}),
         ],
         "Sequences": [

@@ -161,6 +161,7 @@ def write_parts(
             spec=spec,
             model_directory=model,
             draft_directory=draft_directory(replica),
+            disk_directory=_disk_directory(replica, files),
             accelerator=_accelerator(spec.resources),
             control=rank_control,
             tokens=rank_tokens,
@@ -174,6 +175,18 @@ def write_parts(
         (router_part(router, files.directory),),
         (controller_part(controller, files.directory),),
         tuple(rank_part(rank, files.directory) for rank in ranks),
+    )
+
+
+def _disk_directory(replica: MedhaReplica, files: RunFiles) -> Path | None:
+    """Return where ranks keep the files of their disk tiers: below the manifest's path, or for this run only."""
+    disk = replica.spec.kv_cache.disk
+    if disk is None:
+        return None
+    return (
+        files.directory / "kv-files"
+        if disk.host_path is None
+        else Path(disk.host_path) / replica.metadata.name
     )
 
 

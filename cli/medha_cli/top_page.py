@@ -135,6 +135,7 @@ def lanes_listing(core: CoreStatus) -> Listing:
         Column("LANE"), Column("FIRST STAGE", 5), Column("LATER STAGES", 4), Column("KV", 6),
         Column("USED", 8, right=True), Column("RESERVED", 7, right=True), Column("CACHED", 3, right=True),
         Column("PREFILL", 6, right=True), Column("DECODE", 6, right=True), Column("HOST TIER", 3, right=True, optional=True),
+        Column("DISK TIER", 3, right=True, optional=True),
         Column("LOCK STEP", 2, optional=True),
     ]  # fmt: skip
     rows: list[list[RenderableType]] = []
@@ -145,9 +146,18 @@ def lanes_listing(core: CoreStatus) -> Listing:
             str(lane.lane), *_stages(core, lane), _kv_bar(kv),
             *(f"{100 * part / blocks:.1f} %" for part in (kv.used, kv.reserved, kv.cached)),
             f"{lane.prefilling:,}", f"{lane.decoding:,}",
-            "" if (tier := lane.host_tier) is None else f"{100 * tier.held / max(1, tier.blocks):.1f} %", others,
+            "" if (tier := lane.host_tier) is None else f"{100 * tier.held / max(1, tier.blocks):.1f} %",
+            _disk_tier(lane), others,
         ])  # fmt: skip
     return Listing(columns, rows)
+
+
+def _disk_tier(lane: LaneStatus) -> str:
+    """Return how full the disk tier of a lane is, or `off`; empty if there is none."""
+    disk = lane.disk_tier
+    if disk is None:
+        return ""
+    return "off" if disk.fault else f"{100 * disk.held / max(1, disk.blocks):.1f} %"
 
 
 def _stages(core: CoreStatus, lane: LaneStatus) -> tuple[str, str]:

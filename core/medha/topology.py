@@ -49,6 +49,11 @@ class Topology:
         kv, stream = divmod(pod, self.stream)
         return Coordinates(kv=kv, stream=stream, tensor=tensor)
 
+    def ranks_of_lane(self, lane: int) -> range:
+        """Return the ranks of all stages of a lane."""
+        ranks = self.stream * self.tensor
+        return range(lane * ranks, (lane + 1) * ranks)
+
     def __str__(self) -> str:
         return f"TP{self.tensor} x SPP{self.stream} x KVP{self.kv}"
 

@@ -72,6 +72,8 @@ class RankSettings(ReplicaPartSettings):
     computes on the CPU. `spec.resources.accelerator` does not decide that: it has a default, for pods."""
     draft_directory: Path | None = None
     """Directory of the draft model's checkpoint, which the rank that samples loads, too; None: there is none."""
+    disk_directory: Path | None = None
+    """Directory in which each rank of the replica keeps the files of its disk tier; None: there is none."""
     controller_key_file: Path
     """File of the controller's public key."""
 

@@ -36,6 +36,7 @@ from medha.wire.messages import (
     Cancel,
     ControllerCommand,
     ControllerEvent,
+    DiskReport,
     Done,
     Drain,
     Emit,
@@ -512,7 +513,7 @@ def _recorded(path: Path, number: int, text: str) -> Recorded:
     if own is not None:
         return Recorded(number, float(now), own, commands)
     message = _message(path, number, json.dumps(event))
-    if not isinstance(message, Submit | Cancel | StageFree | Done | GrammarReady):
+    if not isinstance(message, Submit | Cancel | StageFree | Done | GrammarReady | DiskReport):
         raise ConfigInvalid(f"{path}:{number}: {type(message).__name__} is not an event of a controller")
     return Recorded(number, float(now), message, commands)
 

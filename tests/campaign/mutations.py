@@ -62,6 +62,8 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "parallelism.kv": ([2, 3], [0]),
     "kvCache.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
     "kvCache.tiers.host.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
+    "kvCache.tiers.disk.size": (["8Gi", "9Gi"], ["1GB", "0"]),
+    "kvCache.tiers.disk.hostPath": (["/kv/a", "/kv/b"], ["kv", ""]),
     "router.maxBodyBytes": (["1Mi", "8M"], ["1MB"]),
     "router.allowedHosts": ([["chat.example", "::1"], ["a"]], ["chat.example", ["a b"], ["https://x"]]),
     "router.allowedOrigins": (
@@ -135,6 +137,7 @@ _BESIDE: dict[str, Fields] = {
     "model.source.pvc": {"model": {"source": {"pvc": {"claimName": "c"}}}},
     "model.source.hostPath": {"model": {"source": {"hostPath": {"path": "/m"}}}},
     "model.source.image": {"model": {"source": {"image": {"reference": "r/m:1"}}}},
+    "kvCache.tiers.disk": {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "8Gi"}}}},
     "scheduling.speculation.draftModel": _drafts(path="d"),
     "scheduling.speculation.draftModel.pvc": _drafts(pvc={"claimName": "c"}),
     "scheduling.speculation.draftModel.image": _drafts(image={"reference": "r/m:1"}),

@@ -111,7 +111,26 @@ BAD = [
         {"kvCache": {"tiers": {"host": {"size": "0"}}}},
         ["spec.kvCache.tiers.host.size", "found 0", "leave tiers out"],
     ),
-    ({"kvCache": {"tiers": {"disk": {"size": "1Ti"}}}}, ["spec.kvCache.tiers.disk", "remove it"]),
+    (
+        {"kvCache": {"tiers": {"disk": {"size": "1Ti"}}}},
+        ["spec.kvCache.tiers", "add kvCache.tiers.host, or leave disk out"],
+    ),
+    (
+        {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "0"}}}},
+        ["spec.kvCache.tiers.disk.size", "found 0", "leave disk out"],
+    ),
+    (
+        {
+            "kvCache": {
+                "tiers": {
+                    "host": {"size": "1Gi"},
+                    "disk": {"size": "8Gi", "claimName": "a", "hostPath": "/b"},
+                }
+            }
+        },
+        ["spec.kvCache.tiers.disk", "at most one of claimName and hostPath", "found both"],
+    ),
+    ({"kvCache": {"tiers": {"tape": {"size": "1Ti"}}}}, ["spec.kvCache.tiers.tape", "remove it"]),
     (
         {"kvCache": {"prefixCaching": False, "tiers": {"host": {"size": "1Gi"}}}},
         ["spec.kvCache", "prefixCaching is false; set it to true, or leave tiers out"],

@@ -139,3 +139,25 @@ def test_pods_request_the_memory_of_their_ranks_host_tiers(
     assert found["requests"]["memory"] == str(requested)
     assert found.get("limits", {}).get("memory") == (None if limited is None else str(limited))
     assert spec["initContainers"][0]["resources"] == resources
+
+
+@pytest.mark.parametrize(
+    ("volume", "expected"),
+    [
+        ({}, {"emptyDir": {"sizeLimit": str(2 * (8 * 2**30 + 64 * 2**20))}}),
+        ({"claimName": "kv"}, {"persistentVolumeClaim": {"claimName": "kv"}}),
+        ({"hostPath": "/var/kv"}, {"hostPath": {"path": "/var/kv", "type": "Directory"}}),
+    ],
+    ids=["ephemeral", "claim", "directory of the node"],
+)
+def test_pods_have_a_volume_for_their_ranks_disk_tiers(
+    volume: dict[str, str], expected: dict[str, Any]
+) -> None:
+    tiers = {"host": {"size": "1Gi"}, "disk": {"size": "8Gi"} | volume}
+    spec = pod({"accelerator": "none"}, parallelism={"tensor": 2}, kvCache={"tiers": tiers})
+    (found,) = [one for one in spec["volumes"] if one["name"] == "kv-files"]
+    assert found == {"name": "kv-files"} | expected
+    mounts = spec["containers"][0]["volumeMounts"]
+    assert {"name": "kv-files", "mountPath": "/kv-files"} in mounts
+    without = pod({"accelerator": "none"}, kvCache={"tiers": {"host": {"size": "1Gi"}}})
+    assert "kv-files" not in [one["name"] for one in without["volumes"]]

@@ -37,6 +37,7 @@ def test_live_fields_keep_the_revision(change: dict[str, Any]) -> None:
         {"parallelism": {"kv": 2}},
         {"kvCache": {"size": "1Gi"}},
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}}}},
+        {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "8Gi"}}}},
         {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}},
         {"image": "worker:2"},
         {"routerRef": {"name": "router"}},  # its address and its Secret stand in the pods' template

@@ -19,10 +19,12 @@ import torch
 from medha.determinism import Determinism
 from medha.kv_dtype import KvDtype
 from medha.topology import Topology, stage_layers
-from medha.wire.messages import PromptLogprobs, Sample, Step, Tokens
+from medha.wire.messages import DiskReport, PromptLogprobs, Sample, Step, Tokens
 from medha_worker.device import host_device
 from medha_worker.kernels.protocol import Kernels
+from medha_worker.model.disk_blocks import DiskBlocks
 from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.kv_files import KvFiles
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
@@ -105,6 +107,8 @@ class Ranks:
         self.drafts: list[tuple[str, tuple[int, ...]]] = []
         """Guesses of the draft model that ranks have reported in the last run."""
         self._grids: list[Mesh] = []
+        self.disk_reports: list[DiskReport] = []
+        self.block_bytes: dict[int, int] = {}  # of the files of each rank
         self.scored: dict[int, list[tuple[str, PromptLogprobs]]] = {}
         """Log-probabilities of prompts that each rank has reported in the last run."""
 
@@ -172,13 +176,15 @@ class Ranks:
         kernels: Kernels | None = None,
         window_blocks: int = 0,
         host_blocks: int = 0,
+        disk: Path | None = None,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
         """Run all steps on new KV pools; return the samples, and the logits of every position, by request and position.
 
         Each rank runs the steps one after the other, as far ahead of other ranks as its inputs allow. Before it runs a
         step, it plans the next `steps_ahead` ones, as `Rank` does with steps that arrive while it is busy. `kernels`
         replaces those that a rank chooses on this machine. With `window_blocks`, KV before windows is freed, and none
-        of these blocks may be held once all requests have been released. `host_blocks` is the size of the host tier.
+        of these blocks may be held once all requests have been released. `host_blocks` is the size of the host tier,
+        and `disk` the directory of the files behind it: all that a step asks of them is done before the next one.
         """
 
         if not self._grids:
@@ -192,6 +198,16 @@ class Ranks:
                 group = in_rank_order(group, self.topology.coordinates(rank).tensor, self.topology.tensor)
             model = (model.with_kernels(kernels) if kernels else model).in_grid(group, grid.plane)
             recording, pool = Recording(model), model.new_kv_cache(kv_blocks, block_tokens, window_blocks)
+            host = [HostBlocks(pool, host_blocks)] if host_blocks else []
+            files = None
+            if disk is not None:
+                directory = disk / f"rank-{rank}"
+                self.block_bytes[rank] = host[0].block_bytes
+                files = DiskBlocks(
+                    KvFiles(directory, f"rank {rank}", host[0].block_bytes), host[0], lambda: 0.0
+                )
+                files.begin_epoch(DiskReport(rank, grid.lane), "00" * 32, self.disk_reports.append)
+                assert files.drain(60)
             executor = Executor(
                 recording,
                 pool,
@@ -201,7 +217,8 @@ class Ranks:
                 lane=grid.lane,
                 pipeline=grid if self.topology.ranks > 1 else None,
                 drafter=self._drafter(kv_blocks, block_tokens) if rank == grid.sampling_rank else None,
-                host_blocks=[HostBlocks(pool, host_blocks)] if host_blocks else (),
+                host_blocks=host,
+                disk=files,
             )
             samples: list[Sample] = []
             self.scored[rank] = []
@@ -215,11 +232,14 @@ class Ranks:
                         executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
                     planned.append(executor.plan(step))
                 done = executor.run(planned.popleft())
+                assert files is None or files.drain(60)
                 if done is not None:
                     assert done.failures == (), done.failures
                     samples += done.samples if rank == grid.sampling_rank else ()
                     self.scored[rank] += done.prompt_logprobs
                     self.drafts += done.drafts
+            if files is not None:
+                files.close()
             executor.learn_all()  # tokens of the last steps are still on their way
             if executor.window_tables is not None:
                 executor.window_tables.check()
@@ -229,6 +249,7 @@ class Ranks:
         samples: list[Sample] = []
         logits: dict[tuple[str, int], torch.Tensor] = {}
         self.drafts = []
+        self.disk_reports = []
         for rank, (sampled, recorded) in enumerate(self.on_all(work)):
             grid = self._grids[rank]
             if rank != grid.sampling_rank:

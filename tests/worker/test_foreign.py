@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from medha.wire.frames import encode, tokens_to_frame
 from medha.wire.messages import (
     Cancel,
+    DiskReport,
     Done,
     Emit,
     EntryFailed,
@@ -60,6 +61,7 @@ ACCEPTS: dict[str, tuple[type[Message], ...]] = {
         StageFree,
         Done,
         GrammarReady,
+        DiskReport,
         RankHello,
         RankReady,
         RankFault,

@@ -6,6 +6,7 @@ threads of this process that are connected by gloo. The run without a tier is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -21,7 +22,7 @@ from medha.kv_dtype import KvDtype
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import HostTierFigures, Sampling, Submit
+from medha.wire.messages import DiskTierFigures, HostTierFigures, Sampling, Submit
 
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life, Query
@@ -55,7 +56,7 @@ def chats(life: Life, sampling: Sampling) -> dict[str, Query]:
                     sampling=replace(sampling, max_tokens=one.max_tokens), block_hashes=hasher.hashes(one.ids),
                 )
             )  # fmt: skip
-    while life.moving:
+    while life.moving or len(life.ends) < len(asked):
         life.move()
     assert set(life.ends) == set(asked)
     assert set(life.ends.values()) == {"length"}
@@ -63,7 +64,14 @@ def chats(life: Life, sampling: Sampling) -> dict[str, Query]:
 
 
 def run(
-    ranks: Ranks, sampling: Sampling, host_blocks: int, *, striped: bool = False
+    ranks: Ranks,
+    sampling: Sampling,
+    host_blocks: int,
+    *,
+    striped: bool = False,
+    disk: Path | None = None,
+    disk_blocks: int = 400,
+    new_life: Callable[[ReplicaController, Random], Life] = Life,
 ) -> tuple[Answers, dict[tuple[str, int], torch.Tensor], ReplicaController]:
     config = ReplicaConfig(
         topology=ranks.topology,
@@ -77,8 +85,9 @@ def run(
         tokens_per_lane=24,
         context_parallel=ContextParallel("striped", RingCosts(8, 2)) if striped else None,
         host_tier=HostTierFigures(host_blocks, 1, 1e-7, 1e-7) if host_blocks else None,
+        disk_tier=DiskTierFigures(disk_blocks, 1e-6, 1e-7) if disk else None,
     )
-    life = Life(ReplicaController(config, PROFILE), Random(1))
+    life = new_life(ReplicaController(config, PROFILE), Random(1))
     asked = chats(life, sampling)
     samples, logits = ranks.run(
         life.steps,
@@ -86,6 +95,7 @@ def run(
         kv_blocks=config.kv_blocks,
         block_tokens=BLOCK_TOKENS,
         host_blocks=host_blocks,
+        disk=disk,
     )
     answers: Answers = {name: [] for name in asked}
     for sample in samples:

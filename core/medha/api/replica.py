@@ -28,6 +28,7 @@ from medha.api.fields import (
     ENDPOINT_PATTERN,
     HostName,
     Model,
+    Name,
     Origin,
     Quantity,
     epoch,
@@ -227,12 +228,62 @@ class HostTierSpec(Model):
         return size
 
 
+_ONE_DISK = "kvCache.tiers.disk takes at most one of claimName and hostPath"
+_DISK_NEEDS_HOST = "kvCache.tiers.disk is filled from the host tier, and read into it; add kvCache.tiers.host, or leave disk out"
+
+
+class DiskTierSpec(Model):
+    """Files for KV of the host tier, which outlive it. Default: on an ephemeral volume of each pod's own, so they outlive
+    restarts of its containers."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(("!(has(self.claimName) && has(self.hostPath))", _ONE_DISK))
+    )
+
+    size: Quantity = Field(json_schema_extra=restart())
+    """Bytes per rank, e.g. `200Gi`: several times the size of the host tier."""
+    claim_name: Name | None = Field(default=None, json_schema_extra=restart())
+    """Name of a PersistentVolumeClaim in the replica's namespace, whose files outlive pods. Its volume must be writable
+    from every node that pods run on (`ReadWriteMany`, if they are several). `medha up` ignores it."""
+    host_path: str | None = Field(
+        default=None, min_length=1, max_length=1024, pattern=r"^/", json_schema_extra=restart()
+    )
+    """Absolute path of a directory, whose files outlive pods that come back to their node. It must exist on every node, and
+    belong to the pods' user (65532). The chart's `admission.writableHostPaths` lists the paths that are allowed. `medha
+    up` keeps the files there, too."""
+
+    @field_validator("size")
+    @classmethod
+    def _size_is_above_zero(cls, size: str) -> str:
+        if quantity_bytes(size) == 0:
+            raise ValueError(f"must be above 0 (found {size}); give bytes such as 200Gi, or leave disk out")
+        return size
+
+    @model_validator(mode="after")
+    def _one_volume(self) -> DiskTierSpec:
+        if self.claim_name is not None and self.host_path is not None:
+            raise ValueError(f"{_ONE_DISK} (found both)")
+        return self
+
+
 class KvTiersSpec(Model):
     """Places for KV that is evicted from the device, and fetched from there instead of being computed again
     (docs/kv-tiers.md)."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(("!has(self.disk) || has(self.host)", _DISK_NEEDS_HOST))
+    )
+
     host: HostTierSpec | None = None
     """Memory of the host, beside the device's. Default: none, so evicted KV is forgotten."""
+    disk: DiskTierSpec | None = None
+    """Files behind the memory of the host. Default: none, so KV of the host tier is lost with it."""
+
+    @model_validator(mode="after")
+    def _disk_has_a_host_tier(self) -> KvTiersSpec:
+        if self.disk is not None and self.host is None:
+            raise ValueError(_DISK_NEEDS_HOST)
+        return self
 
 
 _TIERS_NEED_CACHING = (
@@ -275,6 +326,16 @@ class KvCacheSpec(Model):
     def host_bytes(self) -> int:
         """Bytes of the host tier of each rank; 0: there is none."""
         return 0 if self.tiers is None or self.tiers.host is None else quantity_bytes(self.tiers.host.size)
+
+    @property
+    def disk(self) -> DiskTierSpec | None:
+        """The disk tier; None: there is none."""
+        return None if self.tiers is None else self.tiers.disk
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the disk tier of each rank; 0: there is none."""
+        return 0 if self.disk is None else quantity_bytes(self.disk.size)
 
     @model_validator(mode="after")
     def _tiers_keep_prefixes(self) -> KvCacheSpec:

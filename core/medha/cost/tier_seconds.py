@@ -1,23 +1,34 @@
-"""Predicted times of copies between the KV pool and the host tier, next to the times of computing the same tokens.
+"""Predicted times of copies between the KV pool and its tiers, next to the times of computing the same tokens.
 
-The warm-up measures both directions (`HostTierFigures`). One factor corrects them by the copies of the steps, as
-`medha.cost.correction` corrects the rest of a step.
+The warm-up measures both directions of the host tier (`HostTierFigures`). One factor corrects them by the copies of the
+steps, as `medha.cost.correction` corrects the rest of a step. Reads of the disk tier take a time for each access and one
+for each block. Both follow the reads that ranks report, by least squares in which old reads count less and less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 
 from medha.cost.correction import Correction, PartedSeconds
 from medha.cost.predictor import Predictor
-from medha.wire.messages import Admit, Eviction, Grow, HostTierFigures, Step
+from medha.wire.messages import Admit, DiskTierFigures, Eviction, Grow, HostTierFigures, Step
+
+_KEPT = 0.9
+"""Weight of earlier reads beside a new one: a change of the disk shows within some ten reads."""
+_FIRST_BLOCKS = (1, 64)
+"""Sizes of the reads by which the measurement of the warm-up counts at first."""
 
 
 class TierSeconds:
     """The times that decide about the host tier of a replica's lanes (`medha.kv.host_tier.Prices`)."""
 
-    def __init__(self, figures: HostTierFigures, predictor: Predictor) -> None:
+    def __init__(
+        self, figures: HostTierFigures, predictor: Predictor, disk: DiskTierFigures | None = None
+    ) -> None:
+        """`disk` has the figures of the disk tier, if there is one."""
         self.figures = figures
+        self._reads = None if disk is None else ReadSeconds(disk)
         self._predictor = predictor
         self._correction = Correction()
 
@@ -29,6 +40,15 @@ class TierSeconds:
     def fetch_seconds(self, blocks: int) -> float:
         """Return the predicted time to fetch so many blocks."""
         return blocks * self.figures.fetch_seconds_per_block * self.factor
+
+    def load_seconds(self, blocks: int, files: int) -> float:
+        """Return the predicted time to read so many blocks of so many files into the host tier; 0 without a disk tier."""
+        return 0.0 if self._reads is None else self._reads.seconds(blocks, files)
+
+    def observe_load(self, blocks: int, seconds: float) -> None:
+        """Learn from a read of a file that took so long."""
+        if self._reads is not None:
+            self._reads.observe(blocks, seconds)
 
     def compute_seconds(self, context: int, tokens: int) -> float:
         """Return the predicted time to bring a prompt from `context` to `tokens` tokens of KV, alone."""
@@ -44,6 +64,37 @@ class TierSeconds:
         predicted = copy_seconds(self.figures, step.admits, step.grows)
         longest_seconds = max((predicted.get(lane, 0.0) for lane in step.lanes), default=0.0)
         self._correction = self._correction.after(PartedSeconds(longest_seconds), observed_seconds)
+
+
+class ReadSeconds:
+    """The time of a read as a line over its blocks, fitted to reads that were measured."""
+
+    def __init__(self, figures: DiskTierFigures) -> None:
+        self._weight = self._blocks = self._squares = self._seconds = self._products = 0.0
+        self.access_seconds, self.seconds_per_block = figures.access_seconds, figures.read_seconds_per_block
+        for blocks in _FIRST_BLOCKS:
+            self.observe(blocks, figures.access_seconds + blocks * figures.read_seconds_per_block)
+
+    def seconds(self, blocks: int, files: int) -> float:
+        """Return the predicted time of `files` reads of `blocks` blocks together."""
+        return files * self.access_seconds + blocks * self.seconds_per_block
+
+    def observe(self, blocks: int, seconds: float) -> None:
+        """Fit the line to one more read."""
+        if blocks < 1 or not 0 <= seconds < inf:
+            return
+        self._weight = _KEPT * self._weight + 1
+        self._blocks = _KEPT * self._blocks + blocks
+        self._squares = _KEPT * self._squares + blocks * blocks
+        self._seconds = _KEPT * self._seconds + seconds
+        self._products = _KEPT * self._products + blocks * seconds
+        spread = self._weight * self._squares - self._blocks * self._blocks
+        slope = self._seconds / self._blocks  # what all reads took, if their sizes do not tell the two apart
+        if spread > 1e-6 * self._weight * self._squares:
+            slope = (self._weight * self._products - self._blocks * self._seconds) / spread
+        # Neither can be below 0: then the other one alone explains the reads.
+        self.seconds_per_block = min(max(slope, 0.0), self._seconds / self._blocks)
+        self.access_seconds = (self._seconds - self.seconds_per_block * self._blocks) / self._weight
 
 
 def copy_seconds(

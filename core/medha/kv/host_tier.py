@@ -157,6 +157,23 @@ class Held:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An extent that was demoted: hashes of its blocks, of the block before them (empty: none is), and its place in a prompt."""
+
+    extent: int
+    hashes: str
+    before: str
+    start: int
+
+
+class BlockRun(Protocol):
+    """Blocks that follow each other in a prompt, with their hashes."""
+
+    hashes: str
+    blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class _Extent:
     """Blocks of the tier, the `start`-th of a prompt and those behind it.
@@ -222,21 +239,37 @@ class HostTier:
         self._by_worth: list[tuple[float, int]] = []  # heap of (worth, number); stale entries are skipped
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()
+        self._loading: set[int] = set()  # extents whose blocks are being read from a file
+        self._new: list[int] = []  # extents that were demoted since `take_new`
+        self.notes_new = False
+        """Whether to note what is demoted, for a disk tier that takes it."""
 
     # --- prefixes -------------------------------------------------------------------------------------
 
-    def match(self, hashes: str, start: int, stop: int) -> list[Held]:
-        """Return what the tier holds of the blocks `start .. stop` (exclusive) of a prompt, without a gap."""
+    def match(self, hashes: str, start: int, stop: int, *, with_loading: bool = False) -> list[Held]:
+        """Return what the tier holds of the blocks `start .. stop` (exclusive) of a prompt, without a gap.
+
+        Blocks that are being loaded count only `with_loading`.
+        """
         found: list[Held] = []
         while start < stop:
             place = self._places.get(hash_at(hashes, start))
             if place is None:
                 break
             extent, block = place
-            count = _common(hashes, start, stop, extent, block)
+            if extent.number in self._loading and not with_loading:
+                break
+            count = common_blocks(hashes, start, stop, extent, block)
             found.append(Held(extent.number, block, count))
             start += count
         return found
+
+    def lacks(self, hashes: str, start: int, stop: int) -> int:
+        """Return how many of the blocks from `start` on, and before `stop`, the tier lacks until the first that it holds."""
+        for block in range(start, stop):
+            if hash_at(hashes, block) in self._places:
+                return block - start
+        return stop - start
 
     def pin(self, held: Iterable[Held]) -> None:
         """Keep extents until `unpin`: a request is about to fetch them."""
@@ -291,8 +324,10 @@ class HostTier:
                 continue
             room -= one.blocks
             taken.append(one)
-        for one in taken:
-            self._store(one)
+        stored = [self._store(one) for one in taken]
+        if self.notes_new:
+            self._new += stored
+        self.counts.demoted_blocks += sum(one.blocks for one in taken)
         return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
 
     def _candidates(
@@ -365,9 +400,10 @@ class HostTier:
             leaf = extent
             while leaf.children:
                 leaf = next(iter(leaf.children.values()))
-            if leaf is not extent or leaf.number in self._pinned:
+            is_pinned = leaf.number in self._pinned or leaf.number in self._loading
+            if leaf is not extent or is_pinned:
                 skipped.append((worth, number))
-            if leaf.number in self._pinned:
+            if is_pinned:
                 continue
             self._aged = max(self._aged, leaf.worth)
             keep = max(leaf.blocks - missing, 0)
@@ -395,13 +431,13 @@ class HostTier:
             if not self._orphans[extent.before]:
                 del self._orphans[extent.before]
 
-    def _store(self, one: _Candidate) -> None:
+    def _store(self, one: _Candidate) -> int:
+        """Store a candidate as a new extent, and return its number."""
         number, _ = self.ledger.store(one.blocks)
         # A copy of these hashes alone: nothing else may need those of the whole prompt any more.
         hashes = hash_range(one.hashes, one.start, one.start + one.blocks)
         extent = _Extent(number, hashes, one.before, one.start, one.blocks, one.worth)
         self._extents[number] = extent
-        self.counts.demoted_blocks += one.blocks
         place = self._places.get(extent.before)
         if place is not None:
             extent.parent = place[0]
@@ -417,6 +453,57 @@ class HostTier:
                 extent.worth = max(extent.worth, behind.worth)
         self._offer(extent)
         self._raise(extent.parent, extent.worth)
+        return number
+
+    # --- blocks that come from files, and go to them ----------------------------------------------------
+
+    def take_new(self) -> list[Kept]:
+        """Take what is still held of the extents that were demoted since the last call."""
+        new, self._new = self._new, []
+        found = (self._extents.get(number) for number in new)
+        return [
+            Kept(one.number, hash_range(one.hashes, 0, one.blocks), one.before, one.start)
+            for one in found
+            if one is not None
+        ]
+
+    def begin_load(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
+        """Give room to blocks `start .. start + count` of a prompt, which are read from a file.
+
+        Return the number of the new extent, of how many of these blocks it is, and what it drops; None if all that is
+        held is worth more.
+        """
+        block_seconds = self._block_seconds(start, start + count)
+        one = _Candidate(hashes, start, count, [], block_seconds, self._aged + block_seconds)
+        self._raise_before(one)
+        drops: list[HostDrop] = []
+        while self.ledger.free_blocks < one.blocks:
+            dropped = self._drop_worth_less(one, one.blocks - self.ledger.free_blocks)
+            if dropped is None:
+                break
+            drops.append(dropped[0])
+        one.blocks = min(one.blocks, self.ledger.free_blocks)
+        if one.blocks == 0:
+            return None
+        number = self._store(one)
+        self._loading.add(number)
+        return number, one.blocks, tuple(drops)
+
+    def is_loading(self, extent: int) -> bool:
+        return extent in self._loading
+
+    def end_load(self, extent: int, *, is_there: bool) -> HostDrop | None:
+        """Let requests fetch an extent that was loaded, or forget it; return what ranks must drop."""
+        self._loading.discard(extent)
+        if is_there:
+            return None
+        one = self._extents[extent]
+        for number, behind in one.children.items():
+            behind.parent = None
+            self._orphans.setdefault(behind.before, {})[number] = behind
+        one.children.clear()
+        self._forget(one, 0)
+        return HostDrop(extent)
 
     def check(self) -> None:
         """Assert that extents, places, parents and the ledger agree; O(blocks), for tests."""
@@ -438,8 +525,8 @@ class HostTier:
                 assert self._orphans[extent.before][number] is extent
 
 
-def _common(hashes: str, start: int, stop: int, extent: _Extent, block: int) -> int:
-    """Return how many blocks from `start` on are those of an extent from `block` on; the first one must be.
+def common_blocks(hashes: str, start: int, stop: int, extent: BlockRun, block: int) -> int:
+    """Return how many blocks from `start` on are those of a run from `block` on; the first one must be.
 
     A hash covers everything before it, so equality at a block means equality up to it.
     """

@@ -8,19 +8,65 @@ It needs no token ids, no hashes and no eviction policy, so it cannot decide dif
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockCopy, BlockLedger, Run
 from medha.kv.cached_paths import NO_BLOCK, CachedPaths
 from medha.kv.host_tier import HostLedger, TierCopy, tier_copies
+from medha.kv.prefix_cache import hash_count
 from medha.shards import Segment, ShardMap, digest_of, segments_of
-from medha.wire.messages import Admit, Eviction, Grow, Publish
+from medha.wire.messages import (
+    Admit,
+    DiskDelete,
+    DiskFile,
+    DiskLoad,
+    DiskWrite,
+    Eviction,
+    Grow,
+    HostDrop,
+    Publish,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlocks:
+    """Blocks `start ..` of a file are read into host blocks `slots` of an extent."""
+
+    file: str
+    start: int
+    extent: int
+    slots: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBlocks:
+    """Host blocks `slots`, which are those from block `first` of an extent on, are written to a file."""
+
+    file: DiskFile
+    extent: int
+    first: int
+    slots: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWork:
+    """What a step asks of a rank's disk tier, in this order.
+
+    Blocks of `drops` may be written anew by the step's copies, so nothing of them may reach a file from then on. The rest
+    comes behind the copies.
+    """
+
+    drops: tuple[HostDrop, ...] = ()
+    reads: tuple[ReadBlocks, ...] = ()
+    deletes: tuple[str, ...] = ()
+    writes: tuple[WriteBlocks, ...] = ()
 
 
 class LaneReplay:
     """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
-    Each call applies one part of a `Step`, in this order: publishes, releases, grows, admits.
+    Each call applies one part of a `Step`, in this order: publishes, releases, loads, grows, admits, writes.
     """
 
     def __init__(self, ledger: BlockLedger, lane: int = 0, host_blocks: int = 0) -> None:
@@ -29,6 +75,10 @@ class LaneReplay:
         self.lane = lane
         self.host = HostLedger(host_blocks) if host_blocks else None
         self._tier_copies: list[TierCopy] = []
+        self._drops: list[HostDrop] = []
+        self._reads: list[ReadBlocks] = []
+        self._deletes: list[str] = []
+        self._writes: list[WriteBlocks] = []
         self._paths = CachedPaths(ledger.blocks)
         self._shards: dict[str, ShardMap] = {}
 
@@ -47,6 +97,37 @@ class LaneReplay:
         """
         copies, self._tier_copies = self._tier_copies, []
         return tuple(copies)
+
+    def take_disk_work(self) -> DiskWork:
+        """Take what the disk tier is asked for."""
+        work = DiskWork(tuple(self._drops), tuple(self._reads), tuple(self._deletes), tuple(self._writes))
+        self._drops, self._reads, self._deletes, self._writes = [], [], [], []
+        return work
+
+    def load(self, loads: Iterable[DiskLoad]) -> None:
+        """Give host blocks to what is read from files.
+
+        Raises:
+            LedgerMismatch: the host tier has diverged.
+        """
+        for load in loads:
+            if load.lane == self.lane:
+                self._drop(load.drops)
+                if load.file:
+                    extent, slots = self._tier().store(load.count)
+                    self._reads.append(ReadBlocks(load.file, load.start, extent, tuple(slots)))
+
+    def write(self, deletes: Iterable[DiskDelete], writes: Iterable[DiskWrite]) -> None:
+        """Find the host blocks that are written to files.
+
+        Raises:
+            LedgerMismatch: the host tier has diverged.
+        """
+        self._deletes += [one.file for one in deletes if one.lane == self.lane]
+        for write in writes:
+            if write.lane == self.lane:
+                slots = self._tier().runs(write.extent, write.first, hash_count(write.file.hashes))
+                self._writes.append(WriteBlocks(write.file, write.extent, write.first, tuple(slots)))
 
     def publish(self, publishes: Iterable[Publish]) -> None:
         for publish in publishes:
@@ -117,12 +198,16 @@ class LaneReplay:
                 self.ledger.evict(evicted)
 
     def _demote(self, eviction: Eviction) -> None:
-        for drop in eviction.drops:
-            self._tier().drop(drop.extent, drop.keep)
+        self._drop(eviction.drops)
         for demotion in eviction.demotions:
             _, slots = self._tier().store(demotion.count)
             blocks = self._paths.runs(demotion.last, demotion.count)
             self._tier_copies += tier_copies(blocks, slots, is_fetch=False)
+
+    def _drop(self, drops: Iterable[HostDrop]) -> None:
+        for drop in drops:
+            self._tier().drop(drop.extent, drop.keep)
+            self._drops.append(drop)
 
     def _fetch(self, admit: Admit, start: int) -> None:
         """Fetch blocks of the tier into a sequence's table, from its `start`-th block on."""

@@ -13,14 +13,18 @@ Three rules keep cached blocks correct:
   it.
 
 If lanes have a host tier, blocks that are evicted may be demoted to it, and a prefix may go on there (`medha.kv.host_tier`).
+If they have a disk tier, too, it may go on in files, from where it is loaded before its request is admitted
+(`medha.kv.disk_tier`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol
 
 from medha.kv.blocks import BlockLedger, Run
+from medha.kv.disk_tier import FILE_BLOCKS, DiskCounts, DiskPrices, DiskTier, Loaded, OnDisk
 from medha.kv.host_tier import Held, HostTier, Prices, TierCounts
 from medha.kv.lane_replay import fork_on
 from medha.kv.prefix_cache import PrefixCache, hash_count, hash_range
@@ -37,7 +41,27 @@ from medha.shards import (
     striped_map,
     stripings_of,
 )
-from medha.wire.messages import CachedPrefix, Eviction, Fetch, Grow, Publish
+from medha.wire.messages import (
+    CachedPrefix,
+    DiskDelete,
+    DiskLoad,
+    DiskReport,
+    DiskWrite,
+    Eviction,
+    Fetch,
+    Grow,
+    Publish,
+)
+
+Reach = Literal["device", "host", "disk"]
+"""The last place where blocks of a prompt count. Those that are in files, or are being read, count with `disk` only."""
+
+_WRITING_PART = 4
+"""Part of a host tier, one in so many, whose blocks are written to files at a time."""
+
+
+class TierPrices(Prices, DiskPrices, Protocol):
+    """Predicted times that decide about tiers; `medha.cost.tier_seconds` has them."""
 
 
 @dataclass(slots=True)  # not frozen, for speed: every admission makes one
@@ -61,11 +85,21 @@ class _Found:
     runs: tuple[Run, ...]
     unlocked: int  # of the cached ones
     held: tuple[Held, ...] = ()  # in the host tier
-    fetched: int = 0
+    fetched: int = 0  # `held` ones; with the reach `disk` also those in files
+    chain: str = ""  # hashes by which they were looked up
+    awaited: int = 0  # of the fetched ones: those in files or being read
 
     @property
     def all_blocks(self) -> int:
         return self.blocks + self.fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Extents, each with its lane, that a request waits for, and the predicted time until they are loaded, in seconds."""
+
+    extents: frozenset[tuple[int, int]]
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -73,14 +107,66 @@ class _Lane:
     ledger: BlockLedger
     cache: PrefixCache = field(default_factory=PrefixCache)
     tier: HostTier | None = None
+    disk: DiskTier | None = None
 
-    def find(self, hashes: str, stop: int, *, with_tier: bool = True) -> _Found:
+    def find(self, hashes: str, stop: int, *, reach: Reach = "host") -> _Found:
         """Return what this lane has of the first `stop` of `hashes`, without a gap."""
         match = self.cache.match(hashes, stop)
-        if self.tier is None or not with_tier or match.blocks == stop:
-            return _Found(match.blocks, match.runs, match.unlocked)
-        held = tuple(self.tier.match(hashes, match.blocks, stop))
-        return _Found(match.blocks, match.runs, match.unlocked, held, sum(one.count for one in held))
+        if self.tier is None or reach == "device" or match.blocks == stop:
+            return _Found(match.blocks, match.runs, match.unlocked, chain=hashes)
+        if reach == "host" or self.disk is None:
+            held = tuple(self.tier.match(hashes, match.blocks, stop))
+            fetched, awaited = sum(one.count for one in held), 0
+        else:
+            parts = self._parts(hashes, match.blocks, stop)
+            held, fetched = (), sum(one.count for _, one in parts)
+            awaited = sum(one.count for _, one in parts if self._is_awaited(one))
+        return _Found(match.blocks, match.runs, match.unlocked, held, fetched, hashes, awaited)
+
+    def _parts(self, hashes: str, start: int, stop: int) -> list[tuple[int, Held | OnDisk]]:
+        """Return what the tiers have of the blocks `start .. stop` of a prompt, without a gap, each with its place."""
+        assert self.tier is not None
+        assert self.disk is not None
+        parts: list[tuple[int, Held | OnDisk]] = []
+        while start < stop:
+            found: Sequence[Held | OnDisk] = self.tier.match(hashes, start, stop, with_loading=True)
+            if not found:
+                found = self.disk.match(hashes, start, start + self.tier.lacks(hashes, start, stop))
+            if not found:
+                break
+            for one in found:
+                parts.append((start, one))
+                start += one.count
+        return parts
+
+    def _is_awaited(self, part: Held | OnDisk) -> bool:
+        return isinstance(part, OnDisk) or (self.tier is not None and self.tier.is_loading(part.extent))
+
+    def load(self, found: _Found, lane: int) -> tuple[list[DiskLoad], set[tuple[int, int]]]:
+        """Begin to load what was found in files; return the loads, and all extents that are awaited."""
+        assert self.tier is not None
+        assert self.disk is not None
+        loads: list[DiskLoad] = []
+        awaited: set[tuple[int, int]] = set()
+        parts = self._parts(found.chain, found.blocks, found.all_blocks)
+        self.tier.pin(one for _, one in parts if isinstance(one, Held))
+        for at, part in parts:
+            if isinstance(part, Held):
+                if self.tier.is_loading(part.extent):
+                    awaited.add((lane, part.extent))
+                continue
+            began = self.tier.begin_load(found.chain, at, part.count)
+            if began is None:
+                break
+            extent, count, drops = began
+            self.disk.begin_load(part, extent, count)
+            loads.append(DiskLoad(part.file, part.start, count, lane, drops))
+            awaited.add((lane, extent))
+            if count < part.count:
+                break
+        self.tier.unpin()
+        self.disk.counts.hits += bool(awaited)
+        return loads, awaited
 
     @property
     def available_blocks(self) -> int:
@@ -140,11 +226,14 @@ class KvPools:
         prefix_caching: bool = True,
         stripes_prompts: bool = False,
         host_blocks: int = 0,
-        prices: Prices | None = None,
+        prices: TierPrices | None = None,
+        disk_blocks: int = 0,
+        lane_ranks: Sequence[Iterable[int]] = (),
     ) -> None:
         """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane.
 
-        Each lane has a host tier of `host_blocks` blocks, if `prices` of its copies are given.
+        Each lane has a host tier of `host_blocks` blocks, if `prices` of its copies are given. If `disk_blocks` is above 0,
+        each also has a disk tier of so many, whose files are on all ranks that `lane_ranks` has for it.
         """
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
@@ -159,6 +248,13 @@ class KvPools:
         if prices is not None and prefix_caching:
             for lane in self._lanes:
                 lane.tier = HostTier(host_blocks, block_size_tokens, prices)
+        if prices is not None and prefix_caching and disk_blocks:
+            for lane, ranks in zip(self._lanes, lane_ranks, strict=True):
+                assert lane.tier is not None
+                lane.tier.notes_new = True
+                most = max(host_blocks // _WRITING_PART, 1)
+                lane.disk = DiskTier(disk_blocks, ranks, block_size_tokens, prices, most)
+        self._loads: list[DiskLoad] = []
         self._held: dict[str, _SequenceKv] = {}
         # Both cover all lanes, in the order in which they happened. A lane's clock counts its releases: if
         # ranks got them in another order, they would evict other blocks than `medha.kv.prefix_cache` did.
@@ -214,6 +310,17 @@ class KvPools:
             sum(one.dropped_blocks for one in each),
         )
 
+    @property
+    def disks(self) -> list[DiskTier]:
+        """The disk tiers of all lanes; empty if there are none."""
+        return [lane.disk for lane in self._lanes if lane.disk is not None]
+
+    @property
+    def disk_counts(self) -> DiskCounts:
+        """The counts of the disk tiers of all lanes together."""
+        each = [disk.counts for disk in self.disks]
+        return DiskCounts(*(sum(getattr(one, name.name) for one in each) for name in fields(DiskCounts)))
+
     def ledger(self, lane: int = 0) -> BlockLedger:
         return self._lanes[lane].ledger
 
@@ -255,19 +362,19 @@ class KvPools:
         expected = self._expected(prompt_tokens, block_hashes, is_long=is_long)
         if self._prices is None:
             return expected
-        without = self._expected(prompt_tokens, block_hashes, is_long=is_long, with_tier=False)
+        without = self._expected(prompt_tokens, block_hashes, is_long=is_long, reach="device")
         fetched = (expected[0] - without[0]) // self.block_size_tokens
         return expected if self._is_worth(prompt_tokens, without[0], expected[0], fetched) else without
 
     def _expected(
-        self, prompt_tokens: int, block_hashes: str, *, is_long: bool, with_tier: bool = True
+        self, prompt_tokens: int, block_hashes: str, *, is_long: bool, reach: Reach = "host"
     ) -> tuple[int, int]:
         tokens = held_blocks = 0
         if is_long and self._stripes_prompts:
-            matches = self._striped_matches(prompt_tokens, block_hashes, with_tier=with_tier)[0][1]
+            matches = self._striped_matches(prompt_tokens, block_hashes, reach=reach)[0][1]
             tokens = sum(match.all_blocks for match in matches.values()) * self.block_size_tokens
             return tokens, sum(match.blocks - match.unlocked for match in matches.values())
-        for found in self._shards_found(block_hashes, is_long=is_long, with_tier=with_tier):
+        for found in self._shards_found(block_hashes, is_long=is_long, reach=reach):
             match = found[_best(found)]
             tokens += match.all_blocks * self.block_size_tokens
             held_blocks += match.blocks - match.unlocked
@@ -315,6 +422,67 @@ class KvPools:
             if all(self._fits(shards, lane, matches.get(lane)) for lane in shards.lanes):
                 return self._take(sequence, shards, prompt_tokens, chains, matches)
         return None
+
+    def begin_loads(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> Awaited | None:
+        """Load what files hold of a prompt behind the other tiers; return what its request should wait for.
+
+        Return None if nothing is awaited, or if computing is predicted to be faster.
+        """
+        if self._prices is None or not self.disks or not block_hashes:
+            return None
+        found = self._found_on_disk(prompt_tokens, block_hashes, is_long=is_long)
+        awaited = max((one.awaited for _, one in found), default=0)
+        if awaited == 0:
+            return None
+        size = self.block_size_tokens
+        most_tokens = (prompt_tokens - 1) // size * size
+        there_tokens = min(sum(one.all_blocks for _, one in found) * size, most_tokens)
+        here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
+        outstanding = max(disk.loading_blocks for disk in self.disks)
+        files = sum(-(-one.awaited // FILE_BLOCKS) for _, one in found)
+        load_seconds = self._prices.load_seconds(awaited + outstanding, files)
+        compute = self._prices.compute_seconds
+        saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
+        fetched = max(one.fetched for _, one in found)
+        if there_tokens <= here_tokens or load_seconds + self._prices.fetch_seconds(fetched) >= saved_seconds:
+            return None
+        extents: set[tuple[int, int]] = set()
+        for lane, one in found:
+            loads, awaits = self._lanes[lane].load(one, lane)
+            self._loads += loads
+            extents |= awaits
+        return Awaited(frozenset(extents), load_seconds) if extents else None
+
+    def _found_on_disk(self, prompt_tokens: int, hashes: str, *, is_long: bool) -> list[tuple[int, _Found]]:
+        """Return what lanes would have of a prompt if all that files hold were loaded; by lane."""
+        if is_long and self._stripes_prompts:
+            return list(self._striped_matches(prompt_tokens, hashes, reach="disk")[0][1].items())
+        usable = (prompt_tokens - 1) // self.block_size_tokens
+        if not is_long:
+            each = [lane.find(hashes, min(usable, hash_count(hashes)), reach="disk") for lane in self._lanes]
+            best = _best(each)
+            return [(best, each[best])]
+        found: list[tuple[int, _Found]] = []
+        for on_lanes in self._shards_found(hashes, is_long=True, reach="disk"):
+            best = _best(on_lanes)
+            found.append((best, on_lanes[best]))
+            if on_lanes[best].all_blocks < hash_count(on_lanes[best].chain):
+                break
+        return found
+
+    def disk_report(self, report: DiskReport) -> list[Loaded]:
+        """Take a rank's report of its disk; return the loads that have ended with it."""
+        if not 0 <= report.lane < len(self._lanes):
+            return []
+        here = self._lanes[report.lane]
+        if here.disk is None or here.tier is None:
+            return []
+        ended = here.disk.report(report)
+        for one in ended:
+            dropped = here.tier.end_load(one.extent, is_there=one.is_there)
+            if dropped is not None:
+                self._loads.append(DiskLoad("", 0, 0, report.lane, (dropped,)))
+        return ended
 
     def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, which has the same prompt.
@@ -455,10 +623,27 @@ class KvPools:
         releases, self._releases = self._releases, {}
         return tuple(releases)
 
+    def take_loads(self) -> tuple[DiskLoad, ...]:
+        """Take the pending loads of all lanes, in order; ranks apply them before all else in a step."""
+        loads, self._loads = self._loads, []
+        return tuple(loads)
+
+    def take_writes(self) -> tuple[tuple[DiskDelete, ...], tuple[DiskWrite, ...]]:
+        """Take the files of all lanes that ranks delete, and those that they write behind all else of a step."""
+        deletes: list[DiskDelete] = []
+        writes: list[DiskWrite] = []
+        for number, lane in enumerate(self._lanes):
+            if lane.tier is not None and lane.disk is not None:
+                writes += lane.disk.write(lane.tier.take_new(), number)
+                deletes += lane.disk.take_deletes(number)
+        return tuple(deletes), tuple(writes)
+
     @property
     def has_changes(self) -> bool:
-        """True if there are insertions or releases that the ranks have not received."""
-        return bool(self._publishes or self._releases)
+        """True if there are insertions, releases or changes of tiers that the ranks have not received."""
+        return bool(self._publishes or self._releases or self._loads) or any(
+            lane.disk is not None and lane.disk.has_changes for lane in self._lanes
+        )
 
     def state_hashes(self) -> tuple[int, ...]:
         """Return a 53-bit digest for each lane, over its ledger and the shard maps of all sequences.
@@ -544,13 +729,13 @@ class KvPools:
         if any(cached):
             yield free, [0] * len(free), []
 
-    def _shards_found(self, hashes: str, *, is_long: bool, with_tier: bool = True) -> Iterator[list[_Found]]:
+    def _shards_found(self, hashes: str, *, is_long: bool, reach: Reach = "host") -> Iterator[list[_Found]]:
         """Yield what each lane has of the prompt: once, or for each shard of a long prompt."""
         blocks = hash_count(hashes)
         step = self._tokens_per_lane // self.block_size_tokens if is_long else blocks
         for shard in range(0, blocks, max(step, 1)):
             chain = hash_range(hashes, shard, shard + step) if is_long else hashes
-            yield [lane.find(chain, hash_count(chain), with_tier=with_tier) for lane in self._lanes]
+            yield [lane.find(chain, hash_count(chain), reach=reach) for lane in self._lanes]
 
     def _chains(self, shards: ShardMap, prompt_tokens: int, hashes: str) -> dict[int, str]:
         """Return the hashes of each lane's part of the prompt, in order; empty if there are none to use.
@@ -582,7 +767,7 @@ class KvPools:
         fetched = max((one.fetched for one in matches.values()), default=0)
         if fetched == 0:
             return matches
-        without = self._matches(prompt_tokens, chains, with_tier=False)
+        without = self._matches(prompt_tokens, chains, reach="device")
         here, there = (
             sum(one.all_blocks for one in each.values()) * self.block_size_tokens
             for each in (without, matches)
@@ -598,16 +783,16 @@ class KvPools:
         return self._prices.fetch_seconds(fetched) < saved_seconds
 
     def _matches(
-        self, prompt_tokens: int, chains: dict[int, str], *, with_tier: bool = True
+        self, prompt_tokens: int, chains: dict[int, str], *, reach: Reach = "host"
     ) -> dict[int, _Found]:
         """Return what each lane has of the prompt: a prefix without gaps, without the last token."""
         matches: dict[int, _Found] = {}
         if self._stripes_prompts and len(chains) > 1:
-            return self._without_gap(prompt_tokens, chains, with_tier=with_tier)
+            return self._without_gap(prompt_tokens, chains, reach=reach)
         usable = (prompt_tokens - 1) // self.block_size_tokens
         for lane, chain in chains.items():
             stop = min(usable, hash_count(chain))
-            matches[lane] = self._lanes[lane].find(chain, stop, with_tier=with_tier)
+            matches[lane] = self._lanes[lane].find(chain, stop, reach=reach)
             usable -= stop
             if matches[lane].all_blocks < hash_count(chain):
                 break
@@ -636,7 +821,7 @@ class KvPools:
                 yield shards
 
     def _striped_matches(
-        self, prompt_tokens: int, hashes: str, *, with_tier: bool = True
+        self, prompt_tokens: int, hashes: str, *, reach: Reach = "host"
     ) -> list[tuple[tuple[int, ...], dict[int, _Found]]]:
         """Return, for each possible first lane, the lanes in turn and what they have cached of the prompt.
 
@@ -652,27 +837,25 @@ class KvPools:
                 for turn, lane in enumerate(lanes):
                     starts = range(turn * step, hash_count(hashes), count * step)
                     chains[lane] = "".join(hash_range(hashes, start, start + step) for start in starts)
-            matches = self._without_gap(prompt_tokens, chains, with_tier=with_tier)
+            matches = self._without_gap(prompt_tokens, chains, reach=reach)
             blocks = sum(match.all_blocks for match in matches.values())
             found.append((-blocks, -self.free_tokens_on(first), lanes, matches))
         found.sort(key=lambda one: one[:3])
         return [(lanes, matches) for _, _, lanes, matches in found]
 
-    def _without_gap(
-        self, prompt_tokens: int, chains: dict[int, str], *, with_tier: bool
-    ) -> dict[int, _Found]:
+    def _without_gap(self, prompt_tokens: int, chains: dict[int, str], *, reach: Reach) -> dict[int, _Found]:
         """Return the prefix that is there of a prompt that is striped over the lanes of `chains` in their order."""
         lanes, step = len(chains), self._stripe_tokens // self.block_size_tokens
         usable = (prompt_tokens - 1) // self.block_size_tokens
         for turn, (lane, chain) in enumerate(chains.items()):
-            blocks = self._lanes[lane].find(chain, hash_count(chain), with_tier=with_tier).all_blocks
+            blocks = self._lanes[lane].find(chain, hash_count(chain), reach=reach).all_blocks
             if blocks < hash_count(chain):  # the first block that is missing on a lane ends the prefix
                 usable = min(usable, (blocks // step * lanes + turn) * step + blocks % step)
         matches = {}
         for turn, (lane, chain) in enumerate(chains.items()):
             whole, rest = divmod(usable, lanes * step)
             stop = whole * step + min(max(rest - turn * step, 0), step)
-            matches[lane] = self._lanes[lane].find(chain, stop, with_tier=with_tier)
+            matches[lane] = self._lanes[lane].find(chain, stop, reach=reach)
         return matches
 
     def _whole_blocks(self, shards: ShardMap, tokens: int) -> dict[int, int]:

@@ -76,6 +76,8 @@ class Admission:
             stripes_prompts=config.context_parallel is not None,
             host_blocks=0 if config.host_tier is None else config.host_tier.blocks,
             prices=tier_seconds,
+            disk_blocks=0 if config.disk_tier is None else config.disk_tier.blocks,
+            lane_ranks=[config.topology.ranks_of_lane(lane) for lane in range(config.topology.kv)],
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))

@@ -51,6 +51,7 @@ from medha.kv.prefix_cache import hash_count
 from medha.scheduler import validation
 from medha.scheduler.admission import Admission
 from medha.scheduler.attained_service import AttainedService
+from medha.scheduler.disk_waits import DiskWaits
 from medha.scheduler.grammars import COMPILE_SECONDS, Grammars
 from medha.scheduler.growth import MOST_ASIDES
 from medha.scheduler.lanes import Lanes
@@ -69,6 +70,7 @@ from medha.wire.messages import (
     CompileGrammar,
     ControllerCommand,
     ControllerEvent,
+    DiskReport,
     Done,
     Drain,
     Emit,
@@ -146,7 +148,9 @@ class ReplicaController:
         self.predictor = profile if isinstance(profile, Predictor) else _predictor(config, profile)
         self._table = RequestTable(by_due=config.scheduling.policy == "guarded")
         self._tier_seconds = (
-            None if config.host_tier is None else TierSeconds(config.host_tier, self.predictor)
+            None
+            if config.host_tier is None
+            else TierSeconds(config.host_tier, self.predictor, config.disk_tier)
         )
         self._admission = Admission(config, self._table, self._tier_seconds)
         self._pools = self._admission.pools
@@ -173,6 +177,7 @@ class ReplicaController:
             {one.name: one.default_output_tokens for one in config.service_classes.values()}
         )
         self._grammars = Grammars(config.topology.kv, epoch)
+        self._disk_waits = DiskWaits()
         self._returning: list[_Returning] = []
         self._in_flight: dict[int, _Launched] = {}
         floors_seconds = [one.ttft_floor_seconds for one in config.service_classes.values()]
@@ -211,7 +216,8 @@ class ReplicaController:
     @property
     def next_due(self) -> float | None:
         """Time at which a `Tick` must come, unless another event does before; None if there is no such time."""
-        return self._grammars.next_due
+        dues = [due for due in (self._grammars.next_due, self._disk_waits.next_due) if due is not None]
+        return min(dues, default=None)
 
     def knows_prompt(self, prompt: str) -> bool:
         """Return whether a request here names this prompt."""
@@ -304,8 +310,12 @@ class ReplicaController:
             case GrammarReady():
                 for request in self._grammars.ready(event):
                     commands += self._give_up(request, "grammar", event.fault, now)
+            case DiskReport():
+                self._disk_report(event)
             case Drain():
                 self._draining = True
+        for request in self._disk_waits.late(now):
+            self._go_on(request)
         for request in self._grammars.late(now):
             commands += self._give_up(request, "grammar_late", _LATE_GRAMMAR, now)
         for owner, tokens in self._charges:
@@ -370,7 +380,7 @@ class ReplicaController:
         stalled, stalled_waiting = self._grammars.stalled()
         if len(self._table.rows) > waiting + stalled:
             return True
-        return waiting > stalled_waiting and self._admission.has_place_for_any
+        return waiting > len(stalled_waiting | self._disk_waits.waiting) and self._admission.has_place_for_any
 
     def _launch(
         self, lanes: tuple[int, ...], now: float, *, runs_ahead: bool = False
@@ -409,6 +419,7 @@ class ReplicaController:
         hashes: tuple[int, ...] = ()
         if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
             hashes = self._pools.state_hashes()
+        deletes, writes = self._pools.take_writes()
         step = Step(
             step_id=self._next_step_id,
             epoch=self.epoch,
@@ -422,6 +433,9 @@ class ReplicaController:
             publishes=self._pools.take_publishes(),
             lanes=lanes,
             state_hashes=hashes if len(hashes) > 1 else (),
+            loads=self._pools.take_loads(),
+            deletes=deletes,
+            writes=writes,
         )
         self._next_step_id += 1
         self._sharing.forgets = {}
@@ -562,6 +576,7 @@ class ReplicaController:
         expected = self._expected_output_tokens(submit, class_name, before)
         reservation_tokens = validation.reservation_tokens(config, submit, expected)
         may_spread = validation.may_spread(config, submit, reservation_tokens)
+        awaited = self._pools.begin_loads(submit.tokens, submit.block_hashes, is_long=may_spread)
         cached_tokens, _ = self._pools.expected(submit.tokens, submit.block_hashes, is_long=may_spread)
         whole = left = predictor.uncorrected_prefill(0, submit.tokens)
         if cached_tokens:
@@ -596,6 +611,8 @@ class ReplicaController:
         if before is None:
             self._attained.charge(submit.owner, submit.tokens, now)
         asked = self._grammars.arrive(request, now)
+        if awaited is not None:
+            self._disk_waits.begin(request, awaited, now)
         self._sharing.arrive(request, work_seconds, left)
         return asked
 
@@ -685,8 +702,22 @@ class ReplicaController:
         self._table.remove(request)
         self._sharing.leave(request)
         self._grammars.leave(request)
+        self._disk_waits.leave(request)
 
     # --- progress of steps --------------------------------------------------------------------------
+
+    def _disk_report(self, report: DiskReport) -> None:
+        ended = self._pools.disk_report(report)
+        for one in ended:
+            if self._tier_seconds is not None and one.is_there:
+                self._tier_seconds.observe_load(one.blocks, one.seconds)
+        for request in self._disk_waits.loaded(report.lane, [one.extent for one in ended]):
+            self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
+        """Let a request get KV that has waited for loads."""
+        if request.waits and not request.ended:
+            self._sharing.update(request)
 
     def _stage_free(self, stage_free: StageFree) -> None:
         launched = self._in_flight.get(stage_free.step_id)

@@ -87,11 +87,11 @@ class Grammars:
             return []
         return self._ending([request for request, due in self._awaiting.values() if due <= now])
 
-    def stalled(self) -> tuple[int, int]:
-        """Return how many requests with KV, and how many without, can take part in no step before a report comes."""
+    def stalled(self) -> tuple[int, set[str]]:
+        """Return how many requests with KV, and which ones without, can take part in no step before a report comes."""
         stalled = [request for request, _ in self._awaiting.values() if not request.ended and request.stalls]
-        waiting = sum(request.waits for request in stalled)
-        return len(stalled) - waiting, waiting
+        waiting = {request.id for request in stalled if request.waits}
+        return len(stalled) - len(waiting), waiting
 
     def leave(self, request: Request) -> None:
         """Forget a request that has left."""

@@ -10,7 +10,7 @@ from medha.cost.predictor import TOKENS_PER_LANE
 from medha.errors import ConfigInvalid
 from medha.kv.context_parallel import ContextParallel, RingCosts
 from medha.topology import Topology
-from medha.wire.messages import DraftCosts, HostTierFigures, RankReady
+from medha.wire.messages import DiskTierFigures, DraftCosts, HostTierFigures, RankReady
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class ReplicaConfig:
     context_parallel: ContextParallel | None = None  # None: owner-compute
     draft_costs: DraftCosts | None = None  # of the guesses of a draft model; None: none draws any
     host_tier: HostTierFigures | None = None  # of each lane; None: evicted KV is forgotten
+    disk_tier: DiskTierFigures | None = None  # of each lane; None: KV of the host tier ends with the epoch
 
     @property
     def kv_tokens(self) -> int:
@@ -80,6 +81,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         context_parallel=_context_parallel(spec, topology, ready),
         draft_costs=ready.draft_costs if spec.scheduling.speculation.method == "draftModel" else None,
         host_tier=ready.host_tier,
+        disk_tier=ready.disk_tier,
     )
 
 

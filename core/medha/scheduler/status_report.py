@@ -61,6 +61,24 @@ class HostTierStatus(_Model):
     """Blocks copied from the device."""
 
 
+class DiskTierStatus(_Model):
+    """The disk tier of one lane (docs/kv-tiers.md); counts are of this epoch."""
+
+    blocks: int
+    held: int
+    """Blocks that are in files."""
+    hits: int
+    """Requests that waited for KV from files."""
+    loaded: int
+    """Blocks read into the host tier."""
+    written: int
+    """Blocks written to files."""
+    failures: int
+    """Files that could not be read or written."""
+    fault: str
+    """Reason why the tier is off; empty: it is not."""
+
+
 class LaneStatus(_Model):
     lane: int
     coupled_with: tuple[int, ...]
@@ -74,6 +92,8 @@ class LaneStatus(_Model):
     kv: KvStatus
     host_tier: HostTierStatus | None = None
     """None: evicted KV is forgotten."""
+    disk_tier: DiskTierStatus | None = None
+    """None: KV of the host tier ends with the epoch."""
 
 
 class ChunkStatus(_Model):
@@ -258,6 +278,21 @@ def _host_tier(core: ReplicaController, lane: int) -> HostTierStatus | None:
     )
 
 
+def _disk_tier(core: ReplicaController, lane: int) -> DiskTierStatus | None:
+    if not core.pools.disks:
+        return None
+    disk = core.pools.disks[lane]
+    return DiskTierStatus(
+        blocks=disk.blocks,
+        held=disk.held_blocks,
+        hits=disk.counts.hits,
+        loaded=disk.counts.loaded_blocks,
+        written=disk.counts.written_blocks,
+        failures=disk.counts.failed_loads + disk.counts.failed_writes,
+        fault=disk.fault,
+    )
+
+
 def _lanes(core: ReplicaController, requests: Sequence[Request]) -> tuple[LaneStatus, ...]:
     phases = Counter((request.lane, phase(request)) for request in requests)
     coupled_with = {lane: lanes for lanes in core.lanes.coupled for lane in lanes}
@@ -271,6 +306,7 @@ def _lanes(core: ReplicaController, requests: Sequence[Request]) -> tuple[LaneSt
             prefilling=phases[lane.index, "prefill"],
             kv=kv,
             host_tier=_host_tier(core, lane.index),
+            disk_tier=_disk_tier(core, lane.index),
         )
         for lane, kv in zip(core.lanes, kv_by_lane(core, requests), strict=True)
     )

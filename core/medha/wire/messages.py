@@ -389,6 +389,52 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskLoad:
+    """Blocks `start .. start + count` of a file are read into the host tier of a lane, once it has carried out `drops`.
+
+    They become the host tier's next extent. Nothing is fetched from it before all ranks of the lane have reported that
+    it is there. Without a file, there are only drops.
+    """
+
+    file: str
+    start: int
+    count: int
+    lane: int = 0
+    drops: tuple[HostDrop, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFile:
+    """A file of the disk tier: blocks of one lane, the `start`-th of a prompt there and those behind it.
+
+    `name` follows from the hashes (`medha.kv.disk_tier.file_name`). `before` is the hash of the block before the first.
+    """
+
+    name: str
+    start: int
+    hashes: str
+    before: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWrite:
+    """As many blocks as `file` has hashes, from block `first` of an extent in the host tier on, are written to a file."""
+
+    file: DiskFile
+    extent: int
+    first: int = 0
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskDelete:
+    """A file of a lane's disk tier is deleted, if it is there."""
+
+    file: str
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Eviction:
     """Evict cached blocks of a lane: the least recently used of those that no running sequence uses.
 
@@ -513,7 +559,8 @@ class StepEntry:
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Step:
-    """A batch. Ranks apply, in this order: publishes, releases, forgets, grows, admits; then they run the entries.
+    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, grows, admits, deletes, writes; then they
+    run the entries.
 
     The controller applies the same operations to its own ledgers in the same order, so that the ledgers
     agree. Every rank is therefore sent every step and applies what concerns its lane; only `lanes` run the
@@ -532,6 +579,9 @@ class Step:
     lanes: tuple[int, ...] = (0,)  # lanes that run the entries in lock step, because they share requests
     publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
     state_hashes: tuple[int, ...] = ()  # instead of `state_hash` if there are several lanes
+    loads: tuple[DiskLoad, ...] = ()  # reading and writing of files takes place beside steps
+    deletes: tuple[DiskDelete, ...] = ()
+    writes: tuple[DiskWrite, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -563,6 +613,17 @@ class Rendezvous:
 
     epoch: int
     address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBegin:
+    """The epoch's hashes are made with `hash_key` (hexadecimal): ranks delete files of another key, and report the rest.
+
+    Ranks keep the key with their files, so that the next controller can use it.
+    """
+
+    epoch: int
+    hash_key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -637,6 +698,17 @@ class HostTierFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskTierFigures:
+    """The disk tier of a rank: its size, and measured times of reading, in seconds."""
+
+    blocks: int
+    access_seconds: float  # of a read, however small
+    read_seconds_per_block: float
+    hash_key: str = ""
+    """Key of the hashes of its files, hexadecimal; empty: it has none. The controller removes it from what it records."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady:
     """A rank has completed the rendezvous, has its KV pool, and has run its warm-up steps."""
 
@@ -666,6 +738,7 @@ class RankReady:
     window_blocks: int = 0
     """Blocks of the pool of layers that free KV before their window; 0: all layers keep the whole context."""
     host_tier: HostTierFigures | None = None  # None: evicted KV is forgotten
+    disk_tier: DiskTierFigures | None = None  # None: the host tier's KV ends with the epoch
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
@@ -729,6 +802,28 @@ class GrammarReady:
     lane: int = 0
     fault: str = ""
     epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReport:
+    """A rank's report of its part of a lane's disk tier.
+
+    `found` are files that were there when the epoch began; `found_all` says that no more follow. Blocks of an extent that
+    are `loaded` are in the host tier. A file that is `damaged` was deleted, or could not be read.
+    """
+
+    rank: int
+    lane: int = 0
+    epoch: int = 0
+    found: tuple[DiskFile, ...] = ()
+    found_all: bool = False
+    written: tuple[str, ...] = ()  # files
+    not_written: tuple[str, ...] = ()
+    loaded: tuple[tuple[int, float], ...] = ()  # (extent, seconds that reading took)
+    not_loaded: tuple[int, ...] = ()  # extents
+    damaged: tuple[str, ...] = ()
+    fault: str = ""
+    """Reason why the rank uses its disk no more in this process; empty: it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -857,12 +952,12 @@ class SteppedAside:
     tokens: int
 
 
-ControllerEvent = Submit | Cancel | StageFree | Done | GrammarReady | Tick | Drain
+ControllerEvent = Submit | Cancel | StageFree | Done | GrammarReady | DiskReport | Tick | Drain
 ControllerCommand = Step | Emit | Refused | Failed | SteppedAside | CompileGrammar | DropGrammar
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | WatchProgress | RouterUse | RouterLost | Announce | ProgressReport | Heartbeat | BundlePart | Refused
-    | Emit | Failed | Rendezvous | Step | CompileGrammar | DropGrammar | Trace | Shutdown | RankHello | RankReady | StageFree | Done
-    | GrammarReady | RankFault | RankOutOfMemory | RankReport | RankXid | TracePart
+    | Emit | Failed | Rendezvous | Step | CompileGrammar | DropGrammar | DiskBegin | Trace | Shutdown | RankHello | RankReady | StageFree | Done
+    | GrammarReady | DiskReport | RankFault | RankOutOfMemory | RankReport | RankXid | TracePart
 )  # fmt: skip
 """Every message that crosses a process border."""

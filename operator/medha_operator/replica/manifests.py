@@ -30,6 +30,7 @@ TOKENS_PORT = 5601
 METRICS_PORT = 9400
 HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
+KV_FILES_DIRECTORY = "/kv-files"
 DRAFT_DIRECTORY = "/draft-model"
 _CONFIG = "/etc/medha/config"
 _REPLICA_OPTIONS = ("--replica", f"{_CONFIG}/replica.json")
@@ -41,6 +42,9 @@ _NCCL_DEFAULTS = {"NCCL_DEBUG": "WARN"}
 _PROBE_SECONDS = 5
 _USER = 65532
 _SPARE_SECONDS = 30
+_SPARE_DISK_BYTES = (
+    64 * 2**20
+)  # for each volume of files of KV: a measurement, keys, and what is being deleted
 """Seconds between the end of a drain and the kill, and between a pod's own limit for its start and the
 kubelet's."""
 _STAGE = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
@@ -322,6 +326,7 @@ def _pod_template(
             *_enrolment_volume(owner, spec),
             *([model_volume] if model_volume else []),
             *([draft_volume] if draft_volume else []),
+            *_kv_files_volume(spec),
             *_hub_token_volume(spec.model.source),
         ],
     }
@@ -387,6 +392,7 @@ def _worker(
             *([{"name": "enrolment", "mountPath": _ENROLMENT, "readOnly": True}] if enrolment else []),
             *_model_mounts(spec.model.source),
             *_draft_mounts(spec.scheduling.speculation.draft_model),
+            *([{"name": "kv-files", "mountPath": KV_FILES_DIRECTORY}] if spec.kv_cache.disk else []),
         ],
     }
 
@@ -450,6 +456,20 @@ def _fetched_to(cache: HubCache | None) -> Manifest:
         return {"persistentVolumeClaim": {"claimName": cache.claim_name}}
     # It must be there: what the kubelet creates belongs to root, and no pod could write to it.
     return {"hostPath": {"path": cache.host_path, "type": "Directory"}}
+
+
+def _kv_files_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
+    """Return the volume of the disk tiers of a pod's ranks, if they have any."""
+    disk = spec.kv_cache.disk
+    if disk is None:
+        return []
+    if disk.claim_name is not None:
+        return [{"name": "kv-files", "persistentVolumeClaim": {"claimName": disk.claim_name}}]
+    if disk.host_path is not None:
+        return [{"name": "kv-files", "hostPath": {"path": disk.host_path, "type": "Directory"}}]
+    # The kubelet evicts a pod that exceeds the limit, and ranks never exceed their sizes by more than the spare bytes.
+    size_bytes = spec.parallelism.tensor * (spec.kv_cache.disk_bytes + _SPARE_DISK_BYTES)
+    return [{"name": "kv-files", "emptyDir": {"sizeLimit": str(size_bytes)}}]
 
 
 def _in_cache(source: HuggingFaceSource) -> str:

@@ -117,6 +117,7 @@ class Observer:
         self._count_up("medha_prefix_cache_queried_tokens", pools.queried_tokens)
         self._count_up("medha_prefix_cache_hit_tokens", pools.hit_tokens)
         self._host_tier(core)
+        self._disk_tier(core)
         self._gauges["medha_sequences_running"].set(load.running)
         self._gauges["medha_sequences_waiting"].set(load.waiting)
         self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
@@ -134,6 +135,20 @@ class Observer:
         self._count_up(
             "medha_host_tier_fetched_tokens", counts.fetched_blocks * core.config.block_size_tokens
         )
+
+    def _disk_tier(self, core: ReplicaController) -> None:
+        figures, disks, counts = core.config.host_tier, core.pools.disks, core.pools.disk_counts
+        block_bytes = 0 if figures is None else figures.block_bytes
+        for lane in range(core.pools.lanes):
+            held_bytes = disks[lane].held_blocks * block_bytes if disks else 0
+            self._gauges["medha_disk_tier_bytes"].labels(lane=str(lane)).set(held_bytes)
+            is_off = bool(disks and disks[lane].fault)
+            self._gauges["medha_disk_tier_off"].labels(lane=str(lane)).set(is_off)
+        self._count_up("medha_disk_tier_hits", counts.hits)
+        self._count_up("medha_disk_tier_loaded_bytes", counts.loaded_blocks * block_bytes)
+        self._count_up("medha_disk_tier_written_bytes", counts.written_blocks * block_bytes)
+        self._count_up("medha_disk_tier_skipped_bytes", counts.skipped_blocks * block_bytes)
+        self._count_up("medha_disk_tier_failures", counts.failed_loads + counts.failed_writes)
 
     def _count_up(self, name: str, total: int) -> None:
         """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""

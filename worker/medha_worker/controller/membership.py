@@ -8,6 +8,7 @@ comes back after it was replaced, is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -188,6 +189,15 @@ def implausible(ready: RankReady) -> str | None:
             ("host_tier.fetch_seconds_per_block", tier.fetch_seconds_per_block, 0, MOST_SECONDS),
             ("host_tier.demote_seconds_per_block", tier.demote_seconds_per_block, 0, MOST_SECONDS),
         ]
+    if ready.disk_tier is not None:
+        disk = ready.disk_tier
+        numbers += [
+            ("disk_tier.blocks", disk.blocks, 1, MOST_BLOCKS),
+            ("disk_tier.access_seconds", disk.access_seconds, 0, MOST_SECONDS),
+            ("disk_tier.read_seconds_per_block", disk.read_seconds_per_block, 0, MOST_SECONDS),
+        ]
+        if disk.hash_key and re.fullmatch("[0-9a-f]{64}", disk.hash_key) is None:
+            return f"rank {ready.rank} has a hash_key of its files that is no key"
     for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
         for tokens, seconds in points:
             numbers += [(name, tokens, 1, MOST_TOKENS), (name, seconds, 0, MOST_SECONDS)]

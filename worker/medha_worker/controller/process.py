@@ -46,6 +46,9 @@ from medha.wire.messages import (
     CompileGrammar,
     ControllerCommand,
     ControllerEvent,
+    DiskBegin,
+    DiskReport,
+    DiskTierFigures,
     Done,
     Drain,
     DropGrammar,
@@ -404,6 +407,8 @@ class Controller:
     def _begin(self, ranks: list[RankReady]) -> None:
         """Begin to serve, now that all ranks are ready."""
         spec = self._settings.spec
+        ranks, kept_key = without_hash_keys(ranks)
+        hash_key = kept_key or secrets.token_hex(32)
         slowest = slowest_rank(ranks)
         profile = _profile(spec)
         try:
@@ -423,7 +428,8 @@ class Controller:
         hasher = None
         if spec.kv_cache.prefix_caching:
             # The key is a secret of this process: without it nobody can make two prompts share a hash.
-            hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
+            # Ranks keep it with files of KV that outlive this process, if there is a disk tier.
+            hasher = PrefixHasher(config.block_size_tokens, bytes.fromhex(hash_key))
         self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
         self._outputs, self._output_ids = OutputHasher(), OutputIds()
         speculation = config.scheduling.speculation
@@ -439,6 +445,8 @@ class Controller:
                 self._registry, self._inspection.questions, spec.metrics.host, spec.metrics.port
             )
             self._report_ready(config, ranks)
+        if config.disk_tier is not None:
+            self._ranks.send(DiskBegin(slowest.epoch, hash_key))
         self._announce(force=True)
 
     def _open_record(self, profile: Profile | None, ready: RankReady) -> None:
@@ -489,7 +497,7 @@ class Controller:
             match event:
                 case Done() as done:
                     yield self._with_drafts(self._with_hashes(done))
-                case StageFree() | GrammarReady() as event:
+                case StageFree() | GrammarReady() | DiskReport() as event:
                     yield event
                 case RankReport() as report:
                     self._rank_report(report)
@@ -790,7 +798,29 @@ def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
     )
     costs = next((ready.draft_costs for ready in ranks if ready.draft_costs is not None), None)
     tier = _slowest_tier([ready.host_tier for ready in ranks if ready.host_tier is not None])
-    return replace(slowest, profile=measured, draft_costs=costs, host_tier=tier)
+    disk = _slowest_disk([ready.disk_tier for ready in ranks if ready.disk_tier is not None])
+    return replace(slowest, profile=measured, draft_costs=costs, host_tier=tier, disk_tier=disk)
+
+
+def _slowest_disk(tiers: Sequence[DiskTierFigures]) -> DiskTierFigures | None:
+    """Return the largest figures of disk tiers; None if there are none."""
+    if not tiers:
+        return None
+    return DiskTierFigures(
+        min(one.blocks for one in tiers),
+        max(one.access_seconds for one in tiers),
+        max(one.read_seconds_per_block for one in tiers),
+    )
+
+
+def without_hash_keys(ranks: Sequence[RankReady]) -> tuple[list[RankReady], str]:
+    """Return the reports without the secret keys that ranks keep for their files, and the first of these keys."""
+    found = [ready.disk_tier.hash_key for ready in ranks if ready.disk_tier is not None]
+    without = [
+        ready if ready.disk_tier is None else replace(ready, disk_tier=replace(ready.disk_tier, hash_key=""))
+        for ready in ranks
+    ]
+    return without, next((key for key in found if key), "")
 
 
 def _slowest_tier(tiers: Sequence[HostTierFigures]) -> HostTierFigures | None:

@@ -16,6 +16,7 @@ import zmq
 
 from medha.errors import PartFailed, WireInvalid
 from medha.wire.messages import (
+    DiskReport,
     Done,
     GrammarReady,
     Message,
@@ -50,7 +51,7 @@ _LINK_LABELS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
 
 _LINK_NAMES: tuple[LinkName, LinkName] = ("control", "tokens")  # in the order of `RankLinks.links`
 
-RankEvent = StageFree | Done | GrammarReady | TracePart | RankReport | RankXid | list[RankReady]
+RankEvent = StageFree | Done | GrammarReady | DiskReport | TracePart | RankReport | RankXid | list[RankReady]
 """A message from the ranks; a list means that all ranks are ready and an epoch begins."""
 
 
@@ -88,6 +89,7 @@ class RankLinks:
                 StageFree,
                 Done,
                 GrammarReady,
+                DiskReport,
                 RankHello,
                 RankReady,
                 RankFault,
@@ -227,6 +229,9 @@ class RankLinks:
                     event = self._join(part)
                     if event is not None:
                         yield event
+                case DiskReport() as report:
+                    if self._lock_step is not None and report.epoch == self._membership.epoch:
+                        yield report
                 case GrammarReady() as ready:
                     if self._lock_step is not None and ready.epoch == self._membership.epoch:
                         yield ready

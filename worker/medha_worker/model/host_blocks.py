@@ -12,8 +12,10 @@ has run them (docs/gpu.md).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from medha.kv.host_tier import TierCopy
@@ -45,6 +47,36 @@ class HostBlocks:
             )
             for pool in kv_cache.pools()
         ]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all tensors."""
+        return sum(host[0].numel() * host.element_size() for host, _ in self._tensors)
+
+    def rows(self, slot: int, count: int) -> npt.NDArray[np.uint8]:
+        """Return a copy of host blocks, uint8 [count, block_bytes]: of each block all tensors, one after the other.
+
+        Copies that a device still makes are not waited for.
+        """
+        found = np.empty((count, self.block_bytes), dtype=np.uint8)
+        for part, rows in self._parts(slot, count, found):
+            part[:] = rows
+        return found
+
+    def put_rows(self, slot: int, rows: npt.NDArray[np.uint8]) -> None:
+        """Fill host blocks with rows as `rows` returns them."""
+        for part, there in self._parts(slot, len(rows), rows):
+            there[:] = part
+
+    def _parts(
+        self, slot: int, count: int, rows: npt.NDArray[np.uint8]
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """Yield the part of `rows` of each tensor, and a view of the tensor's blocks as bytes; both [count, bytes]."""
+        at = 0
+        for host, _ in self._tensors:
+            there = host[slot : slot + count].view(torch.uint8).reshape(count, -1).numpy()
+            yield rows[:, at : at + there.shape[1]], there
+            at += there.shape[1]
 
     def copy(self, copies: Sequence[TierCopy]) -> None:
         """Make the copies, in order; the call may return before a device has made them."""

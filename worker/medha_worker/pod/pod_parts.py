@@ -38,6 +38,7 @@ HEALTH_PORT = 9401
 ROUTER_CONTROL_PORT = 5700
 ROUTER_TOKENS_PORT = 5701
 MODEL_DIRECTORY = Path("/model")
+KV_FILES_DIRECTORY = Path("/kv-files")
 DRAFT_DIRECTORY = Path("/draft-model")
 
 _log = logging.getLogger("medha.pod")
@@ -149,6 +150,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
             spec=spec,
             model_directory=_model_directory(place, spec),
             draft_directory=_draft_directory(spec),
+            disk_directory=_disk_directory(replica),
             control=f"tcp://{host}:{CONTROL_PORT}",
             tokens=f"tcp://{host}:{TOKENS_PORT}",
             address=place.address,
@@ -164,6 +166,13 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
         return (tuple(ranks),)
     controller = controller_settings(place, replica, oldest_epoch)
     return (controller_part(controller, place.run_directory),), tuple(ranks)
+
+
+def _disk_directory(replica: MedhaReplica) -> Path | None:
+    """Return where the ranks of a replica keep the files of their disk tiers; replicas may share a volume."""
+    if replica.spec.kv_cache.disk is None:
+        return None
+    return KV_FILES_DIRECTORY / f"{replica.metadata.namespace}.{replica.metadata.name}"
 
 
 def controller_settings(place: Place, replica: MedhaReplica, oldest_epoch: int) -> ControllerSettings:

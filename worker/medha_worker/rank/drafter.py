@@ -17,7 +17,7 @@ overwritten once the tokens in their place are known.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor
 
-from medha.kv.blocks import BlockCopy
+from medha.kv.blocks import BlockCopy, Run
 from medha.kv.host_tier import TierCopy
 from medha.wire.frames import TokenIds
 from medha_worker.kernels.sequence_span import SequenceSpan
@@ -121,6 +121,11 @@ class Drafter:
             here = self._filled[one.block : one.block + one.count]
             source, target = (there, here) if one.is_fetch else (here, there)
             target[:] = source
+
+    def loaded(self, slots: Iterable[Run]) -> None:
+        """Take note of host blocks that come from files, which have no KV of the draft model."""
+        for first, length in slots:
+            self._filled_in_host[first : first + length] = 0
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy the KV of blocks, as the served model's is copied; the draft model frees none before its windows.

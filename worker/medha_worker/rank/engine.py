@@ -22,18 +22,21 @@ from medha.hardware import ModelShape
 from medha.kv.window_tables import frees_windows, window_blocks
 from medha.kv_dtype import kv_element_bytes
 from medha.topology import Topology
-from medha.wire.messages import Admit, DraftCosts, HostTierFigures, RankReady, Rendezvous
+from medha.wire.messages import Admit, DiskTierFigures, DraftCosts, HostTierFigures, RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.draft_checkpoint import draft_config
 from medha_worker.checkpoints.end_of_text import eos_token_ids
+from medha_worker.checkpoints.weights_identity import weights_identity
 from medha_worker.cuda_device import cuda_device
 from medha_worker.device import Device, host_device
 from medha_worker.device_choice import choose_gpu, cuda_facts
 from medha_worker.host_memory import HostMemory, keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
+from medha_worker.model.disk_blocks import DiskBlocks
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.kv_files import PAGE_BYTES, KvFiles, blocks_within, measured_seconds
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.sampler import TokenMask
 from medha_worker.model.stage_split import split_layers
@@ -76,9 +79,12 @@ class Engine:
     ready: RankReady
     model: Transformer
     grammars: GrammarMasks | None  # None on a rank that does not sample
+    disk: DiskBlocks | None = None
 
     def leave(self) -> None:
         """Let go of the captured steps, then of the groups that these were captured with."""
+        if self.disk is not None:
+            self.disk.end_epoch()
         self.model.forget_captured()
         if self.grid is not None:
             self.grid.close()
@@ -104,6 +110,8 @@ class Loaded:
         self._kv_cache: KVCache | None = None
         self._draft_cache: KVCache | None = None  # of the draft model: it has the same blocks
         self._host_blocks: list[HostBlocks] = []  # the host tier of both, if the manifest asks for one
+        self._disk: DiskBlocks | None = None  # the disk tier, if the manifest asks for one
+        self._disk_seconds = (0.0, 0.0)  # measured: of an access, and of a block
         self._eos_token_ids = eos_token_ids(settings.model_directory)
         self._masks = self._grammar_masks()
 
@@ -181,6 +189,7 @@ class Loaded:
         assert self._warm is not None
         kv_cache = self._pool(self._warm, grid)
         host_tier = self._host_tier(kv_cache, grid)
+        disk_tier = self._disk_tier(model, grid)
         self._capture(model, kv_cache, grid)
         ready = RankReady(
             rank=settings.rank,
@@ -209,6 +218,7 @@ class Loaded:
             draft_costs=self._draft_costs,
             window_blocks=kv_cache.window_blocks,
             host_tier=host_tier,
+            disk_tier=disk_tier,
         )
         executor = Executor(
             model,
@@ -223,10 +233,11 @@ class Loaded:
             mask_for=self._mask_for,
             begin_masks=self._masks.begin if self._masks is not None else lambda: None,
             host_blocks=self._host_blocks,
+            disk=self._disk,
         )
         if self._masks is not None:
             self._masks.begin_epoch()
-        return Engine(executor, grid, ready, model, self._masks)
+        return Engine(executor, grid, ready, model, self._masks, self._disk)
 
     def _drafter(self) -> Drafter | None:
         if self._draft is None or self._draft_cache is None:
@@ -387,6 +398,68 @@ class Loaded:
             blocks, blocks * kv_cache.block_tokens, block_bytes / 1024, 1e3 * fetch_seconds, 1e3 * demote_seconds,
         )  # fmt: skip
         return HostTierFigures(blocks, block_bytes, fetch_seconds, demote_seconds)
+
+    def _disk_tier(self, model: Transformer, grid: Mesh | None) -> DiskTierFigures | None:
+        """Begin the disk tier, of as many blocks on all ranks, and measure how it is read; None if there is to be none."""
+        settings = self._settings
+        size_bytes, directory = settings.spec.kv_cache.disk_bytes, settings.disk_directory
+        if size_bytes == 0 or directory is None or not self._host_blocks:
+            return None
+        host = self._host_blocks[0]
+        blocks = blocks_within(size_bytes, host.block_bytes)
+        if grid is not None:
+            blocks = grid.smallest(blocks)  # before the error, so that no rank waits for one that has ended
+        if blocks == 0:
+            raise OutOfMemory(
+                f"kvCache.tiers.disk.size is {size_bytes} bytes, less than a block of {host.kv_cache.block_tokens} tokens takes "
+                f"in a file of a rank ({host.block_bytes + PAGE_BYTES} bytes on this one); raise it, best to several times "
+                "kvCache.tiers.host.size"
+            )
+        place = directory / f"rank-{settings.rank}"
+        if self._disk is None or self._disk.host is not host:
+            if self._disk is not None:
+                self._disk.close()
+            files = KvFiles(place, self._kv_identity(model, host), host.block_bytes)
+            fault = ""
+            try:
+                files.acquire()
+                files.delete_ranks_from(settings.topology.ranks)
+                self._disk_seconds = measured_seconds(place, host.block_bytes, time.perf_counter)
+            except OSError as error:
+                fault = f"{place} cannot be used: {error}"
+                _log.warning("the disk tier is off: %s", fault)
+            self._disk = DiskBlocks(files, host, time.perf_counter, fault)
+        access_seconds, block_seconds = self._disk_seconds
+        _log.info(
+            "the disk tier in %s holds %d blocks, %d tokens; a read takes %.3g ms, and %.3g ms for each block",
+            place, blocks, blocks * host.kv_cache.block_tokens, 1e3 * access_seconds, 1e3 * block_seconds,
+        )  # fmt: skip
+        return DiskTierFigures(blocks, access_seconds, block_seconds, self._disk.kept_key())
+
+    def _kv_identity(self, model: Transformer, host: HostBlocks) -> str:
+        """Return what the bytes of a block on this rank depend on."""
+        settings, cache, spec = self._settings, host.kv_cache, self._settings.spec.model
+        at = settings.topology.coordinates(settings.rank)
+        return repr(
+            (
+                weights_identity(settings.model_directory),
+                spec.rope_scaling,
+                spec.max_model_len,
+                spec.architecture,
+                str(model.dtype),
+                str(cache.dtype),
+                model.kv_scales_digest,
+                cache.block_tokens,
+                str(settings.topology),
+                (at.kv, at.stream, at.tensor),
+                [tuple(pool.shape[::2]) for pool in cache.pools()],
+            )
+        )
+
+    def close(self) -> None:
+        """End what works beside the steps."""
+        if self._disk is not None:
+            self._disk.close()
 
     def _free_bytes(self) -> int:
         """Return the memory that this rank may still take for its KV pool.

@@ -25,12 +25,14 @@ from torch import Tensor
 
 from medha.kv.blocks import BlockLedger
 from medha.kv.host_tier import TierCopy
+from medha.kv.lane_replay import DiskWork
 from medha.kv.window_tables import WindowTables
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, Tokens
 from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.disk_blocks import DiskBlocks
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
@@ -120,10 +122,12 @@ class Executor:
         mask_for: Callable[[Admit], TokenMask | None] = lambda _: None,
         begin_masks: Callable[[], None] = lambda: None,
         host_blocks: Sequence[HostBlocks] = (),
+        disk: DiskBlocks | None = None,
     ) -> None:
         """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model.
 
-        `host_blocks` are the host tier of `kv_cache` and of the drafter's pool, if there is one.
+        `host_blocks` are the host tier of `kv_cache` and of the drafter's pool, if there is one; `disk` has the files behind
+        the former.
 
         `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` begins with the
         masks that sequences have asked for ahead.
@@ -135,7 +139,7 @@ class Executor:
         if kv_cache.window_blocks:
             widest = max(window for window in model.windows if window is not None)
             self.window_tables = WindowTables(kv_cache.window_blocks, kv_cache.block_tokens, widest)
-        self._host_blocks = tuple(host_blocks)
+        self._host_blocks, self._disk = tuple(host_blocks), disk
         self._state = LaneState(
             self.ledger,
             lane,
@@ -188,6 +192,7 @@ class Executor:
         """
         copies = self._state.reserve(step)
         tier_copies = self._state.replica.take_tier_copies()
+        disk_work = self._state.replica.take_disk_work()
         plan = plan_lane(step, self._state, copies, self._model.windows)
         self._begin_masks()
         if plan.batch is not None and self._pipeline is not None and not self._pipeline.is_first_stage:
@@ -196,7 +201,7 @@ class Executor:
             one.sequence.advance(one.stop, samples=one.entry.samples, drafted=len(one.entry.drafts))
         work = count_work(plan.entries, plan.batch, self._model.windows)
         prepared = self._prepared_ahead(plan.batch)
-        return replace(plan, prepared=prepared, work=work, tier_copies=tier_copies)
+        return replace(plan, prepared=prepared, work=work, tier_copies=tier_copies, disk_work=disk_work)
 
     def _prepared_ahead(self, batch: Batch | None) -> PreparedStep | None:
         """Prepare a batch; None if that fails, and then it fails again where the failure can be contained."""
@@ -225,7 +230,10 @@ class Executor:
         `on_forward_done` is called between the forward pass and sampling, when the stage is free again. If
         the step does not include this lane, the result is None and `on_forward_done` is not called.
         """
+        if self._disk is not None:
+            self._disk.drop(plan.disk_work.drops)
         copy_seconds = self._copy_tier(plan.tier_copies)
+        self._use_disk(plan.disk_work)
         started, self._waited_seconds = self._clock(), 0.0
         self._kv_cache.copy_blocks(plan.copies)
         if self._drafter is not None:
@@ -282,6 +290,13 @@ class Executor:
             self._drafter.copied(copies)
         self._model.device.synchronise()
         return self._clock() - started
+
+    def _use_disk(self, work: DiskWork) -> None:
+        """Let the disk tier begin with what a step asks for."""
+        if self._drafter is not None:
+            self._drafter.loaded(run for read in work.reads for run in read.slots)
+        if self._disk is not None:
+            self._disk.submit(work)
 
     def learn_all(self) -> None:
         """Wait for all outstanding tokens of steps that have run and that another rank samples.

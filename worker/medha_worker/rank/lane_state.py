@@ -191,7 +191,7 @@ class LaneState:
             self.prompts.pop(name, None)  # absent if its requests were cancelled before admission
 
     def reserve(self, step: Step) -> tuple[BlockCopy, ...]:
-        """Settle what was drafted, and apply the step's grows and admits; return the KV blocks to copy before it runs.
+        """Settle what was drafted, and apply the step's loads, grows, admits and writes; return the KV blocks to copy before it runs.
 
         If layers free KV before their windows, the step's entries get blocks of these.
 
@@ -204,6 +204,7 @@ class LaneState:
         for entry in step.entries:
             if entry.lane == self.lane and entry.id in self.sequences and entry.extents:
                 self.sequences[entry.id].settle(entry.extents[0].start)
+        self.replica.load(step.loads)
         for grow in step.grows:
             sequence = self.sequence(grow.id, step)
             if not self.replica.grow(grow):
@@ -211,6 +212,7 @@ class LaneState:
             sequence.table = self._table(grow.id)
         for admit in step.admits:
             copies += self._admit(admit, step)
+        self.replica.write(step.deletes, step.writes)
         state_hash = step.state_hashes[self.lane] if step.state_hashes else step.state_hash
         if state_hash is not None and state_hash != self.replica.state_hash():
             raise diverged(

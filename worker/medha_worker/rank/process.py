@@ -25,6 +25,8 @@ from medha.errors import AcceleratorMissing, MedhaError, PartFailed, WireInvalid
 from medha.wire.frames import tokens_from_frame
 from medha.wire.messages import (
     CompileGrammar,
+    DiskBegin,
+    DiskReport,
     DropGrammar,
     GrammarReady,
     RankFault,
@@ -86,7 +88,7 @@ class Rank:
 
         control = opened(settings.control, CONTROL_FRAME_BYTES)
         tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
-        accepts = (Rendezvous, Step, CompileGrammar, DropGrammar, Trace, Shutdown)
+        accepts = (Rendezvous, Step, CompileGrammar, DropGrammar, DiskBegin, Trace, Shutdown)
         self._control = Link(control, "control", self._drops, accepts=accepts)
         self._tokens = Link(tokens, "tokens", self._drops, accepts=(Tokens,))
         self._hello = RankHello(
@@ -95,6 +97,7 @@ class Rank:
         self._refused = ""  # reason why the controller does not let this process take part
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
+        self._loaded: Loaded | None = None  # once it is
         self._recorder = StepRecorder(settings.rank)
         self._prefetcher = StepPrefetcher(self._control, at_once=self._handle_grammar)
         self._reports = RankReports(settings.rank, incarnation, self._recorder, self._prefetcher.send)
@@ -124,7 +127,7 @@ class Rank:
         loaded = load(self._settings, self._recorder, self._progress_reporter(PartState(phase="loading")))
         device = loaded.device
         self._reports.begin(device, loaded.shape, open_probe(device.uuid) if device.uuid else None)
-        self._loading = False
+        self._loading, self._loaded = False, loaded
         while not self._stopping:
             self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._process_link_events()
@@ -140,6 +143,8 @@ class Rank:
                 case Step() as step if self._engine is not None and step.epoch == self._engine.executor.epoch:
                     with self._surviving(step.epoch):
                         self._run_step(self._engine, step)
+                case DiskBegin() as begin if self._engine is not None:
+                    self._begin_disk(self._engine, begin)
                 case Trace(seconds=seconds):
                     self._recorder.record(seconds)
                 case Shutdown(reason, refused=True):
@@ -162,6 +167,8 @@ class Rank:
     def close(self) -> None:
         """Close the links; the last message gets a moment to be sent."""
         self._leave()
+        if self._loaded is not None:
+            self._loaded.close()
         self._reports.close()
         self._prefetcher.close()
         self._control.close()
@@ -297,6 +304,13 @@ class Rank:
         write_epoch(self._settings.epoch_file, rendezvous.epoch)
         self._prefetcher.send(self._engine.ready)
         self._reports.send_due(is_serving=True, at_once=True)
+
+    def _begin_disk(self, engine: Engine, begin: DiskBegin) -> None:
+        """Let the disk tier of this rank report what it has, once for each epoch."""
+        executor = engine.executor
+        if engine.disk is not None and begin.epoch == executor.epoch:
+            report = DiskReport(self._settings.rank, executor.lane, executor.epoch)
+            engine.disk.begin_epoch(report, begin.hash_key, self._prefetcher.send)
 
     def _handle_grammar(self, message: Urgent) -> None:
         """Compile or drop a grammar if this rank samples; called on any thread."""

@@ -1,0 +1,356 @@
+"""The disk tier of one lane: files with blocks of the host tier, which outlive it, the epoch and the pods.
+
+Blocks that come to the host tier are also written to files, each of up to `FILE_BLOCKS` blocks. If a prompt continues in a
+file behind what device and host tier hold, its blocks are *loaded*: read into the host tier, from where they are
+fetched. The request waits meanwhile, but no step does. A load that fails, or that takes too long, costs time only:
+nothing is fetched before all ranks of the lane have reported that the blocks are there and are what was written.
+
+`DiskTier` decides, at the controller, and has no files. A block counts only where every rank of the lane has reported
+the file that holds it: when the epoch began, or once it was written. Files are deleted in the order in which prompts
+last used them. A prompt uses the beginning last, so a file is deleted before those that it continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import repeat
+from typing import Protocol
+
+from medha.kv.host_tier import Kept, common_blocks
+from medha.kv.prefix_cache import HASH_CHARACTERS, hash_at, hash_count, hash_range
+from medha.wire.messages import DiskDelete, DiskFile, DiskReport, DiskWrite
+
+FILE_BLOCKS = 64
+"""Most blocks of a file: a file is written, or deleted, as a whole."""
+MOST_REPORTED_BYTES = 4 * 2**20
+"""Most bytes of hashes in one report of files that were found."""
+
+
+class DiskPrices(Protocol):
+    """Predicted times that the tier's decisions compare; `medha.cost.tier_seconds` has them."""
+
+    def load_seconds(self, blocks: int, files: int) -> float:
+        """Return the predicted time to read so many blocks of so many files into the host tier."""
+        ...
+
+    def fetch_seconds(self, blocks: int) -> float:
+        """Return the predicted time to fetch so many blocks from the host tier."""
+        ...
+
+    def compute_seconds(self, context: int, tokens: int) -> float:
+        """Return the predicted time to bring a prompt from `context` to `tokens` tokens of KV."""
+        ...
+
+
+def file_name(before: str, hashes: str) -> str:
+    """Return the name of the file with blocks of these hashes, which follow a block of the hash `before`."""
+    return blake2b(f"{before}/{hashes}".encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Blocks `start .. start + count` of a file, which a prompt may load."""
+
+    file: str
+    start: int
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    name: str
+    hashes: str
+    before: str
+    blocks: int
+    ranks: set[int] = field(default_factory=set)  # that have it
+    is_writing: bool = False
+    loads: int = 0  # that read it
+
+    def block_hashes(self) -> list[str]:
+        return [hash_at(self.hashes, block) for block in range(self.blocks)]
+
+
+@dataclass(slots=True)
+class _Load:
+    file: str
+    blocks: int
+    ranks: set[int]  # that have not reported it
+    seconds: float = 0.0  # of the slowest rank
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The end of a load: its extent, its size, how long the slowest rank read, and whether the blocks are there."""
+
+    extent: int
+    blocks: int
+    seconds: float
+    is_there: bool
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Blocks that came and went, and failures, since the epoch began."""
+
+    hits: int = 0  # requests that waited for loads
+    loaded_blocks: int = 0
+    written_blocks: int = 0
+    failed_loads: int = 0
+    failed_writes: int = 0
+    skipped_blocks: int = 0  # not written, because earlier ones were not finished
+
+
+class DiskTier:
+    """Decides what the disk tier of a lane holds, and finds prefixes there; the controller's part."""
+
+    def __init__(
+        self, blocks: int, ranks: Iterable[int], block_size_tokens: int, prices: DiskPrices, most_writing: int
+    ) -> None:
+        """`ranks` are those of the lane. No more than `most_writing` blocks, or one file, are written at a time."""
+        self.blocks = blocks
+        self.held_blocks = 0
+        self.counts = DiskCounts()
+        self.fault = ""
+        """Reason why the tier is off; empty: it is not."""
+        self._ranks = frozenset(ranks)
+        self._size = block_size_tokens
+        self._prices = prices
+        self._most_writing = most_writing
+        self._files: dict[str, _File] = {}  # the least recently used first
+        self._places: dict[str, tuple[_File, int]] = {}  # hash -> file that all ranks have, and block of it
+        self._loads: dict[int, _Load] = {}  # by extent
+        self._to_report = set(self._ranks)  # ranks that have not reported all that they found
+        self._writing = 0  # blocks
+        self._deletes: list[str] = []
+
+    @property
+    def loading_blocks(self) -> int:
+        """Blocks that are being read."""
+        return sum(load.blocks for load in self._loads.values())
+
+    @property
+    def files(self) -> int:
+        return len(self._files)
+
+    def match(self, hashes: str, start: int, stop: int) -> list[OnDisk]:
+        """Return what the tier holds of the blocks `start .. stop` (exclusive) of a prompt, without a gap."""
+        found: list[OnDisk] = []
+        while start < stop:
+            place = self._places.get(hash_at(hashes, start))
+            if place is None:
+                break
+            file, block = place
+            count = common_blocks(hashes, start, stop, file, block)
+            found.append(OnDisk(file.name, block, count))
+            start += count
+        return found
+
+    # --- loads ----------------------------------------------------------------------------------------
+
+    def begin_load(self, found: OnDisk, extent: int, count: int) -> None:
+        """Note that ranks read the first `count` blocks of `found` into an extent of the host tier."""
+        file = self._files[found.file]
+        file.loads += 1
+        self._loads[extent] = _Load(found.file, count, set(self._ranks))
+        self._use(file)
+
+    # --- writes ---------------------------------------------------------------------------------------
+
+    def write(self, kept: Iterable[Kept], lane: int) -> tuple[DiskWrite, ...]:
+        """Choose which blocks that came to the host tier are written, and give them room."""
+        writes: list[DiskWrite] = []
+        for one in kept:
+            blocks = hash_count(one.hashes)
+            for first in range(0, blocks, FILE_BLOCKS):
+                stop = min(first + FILE_BLOCKS, blocks)
+                hashes = hash_range(one.hashes, first, stop)
+                before = hash_at(one.hashes, first - 1) if first else one.before
+                file = DiskFile(file_name(before, hashes), one.start + first, hashes, before)
+                if self._takes(file, stop - first):
+                    writes.append(DiskWrite(file, one.extent, first, lane))
+        return tuple(writes)
+
+    def _takes(self, file: DiskFile, blocks: int) -> bool:
+        """Return whether a file is to be written, and note it if so."""
+        if self.fault or file.name in self._files or blocks > self.blocks:
+            return False
+        keys = [hash_at(file.hashes, block) for block in range(blocks)]
+        if all(key in self._places for key in keys):
+            return False
+        tokens = file.start * self._size, (file.start + blocks) * self._size
+        seconds = self._prices.load_seconds(blocks, 1) + self._prices.fetch_seconds(blocks)
+        if seconds >= self._prices.compute_seconds(*tokens):
+            return False
+        if self._writing and self._writing + blocks > self._most_writing:
+            self.counts.skipped_blocks += blocks
+            return False
+        if not self._make_room(blocks):
+            return False
+        self._add(file).is_writing = True
+        self._writing += blocks
+        return True
+
+    def _add(self, file: DiskFile) -> _File:
+        added = _File(file.name, file.hashes, file.before, hash_count(file.hashes))
+        self._files[file.name] = added
+        self.held_blocks += added.blocks
+        self._use(added)
+        return added
+
+    def _make_room(self, blocks: int) -> bool:
+        """Delete files that were used least recently until there is room; return False if there is none."""
+        missing = self.held_blocks + blocks - self.blocks
+        if missing <= 0:
+            return True
+        chosen: list[_File] = []
+        for file in self._files.values():
+            if not (file.loads or file.is_writing):
+                chosen.append(file)
+                missing -= file.blocks
+                if missing <= 0:
+                    break
+        if missing > 0:
+            return False
+        for file in chosen:
+            self._remove(file)
+        return True
+
+    def _use(self, file: _File) -> None:
+        """Note that a prompt uses a file, and all that it continues."""
+        at: _File | None = file
+        seen: set[str] = set()
+        while at is not None and at.name not in seen:
+            seen.add(at.name)
+            self._files[at.name] = self._files.pop(at.name)
+            place = self._places.get(at.before)
+            at = None if place is None else place[0]
+
+    def _remove(self, file: _File) -> None:
+        del self._files[file.name]
+        self.held_blocks -= file.blocks
+        if file.is_writing:
+            self._writing -= file.blocks
+        for key in file.block_hashes():
+            place = self._places.get(key)
+            if place is not None and place[0] is file:
+                del self._places[key]
+        self._deletes.append(file.name)
+
+    def take_deletes(self, lane: int) -> tuple[DiskDelete, ...]:
+        """Take the files that ranks are to delete."""
+        deletes, self._deletes = self._deletes, []
+        return tuple(DiskDelete(name, lane) for name in deletes)
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._deletes)
+
+    # --- reports --------------------------------------------------------------------------------------
+
+    def report(self, report: DiskReport) -> list[Loaded]:
+        """Take a rank's report; return the loads that have ended with it."""
+        if report.rank not in self._ranks:
+            return []
+        if report.fault and not self.fault:
+            self._switch_off(f"rank {report.rank}: {report.fault}")
+        for found in report.found:
+            self._found(report.rank, found)
+        if report.found_all and report.rank in self._to_report:
+            self._to_report.discard(report.rank)
+            if not self._to_report:
+                self._settle()
+        for name in report.written:
+            self._has(self._files.get(name), report.rank)
+        for name in (*report.not_written, *report.damaged):
+            file = self._files.get(name)
+            if name in report.not_written and file is not None and file.is_writing:
+                self.counts.failed_writes += 1
+            if file is not None:
+                self._remove(file)
+        ended: list[Loaded] = []
+        for extent, seconds in report.loaded:
+            ended += self._end_load(extent, report.rank, seconds)
+        for extent in report.not_loaded:
+            ended += self._end_load(extent, report.rank, None)
+        return ended
+
+    def _found(self, rank: int, found: DiskFile) -> None:
+        is_sound = (
+            bool(found.hashes)
+            and len(found.hashes) % HASH_CHARACTERS == 0
+            and found.start >= 0
+            and found.name == file_name(found.before, found.hashes)
+        )
+        if not is_sound or self.fault:
+            return
+        self._has(self._files.get(found.name) or self._add(found), rank)
+
+    def _has(self, file: _File | None, rank: int) -> None:
+        """Note that a rank has a file; once all have it, its blocks count."""
+        if file is None:
+            return  # it is to be deleted
+        file.ranks.add(rank)
+        if file.ranks != self._ranks:
+            return
+        if file.is_writing:
+            file.is_writing = False
+            self._writing -= file.blocks
+            self.counts.written_blocks += file.blocks
+        self._places.update(
+            zip(file.block_hashes(), zip(repeat(file), range(file.blocks), strict=False), strict=True)
+        )
+        self._use(file)  # after those that continue it
+
+    def _settle(self) -> None:
+        """Delete what not all ranks have found, and what exceeds the size."""
+        for file in [one for one in self._files.values() if one.ranks != self._ranks and not one.is_writing]:
+            self._remove(file)
+        for file in list(self._files.values()):  # each after those that continue it
+            self._use(file)
+        self._make_room(0)
+
+    def _end_load(self, extent: int, rank: int, seconds: float | None) -> list[Loaded]:
+        """Note that a rank has read an extent in so many seconds, or could not (None)."""
+        load = self._loads.get(extent)
+        if load is None:
+            return []
+        load.ranks.discard(rank)
+        load.failed = load.failed or seconds is None
+        load.seconds = max(load.seconds, seconds or 0.0)
+        if load.ranks:
+            return []  # others may still write to the extent
+        del self._loads[extent]
+        file = self._files.get(load.file)
+        if file is not None:
+            file.loads -= 1
+        if load.failed:
+            self.counts.failed_loads += 1
+            if file is not None:
+                self._remove(file)
+        else:
+            self.counts.loaded_blocks += load.blocks
+        return [Loaded(extent, load.blocks, load.seconds, not load.failed)]
+
+    def _switch_off(self, reason: str) -> None:
+        """Use the tier no more in this epoch; loads that have begun still end."""
+        self.fault = reason
+        self._files.clear()
+        self._places.clear()
+        self._deletes.clear()
+        self.held_blocks = self._writing = 0
+
+    def check(self) -> None:
+        """Assert that files, places and sizes agree; O(blocks), for tests."""
+        assert self.held_blocks == sum(file.blocks for file in self._files.values()) <= self.blocks
+        assert self._writing == sum(file.blocks for file in self._files.values() if file.is_writing)
+        for key, (file, block) in self._places.items():
+            assert self._files[file.name] is file
+            assert hash_at(file.hashes, block) == key
+            assert file.ranks == self._ranks
+        order = {name: at for at, name in enumerate(self._files)}
+        for file in self._files.values():
+            place = self._places.get(file.before)
+            assert place is None or place[0] is file or order[place[0].name] > order[file.name]

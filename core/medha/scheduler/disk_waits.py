@@ -1,0 +1,71 @@
+"""Requests that wait until blocks of their prompt are loaded from files (`medha.kv.disk_tier`).
+
+They wait for KV meanwhile, and are passed over. A load that takes much longer than predicted is not waited for: the request
+computes its prompt, and the load ends without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from medha.kv.pools import Awaited
+from medha.scheduler.request import Request
+
+_PATIENCE = 2.0
+"""Longest wait, as a multiple of the predicted one."""
+_LEAST_SECONDS = 0.25
+"""Time that each wait may take beyond that: reports of ranks come between their steps."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    request: Request
+    extents: set[tuple[int, int]]  # with their lanes
+    due: float
+
+
+class DiskWaits:
+    """The requests that wait for loads."""
+
+    def __init__(self) -> None:
+        self._waits: dict[str, _Wait] = {}  # by id
+
+    @property
+    def next_due(self) -> float | None:
+        """Time at which the next request waits no longer; None if none waits."""
+        return min((wait.due for wait in self._waits.values()), default=None)
+
+    @property
+    def waiting(self) -> set[str]:
+        """Ids of the requests that no step can take up now."""
+        return {name for name, wait in self._waits.items() if wait.request.waits}
+
+    def begin(self, request: Request, awaited: Awaited, now: float) -> None:
+        """Let a request wait for loads."""
+        due = now + _LEAST_SECONDS + _PATIENCE * awaited.seconds
+        self._waits[request.id] = _Wait(request, set(awaited.extents), due)
+        request.awaits_load = True
+
+    def loaded(self, lane: int, extents: Iterable[int]) -> list[Request]:
+        """Note that loads of a lane have ended; return the requests that wait no more."""
+        ended = {(lane, extent) for extent in extents}
+        for wait in self._waits.values():
+            wait.extents -= ended
+        return self._end([wait for wait in self._waits.values() if not wait.extents])
+
+    def late(self, now: float) -> list[Request]:
+        """Return the requests that wait no more, because their loads take too long."""
+        return self._end([wait for wait in self._waits.values() if wait.due <= now])
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that has left."""
+        self._waits.pop(request.id, None)
+
+    def _end(self, waits: Iterable[_Wait]) -> list[Request]:
+        ended = []
+        for wait in waits:
+            del self._waits[wait.request.id]
+            wait.request.awaits_load = False
+            ended.append(wait.request)
+        return ended

@@ -1,0 +1,67 @@
+"""`medha up` with a disk tier: documents are found after everything was stopped, with the same texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medha_worker.model.model_config import ModelConfig
+
+from .conftest import MODEL, free_port, start, stop, write_manifest
+from .test_host_tier_served import POOL_TOKENS, ask, total
+
+pytestmark = pytest.mark.timeout(600)  # it starts everything three times
+
+
+@pytest.mark.parametrize("grid", [{}, {"stream": 2}], ids=["one rank", "two stages"])
+def test_documents_survive_a_restart(grid: dict[str, int], checkpoint: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_directory(checkpoint)
+    token_bytes = 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim // grid.get("stream", 1)
+    kept = tmp_path / "kept"
+    port = free_port()
+    manifest = write_manifest(
+        tmp_path / "tier.yaml",
+        checkpoint,
+        port,
+        model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 512},
+        parallelism=grid,
+        kvCache={
+            "size": str(POOL_TOKENS * token_bytes),
+            "tiers": {
+                "host": {"size": str(2 * POOL_TOKENS * token_bytes)},
+                "disk": {"size": "64Mi", "hostPath": str(kept)},
+            },
+        },
+    )
+    texts: list[list[str]] = []
+    for run in ("first", "second", "damaged"):
+        if run == "damaged":
+            for path in kept.rglob("*.kv"):
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+        served = start(manifest, port, checkpoint)
+        try:
+            answers = [ask(served, number, temperature=0.0) for number in range(4)]
+            again = [ask(served, number, temperature=0.0) for number in range(4)]
+            assert [text for text, _ in again] == [text for text, _ in answers]
+            assert ask(served, 0, cache_salt="another key")[1] == 0, "a salt keeps others out of files, too"
+            served.wait_idle()
+            page = served.controller_page()
+            assert total(page, "medha_disk_tier_off") == 0
+            if run == "first":
+                assert [cached for _, cached in answers] == [0] * 4
+                assert total(page, "medha_disk_tier_written_bytes_total") > 0
+            if run == "second":
+                # On a slow machine, a request may not wait until its load ends.
+                assert total(page, "medha_disk_tier_hits_total") > 0
+                assert total(page, "medha_disk_tier_loaded_bytes_total") > 0
+            if run == "damaged":
+                assert total(page, "medha_disk_tier_failures_total") > 0
+            texts.append([text for text, _ in answers])
+        finally:
+            stop(served)
+        assert not list(kept.rglob("*.partial"))
+    assert texts[1] == texts[0]
+    assert texts[2] == texts[0]

@@ -1,0 +1,380 @@
+"""Files of KV: what comes back is what was written, or nothing, whatever happened to the files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+
+from medha.kv.disk_tier import file_name
+from medha.kv.lane_replay import DiskWork, ReadBlocks, WriteBlocks
+from medha.wire.messages import DiskFile, DiskReport, HostDrop
+from medha_worker.checkpoints.weights_identity import weights_identity
+from medha_worker.device import host_device
+from medha_worker.model.disk_blocks import MOST_FAILURES, DiskBlocks
+from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.kv_files import PAGE_BYTES, FileDamaged, KvFiles, Rows, blocks_within
+
+BLOCK_BYTES, KEY = 64, "ab" * 32
+
+
+def described(name: int, blocks: int = 3) -> DiskFile:
+    hashes = "".join(f"{100 * name + block:032x}" for block in range(blocks))
+    return DiskFile(file_name("", hashes), 0, hashes)
+
+
+def content(name: int, blocks: int = 3) -> Rows:
+    return np.random.default_rng(name).integers(0, 256, (blocks, BLOCK_BYTES)).astype(np.uint8)
+
+
+def opened(
+    directory: Path, identity: str = "model", key: str = KEY, block_bytes: int = BLOCK_BYTES
+) -> KvFiles:
+    files = KvFiles(directory, identity, block_bytes)
+    files.acquire()
+    files.keep_key(key)
+    return files
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[KvFiles]:
+    found = opened(tmp_path / "rank-0")
+    yield found
+    found.release()
+
+
+def kept(files: KvFiles) -> list[str]:
+    return sorted(path.name for path in files.directory.iterdir() if path.suffix in (".kv", ".partial"))
+
+
+def test_blocks_come_back(files: KvFiles) -> None:
+    files.write(described(1), iter([content(1)[:1], content(1)[1:]]))
+    assert list(files.scan()) == [described(1)]
+    for piece_blocks in (1, 2, 8):
+        rows = np.concatenate(list(files.read(described(1).name, 1, 2, piece_blocks)))
+        assert np.array_equal(rows, content(1)[1:])
+    assert os.stat(files.directory / f"{described(1).name}.kv").st_size == PAGE_BYTES + 3 * BLOCK_BYTES
+    assert blocks_within(PAGE_BYTES + BLOCK_BYTES, BLOCK_BYTES) == 1
+    assert blocks_within(PAGE_BYTES, BLOCK_BYTES) == 0
+    with pytest.raises(FileDamaged, match="3 blocks, and 2\\+2"):
+        list(files.read(described(1).name, 2, 2, 8))
+    files.delete(described(1).name)
+    files.delete(described(1).name)
+    assert kept(files) == []
+
+
+def flip(at: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[at] ^= 4
+        path.write_bytes(data)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "is_found"),
+    [
+        pytest.param(flip(-1), True, id="a bit of the last block"),
+        pytest.param(flip(PAGE_BYTES), True, id="a bit of the first block"),
+        pytest.param(flip(3), False, id="a bit of the version"),
+        pytest.param(flip(40), False, id="a bit of the header"),
+        pytest.param(
+            lambda path: os.truncate(path, PAGE_BYTES + BLOCK_BYTES), False, id="cut off in a block"
+        ),
+        pytest.param(lambda path: os.truncate(path, 5), False, id="cut off in the header"),
+        pytest.param(lambda path: os.truncate(path, 0), False, id="empty"),
+        pytest.param(lambda path: os.truncate(path, PAGE_BYTES + 9 * BLOCK_BYTES), False, id="longer"),
+        pytest.param(lambda path: path.write_bytes(b"x" * 9000), False, id="no file of KV"),
+    ],
+)
+def test_what_was_changed_is_never_read(
+    files: KvFiles, change: Callable[[Path], None], is_found: bool
+) -> None:
+    files.write(described(1), iter([content(1)]))
+    change(files.directory / f"{described(1).name}.kv")
+    with pytest.raises(FileDamaged):
+        list(files.read(described(1).name, 0, 3, 8))
+    assert [one.name for one in files.scan()] == [
+        described(1).name
+    ] * is_found  # blocks are verified when read
+    assert len(kept(files)) == is_found
+
+
+def test_a_file_under_another_name_is_not_used(files: KvFiles) -> None:
+    files.write(described(1), iter([content(1)]))
+    (files.directory / f"{described(1).name}.kv").rename(files.directory / f"{described(2).name}.kv")
+    with pytest.raises(FileDamaged, match="name of another file"):
+        list(files.read(described(2).name, 0, 3, 8))
+    with pytest.raises(OSError, match="no name of a file"):
+        list(files.read("../../etc/passwd", 0, 1, 8))
+    assert list(files.scan()) == []
+
+
+@pytest.mark.parametrize(
+    "other", [{"identity": "other"}, {"key": "cd" * 32}, {"block_bytes": 32}], ids=["model", "key", "size"]
+)
+def test_files_of_another_model_key_or_size_are_deleted(tmp_path: Path, other: dict[str, str]) -> None:
+    first = opened(tmp_path)
+    first.write(described(1), iter([content(1)]))
+    first.release()
+    second = opened(tmp_path, **other)  # type: ignore[arg-type]
+    with pytest.raises(FileDamaged, match="it is of another"):
+        list(second.read(described(1).name, 0, 3, 8))
+    assert list(second.scan()) == []
+    assert kept(second) == []
+    second.release()
+
+
+def test_a_directory_has_one_user_and_keeps_its_key(tmp_path: Path) -> None:
+    first = opened(tmp_path / "rank-0")
+    second = KvFiles(tmp_path / "rank-0", "model", BLOCK_BYTES)
+    with pytest.raises(OSError, match="another process uses it"):
+        second.acquire()
+    assert second.kept_key() == KEY
+    assert (tmp_path / "rank-0" / "hash-key").stat().st_mode & 0o077 == 0
+    first.release()
+    second.acquire()
+    (tmp_path / "rank-0" / "hash-key").write_text("no key")
+    assert second.kept_key() == ""
+    second.release()
+
+
+def test_directories_of_ranks_that_a_grid_lacks_are_deleted(tmp_path: Path) -> None:
+    used = opened(tmp_path / "rank-9")
+    for rank in (1, 5):
+        opened(tmp_path / f"rank-{rank}").release()
+    files = opened(tmp_path / "rank-0")
+    files.delete_ranks_from(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1", "rank-9"]
+    used.release()
+    files.release()
+
+
+_WRITER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from medha_worker.model.kv_files import KvFiles
+from tests.worker.test_kv_files import KEY, BLOCK_BYTES, described, content, opened
+files = opened(Path(sys.argv[1]))
+files.write(described(1), iter([content(1)]))
+def pieces():
+    yield content(2)[:1]
+    print("begun", flush=True)
+    time.sleep(600)
+files.write(described(2), pieces())
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(tmp_path / "rank-0")], cwd=root, stdout=subprocess.PIPE
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"begun\n"
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+    assert len(list((tmp_path / "rank-0").glob("*.partial"))) == 1
+    files = opened(tmp_path / "rank-0")  # the lock ended with the process
+    assert list(files.scan()) == [described(1)]
+    assert np.array_equal(np.concatenate(list(files.read(described(1).name, 0, 3, 2))), content(1))
+    assert kept(files) == [f"{described(1).name}.kv"]
+    files.release()
+
+
+def test_the_identity_of_weights_follows_their_content(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(100_000))
+    found = [weights_identity(tmp_path), weights_identity(tmp_path)]
+    times = weights.stat().st_mtime_ns
+    weights.write_bytes(bytes(99_999) + b"x")
+    os.utime(weights, ns=(times, times))
+    found.append(weights_identity(tmp_path))
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    found.append(weights_identity(tmp_path))
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+# --- the thread that reads and writes them --------------------------------------------------------------
+
+
+class Disk:
+    """A rank's disk tier over host blocks with numbers in them, and what it reports."""
+
+    def __init__(self, directory: Path, fault: str = "") -> None:
+        pool = KVCache(
+            num_layers=2, kv_heads=1, head_dim=4, num_blocks=4, block_tokens=2, tensors=2, device=host_device(torch.float32)
+        )  # fmt: skip
+        self.host = HostBlocks(pool, 12)
+        for slot in range(12):
+            self.host.put_rows(slot, np.full((1, self.host.block_bytes), slot, dtype=np.uint8))
+        self.files = KvFiles(directory, "model", self.host.block_bytes)
+        self.blocks = DiskBlocks(self.files, self.host, perf_counter, fault)
+        self.reports: list[DiskReport] = []
+        self.begin()
+
+    def begin(self, epoch: int = 0) -> None:
+        self.blocks.begin_epoch(DiskReport(3, 0, epoch), KEY, self.reports.append)
+        assert self.blocks.drain(30)
+
+    def work(self, **work: object) -> list[DiskReport]:
+        """Let it do some work, and return what it reports."""
+        self.reports.clear()
+        self.blocks.submit(DiskWork(**work))  # type: ignore[arg-type]
+        assert self.blocks.drain(30)
+        return list(self.reports)
+
+    def write(self, name: int, slot: int, extent: int = 0) -> list[DiskReport]:
+        return self.work(writes=(WriteBlocks(described(name), extent, 0, ((slot, 2), (slot + 3, 1))),))
+
+    def read(self, name: int, slot: int, extent: int = 9) -> list[DiskReport]:
+        return self.work(reads=(ReadBlocks(described(name).name, 0, extent, ((slot, 1), (slot + 2, 2))),))
+
+    def held(self, slot: int) -> int:
+        (value,) = set(self.host.rows(slot, 1).ravel().tolist())
+        return int(value)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    found = Disk(tmp_path / "rank-3")
+    yield found
+    found.blocks.close()
+
+
+@pytest.mark.parametrize("piece_blocks", [1, 100])
+def test_host_blocks_go_to_files_and_back(
+    disk: Disk, piece_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk.blocks, "_piece_blocks", piece_blocks)
+    assert disk.reports == [DiskReport(3, found_all=True)]
+    assert disk.write(1, 0) == [DiskReport(3, written=(described(1).name,))]
+    (report,) = disk.read(1, 6)
+    assert [extent for extent, _ in report.loaded] == [9]
+    assert [disk.held(slot) for slot in (6, 7, 8, 9)] == [0, 7, 1, 3]
+    disk.begin(epoch=1)
+    assert disk.reports[-1] == DiskReport(3, 0, 1, found=(described(1),), found_all=True)
+    assert disk.work(deletes=(described(1).name,)) == []
+    assert kept(disk.files) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(flip(-1), id="a bit of the last block"),
+        pytest.param(flip(20), id="a bit of the header"),
+        pytest.param(lambda path: path.unlink(), id="vanished"),
+        pytest.param(lambda path: os.truncate(path, 10), id="cut off"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_reported_and_places_nothing_wrong(
+    disk: Disk, change: Callable[[Path], None]
+) -> None:
+    disk.write(1, 0)
+    change(disk.files.directory / f"{described(1).name}.kv")
+    assert disk.read(1, 6) == [DiskReport(3, not_loaded=(9,), damaged=(described(1).name,))]
+    assert disk.held(9) == 9, "the damaged block is in no host block"
+    assert disk.write(2, 0) == [DiskReport(3, written=(described(2).name,))], "the tier goes on"
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_costs_files_and_then_the_tier(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", full)
+    for name in range(1, MOST_FAILURES):
+        assert disk.write(name, 0) == [DiskReport(3, not_written=(described(name).name,))]
+    reports = disk.write(50, 0)
+    assert reports[0] == DiskReport(3, not_written=(described(50).name,))
+    assert "No space left on device" in reports[1].fault
+    monkeypatch.undo()
+    assert disk.write(51, 0) == [DiskReport(3, not_written=(described(51).name,))], "it stays off"
+    assert disk.read(51, 6) == [DiskReport(3, not_loaded=(9,))]
+    disk.begin(epoch=1)
+    assert "No space left" in disk.reports[-1].fault
+    assert kept(disk.files) == []
+
+
+def test_a_directory_that_cannot_be_used_switches_the_tier_off(tmp_path: Path) -> None:
+    (tmp_path / "rank-3").write_text("no directory")
+    disk = Disk(tmp_path / "rank-3")
+    assert str(tmp_path / "rank-3") in disk.reports[-1].fault
+    assert disk.write(1, 0) == [DiskReport(3, not_written=(described(1).name,))]
+    disk.blocks.close()
+
+
+def test_blocks_that_get_other_owners_reach_no_file_and_a_slow_disk_blocks_no_step(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, hangs, pwrite = threading.Event(), threading.Event(), os.pwrite
+
+    def slow(*arguments: object) -> int:
+        hangs.set()
+        goes_on.wait(60)
+        return pwrite(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(disk.blocks, "_piece_blocks", 1)
+    disk.reports.clear()
+    writes = tuple(WriteBlocks(described(name), name, 0, ((0, 3),)) for name in (1, 2, 3))
+    disk.blocks.submit(DiskWork(writes=writes))
+    assert hangs.wait(60)
+    disk.blocks.drop(
+        [HostDrop(1, keep=1), HostDrop(2), HostDrop(3, keep=3)]
+    )  # while the first one is written
+    disk.host.put_rows(0, np.full((3, disk.host.block_bytes), 77, dtype=np.uint8))
+    goes_on.set()
+    assert disk.blocks.drain(60)
+    done = [(one.written, one.not_written) for one in disk.reports]
+    names = [described(name).name for name in (1, 2, 3)]
+    assert done == [((), (names[0],)), ((), (names[1],)), ((names[2],), ())]
+    assert kept(disk.files) == [f"{names[2]}.kv"]
+
+
+def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.write(1, 0)
+    goes_on, hangs, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def slow(*arguments: object) -> int:
+        hangs.set()
+        goes_on.wait(60)
+        return preadv(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", slow)
+    disk.blocks.submit(DiskWork(reads=(ReadBlocks(described(1).name, 0, 9, ((6, 3),)),)))
+    assert hangs.wait(60)
+    disk.reports.clear()
+    disk.blocks.end_epoch()
+    goes_on.set()
+    assert disk.blocks.drain(60)
+    assert disk.reports == []
+    assert [disk.held(slot) for slot in (6, 7, 8)] == [6, 7, 8]
+
+
+def test_an_error_of_ours_leaves_no_request_waiting(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.write(1, 0)
+    monkeypatch.setattr(disk.host, "put_rows", full_of_bugs)
+    fault, failed = disk.read(1, 6)
+    assert "unexpected error" in fault.fault
+    assert failed == DiskReport(3, not_loaded=(9,))
+
+
+def full_of_bugs(*_: object) -> None:
+    raise AssertionError("a bug")

@@ -1,0 +1,273 @@
+"""The disk tier of one rank: a thread that copies KV blocks between the host tier and files.
+
+The core decides which blocks go where (`medha.kv.disk_tier`), and `kv_files` has the files. Nothing here blocks a step: steps
+hand over work, and the thread reports what came of it. Reads come before writes, because requests wait for them.
+
+Steps and the thread share host blocks. The thread takes the lock to copy a few blocks from or to them. A step that drops
+host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
+a file, and no bytes of a file reach later owners.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from medha.kv.blocks import Run
+from medha.kv.disk_tier import MOST_REPORTED_BYTES
+from medha.kv.lane_replay import DiskWork, ReadBlocks, WriteBlocks
+from medha.kv.prefix_cache import hash_count
+from medha.wire.messages import DiskFile, DiskReport, HostDrop
+from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.kv_files import FileDamaged, KvFiles, Rows
+
+MOST_FAILURES = 8
+"""Failures in a row after which the disk is used no more: each costs a write, or a request a wait."""
+_PIECE_BYTES = 4 * 2**20
+"""Bytes that are copied at once: for so long a step may wait that drops host blocks."""
+
+_log = logging.getLogger("medha.disk")
+
+
+class _CalledOff(Exception):
+    """The host blocks of some work have other owners."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    work: ReadBlocks | WriteBlocks | str | None  # a name: a file to delete; None: to report what is there
+    report: DiskReport  # that names rank, lane and epoch
+    is_off: bool = False
+
+
+class DiskBlocks:
+    """Files behind the host blocks of a rank, and the thread that reads and writes them."""
+
+    def __init__(self, files: KvFiles, host: HostBlocks, clock: Callable[[], float], fault: str = "") -> None:
+        """`clock` returns seconds. `fault` is the reason why the disk cannot be used, if it cannot."""
+        self._files, self.host, self._clock = files, host, clock
+        self.fault = fault
+        self._piece_blocks = max(1, _PIECE_BYTES // host.block_bytes)
+        self._failures = 0  # in a row
+        self._condition = threading.Condition()
+        self._reads: deque[_Job] = deque()
+        self._others: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._report = DiskReport(0)
+        self._key = ""  # of the epoch's hashes
+        self._send: Callable[[DiskReport], None] = lambda _: None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="medha-disk", daemon=True)
+        self._thread.start()
+
+    def kept_key(self) -> str:
+        """Return the key of the hashes of the files that are there, hexadecimal; empty if there is none."""
+        return "" if self.fault else self._files.kept_key()
+
+    # --- called by steps ------------------------------------------------------------------------------
+
+    def begin_epoch(self, report: DiskReport, key: str, send: Callable[[DiskReport], None]) -> None:
+        """Call off all work of earlier epochs, and report which files of this key are there.
+
+        `report` names rank, lane and epoch; `send` may be called by another thread.
+        """
+        self.end_epoch()
+        with self._condition:
+            self._report, self._send = report, send
+            self._others.append(_Job(None, report))
+            self._key = key
+            self._condition.notify()
+
+    def end_epoch(self) -> None:
+        """Call off all work: the host blocks may get other owners."""
+        with self._condition:
+            for job in (*self._reads, *self._others, *([self._running] if self._running else [])):
+                job.is_off = True
+            self._reads.clear()
+            self._others.clear()
+            self._send = lambda _: None
+
+    def drop(self, drops: Iterable[HostDrop]) -> None:
+        """Call off the writes of host blocks that are about to get other owners."""
+        keep = {drop.extent: drop.keep for drop in drops}
+        if not keep:
+            return
+        with self._condition:
+            for job in (*self._others, *([self._running] if self._running else [])):
+                match job.work:
+                    case WriteBlocks(extent=extent, first=first, slots=slots) if extent in keep:
+                        job.is_off = job.is_off or first + sum(count for _, count in slots) > keep[extent]
+                    case _:
+                        pass
+
+    def submit(self, work: DiskWork) -> None:
+        """Hand over the work of a step, whose copies have been made."""
+        if not (work.reads or work.deletes or work.writes):
+            return
+        with self._condition:
+            self._reads += [_Job(read, self._report) for read in work.reads]
+            self._others += [_Job(name, self._report) for name in work.deletes]
+            self._others += [_Job(write, self._report) for write in work.writes]
+            self._condition.notify()
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until all work is done; return False if it takes longer. For tests and the end of a process."""
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: not (self._reads or self._others or self._running), timeout_seconds
+            )
+
+    def close(self) -> None:
+        """Call off all work and end the thread; one that hangs in the disk is left behind."""
+        self.end_epoch()
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        self._thread.join(timeout=2.0)
+        if not self._thread.is_alive():
+            self._files.release()
+
+    # --- the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._running = None
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._closing or self._reads or self._others)
+                if self._closing:
+                    return
+                job = self._running = (self._reads or self._others).popleft()
+            try:
+                self._do(job)
+            except Exception:  # noqa: BLE001 - a bug of ours must not leave requests waiting
+                _log.exception("the disk tier has failed")
+                self._switch_off(job, "an unexpected error, which the log of the rank has")
+                if isinstance(job.work, ReadBlocks):
+                    self._tell(job, not_loaded=(job.work.extent,))
+
+    def _do(self, job: _Job) -> None:
+        match job.work:
+            case None:
+                self._find(job)
+            case ReadBlocks() as read:
+                self._read(job, read)
+            case WriteBlocks() as write:
+                self._write(job, write)
+            case str() as name:
+                if not self.fault:
+                    try:
+                        self._files.delete(name)
+                    except OSError as error:
+                        self._failed(job, f"{name} cannot be deleted: {error}")
+
+    def _tell(self, job: _Job, **fields: object) -> None:
+        with self._condition:
+            if not job.is_off or isinstance(job.work, WriteBlocks):
+                self._send(replace(job.report, **fields))  # type: ignore[arg-type]
+
+    def _failed(self, job: _Job, detail: str) -> None:
+        _log.warning("the disk tier goes on without: %s", detail)
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            self._switch_off(job, f"{self._failures} failures in a row; the last one: {detail}")
+
+    def _switch_off(self, job: _Job, reason: str) -> None:
+        if not self.fault:
+            _log.error("the disk tier is off: %s", reason)
+            self.fault = reason
+        self._tell(job, fault=self.fault[:500])
+
+    def _find(self, job: _Job) -> None:
+        """Report the files that are there."""
+        found: list[DiskFile] = []
+        size = files = blocks = 0
+        try:
+            if not self.fault:
+                self._files.acquire()
+                self._files.keep_key(self._key)
+                for file in self._files.scan():
+                    found.append(file)
+                    files, blocks = files + 1, blocks + hash_count(file.hashes)
+                    size += len(file.hashes)
+                    if size >= MOST_REPORTED_BYTES:
+                        self._tell(job, found=tuple(found))
+                        found, size = [], 0
+        except OSError as error:
+            self._switch_off(job, f"{self._files.directory} cannot be used: {error}")
+            return
+        if self.fault:
+            self._tell(job, fault=self.fault)
+            return
+        _log.info("the disk tier has found %d blocks in %d files", blocks, files)
+        self._tell(job, found=tuple(found), found_all=True)
+
+    def _read(self, job: _Job, read: ReadBlocks) -> None:
+        count = sum(blocks for _, blocks in read.slots)
+        if self.fault:
+            self._tell(job, not_loaded=(read.extent,))
+            return
+        started = self._clock()
+        try:
+            slots = _pieces(read.slots, self._piece_blocks)
+            rows = self._files.read(read.file, read.start, count, self._piece_blocks)
+            self._place(job, slots, rows)
+        except _CalledOff:
+            return
+        except (FileDamaged, OSError, ValueError, KeyError, TypeError) as error:
+            self._tell(job, not_loaded=(read.extent,), damaged=(read.file,))
+            self._failed(job, f"{read.file} cannot be read: {error}")
+            return
+        self._failures = 0
+        self._tell(job, loaded=((read.extent, self._clock() - started),))
+
+    def _place(self, job: _Job, slots: Iterator[Run], pieces: Iterator[Rows]) -> None:
+        """Copy verified blocks to their host blocks."""
+        waiting: list[Rows] = []
+        for slot, count in slots:
+            taken = 0
+            while taken < count:
+                rows = waiting.pop() if waiting else next(pieces)
+                blocks = min(len(rows), count - taken)
+                with self._condition:
+                    if job.is_off:
+                        raise _CalledOff
+                    self.host.put_rows(slot + taken, rows[:blocks])
+                taken += blocks
+                if blocks < len(rows):
+                    waiting.append(rows[blocks:])
+
+    def _write(self, job: _Job, write: WriteBlocks) -> None:
+        name = write.file.name
+        if self.fault:
+            self._tell(job, not_written=(name,))
+            return
+
+        def pieces() -> Iterator[Rows]:
+            for slot, count in _pieces(write.slots, self._piece_blocks):
+                with self._condition:
+                    if job.is_off:
+                        raise _CalledOff
+                    rows = self.host.rows(slot, count)
+                yield rows
+
+        try:
+            self._files.write(write.file, pieces())
+        except _CalledOff:
+            self._tell(job, not_written=(name,))
+        except OSError as error:
+            self._tell(job, not_written=(name,))
+            self._failed(job, f"{name} cannot be written: {error}")
+        else:
+            self._failures = 0
+            self._tell(job, written=(name,))
+
+
+def _pieces(runs: Iterable[Run], most: int) -> Iterator[Run]:
+    """Cut runs into pieces of at most `most` blocks."""
+    for first, length in runs:
+        for at in range(first, first + length, most):
+            yield at, min(most, first + length - at)

@@ -1,0 +1,342 @@
+"""Files of KV blocks on a disk: their format, and how they are written, found, read and deleted.
+
+A file holds consecutive blocks of one rank's part of the KV. It begins with a page or more::
+
+    8 bytes   magic and version of the format
+    4 bytes   length of the header
+    4 bytes   CRC-32 of the header
+    header    JSON: identity of the KV, key of the hashes, hashes, size of a block, a CRC-32 of each block
+    zeros     up to the next whole page; then come the blocks
+
+A file is written under another name, synchronised and then renamed, so that a file with its own name is whole. What a
+crash leaves behind has the other name, and is deleted at the next start. What was changed since does not match its
+checksums. The identity names everything that the bytes depend on, so KV of another model, data type or grid is never read.
+
+Nothing here is thread-safe.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from medha.kv.disk_tier import file_name
+from medha.kv.prefix_cache import hash_count
+from medha.wire.messages import DiskFile
+
+Rows = npt.NDArray[np.uint8]
+"""Bytes of consecutive blocks, [blocks, bytes of a block]."""
+
+PAGE_BYTES = 4096
+_MAGIC = b"MEDHAKV1"
+_PREFIX = struct.Struct("<8sII")
+_MOST_HEADER_BYTES = 2**20
+_SUFFIX, _PARTIAL = ".kv", ".partial"
+_KEY_BYTES = 32
+_NAME_CHARACTERS = 32
+_PROBE_BYTES = 8 * 2**20
+
+
+class FileDamaged(Exception):
+    """A file is not what was written."""
+
+
+def blocks_within(size_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks fit into a size, even if each has a file of its own."""
+    return size_bytes // (block_bytes + PAGE_BYTES)
+
+
+def measured_seconds(directory: Path, block_bytes: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Measure how long a small read of a new file takes, and each further block; in seconds.
+
+    Raises:
+        OSError: the file cannot be written or read.
+    """
+    size = max(block_bytes, _PROBE_BYTES)
+    probe = directory / f"probe{_PARTIAL}"
+    descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        _write_all(descriptor, memoryview(os.urandom(size)), 0)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # else memory is read, not the disk
+        started = clock()
+        os.pread(descriptor, PAGE_BYTES, 0)
+        small_seconds = clock() - started
+        read, started = 0, clock()
+        while read < size:
+            read += len(os.pread(descriptor, 2**20, read)) or size
+        return small_seconds, (clock() - started) * block_bytes / size
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            probe.unlink()
+
+
+class KvFiles:
+    """The files of one rank in a directory of its own."""
+
+    def __init__(self, directory: Path, identity: str, block_bytes: int) -> None:
+        """`identity` names everything that the content of blocks depends on."""
+        self.directory = directory
+        self._identity = blake2b(identity.encode(), digest_size=16).hexdigest()
+        self._block_bytes = block_bytes
+        self._key_tag = ""
+        self._lock: int | None = None  # descriptor of the file that keeps other processes out
+
+    def acquire(self) -> None:
+        """Make the directory, and keep other processes out of it.
+
+        Raises:
+            OSError: it cannot be made or written, or another process uses it.
+        """
+        if self._lock is not None:
+            return
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise OSError(errno.EBUSY, "another process uses it", str(self.directory)) from error
+        except OSError:
+            os.close(lock)
+            raise
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let other processes use the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # --- the key of hashes ----------------------------------------------------------------------------
+
+    def kept_key(self) -> str:
+        """Return the key of the hashes of the files, hexadecimal; empty if there is none."""
+        try:
+            key = (self.directory / "hash-key").read_text("ascii")
+            return key if len(bytes.fromhex(key)) == _KEY_BYTES else ""
+        except (OSError, ValueError):
+            return ""
+
+    def keep_key(self, key: str) -> None:
+        """Keep the key of all hashes from now on; files of another one count as foreign.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._key_tag = blake2b(key.encode(), digest_size=8, person=b"medha kv files").hexdigest()
+        if self.kept_key() == key:
+            return
+        partial = self.directory / f"hash-key{_PARTIAL}"
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(key)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.directory / "hash-key")
+
+    # --- files ----------------------------------------------------------------------------------------
+
+    def scan(self) -> Iterator[DiskFile]:
+        """Yield the files that can be used, the least recently written first; delete all others.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        with os.scandir(self.directory) as entries:
+            found = [
+                (entry.stat(follow_symlinks=False).st_mtime_ns, Path(entry.path))
+                for entry in entries
+                if entry.name.endswith((_SUFFIX, _PARTIAL)) and entry.is_file(follow_symlinks=False)
+            ]
+        for _, path in sorted(found):
+            try:
+                yield self._usable(path)
+            except (FileDamaged, OSError):
+                with suppress(OSError):
+                    path.unlink()
+
+    def _usable(self, path: Path) -> DiskFile:
+        """Return what a file holds.
+
+        Raises:
+            FileDamaged: it is none of this rank's, or not whole.
+            OSError: it cannot be read.
+        """
+        if path.suffix != _SUFFIX:
+            raise FileDamaged("it was not finished")
+        with self._open(path.stem) as file:
+            return file.content
+
+    def write(self, content: DiskFile, pieces: Iterable[Rows]) -> None:
+        """Write a file of the blocks that `pieces` have together.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        blocks = hash_count(content.hashes)
+        begin = _whole_pages(_PREFIX.size + len(self._header(content, [0] * blocks)))
+        partial = self._path(content.name).with_suffix(_PARTIAL)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            checksums: list[int] = []
+            at = begin
+            for rows in pieces:
+                checksums += [crc32(row.data) for row in rows]
+                at += _write_all(descriptor, rows.reshape(-1).data, at)
+            header = self._header(content, checksums)
+            _write_all(descriptor, memoryview(_PREFIX.pack(_MAGIC, len(header), crc32(header)) + header), 0)
+            os.fsync(descriptor)
+            with suppress(OSError):  # what was written is not read soon: other files may have the page cache
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            partial.replace(self._path(content.name))
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, start: int, count: int, piece_blocks: int) -> Iterator[Rows]:
+        """Yield blocks `start .. start + count` of a file, up to `piece_blocks` at a time, verified.
+
+        Raises:
+            FileDamaged: they are not what was written.
+            OSError: the file is not there, or cannot be read.
+        """
+        with self._open(name) as file:
+            if start < 0 or count < 1 or start + count > len(file.checksums):
+                raise FileDamaged(f"it has {len(file.checksums)} blocks, and {start}+{count} are asked for")
+            for first in range(start, start + count, piece_blocks):
+                blocks = min(piece_blocks, start + count - first)
+                rows = np.empty((blocks, self._block_bytes), dtype=np.uint8)
+                file.read_into(rows, file.begin + first * self._block_bytes)
+                for row, checksum in zip(rows, file.checksums[first : first + blocks], strict=True):
+                    if crc32(row.data) != checksum:
+                        raise FileDamaged("a block does not match its checksum")
+                yield rows
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        self._path(name).unlink(missing_ok=True)
+
+    def delete_ranks_from(self, ranks: int) -> None:
+        """Delete the directories of ranks, beside this one, that a grid of so many ranks lacks."""
+        with suppress(OSError):
+            for beside in self.directory.parent.glob("rank-*"):
+                number = beside.name.removeprefix("rank-")
+                if number.isdecimal() and int(number) >= ranks:
+                    other = KvFiles(beside, "", 1)
+                    with suppress(OSError):  # another replica's process uses it
+                        other.acquire()
+                        shutil.rmtree(beside)
+                    other.release()
+
+    def _path(self, name: str) -> Path:
+        """Return the path of a file.
+
+        Raises:
+            OSError: this is no name of a file.
+        """
+        if not name.isalnum() or len(name) != _NAME_CHARACTERS:
+            raise OSError(errno.EINVAL, "this is no name of a file of KV", name[:80])
+        return self.directory / f"{name}{_SUFFIX}"
+
+    def _open(self, name: str) -> _OpenFile:
+        return _OpenFile(self._path(name), name, self._identity, self._key_tag, self._block_bytes)
+
+    def _header(self, content: DiskFile, checksums: list[int]) -> bytes:
+        return json.dumps(
+            {
+                "identity": self._identity,
+                "key": self._key_tag,
+                "block_bytes": self._block_bytes,
+                "start": content.start,
+                "before": content.before,
+                "hashes": content.hashes,
+                "checksums": "".join(f"{checksum:08x}" for checksum in checksums),
+            }
+        ).encode()
+
+
+class _OpenFile:
+    """A file that is open for reading, with a sound header."""
+
+    def __init__(self, path: Path, name: str, identity: str, key_tag: str, block_bytes: int) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            self._read_header(name, {"identity": identity, "key": key_tag, "block_bytes": block_bytes})
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> _OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def _read_header(self, name: str, expected: dict[str, object]) -> None:
+        prefix = os.pread(self._descriptor, _PREFIX.size, 0)
+        if len(prefix) < _PREFIX.size:
+            raise FileDamaged("it is too short")
+        magic, length, checksum = _PREFIX.unpack(prefix)
+        if magic != _MAGIC or not 0 < length <= _MOST_HEADER_BYTES:
+            raise FileDamaged("it has another format")
+        text = os.pread(self._descriptor, length, _PREFIX.size)
+        if len(text) != length or crc32(text) != checksum:
+            raise FileDamaged("its header does not match its checksum")
+        header = json.loads(text)
+        for field, value in expected.items():
+            if header.get(field) != value:
+                raise FileDamaged(f"it is of another {field}")
+        self.content = DiskFile(name, header["start"], header["hashes"], header["before"])
+        sums: str = header["checksums"]
+        self.checksums = [int(sums[at : at + 8], 16) for at in range(0, len(sums), 8)]
+        self.begin = _whole_pages(_PREFIX.size + length)
+        if name != file_name(self.content.before, self.content.hashes):
+            raise FileDamaged("it has the name of another file")
+        size = os.fstat(self._descriptor).st_size
+        block_bytes = header["block_bytes"]
+        if len(self.checksums) != hash_count(self.content.hashes) or (
+            size != self.begin + len(self.checksums) * block_bytes
+        ):
+            raise FileDamaged("it has another size")
+
+    def read_into(self, rows: Rows, at: int) -> None:
+        """Fill `rows` with the bytes from `at` on."""
+        left = memoryview(rows.reshape(-1).data)
+        while left:
+            count = os.preadv(self._descriptor, [left], at)
+            if count == 0:
+                raise FileDamaged("it is too short")
+            left, at = left[count:], at + count
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _write_all(descriptor: int, data: memoryview, at: int) -> int:
+    """Write all bytes from `at` on, and return how many there are."""
+    left = data.cast("B") if data.nbytes else data
+    while left:
+        count = os.pwrite(descriptor, left, at)
+        left, at = left[count:], at + count
+    return data.nbytes
