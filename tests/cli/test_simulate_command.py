@@ -19,7 +19,7 @@ from medha_cli.main import main
 from medha_sim import study
 
 ROOT = Path(__file__).parents[2]
-WORKING_SECONDS = 3.5  # of processor time
+WORKING_SECONDS = 5.0  # of processor time
 QUICK = ("--quick", "--duration", "3", "--rate", "2", "--hardware", "H100", "--jobs", "1")
 
 
@@ -124,9 +124,7 @@ def test_a_deployment_without_any_capacity_is_reported_as_that(
 
 def test_figures_stay_where_the_disk_is_too_full_for_the_page(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    done = run(
-        ["simulate", *QUICK, "--duration", "1", "-p", "fcfs", "-o", str(out)], most_file_bytes=1_000_000
-    )
+    done = run(["simulate", *QUICK, "-p", "fcfs", "-o", str(out)], most_file_bytes=1_000_000)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"--out: {out} cannot be written (File too large); make room, or choose another" in done.stderr
@@ -137,7 +135,7 @@ def test_figures_stay_where_the_disk_is_too_full_for_the_page(tmp_path: Path) ->
 
 
 def test_figures_are_printed_where_nothing_can_be_written(tmp_path: Path) -> None:
-    arguments = ["simulate", *QUICK, "--duration", "1", "-p", "fcfs", "-o", str(tmp_path / "page.html")]
+    arguments = ["simulate", *QUICK, "-p", "fcfs", "-o", str(tmp_path / "page.html")]
     done = run(arguments, most_file_bytes=16_384, TMPDIR=str(tmp_path))
     assert done.returncode == 1
     assert "the figures are on standard output" in done.stderr

@@ -61,13 +61,13 @@ MODEL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads"
 
 SHAPES = [
     pytest.param(((1, 1, 1), "llama", 3), id="one rank"),
+    pytest.param(((1, 2, 1), "mistral", 40), id="SPP2", marks=pytest.mark.long),
     pytest.param(((1, 2, 2), "qwen2", 3), id="SPP2 x KVP2"),
     pytest.param(((1, 1, 1), "mistral-window", 2), id="one rank, windows"),
 ] + [
     pytest.param((shape, architecture, 40), id=f"{Topology(*shape)} long", marks=pytest.mark.long)
     for shape, architecture in [
         ((1, 1, 1), "qwen2"),
-        ((1, 2, 1), "mistral"),
         ((1, 1, 2), "qwen3"),
         ((1, 1, 4), "llama"),
         ((2, 1, 2), "llama-biased"),
