@@ -53,7 +53,7 @@ class WriteBlocks:
 class DiskWork:
     """What a step asks of a rank's disk tier, in this order.
 
-    Blocks of `drops` may be written anew by the step's copies, so nothing of them may reach a file from then on. The rest
+    Blocks of `drops` may be written again by the step's copies, so nothing of them may reach a file from then on. The rest
     comes behind the copies.
     """
 

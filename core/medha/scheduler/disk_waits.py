@@ -48,14 +48,14 @@ class DiskWaits:
         request.awaits_load = True
 
     def loaded(self, lane: int, extents: Iterable[int]) -> list[Request]:
-        """Note that loads of a lane have ended; return the requests that wait no more."""
+        """Note that loads of a lane have ended; return the requests that no longer wait."""
         ended = {(lane, extent) for extent in extents}
         for wait in self._waits.values():
             wait.extents -= ended
         return self._end([wait for wait in self._waits.values() if not wait.extents])
 
     def late(self, now: float) -> list[Request]:
-        """Return the requests that wait no more, because their loads take too long."""
+        """Return the requests that no longer wait, because their loads take too long."""
         return self._end([wait for wait in self._waits.values() if wait.due <= now])
 
     def leave(self, request: Request) -> None:

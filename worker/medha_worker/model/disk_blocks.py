@@ -25,7 +25,7 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import FileDamaged, KvFiles, Rows
 
 MOST_FAILURES = 8
-"""Failures in a row after which the disk is used no more: each costs a write, or a request a wait."""
+"""Failures in a row after which the disk is no longer used: each costs a write, or a request a wait."""
 _PIECE_BYTES = 4 * 2**20
 """Bytes that are copied at once: for so long a step may wait that drops host blocks."""
 
