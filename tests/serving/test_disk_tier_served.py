@@ -14,7 +14,10 @@ from .test_host_tier_served import POOL_TOKENS, ask, total
 pytestmark = pytest.mark.timeout(600)  # it starts everything three times
 
 
-@pytest.mark.parametrize("grid", [{}, {"stream": 2}], ids=["one rank", "two stages"])
+@pytest.mark.parametrize(
+    "grid",
+    [pytest.param({}, id="one rank"), pytest.param({"stream": 2}, id="two stages", marks=pytest.mark.long)],
+)
 def test_documents_survive_a_restart(grid: dict[str, int], checkpoint: Path, tmp_path: Path) -> None:
     config = ModelConfig.from_directory(checkpoint)
     token_bytes = 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim // grid.get("stream", 1)
