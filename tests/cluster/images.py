@@ -85,6 +85,8 @@ def build(targets: Iterable[str] = TARGETS, *, torch: str = "none") -> dict[str,
         kind = f"-torch-{torch}" if target == "worker" else ""
         archives[target] = folder / f"medha-{target}{kind}-{content}.tar"
     if all(archive.is_file() for archive in archives.values()):
+        for archive in archives.values():
+            archive.touch()  # those that were used last are kept
         return archives
     _require_programs()
     folder.mkdir(parents=True, exist_ok=True)

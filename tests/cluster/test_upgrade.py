@@ -31,6 +31,8 @@ from medha_operator.kube.kinds import CHILDREN, CONFIG_MAP, DEPLOYMENT, POD, REP
 pytestmark = pytest.mark.timeout(900)
 
 _SECONDS = 150.0
+NEW_FIELD = "reasoningFormat"
+"""A field of `spec.model` that the version before lacks, and that takes effect without a restart."""
 SYSTEM = "medha-system"
 SPEC: Document = {
     "model": {"name": "m", "source": {"hostPath": {"path": "/var/lib/medha/models/m"}}},
@@ -164,7 +166,7 @@ def test_replicas_keep_their_pods_through_an_upgrade_and_back(
 
         # Helm replaces the definitions first: the operator before has newer ones for a while.
         there.install(CHART)
-        eventually(lambda: "aliases" in there.plane.kubectl("explain", "mr.spec.model"), seconds=_SECONDS)
+        eventually(lambda: NEW_FIELD in there.plane.kubectl("explain", "mr.spec.model"), seconds=_SECONDS)
         there.apply("early")
         eventually(lambda: condition(there.api.get(REPLICA, "early"), "Accepted")[1], seconds=_SECONDS)
         assert there.identities().items() >= made.items()
@@ -176,13 +178,13 @@ def test_replicas_keep_their_pods_through_an_upgrade_and_back(
         assert there.identities().items() >= made.items()
 
         # A field that is new takes effect without a restart, as its description says.
-        there.apply("solo", model=SPEC["model"] | {"aliases": ["other"]})
+        there.apply("solo", model=SPEC["model"] | {NEW_FIELD: "none"})
         there.ready("solo")
         assert there.identities().items() >= made.items()
 
     # And back, as docs/install.md says.
     there.helm("rollback", "medha", "1", "--namespace", SYSTEM)
-    eventually(lambda: "aliases" not in there.plane.kubectl("explain", "mr.spec.model"), seconds=_SECONDS)
+    eventually(lambda: NEW_FIELD not in there.plane.kubectl("explain", "mr.spec.model"), seconds=_SECONDS)
     with there.operator("again", before) as again:
         eventually(lambda: leads(again), seconds=_SECONDS)
         there.apply("latest")
@@ -197,7 +199,7 @@ def test_an_operator_waits_for_its_definitions(installation: Installation, befor
     there.install(before / "charts" / "medha")
     with there.operator("waiting") as now:
         eventually(lambda: "definitions are older than this operator" in now.said(), seconds=_SECONDS)
-        assert "MedhaReplica.spec.model.aliases" in now.said()
+        assert f"MedhaReplica.spec.model.{NEW_FIELD}" in now.said()
         assert not leads(now)
         there.plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds"))
         eventually(lambda: leads(now), seconds=_SECONDS)

@@ -42,7 +42,10 @@ def images_of(checkout: Path) -> dict[str, Path]:
     )
     if done.returncode != 0:
         raise images.CannotBuild(f"the images of {checkout} cannot be built")
-    return dict(zip(TARGETS, map(Path, done.stdout.split()), strict=True))
+    found = dict(zip(TARGETS, map(Path, done.stdout.split()), strict=True))
+    for archive in found.values():
+        archive.touch()  # else a build of this version may remove one that was built long ago
+    return found
 
 
 @pytest.fixture(scope="module")
