@@ -1,14 +1,14 @@
-"""Measure what a host tier saves: chats over documents whose KV is four times as large as the device's pool.
+"""Measure what a host tier and a disk tier save: chats over documents whose KV is four times as large as the device's pool.
 
     python benchmarks/tiers.py --quick
     python benchmarks/tiers.py --json benchmarks/results/tiers.json
 
-Two `medha up` serve the same checkpoint in float32, with pools of the same size: one forgets evicted KV, the other has a host
-tier that holds all documents. Chats take turns, one request at a time, so that each finds the KV of its document evicted. Both
-servers are asked in each round, with salts that keep rounds apart.
+Three `medha up` serve the same checkpoint in float32, with pools of the same size: one forgets evicted KV, one has a host
+tier that holds all documents, and one a small host tier with files behind it. Chats take turns, one request at a time, so that each
+finds the KV of its document evicted. All servers are asked in each round, with salts that keep rounds apart.
 
 For the turns in which a document returns, it prints the median and the 99th percentile of the TTFT and the prompt tokens that
-were computed. The claims are that the tier halves the median TTFT, that at most a quarter of the tokens is computed, and
+were computed. The claims are that the host tier halves the median TTFT, that at most a quarter of the tokens is computed, and
 that all texts are the same.
 """
 
