@@ -133,7 +133,7 @@ class ChoiceOutput:
         self._shows_thoughts = plan.thoughts is not None and plan.thoughts.place == "apart"
         self._undecided: list[ShownToken] = []  # tokens that may be of the answer
         self._undecided_tokens = 0
-        if plan.thoughts is not None and self._thoughts is not None:
+        if plan.thoughts is not None:  # also where they stay in the content
             self._hidden_ids -= set(plan.thoughts.special_ids(bundle).values())
 
     def feed(self, delivered: Deliver) -> Piece | None:

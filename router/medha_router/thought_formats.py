@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from medha.declared import AUTO
 from medha_router.channels import CHANNEL
-from medha_router.thought_text import Phase, ThoughtMarks
+from medha_router.thought_text import Phase, ThoughtMarks, ThoughtReader
 
 NO_THOUGHTS = "none"
 """The setting of a model whose thoughts are not read."""
@@ -46,6 +46,7 @@ def place_behind(prompt: str, marks: ThoughtMarks) -> Phase:
 
 
 def place_within(message: str, marks: ThoughtMarks) -> Phase:
-    """Return where an output begins that continues a message."""
-    opened, closed = message.rfind(marks.opens), message.rfind(marks.closes)
-    return Phase.THINKING if opened > closed else Phase.ANSWER
+    """Return where an output begins that continues a message, which is read as an output is: marks in an answer are text."""
+    reader = ThoughtReader(marks, Phase.UNDECIDED)
+    reader.feed(message)
+    return reader.phase

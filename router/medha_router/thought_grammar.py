@@ -21,23 +21,28 @@ class ThoughtGrammar:
         """The symbols before the answer. Thoughts that the prompt has not opened may be missing."""
         return "thoughts" if self.is_open else "thoughts?"
 
-    def rules(self, special_ids: Mapping[str, int]) -> list[str]:
-        """Return the rules of `lead`; `special_ids` are the marks that are special tokens."""
+    def rules(self, special_ids: Mapping[str, int], *, behind_space: bool = False) -> list[str]:
+        """Return the rules of `lead`; `special_ids` are the marks that are special tokens.
+
+        With `behind_space`, white space may go before thoughts, as it may before an answer that is any text.
+        """
         opens, closes = (piece(mark, special_ids) for mark in (self.marks.opens, self.marks.closes))
+        if behind_space:
+            opens = f"AROUND_THOUGHTS? {opens}"
         # A lazy lexeme ends with its first mark. Inside one, the mark at its start is preferred to other text.
         thought = "thought" if self.marks.closes in special_ids else "thought[lazy]"
         return [
             f"THOUGHT: /{ANY}/",
             f"{thought}: THOUGHT {closes}" if self.is_open else f"{thought}: {opens} THOUGHT {closes}",
-            r"BEHIND_THOUGHTS: /[ \t\r\n]{1,8}/",
-            "thoughts: thought BEHIND_THOUGHTS?",
+            r"AROUND_THOUGHTS: /[ \t\r\n]{1,8}/",
+            "thoughts: thought AROUND_THOUGHTS?",
         ]
 
     def without(self, special_ids: Mapping[str, int]) -> str:
         """Return what keeps a lexeme of free text from beginning with thoughts, "" if nothing must."""
         if self.is_open or self.marks.opens in special_ids:
             return ""
-        return f" & ~/{escaped(self.marks.opens)}{ANY}/"
+        return rf" & ~/[ \t\r\n]*{escaped(self.marks.opens)}{ANY}/"
 
     def before(self, grammar: str, special_ids: Mapping[str, int]) -> str:
         """Return the grammar of an output whose answer follows `grammar`."""

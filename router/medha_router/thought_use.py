@@ -100,7 +100,8 @@ def _place(request: ChatRequest | ResponsesRequest) -> Place:
 
 def _beginning(request: ChatRequest | ResponsesRequest, prompt: str, marks: ThoughtMarks) -> Phase:
     if isinstance(request, ChatRequest) and request.continue_final_message:
-        return place_within(str(request.messages[-1].for_template()["content"] or ""), marks)
+        place = place_within(str(request.messages[-1].for_template()["content"] or ""), marks)
+        return place_behind(prompt, marks) if place is Phase.UNDECIDED else place
     if isinstance(request, ChatRequest) and request.add_generation_prompt is False:
         return Phase.UNDECIDED
     return place_behind(prompt, marks)

@@ -57,7 +57,7 @@ def no_calls(
     if thoughts is None:
         return f"{OPTIONS}\nstart: TEXT\nTEXT: /{ANY}/{without}\n"
     rules = [f"start: {thoughts.lead} TEXT", f"TEXT: /{ANY}/{without}{thoughts.without(special_ids)}"]
-    return "\n".join([OPTIONS, *rules, *thoughts.rules(special_ids)]) + "\n"
+    return "\n".join([OPTIONS, *rules, *thoughts.rules(special_ids, behind_space=True)]) + "\n"
 
 
 class _Writer:
@@ -82,7 +82,8 @@ class _Writer:
         self._rule("calls", f"{self._pieces(form.opens[1:])} call {more} {self._pieces(form.closes)}")
         start = self._start(grammar)
         if grammar.thoughts is not None:
-            self._rules += grammar.thoughts.rules(self._special_ids)
+            is_free = grammar.may_answer and grammar.answer is None
+            self._rules += grammar.thoughts.rules(self._special_ids, behind_space=is_free)
             start = f"{grammar.thoughts.lead} ({start})"
         self._rule("start", start)
         return "\n".join(self._rules) + "\n"

@@ -198,8 +198,12 @@ def test_a_manifest_may_leave_the_thoughts_of_channels_out(client: openai.OpenAI
 
 def test_thoughts_may_stay_in_the_content(client: openai.OpenAI, serving: Serving) -> None:
     text = OUTPUTS["switched"] + ANSWER
-    script(serving, "switched", text)
-    assert chat(client, extra_body={"separate_reasoning": False}).choices[0].message.content == text
+    for model in ("switched", "special"):
+        script(serving, model, text)
+        left_in = chat(client, model, extra_body={"separate_reasoning": False})
+        assert left_in.choices[0].message.content == text, (
+            "with its marks, also where they are special tokens"
+        )
     script(serving, "none", text)
     message = chat(client, "none").choices[0].message
     assert message.content == text, "the manifest says so"
@@ -301,7 +305,8 @@ def test_thoughts_may_be_switched_off(
 def test_a_message_that_is_continued_may_be_continued_in_its_thoughts(
     client: openai.OpenAI, serving: Serving
 ) -> None:
-    for begun, answer in (("<think>They", (" ask.", "Hi")), ("They", (None, " ask.</think>Hi"))):
+    told = (None, " ask.</think>Hi")
+    for begun, answer in (("<think>They", (" ask.", "Hi")), ("They", told), ("The mark <think> is", told)):
         script(serving, "switched", " ask.</think>Hi")
         messages = [*QUESTION, {"role": "assistant", "content": begun}]
         asked = {"add_generation_prompt": False, "continue_final_message": True}

@@ -54,6 +54,9 @@ def test_calls_come_behind_thoughts(form: str, thoughts: ThoughtGrammar, thought
         assert accepts(grammar, f"{thought}\n\n{right}")
         assert not any(accepts(grammar, thought + one) for one in wrong)
         assert accepts(grammar, f"{thought}\n\nHello") == free
+        assert accepts(grammar, f"\n{thought}\n\n{right}") == (free or thoughts is OPEN), (
+            "white space is a text"
+        )
         assert accepts(grammar, right) == (thoughts is MAYBE)
         assert not any(accepts(grammar, one) for one in wrong) or thoughts is OPEN
 
@@ -95,4 +98,6 @@ def test_marks_may_be_tokens_of_their_own(is_special: bool) -> None:
         free = CallsGrammar(FORMATS["hermes"], [("add", ADD)], False, True, None, thoughts).lark(special)
         for said in ("Hello", written("hermes", [RIGHT])):
             assert is_followed(free, thought + said)
+            assert is_followed(free, f"\n{thought}{said}")
+            assert is_followed(free, f"\n{said}") == (thoughts is MAYBE)
         assert not is_followed(free, thought + written("hermes", [WRONG[0]]))

@@ -118,10 +118,21 @@ def test_the_end_of_the_prompt_decides_where_an_output_begins(prompt: str, begin
     assert place_behind(prompt, THINK) is begins
 
 
-def test_a_message_that_is_continued_may_be_within_its_thoughts() -> None:
-    assert place_within("<think>I", THINK) is Phase.THINKING
-    assert place_within("<think>I</think>Hi", THINK) is Phase.ANSWER
-    assert place_within("Hi", THINK) is Phase.ANSWER
+@pytest.mark.parametrize(
+    ("message", "begins"),
+    [
+        ("<think>I", Phase.THINKING),
+        ("<think>\n", Phase.BEGUN),
+        ("<think>I</think>\n", Phase.BEHIND),
+        ("<think>I</think>Hi", Phase.ANSWER),
+        ("Hi", Phase.ANSWER),
+        ("The mark <think> begins", Phase.ANSWER),
+        ("<think>I</think>The mark <think> begins", Phase.ANSWER),
+        ("\n", Phase.UNDECIDED),
+    ],
+)
+def test_a_message_that_is_continued_may_be_within_its_thoughts(message: str, begins: Phase) -> None:
+    assert place_within(message, THINK) is begins
 
 
 def test_a_template_shows_the_form_unless_the_manifest_names_it() -> None:
