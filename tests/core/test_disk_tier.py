@@ -143,6 +143,23 @@ def test_a_load_ends_when_every_rank_has_reported_it() -> None:
     disk.check()
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_load_of_a_removed_file_leaves_its_successor_alone(is_there: bool) -> None:
+    disk, hashes = tier(blocks=10, ranks=1), chain(1, 10)
+    (one,) = write(disk, hashes)
+    written(disk, (one,), ranks=1)
+    disk.begin_load(OnDisk(one.file.name, 0, 5), 7, 5)
+    disk.begin_load(OnDisk(one.file.name, 5, 5), 8, 5)
+    disk.report(DiskReport(0, not_loaded=(7,), damaged=(one.file.name,)))
+    written(disk, write(disk, hashes), ranks=1)
+    report = DiskReport(0, loaded=((8, 0.1),)) if is_there else DiskReport(0, not_loaded=(8,))
+    (ended,) = disk.report(report)
+    assert ended.is_there == is_there
+    assert len(disk.match(hashes, 0, 10)) == 1, "it was written anew"
+    assert len(write(disk, chain(2, 10))) == 1, "nothing reads it, so it makes room"
+    disk.check()
+
+
 def test_a_rank_without_a_disk_switches_the_tier_off() -> None:
     disk, hashes = tier(), chain(1, 10)
     (one,) = write(disk, hashes)

@@ -74,7 +74,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Load:
-    file: str
+    file: _File
     blocks: int
     ranks: set[int]  # that have not reported it
     seconds: float = 0.0  # of the slowest rank
@@ -154,7 +154,7 @@ class DiskTier:
         """Note that ranks read the first `count` blocks of `found` into an extent of the host tier."""
         file = self._files[found.file]
         file.loads += 1
-        self._loads[extent] = _Load(found.file, count, set(self._ranks))
+        self._loads[extent] = _Load(file, count, set(self._ranks))
         self._use(file)
 
     # --- writes ---------------------------------------------------------------------------------------
@@ -323,12 +323,11 @@ class DiskTier:
         if load.ranks:
             return []  # others may still write to the extent
         del self._loads[extent]
-        file = self._files.get(load.file)
-        if file is not None:
-            file.loads -= 1
+        file = load.file
+        file.loads -= 1
         if load.failed:
             self.counts.failed_loads += 1
-            if file is not None:
+            if self._files.get(file.name) is file:  # else it was removed, and may have been written anew
                 self._remove(file)
         else:
             self.counts.loaded_blocks += load.blocks
