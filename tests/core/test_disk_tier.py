@@ -100,6 +100,25 @@ def test_after_a_restart_only_files_of_all_ranks_count_and_the_rest_is_deleted()
     disk.check()
 
 
+def test_many_files_of_one_long_prompt_are_found_in_any_order_without_a_walk_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashes, files, walked = chain(1, 400), [], []
+    for first in range(0, 400, 4):
+        part, before = (
+            hash_range(hashes, first, first + 4),
+            hash_range(hashes, first - 1, first) if first else "",
+        )
+        files.append(DiskFile(file_name(before, part), first, part, before))
+    monkeypatch.setattr(DiskTier, "_use", lambda _, file: walked.append(file))
+    for found in (files, files[::-1]):
+        disk = DiskTier(360, range(1), 16, Fixed(), 100)
+        disk.report(DiskReport(0, found=tuple(found), found_all=True))
+        assert {one.file for one in disk.take_deletes(0)} == {one.name for one in files[90:]}
+        disk.check()
+    assert walked == []
+
+
 def test_a_smaller_size_deletes_what_was_written_first() -> None:
     disk = DiskTier(8, range(1), 16, Fixed(), 100)
     files = [DiskFile(file_name("", chain(name, 4)), 0, chain(name, 4)) for name in range(3)]
