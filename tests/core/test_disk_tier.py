@@ -100,6 +100,25 @@ def test_after_a_restart_only_files_of_all_ranks_count_and_the_rest_is_deleted()
     disk.check()
 
 
+def test_many_files_of_one_long_prompt_are_found_in_any_order_without_a_walk_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashes, files, walked = chain(1, 400), [], []
+    for first in range(0, 400, 4):
+        part, before = (
+            hash_range(hashes, first, first + 4),
+            hash_range(hashes, first - 1, first) if first else "",
+        )
+        files.append(DiskFile(file_name(before, part), first, part, before))
+    monkeypatch.setattr(DiskTier, "_use", lambda _, file: walked.append(file))
+    for found in (files, files[::-1]):
+        disk = DiskTier(360, range(1), 16, Fixed(), 100)
+        disk.report(DiskReport(0, found=tuple(found), found_all=True))
+        assert {one.file for one in disk.take_deletes(0)} == {one.name for one in files[90:]}
+        disk.check()
+    assert walked == []
+
+
 def test_a_smaller_size_deletes_what_was_written_first() -> None:
     disk = DiskTier(8, range(1), 16, Fixed(), 100)
     files = [DiskFile(file_name("", chain(name, 4)), 0, chain(name, 4)) for name in range(3)]
@@ -140,6 +159,23 @@ def test_a_load_ends_when_every_rank_has_reported_it() -> None:
     assert disk.match(hashes, 0, 10) == []
     assert [delete.file for delete in disk.take_deletes(0)] == [one.file.name]
     assert disk.report(DiskReport(1, loaded=((8, 0.2), (99, 1.0)))) == [], "unknown extents are ignored"
+    disk.check()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_load_of_a_removed_file_leaves_its_successor_alone(is_there: bool) -> None:
+    disk, hashes = tier(blocks=10, ranks=1), chain(1, 10)
+    (one,) = write(disk, hashes)
+    written(disk, (one,), ranks=1)
+    disk.begin_load(OnDisk(one.file.name, 0, 5), 7, 5)
+    disk.begin_load(OnDisk(one.file.name, 5, 5), 8, 5)
+    disk.report(DiskReport(0, not_loaded=(7,), damaged=(one.file.name,)))
+    written(disk, write(disk, hashes), ranks=1)
+    report = DiskReport(0, loaded=((8, 0.1),)) if is_there else DiskReport(0, not_loaded=(8,))
+    (ended,) = disk.report(report)
+    assert ended.is_there == is_there
+    assert len(disk.match(hashes, 0, 10)) == 1, "it was written anew"
+    assert len(write(disk, chain(2, 10))) == 1, "nothing reads it, so it makes room"
     disk.check()
 
 

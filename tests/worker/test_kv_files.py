@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -24,7 +27,14 @@ from medha_worker.device import host_device
 from medha_worker.model.disk_blocks import MOST_FAILURES, DiskBlocks
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.kv_files import PAGE_BYTES, FileDamaged, KvFiles, Rows, blocks_within
+from medha_worker.model.kv_files import (
+    PAGE_BYTES,
+    FileDamaged,
+    KvFiles,
+    Rows,
+    blocks_within,
+    measured_seconds,
+)
 
 BLOCK_BYTES, KEY = 64, "ab" * 32
 
@@ -110,6 +120,31 @@ def test_what_was_changed_is_never_read(
         described(1).name
     ] * is_found  # blocks are verified when read
     assert len(kept(files)) == is_found
+
+
+@pytest.mark.parametrize("header", [b"[]", b"\xff", b"{}", b"no JSON"])
+def test_a_sound_checksum_over_another_header_ends_no_scan(files: KvFiles, header: bytes) -> None:
+    files.write(described(1), iter([content(1)]))
+    begin = struct.pack("<8sII", b"MEDHAKV1", len(header), crc32(header)) + header
+    (files.directory / f"{described(2).name}.kv").write_bytes(begin)
+    other = json.loads(
+        (files.directory / f"{described(1).name}.kv").read_bytes()[16:PAGE_BYTES].rstrip(b"\0")
+    )
+    text = json.dumps(other | {"hashes": None}).encode()
+    begin = struct.pack("<8sII", b"MEDHAKV1", len(text), crc32(text)) + text
+    (files.directory / f"{described(3).name}.kv").write_bytes(begin)
+    assert list(files.scan()) == [described(1)]
+    assert kept(files) == [f"{described(1).name}.kv"]
+
+
+def test_a_disk_that_is_full_at_the_start_can_still_be_read(
+    files: KvFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(described(1), iter([content(1)]))
+    monkeypatch.setattr(os, "pwrite", full)
+    assert measured_seconds(files.directory, BLOCK_BYTES, perf_counter) == (0.0, 0.0)
+    assert list(files.scan()) == [described(1)]
+    assert kept(files) == [f"{described(1).name}.kv"]
 
 
 def test_a_file_under_another_name_is_not_used(files: KvFiles) -> None:

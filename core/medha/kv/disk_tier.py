@@ -12,10 +12,10 @@ last used them. A prompt uses the beginning last, so a file is deleted before th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import Protocol
 
 from medha.kv.host_tier import Kept, common_blocks
@@ -74,7 +74,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Load:
-    file: str
+    file: _File
     blocks: int
     ranks: set[int]  # that have not reported it
     seconds: float = 0.0  # of the slowest rank
@@ -154,7 +154,7 @@ class DiskTier:
         """Note that ranks read the first `count` blocks of `found` into an extent of the host tier."""
         file = self._files[found.file]
         file.loads += 1
-        self._loads[extent] = _Load(found.file, count, set(self._ranks))
+        self._loads[extent] = _Load(file, count, set(self._ranks))
         self._use(file)
 
     # --- writes ---------------------------------------------------------------------------------------
@@ -197,7 +197,8 @@ class DiskTier:
         added = _File(file.name, file.hashes, file.before, hash_count(file.hashes))
         self._files[file.name] = added
         self.held_blocks += added.blocks
-        self._use(added)
+        if not self._to_report:
+            self._use(added)
         return added
 
     def _make_room(self, blocks: int) -> bool:
@@ -220,11 +221,16 @@ class DiskTier:
 
     def _use(self, file: _File) -> None:
         """Note that a prompt uses a file, and all that it continues."""
+        for one in self._line(file):
+            self._files[one.name] = self._files.pop(one.name)
+
+    def _line(self, file: _File) -> Iterator[_File]:
+        """Yield a file, and all that it continues."""
         at: _File | None = file
         seen: set[str] = set()
         while at is not None and at.name not in seen:
             seen.add(at.name)
-            self._files[at.name] = self._files.pop(at.name)
+            yield at
             place = self._places.get(at.before)
             at = None if place is None else place[0]
 
@@ -302,14 +308,19 @@ class DiskTier:
         self._places.update(
             zip(file.block_hashes(), zip(repeat(file), range(file.blocks), strict=False), strict=True)
         )
-        self._use(file)  # after those that continue it
+        if not self._to_report:  # else all are put in order at once
+            self._use(file)  # after those that continue it
 
     def _settle(self) -> None:
         """Delete what not all ranks have found, and what exceeds the size."""
         for file in [one for one in self._files.values() if one.ranks != self._ranks and not one.is_writing]:
             self._remove(file)
-        for file in list(self._files.values()):  # each after those that continue it
-            self._use(file)
+        # The same order as if each were used in turn, in a time that grows with the files, not with their square.
+        order: dict[str, _File] = {}  # the most recently used first
+        for file in reversed(self._files.values()):
+            line = list(takewhile(lambda one: one.name not in order, self._line(file)))
+            order.update((one.name, one) for one in reversed(line))
+        self._files = dict(reversed(order.items()))
         self._make_room(0)
 
     def _end_load(self, extent: int, rank: int, seconds: float | None) -> list[Loaded]:
@@ -323,12 +334,11 @@ class DiskTier:
         if load.ranks:
             return []  # others may still write to the extent
         del self._loads[extent]
-        file = self._files.get(load.file)
-        if file is not None:
-            file.loads -= 1
+        file = load.file
+        file.loads -= 1
         if load.failed:
             self.counts.failed_loads += 1
-            if file is not None:
+            if self._files.get(file.name) is file:  # else it was removed, and may have been written again
                 self._remove(file)
         else:
             self.counts.loaded_blocks += load.blocks

@@ -61,6 +61,8 @@ def blocks_within(size_bytes: int, block_bytes: int) -> int:
 def measured_seconds(directory: Path, block_bytes: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Measure how long a small read of a new file takes, and each further block; in seconds.
 
+    Both are 0 if the disk is full: the files that fill it can still be read, and their reads show how long they take.
+
     Raises:
         OSError: the file cannot be written or read.
     """
@@ -78,6 +80,10 @@ def measured_seconds(directory: Path, block_bytes: int, clock: Callable[[], floa
         while read < size:
             read += len(os.pread(descriptor, 2**20, read)) or size
         return small_seconds, (clock() - started) * block_bytes / size
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return 0.0, 0.0
     finally:
         os.close(descriptor)
         with suppress(OSError):
@@ -282,6 +288,9 @@ class _OpenFile:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             self._read_header(name, {"identity": identity, "key": key_tag, "block_bytes": block_bytes})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            os.close(self._descriptor)
+            raise FileDamaged(f"its header has another form: {error!r}") from error
         except BaseException:
             os.close(self._descriptor)
             raise

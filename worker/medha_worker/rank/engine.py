@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from medha import __version__
 from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
 from medha.errors import OutOfMemory
@@ -101,7 +102,10 @@ class Loaded:
         recorder: StepRecorder,
         load_seconds: float,
         draft: Transformer | None = None,
+        weights: str = "",
     ) -> None:
+        """`weights` is the identity of the checkpoint that was read; if it is empty, the disk tier is off."""
+        self._weights = weights
         self._settings, self._config, self._model, self._draft = settings, config, model, draft
         self._recorder = recorder
         self._load_seconds = load_seconds
@@ -422,6 +426,8 @@ class Loaded:
             files = KvFiles(place, self._kv_identity(model, host), host.block_bytes)
             fault = ""
             try:
+                if not self._weights:
+                    raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
                 files.acquire()
                 files.delete_ranks_from(settings.topology.ranks)
                 self._disk_seconds = measured_seconds(place, host.block_bytes, time.perf_counter)
@@ -442,7 +448,11 @@ class Loaded:
         at = settings.topology.coordinates(settings.rank)
         return repr(
             (
-                weights_identity(settings.model_directory),
+                __version__,  # another one may compute other KV, or lay it out otherwise
+                self._weights,
+                spec.source,
+                settings.spec.determinism,
+                model.kernels.name,
                 spec.rope_scaling,
                 spec.max_model_len,
                 spec.architecture,
@@ -524,6 +534,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     device = _device(settings, DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, device.dtype)
     shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
+    weights = _weights_of(settings)
     model = Transformer.load(
         settings.model_directory,
         config,
@@ -533,7 +544,21 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         progress=_every_few_seconds(progress, time.monotonic),
     )
     draft = None if drafted is None else _load_draft(*drafted, device, progress)
-    return Loaded(settings, config, model, recorder, time.monotonic() - started, draft)
+    if weights != _weights_of(settings):
+        _log.warning("the checkpoint in %s has changed while it was read", settings.model_directory)
+        weights = ""  # nobody knows what was read, so KV of it must not be kept as that of either
+    return Loaded(settings, config, model, recorder, time.monotonic() - started, draft, weights)
+
+
+def _weights_of(settings: RankSettings) -> str:
+    """Return the identity of the checkpoint, if a disk tier needs it; empty if not, or if it cannot be read."""
+    if settings.disk_directory is None:
+        return ""
+    try:
+        return weights_identity(settings.model_directory)
+    except OSError as error:
+        _log.warning("the checkpoint has no identity: %s", error)
+        return ""
 
 
 def _draft_config(settings: RankSettings, config: ModelConfig) -> tuple[Path, ModelConfig] | None:
