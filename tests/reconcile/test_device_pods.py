@@ -11,6 +11,8 @@ from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.manifests import Owner, pod_templates
 from medha_operator.replica.node_capacity import needs_of
 
+EPHEMERAL = str(2 * (8 * 2**30 + 64 * 2**20))
+"""Bytes of files of two ranks with 8 GiB each, and of what they may exceed that by."""
 HUB = {"name": "m", "source": {"huggingFace": {"repository": "a/b"}}}
 
 
@@ -142,16 +144,16 @@ def test_pods_request_the_memory_of_their_ranks_host_tiers(
 
 
 @pytest.mark.parametrize(
-    ("volume", "expected"),
+    ("volume", "expected", "ephemeral"),
     [
-        ({}, {"emptyDir": {"sizeLimit": str(2 * (8 * 2**30 + 64 * 2**20))}}),
-        ({"claimName": "kv"}, {"persistentVolumeClaim": {"claimName": "kv"}}),
-        ({"hostPath": "/var/kv"}, {"hostPath": {"path": "/var/kv", "type": "Directory"}}),
+        ({}, {"emptyDir": {"sizeLimit": EPHEMERAL}}, EPHEMERAL),
+        ({"claimName": "kv"}, {"persistentVolumeClaim": {"claimName": "kv"}}, None),
+        ({"hostPath": "/var/kv"}, {"hostPath": {"path": "/var/kv", "type": "Directory"}}, None),
     ],
     ids=["ephemeral", "claim", "directory of the node"],
 )
 def test_pods_have_a_volume_for_their_ranks_disk_tiers(
-    volume: dict[str, str], expected: dict[str, Any]
+    volume: dict[str, str], expected: dict[str, Any], ephemeral: str | None
 ) -> None:
     tiers = {"host": {"size": "1Gi"}, "disk": {"size": "8Gi"} | volume}
     spec = pod({"accelerator": "none"}, parallelism={"tensor": 2}, kvCache={"tiers": tiers})
@@ -159,5 +161,6 @@ def test_pods_have_a_volume_for_their_ranks_disk_tiers(
     assert found == {"name": "kv-files"} | expected
     mounts = spec["containers"][0]["volumeMounts"]
     assert {"name": "kv-files", "mountPath": "/kv-files"} in mounts
+    assert spec["containers"][0]["resources"]["requests"].get("ephemeral-storage") == ephemeral
     without = pod({"accelerator": "none"}, kvCache={"tiers": {"host": {"size": "1Gi"}}})
     assert "kv-files" not in [one["name"] for one in without["volumes"]]

@@ -73,13 +73,15 @@ def run(
     drafter: Drafter,
     mask_for: Callable[[Admit], TokenMask | None] = lambda _: None,
     beside: np.ndarray | None = None,
+    first_seed: int = 0,
 ) -> dict[str, Text]:
-    """Decode all sequences together; chunks of the prompt `beside` are computed in the same steps."""
+    """Decode all sequences together, each with the next seed; chunks of the prompt `beside` are computed in the same steps."""
     engine = Engine(model, mask_for=mask_for)
     texts: dict[str, Text] = {}
     for name, ids in prompts.items():
-        texts[name] = Text(admit(name, ids, samplings[name], seed=len(texts), reserved_tokens=len(ids) + 40))
-        take(engine.start(name, ids, samplings[name], seed=len(texts) - 1), texts)
+        seed = first_seed + len(texts)
+        texts[name] = Text(admit(name, ids, samplings[name], seed=seed, reserved_tokens=len(ids) + 40))
+        take(engine.start(name, ids, samplings[name], seed=seed), texts)
     computed = 0
     while going := {name: one for name, one in texts.items() if not one.has_ended}:
         entries = []
@@ -159,6 +161,22 @@ def test_texts_are_those_of_steps_without_drafts(
     plain = run(model, prompts, samplings, nothing, mask_for)
     found = run(model, prompts, samplings, partly_right(plain, seed), mask_for, beside)
     assert_same(found, plain)
+
+
+@pytest.mark.long
+def test_a_thousand_seeds_give_the_same_texts_with_drafts_and_without(model: Transformer) -> None:
+    """The prompt and the sampling parameters are the same for all, so only the seeds make the texts differ."""
+    sampling = Sampling(temperature=1.0, top_p=0.95, ignore_eos=True)
+    different: set[tuple[int, ...]] = set()
+    for first_seed in range(0, 1000, 10):
+        prompts = {f"s{number}": random_ids(24, 1) for number in range(10)}
+        samplings = dict.fromkeys(prompts, sampling)
+        plain = run(model, prompts, samplings, nothing, first_seed=first_seed)
+        found = run(model, prompts, samplings, partly_right(plain, first_seed), first_seed=first_seed)
+        assert_same(found, plain)
+        assert sum(one.steps for one in found.values()) < sum(one.steps for one in plain.values())
+        different |= {tuple(one.tokens) for one in plain.values()}
+    assert len(different) > 990
 
 
 def test_right_drafts_save_steps_and_wrong_ones_cost_none(model: Transformer) -> None:

@@ -468,8 +468,15 @@ def _kv_files_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
     if disk.host_path is not None:
         return [{"name": "kv-files", "hostPath": {"path": disk.host_path, "type": "Directory"}}]
     # The kubelet evicts a pod that exceeds the limit, and ranks never exceed their sizes by more than the spare bytes.
-    size_bytes = spec.parallelism.tensor * (spec.kv_cache.disk_bytes + _SPARE_DISK_BYTES)
-    return [{"name": "kv-files", "emptyDir": {"sizeLimit": str(size_bytes)}}]
+    return [{"name": "kv-files", "emptyDir": {"sizeLimit": str(_ephemeral_bytes(spec))}}]
+
+
+def _ephemeral_bytes(spec: MedhaReplicaSpec) -> int:
+    """Return what the disk tiers of a pod's ranks take of the node's ephemeral storage: 0 on a volume of their own."""
+    disk = spec.kv_cache.disk
+    if disk is None or disk.claim_name is not None or disk.host_path is not None:
+        return 0
+    return spec.parallelism.tensor * (spec.kv_cache.disk_bytes + _SPARE_DISK_BYTES)
 
 
 def _in_cache(source: HuggingFaceSource) -> str:
@@ -535,13 +542,15 @@ def _resources(spec: MedhaReplicaSpec, *, with_devices: bool = True) -> Manifest
     if with_devices and wanted.accelerator != NO_ACCELERATOR:
         devices[wanted.accelerator] = str(spec.parallelism.tensor)
     limits, requests = dict(wanted.limits) | devices, dict(wanted.requests) | devices
-    host_bytes = spec.parallelism.tensor * spec.kv_cache.host_bytes if with_devices else 0
-    if host_bytes:
-        requests["memory"] = str(
-            quantity_bytes(requests.get("memory", limits.get("memory", "0"))) + host_bytes
-        )
-        if "memory" in limits:
-            limits["memory"] = str(quantity_bytes(limits["memory"]) + host_bytes)
+    tiers = {
+        "memory": spec.parallelism.tensor * spec.kv_cache.host_bytes,
+        "ephemeral-storage": _ephemeral_bytes(spec),
+    }
+    for name, tier_bytes in tiers.items() if with_devices else ():
+        if tier_bytes:
+            requests[name] = str(quantity_bytes(requests.get(name, limits.get(name, "0"))) + tier_bytes)
+            if name in limits:
+                limits[name] = str(quantity_bytes(limits[name]) + tier_bytes)
     return {name: entry for name, entry in (("limits", limits), ("requests", requests)) if entry}
 
 
