@@ -33,9 +33,9 @@ class ThoughtPlan:
 
     form: str
     begins: Phase
-    """Where the output begins; of no meaning in channels."""
+    """Place of the output's first character; of no meaning in channels."""
     place: Place
-    """Where a client finds the thoughts: in fields of their own, nowhere, or as the model writes them in the content."""
+    """Place of the thoughts in an answer: in fields of their own, nowhere, or as the model writes them in the content."""
 
     @property
     def reader(self) -> ThoughtReader | None:

@@ -9,11 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from medha.declared import DeclaredModel, to_text
-from medha_router.tokenizer_bundle import Bundle
+from medha.declared import DeclaredModel
 
-from .conftest import Script, ScriptedReplica, say, start_router, stop_router, wait_for
-from .test_tools import CHAT, QUESTION, RESPONSES, STRICT, TOOL, Serving, files_of, spelled
+from .conftest import Script, ScriptedReplica, say, wait_for
+from .test_tools import CHAT, QUESTION, RESPONSES, STRICT, TOOL, Serving, files_of, serving_models, spelled
 from .test_tools_in_channels import CALLED, FILES, PREAMBLE, THOUGHT
 
 TURNS = (
@@ -58,24 +57,11 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    models = tmp_path_factory.mktemp("models")
     declared = [
         DeclaredModel(name=name, replicas=1, reasoning_format="none") for name in ("none", "none-harmony")
     ]
-    (models / "installation.json").write_text(to_text(declared))
-    router = start_router(tmp_path_factory.mktemp("router"), models_directory=str(models))
-    replicas = {
-        name: ScriptedReplica(router, files, name=f"r-{name}", fields={"model": name})
-        for name, files in MODELS.items()
-    }
-    wait_for(
-        lambda: {one["id"] for one in router.http.get("/v1/models").json()["data"]} == MODELS.keys(),
-        "a model is missing",
-    )
-    yield Serving(router, replicas, {name: Bundle(files) for name, files in MODELS.items()})
-    for replica in replicas.values():
-        replica.stop()
-    assert stop_router(router) == 0
+    with serving_models(tmp_path_factory, MODELS, declared) as running:
+        yield running
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,26 +110,36 @@ LACKS = {"no-end": {"ends_texts": False}, "before": {"follows_grammars": False}}
 """The abilities that replicas of a model announce as missing."""
 
 
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    models = tmp_path_factory.mktemp("models")
-    declared = DeclaredModel(name="declared", replicas=1, tool_call_format="llama3_json")
-    (models / "installation.json").write_text(to_text([declared]))
-    router = start_router(
-        tmp_path_factory.mktemp("router"), large_body_bytes=200_000, models_directory=str(models)
-    )
+@contextmanager
+def serving_models(
+    paths: pytest.TempPathFactory,
+    files_of_models: Mapping[str, dict[str, bytes]],
+    declared: Sequence[DeclaredModel],
+    **settings: Any,
+) -> Iterator[Serving]:
+    """Run a router and a scripted replica for each model; `settings` are the router's."""
+    models = paths.mktemp("models")
+    (models / "installation.json").write_text(to_text(declared))
+    router = start_router(paths.mktemp("router"), models_directory=str(models), **settings)
     replicas = {
         name: ScriptedReplica(router, files, name=f"r-{name}", fields={"model": name, **LACKS.get(name, {})})
-        for name, files in FILES.items()
+        for name, files in files_of_models.items()
     }
     wait_for(
-        lambda: {one["id"] for one in router.http.get("/v1/models").json()["data"]} == FILES.keys(),
+        lambda: {one["id"] for one in router.http.get("/v1/models").json()["data"]} == files_of_models.keys(),
         "a model is missing",
     )
-    yield Serving(router, replicas, {name: Bundle(files) for name, files in FILES.items()})
+    yield Serving(router, replicas, {name: Bundle(files) for name, files in files_of_models.items()})
     for replica in replicas.values():
         replica.stop()
     assert stop_router(router) == 0
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    declared = [DeclaredModel(name="declared", replicas=1, tool_call_format="llama3_json")]
+    with serving_models(tmp_path_factory, FILES, declared, large_body_bytes=200_000) as running:
+        yield running
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class WriteBlocks:
 
 @dataclass(frozen=True, slots=True)
 class DiskWork:
-    """What a step asks of a rank's disk tier, in this order.
+    """Work for a rank's disk tier that comes with a step, in this order.
 
     Blocks of `drops` may be written again by the step's copies, so nothing of them may reach a file from then on. The rest
     comes behind the copies.

@@ -418,7 +418,7 @@ class DiskFile:
 
 @dataclass(frozen=True, slots=True)
 class DiskWrite:
-    """As many blocks as `file` has hashes, from block `first` of an extent in the host tier on, are written to a file."""
+    """Write blocks of an extent in the host tier to a file: as many as `file` has hashes, from block `first` on."""
 
     file: DiskFile
     extent: int
