@@ -44,8 +44,8 @@ def command() -> None:
     "--quantisation",
     default="none",
     show_default=True,
-    help="Format of the linears, those of experts included: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, fp8-kv, awq, "
-    "gptq or gptq-desc-act; of a gpt_oss: mxfp4.",
+    help="Format of the linears, those of experts included: none, w8a8, w4a16, w4a16-asym, fp8, fp8-tensor, fp8-block, fp8-block-ue8m0, fp8-kv, "
+    "awq, gptq or gptq-desc-act; of a gpt_oss: mxfp4.",
 )
 @click.option(
     "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."

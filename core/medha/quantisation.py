@@ -36,11 +36,13 @@ class ActivationFormat:
         kind: Numbers that activations are rounded to: integers of 8 bits, or FP8 (E4M3).
         is_static: True if the checkpoint stores one scale, `input_scale`; else each row has its own.
         group_size: Neighbouring values of a row that share a scale; None if the whole row does.
+        has_power_scales: True if scales are rounded up to powers of two (UE8M0).
     """
 
     kind: Literal["int8", "float8"]
     is_static: bool = False
     group_size: int | None = None
+    has_power_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class WeightFormat:
         scale_bytes: Bytes of a scale as writers store it; None if it has the type of unquantised values.
         has_group_index: True if a tensor says which group each column belongs to.
         zero_point_offset: Number that is added to stored zero points, modulo 2^bits.
+        scale_formats: safetensors' names of the number formats in which scales may be stored.
         activations: Rounding of activations; None leaves them as they are.
     """
 
@@ -71,6 +74,7 @@ class WeightFormat:
     block_rows: int | None = 1
     scale_name: str = "weight_scale"
     scale_bytes: int | None = None
+    scale_formats: frozenset[str] = _FLOATS
     has_group_index: bool = False
     zero_point_offset: int = 0
     activations: ActivationFormat | None = None
@@ -124,7 +128,7 @@ class WeightFormat:
         of_tensor = self.block_rows is None
         blocks = 1 if self.block_rows is None else -(-rows // self.block_rows)
         scales = ((1,), (), (1, 1)) if of_tensor else ((blocks, groups),)
-        found[self.scale_name] = StoredTensor(scales)
+        found[self.scale_name] = StoredTensor(scales, self.scale_formats)
         if self.has_zero_points and self.layout == "packed":
             found["weight_zero_point"] = StoredTensor(((-(-rows // words), groups),), integers)
         elif self.has_zero_points:
@@ -451,7 +455,7 @@ def _activations(group: _Settings) -> ActivationFormat | None:
 def _fine_grained_fp8(fields: _Settings) -> Quantisation:
     fields.choice("fmt", "e4m3")
     fields.choice("activation_scheme", "dynamic")
-    fields.choice("scale_fmt", None, "float")
+    has_powers = fields.choice("scale_fmt", None, "float", "ue8m0") == "ue8m0"
     if fields.get("weight_block_size") is None:
         raise fields.unsupported("weight_block_size", "weight_block_size [128, 128]")
     rows, columns = fields.pair("weight_block_size")
@@ -462,7 +466,8 @@ def _fine_grained_fp8(fields: _Settings) -> Quantisation:
         block_rows=rows,
         scale_name="weight_scale_inv",
         scale_bytes=4,
-        activations=ActivationFormat("float8", group_size=columns),
+        scale_formats=_FLOATS | {"F8_E8M0"} if has_powers else _FLOATS,
+        activations=ActivationFormat("float8", group_size=columns, has_power_scales=has_powers),
     )
     return _of_every_layer("fp8", form, fields)
 

@@ -207,7 +207,7 @@ def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
         (DEEPSEEK, "weight_block_size", None, ModelUnsupported, "weight_block_size is None"),
         (DEEPSEEK, "activation_scheme", "static", ModelUnsupported, "activation_scheme is 'static'"),
         (DEEPSEEK, "fmt", "e5m2", ModelUnsupported, "fmt is 'e5m2'"),
-        (DEEPSEEK, "scale_fmt", "ue8m0", ModelUnsupported, "scale_fmt is 'ue8m0'"),
+        (DEEPSEEK, "scale_fmt", "ue4m3", ModelUnsupported, "scale_fmt is 'ue4m3'"),
         (AWQ, "bits", 3, ModelUnsupported, "bits is 3"),
         (AWQ, "version", "gemv", ModelUnsupported, "version is 'gemv'"),
         (AWQ, "zero_point", False, ModelUnsupported, "zero_point is False"),

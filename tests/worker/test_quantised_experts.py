@@ -40,6 +40,7 @@ MADE = (
     ("qwen3_moe", "w8a8"),
     ("deepseek_v2", "awq"),
     ("deepseek_v3", "fp8-block"),
+    ("deepseek_v3", "fp8-block-ue8m0"),
     ("deepseek_v3", "fp8"),
 )
 Checkpoint = Callable[[str, str], Path]
@@ -98,7 +99,9 @@ def numbers_of(weight: QuantisedWeight) -> torch.Tensor:
     return torch.cat([part.numbers(slice(0, part.rows), torch.float32) for part in weight.parts])
 
 
-@pytest.mark.parametrize(("architecture", "quantisation"), [one for one in MADE if one[1] != "fp8-block"])
+@pytest.mark.parametrize(
+    ("architecture", "quantisation"), [one for one in MADE if not one[1].startswith("fp8-block")]
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_slices_of_all_ranks_together_are_the_whole_experts(
     checkpoint: Checkpoint, architecture: str, quantisation: str, size: int
@@ -196,6 +199,23 @@ def test_an_expert_that_is_ignored_is_read_as_numbers(checkpoint: Checkpoint, tm
     assert torch.equal(parts[3].values, tensors[f"{layer}.weight"])
     held = sum(tensor.untyped_storage().nbytes() for one in weights.layers for tensor in matrices_of(one))
     assert held + 2 * 512 * 128 * 4 == config.weights_bytes(4)
+
+
+def test_scales_that_are_stored_as_powers_are_those_numbers(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = checkpoint("deepseek_v3", "fp8-block-ue8m0")
+    directory = Path(shutil.copytree(source, tmp_path / "model"))
+    path = directory / "model.safetensors"
+    tensors, name = load_file(path), "model.layers.1.mlp.experts.5.down_proj.weight_scale_inv"
+    scales = {one: scale for one, scale in tensors.items() if one.endswith("weight_scale_inv")}
+    assert all(bool((torch.frexp(scale).mantissa == 0.5).all()) for scale in scales.values())
+    save_file(tensors | {one: scale.to(torch.float8_e8m0fnu) for one, scale in scales.items()}, path)
+    wanted, found = load(source).layers[1], load(directory).layers[1]
+    for ours, theirs in zip(matrices_of(found), matrices_of(wanted), strict=True):
+        assert torch.equal(ours.float(), theirs.float())
+    damaged = torch.full_like(scales[name], float("nan")).to(torch.float8_e8m0fnu)
+    save_file(tensors | {name: damaged}, path)
+    with pytest.raises(CheckpointInvalid, match=rf"tensor {name} holds NaN; fetch the checkpoint again"):
+        load(directory)
 
 
 EXPERT = "model.layers.1.mlp.experts.5.down_proj"

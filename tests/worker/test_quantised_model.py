@@ -16,10 +16,18 @@ from .quantised_models import quantise_checkpoint, with_sizes
 from .test_model_transformer import Pair, largest_error, random_tokens, run_chunks, save_reference
 
 # An activation that lies between two steps may be rounded to the other one, which the last bit of a sum decides.
-TOLERANCES = {"w8a8": 0.1, "fp8": 0.3, "fp8-tensor": 0.3, "fp8-block": 0.3, "fp8-kv": 0.3}
+TOLERANCES = {
+    "w8a8": 0.1,
+    "fp8": 0.3,
+    "fp8-tensor": 0.3,
+    "fp8-block": 0.3,
+    "fp8-block-ue8m0": 0.3,
+    "fp8-kv": 0.3,
+}
 WEIGHT_ONLY = 1e-4
 EXPERTS = (
     "fp8-block deepseek_v3",
+    "fp8-block-ue8m0 deepseek_v3",
     "fp8-block deepseek_v2",
     "fp8-block qwen3_moe",
     "fp8-block mixtral",

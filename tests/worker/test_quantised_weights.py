@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from threading import Barrier, Thread
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
-from medha.quantisation import decode
+from medha.quantisation import ActivationFormat, decode
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, pack, round_weight
 from medha_worker.device import host_device
@@ -225,6 +226,18 @@ def test_parts_of_the_inputs_sum_up_to_the_product_of_whole_rows(name: str) -> N
     for rank in ranks:
         rank.join()
     assert float((found[0] + found[1] - entering @ numbers.t()).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_power_scale_is_the_least_by_which_no_activation_is_too_large(dtype: torch.dtype) -> None:
+    form = ActivationFormat("float8", group_size=1, has_power_scales=True)
+    sizes = torch.tensor([0.0, 448.0, 449.0, 447.0, 896.0, 2.0**-20, 3e-6, 1000.0]).to(dtype)
+    for x in (sizes, -sizes):
+        found = rounded(x[None], form, None, None)[0].double()
+        for size, got in zip(x.double().tolist(), found.tolist(), strict=True):
+            power = 2.0 ** math.ceil(math.log2(abs(size) / 448)) if size else 1.0
+            step = torch.tensor(size / power).to(torch.float8_e4m3fn).double() * power
+            assert got == float(step.to(dtype))
 
 
 def test_no_rows_of_activations_are_rounded_to_none() -> None:

@@ -59,6 +59,13 @@ QUANTISATIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
         },
+        "fp8-block-ue8m0": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "scale_fmt": "ue8m0",
+        },
         "fp8": _compressed(
             "float-quantized", _numbers("float", 8, "channel"), _numbers("float", 8, "token", dynamic=True)
         ),
@@ -192,7 +199,10 @@ def round_weight(weight: torch.Tensor, form: WeightFormat, seed: int = 0) -> Rou
         scale = _usable((largest - least) / (2**form.bits - 1), scale_dtype)
         zero = (-least / scale.float()).round().clamp(form.zero_point_offset, 2**form.bits - 1)
     else:
-        scale = _usable(tiles.abs().amax((1, 3)) / most, scale_dtype)
+        scale = tiles.abs().amax((1, 3)) / most
+        if form.activations is not None and form.activations.has_power_scales:
+            scale = torch.exp2(torch.log2(scale).ceil())
+        scale = _usable(scale, scale_dtype)
     steps = tiles / scale.float()[:, None, :, None]
     if form.is_float:
         steps = steps.clamp(-most, most)

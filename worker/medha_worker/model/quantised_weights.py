@@ -349,7 +349,7 @@ def rounded(
     """Return activations, [rows, columns], rounded to a quantised format, as numbers of their own type.
 
     The arithmetic is that of compressed-tensors: a dynamic scale is the largest size divided by 127.5 for integers, and by
-    448 for FP8; a scale of zero becomes the type's epsilon.
+    448 for FP8; a scale of zero becomes the type's epsilon. Power scales are DeepSeek-V3.1's: the next power of two, in float32.
 
     Args:
         x: The activations.
@@ -365,7 +365,8 @@ def rounded(
         padding = -columns % form.group_size
         groups = (columns + padding) // form.group_size
         x = (F.pad(x, (0, padding)) if padding else x).reshape(x.shape[0], groups, form.group_size)
-        scale = _scale(x.abs().amax(dim=-1, keepdim=True), most)
+        sizes = x.abs().amax(dim=-1, keepdim=True)
+        scale = _power_scale(sizes, most) if form.has_power_scales else _scale(sizes, most)
     else:
         assert largest is not None, "a row's scale is of the whole row"
         scale = _scale(largest, most)
@@ -382,3 +383,10 @@ def _nearest(steps: torch.Tensor, form: ActivationFormat) -> torch.Tensor:
 def _scale(largest: torch.Tensor, most: float) -> torch.Tensor:
     scale = largest / most
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+
+
+def _power_scale(largest: torch.Tensor, most: float) -> torch.Tensor:
+    """Return the least powers of two, float32, by which no size exceeds `most`."""
+    scale = _scale(largest.float(), most)
+    mantissa, exponent = torch.frexp(scale)  # a mantissa is in [0.5, 1)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())

@@ -61,6 +61,12 @@ def read_rows(
         blocks = _covering(part.rows, form.block_rows or part.rows_of_all)
         block_start = part.rows.start - blocks.start * (form.block_rows or part.rows_of_all)
         scale, zero = read(form.scale_name), None
+        if scale.dtype == torch.float8_e8m0fnu:
+            scale = scale.float()
+            if bool(scale.isnan().any()):
+                raise CheckpointInvalid(
+                    f"tensor {part.layer}.{form.scale_name} holds NaN; fetch the checkpoint again"
+                )
         scale = scale.reshape(1, 1) if form.block_rows is None else scale[blocks, groups]
         offset = 2 ** (form.bits - 1) if form.layout == "packed" else 0
         if form.has_zero_points and form.layout == "packed":

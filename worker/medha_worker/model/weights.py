@@ -548,7 +548,17 @@ class _Reader:
             )
 
 
-_FORMAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
+_FORMAT_BYTES = {
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I8": 1,
+    "U8": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+}
 """Bytes of a value, by safetensors' names of number formats."""
 
 _FORMAT_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
