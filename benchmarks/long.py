@@ -10,8 +10,8 @@ is not run again until a file that it reads has changed. If such a file has unco
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 import subprocess
 import sys
 import time
@@ -57,6 +57,7 @@ ANYTHING = (
     "benchmarks/*.py", "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md", "examples", "operator", "papers",
     "release", "router", "sim", "tests/cluster", "worker",
 )  # fmt: skip
+_IMPORT = re.compile(r"^ *(from \S+ import (?:\([^)]*\)|.*))", re.MULTILINE)
 
 
 def main() -> int:
@@ -142,14 +143,17 @@ def read_by(test: str) -> list[str]:
 
 def _named(tests: set[Path]) -> set[Path]:
     """Return the files of `tests`, the tests from which they import, and so on."""
-    found = set(tests)
-    for test in tests:
-        for node in ast.walk(ast.parse(test.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                names = [*(node.module or "").split("."), *(one.name for one in node.names)]
-                beside = (test.with_name(f"{name}.py") for name in names if name.startswith("test_"))
-                found |= {path for path in beside if path.exists()}
-    return tests if found == tests else _named(found)
+    found = new = set(tests)
+    while new:
+        named = {
+            test.with_name(f"{name}.py")
+            for test in new
+            for statement in _IMPORT.findall(test.read_text())
+            for name in re.findall(r"\btest_\w+", statement)
+        }
+        new = {path for path in named - found if path.exists()}
+        found = found | new
+    return found
 
 
 def _git(*argv: str) -> str:

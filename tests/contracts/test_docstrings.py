@@ -18,9 +18,17 @@ HEADLESS = re.compile(
 )
 
 
+def definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """A module and all statements in it. Expressions hold no docstrings, and they are most of a tree."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from definitions(child)
+
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every docstring of a file, those below attributes and constants included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for line in node.body:
                 if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 
@@ -99,6 +100,7 @@ class _Sequence:
     next_position: int
     length: int
     outputs: tuple[int, ...] = ()
+    keys: list[int] = field(default_factory=list)  # of its ids, where prompts begin alike
     followed: int = 0  # tokens that a draft model has computed
 
 
@@ -154,7 +156,9 @@ class FakeReplica:
         self._submits: dict[str, Submit] = {}
         self._prompts: set[str] = set()
         self._cancelled: set[str] = set()
-        self._content: dict[tuple[int, int], object] = {}  # (block, offset) -> whose KV of which position
+        self._content = np.full((self.config.kv_blocks, self.config.block_size_tokens), -1)
+        """Whose KV of which position each place of each block holds: a number of `_keys`."""
+        self._numbers: dict[object, int] = {}
 
     # --- events -------------------------------------------------------------------------------------
 
@@ -324,9 +328,8 @@ class FakeReplica:
         copies = self._lane.admit(admit)
         assert copies is not None
         for copy in copies:
-            for offset in range(self.config.block_size_tokens):
-                if (copy.source, offset) in self._content:
-                    self._content[copy.target, offset] = self._content[copy.source, offset]
+            held = self._content[copy.source] >= 0
+            self._content[copy.target, held] = self._content[copy.source, held]
         there = admit.shared_tokens or admit.cached_tokens
         assert there < admit.tokens, "the last token is computed again"
         self._sequences[admit.id] = _Sequence(admit, there, admit.tokens)
@@ -349,13 +352,12 @@ class FakeReplica:
             assert sequence.admit.sampling.grammar in self.compiled, f"the grammar of {id_} is not compiled"
         if start >= sequence.admit.tokens and self.config.topology.stream > 1:
             assert id_ not in busy, f"{id_}: two decode tokens in flight"
-        table, size = self.ledger.table(id_).tolist(), self.config.block_size_tokens
-        for position in range(start, start + count):
-            key = self._key(sequence, position) if position < end else ("guess", id_)
-            self._content[table[position // size], position % size] = key
-        for position in range(end if self.takes is None else 0):  # with `takes`, many tokens are decoded
-            found = self._content[table[position // size], position % size]
-            assert found == self._key(sequence, position), f"{id_}: position {position} holds {found}"
+        keys, guesses = self._keys(sequence, end), np.full(drafted, self._number(("guess", id_)))
+        self._write(id_, start, np.concatenate((keys[start:], guesses)))
+        if self.takes is None:  # with `takes`, many tokens are decoded
+            blocks = self.ledger.table(id_)[: -(-end // self.config.block_size_tokens)]
+            wrong = np.flatnonzero(self._content[blocks].reshape(-1)[:end] != keys)
+            assert wrong.size == 0, f"{id_}: positions {wrong} hold KV of others"
         sequence.next_position = end
         if samples:
             sequence.length += 1
@@ -378,19 +380,31 @@ class FakeReplica:
         """Know that the next `count` guesses were right."""
         if sequence.followed == sequence.next_position:
             sequence.followed += count
-        table, size = self.ledger.table(sequence.admit.id).tolist(), self.config.block_size_tokens
-        for _ in range(count):
-            position = sequence.next_position
-            sequence.next_position += 1
-            sequence.length += 1
-            sequence.outputs += (sequence.length,)
-            self._content[table[position // size], position % size] = self._key(sequence, position)
+        start = sequence.next_position
+        sequence.outputs += tuple(range(sequence.length + 1, sequence.length + count + 1))
+        sequence.next_position += count
+        sequence.length += count
+        self._write(sequence.admit.id, start, self._keys(sequence, sequence.next_position)[start:])
 
-    def _key(self, sequence: _Sequence, position: int) -> object:
-        prompt = sequence.admit.prompt
-        if prompt in self.prompt_ids:
-            return (*self.prompt_ids[prompt], *sequence.outputs)[: position + 1]
-        return (prompt if position < sequence.admit.tokens else sequence.admit.id, position)
+    def _write(self, id_: str, start: int, keys: npt.NDArray[np.int64]) -> None:
+        """Let the positions of a sequence from `start` on hold these."""
+        positions, size = np.arange(start, start + len(keys)), self.config.block_size_tokens
+        self._content[self.ledger.table(id_)[positions // size], positions % size] = keys
+
+    def _keys(self, sequence: _Sequence, end: int) -> npt.NDArray[np.int64]:
+        """Return a number for the KV of each position before `end`: [end]. Equal KV alone has equal numbers."""
+        prompt, keys = sequence.admit.prompt, sequence.keys
+        if prompt not in self.prompt_ids:
+            positions, of_prompt = np.arange(end), self._number(prompt)
+            whose = np.where(positions < sequence.admit.tokens, of_prompt, self._number(sequence.admit.id))
+            return whose << 32 | positions
+        for token in (*self.prompt_ids[prompt], *sequence.outputs)[len(keys) : end]:
+            keys.append(self._number((keys[-1] if keys else None, token)))  # all ids up to here
+        return np.array(keys[:end], dtype=np.int64)
+
+    def _number(self, key: object) -> int:
+        """Return the number of a key, from 1 on, which no other key has."""
+        return self._numbers.setdefault(key, len(self._numbers) + 1)
 
     def _done(self, step: Step) -> Done:
         samples, failures, hashes, drafts = [], [], [], []
