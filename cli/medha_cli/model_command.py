@@ -48,6 +48,13 @@ def command() -> None:
     "awq, gptq or gptq-desc-act; of a gpt_oss: mxfp4.",
 )
 @click.option(
+    "--mtp-layers",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Layers of a deepseek_v3 that predict further tokens; the others are the same with and without them.",
+)
+@click.option(
     "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."
 )
 @click.option("--force", is_flag=True, help="Replace an earlier checkpoint of this kind.")
@@ -58,6 +65,7 @@ def init(
     dtype: str,
     window: int | None,
     quantisation: str,
+    mtp_layers: int,
     seed: int,
     force: bool,
 ) -> None:
@@ -75,6 +83,7 @@ def init(
       medha model init /tmp/window --architecture mistral --window 1024
       medha model init /tmp/w4a16 --quantisation w4a16
       medha model init /tmp/deepseek --architecture deepseek_v3 --quantisation fp8-block
+      medha model init /tmp/mtp --architecture deepseek_v3 --mtp-layers 1
       medha model init /tmp/gpt-oss --architecture gpt_oss --quantisation mxfp4
     """
     from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds
@@ -87,10 +96,12 @@ def init(
         dtype=dtype,
         window_tokens=window,
         quantisation=quantisation,
+        mtp_layers=mtp_layers,
         force=force,
     )
     sliding = "" if window is None else f", window of {window} tokens"
     quantised = "" if quantisation == "none" else f", quantised as {quantisation}"
+    further = "" if mtp_layers == 0 else f", MTP layers {mtp_layers}"
     click.echo(
-        f"{directory}: a {preset} {architecture} checkpoint in {dtype}{quantised}, seed {seed}{sliding}"
+        f"{directory}: a {preset} {architecture} checkpoint in {dtype}{quantised}, seed {seed}{sliding}{further}"
     )

@@ -45,7 +45,7 @@ def start_table(
     spec, shape, ranks = replica.spec, replica.spec.parallelism, readiness.ranks
     pool_tokens = min(rank.kv_blocks * rank.block_size_tokens for rank in ranks)
     context_tokens = min(rank.max_model_len for rank in ranks)
-    draft = spec.scheduling.speculation.draft_model
+    draft, head = spec.scheduling.speculation.draft_model, spec.scheduling.speculation.prediction_head
     table = Table(title=f"{replica.metadata.name} is ready", title_justify="left", show_header=False)
     table.add_column("what", style="bold")
     table.add_column("value")
@@ -53,6 +53,7 @@ def start_table(
         ("URL", url),
         ("Model", f"{spec.model.name} ({spec.model.source.path})"),
         *([] if draft is None else [("Draft model", f"{draft.path}")]),
+        *([] if head is None else [("Prediction head", head.kind)]),
         (
             "Shape",
             f"tensor {shape.tensor} x stream {shape.stream} x kv {shape.kv} on {_devices(ranks)}",

@@ -367,6 +367,9 @@ class FakeReplica:
     def _draft(self, entry: StepEntry) -> None:
         """Let a draft model compute what an entry asks for; it draws guesses behind tokens that it has computed."""
         sequence, start = self._sequences[entry.id], entry.extents[0].start
+        if self.config.scheduling.speculation.method == "predictionHead":
+            assert entry.follows == 0, "a head computes tokens with the steps that compute them"
+            return
         sequence.followed += entry.follows
         assert sequence.followed <= start, f"{entry.id}: {sequence.followed} tokens are followed of {start}"
         if entry.draws:

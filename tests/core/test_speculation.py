@@ -23,6 +23,10 @@ DRAWS = {
     "speculation": {"method": "draftModel", "draft_model": {"path": "draft"}, "max_draft_tokens": 4},
     "draft_costs": DraftCosts(0.0005, 1e-5, 1e-6),
 }
+HEAD = {
+    "speculation": {"method": "predictionHead", "prediction_head": {"kind": "mtp"}, "max_draft_tokens": 4},
+    "draft_costs": DraftCosts(0.0005, 1e-5),
+}
 READS_WEIGHTS = StepProfile(0.01, 1e-6, 1e-9, 1e-6)
 """A device whose steps take as long with few tokens as with one."""
 COMPUTES = StepProfile(1e-6, 0.001, 1e-9, 1e-6)
@@ -48,7 +52,7 @@ def drawn(replica: Any) -> list[int]:
     seed=st.integers(0, 100_000),
     guesses=st.integers(1, 9),
     chance=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    speculates=st.sampled_from([SPECULATES, DRAWS]),
+    speculates=st.sampled_from([SPECULATES, DRAWS, HEAD]),
 )
 @example(seed=3, guesses=5, chance=0.9, speculates=SPECULATES)
 @example(seed=3, guesses=5, chance=0.9, speculates=DRAWS)
@@ -326,6 +330,33 @@ def test_steps_without_guesses_are_on_the_wire_as_before(replica_of: Any, submit
     assert SpeculationSpec().method == "none"
 
 
+# --- guesses of a prediction head -----------------------------------------------------------------------
+
+
+def test_a_head_draws_behind_long_prompts_and_short_outputs_at_once(replica_of: Any, submit_of: Any) -> None:
+    """It has computed the prompt, so nothing is to be followed first."""
+    replica = replica_of(profile=READS_WEIGHTS, guess_chance=1.0, random=Random(1), kv_blocks=20_000, **HEAD)
+    replica.submit(submit_of("a", 1000, 20))
+    replica.run().check_empty()
+    assert replica.emitted["a"] == list(range(1001, 1021))
+    assert sum(followed(replica)) == 0
+    decodes = [entry.draws for step in replica.steps for entry in step.entries if entry.samples]
+    assert decodes[1] > 0, "with the first decode"
+    assert max(decodes) == 4
+
+
+def test_a_head_is_asked_less_the_more_it_errs(replica_of: Any, submit_of: Any) -> None:
+    def asked(chance: float) -> int:
+        replica = replica_of(
+            profile=READS_WEIGHTS, guess_chance=chance, random=Random(1), kv_blocks=400, **HEAD
+        )
+        replica.submit(submit_of("a", 8, 200))
+        replica.run().check_empty()
+        return sum(drawn(replica))
+
+    assert asked(0.0) < 20 < asked(0.5) < asked(1.0)
+
+
 # --- what a draft model costs, on a device whose times the controller does not know -----------------------
 
 
@@ -402,6 +433,21 @@ def test_a_draft_model_never_costs_more_than_it_gains(
     assert second >= 0.95
     if name == "small draft" and chance == 1.0:
         assert second > 1.3
+
+
+@pytest.mark.parametrize("streams", [1, 32])
+def test_a_draft_model_that_pays_only_if_it_is_mostly_right_is_found_in_the_first_text(
+    replica_of: Any, submit_of: Any, streams: int
+) -> None:
+    """A guess takes half a step, so guesses with a chance of 0.5, as that of all sequences is at first, do not pay."""
+    device = Device(row=1e-3 / streams, round=0.005)
+    both = {"streams": streams, "chance": 1.0, "tokens": 150}
+    _, plain_seconds = served_on(device, replica_of, submit_of, **both)
+    found, seconds = served_on(device, replica_of, submit_of, **both, **device.draws)
+    first, second = (a / b for a, b in zip(plain_seconds, seconds, strict=True))
+    assert first > 1.15
+    assert second > 1.3
+    assert max(drawn(found)) == 4
 
 
 def test_the_draft_model_does_nothing_where_it_does_not_pay(replica_of: Any, submit_of: Any) -> None:

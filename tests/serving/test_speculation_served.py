@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from medha_worker.checkpoints.presets import init_checkpoint
@@ -180,3 +181,87 @@ def test_a_rank_that_is_killed_comes_back_with_its_draft_model_and_streams_go_on
         assert served.interrupt() == 0
     finally:
         stop(served)
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a prediction head."""
+    directory = tmp_path_factory.mktemp("head") / "tiny"
+    init_checkpoint(directory, preset="tiny", seed=3, architecture="deepseek_v3", mtp_layers=1)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def without_its_head(with_head: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
+    """The answers of a replica that does not use the head, and a streamed chat."""
+    plain = small(with_head, tmp_path_factory.mktemp("plain"))
+    try:
+        return answers(plain), chat(plain)
+    finally:
+        stop(plain)
+
+
+def chat(served: Served) -> str:
+    """Stream a sampled chat through the client."""
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+        chunks = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Tell me of the river."}],
+            temperature=0.8,
+            seed=11,
+            max_tokens=120,
+            stream=True,
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "shape", [{}, pytest.param({"tensor": 2, "stream": 2}, marks=pytest.mark.long)], ids=["one rank", "grid"]
+)
+def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(
+    with_head: Path, without_its_head: tuple[list[Any], str], tmp_path: Path, shape: dict[str, int]
+) -> None:
+    """Also behind a rank that is killed, which reads its head again."""
+    expected, expected_chat = without_its_head
+    record = tmp_path / "record.jsonl"
+    speculation = {"method": "predictionHead", "predictionHead": {"kind": "mtp"}, "maxDraftTokens": 3}
+    served = small(
+        with_head,
+        tmp_path,
+        "--record",
+        str(record),
+        scheduling={"speculation": speculation},
+        parallelism=shape,
+    )
+    try:
+        assert_same(answers(served), expected)
+        assert chat(served) == expected_chat
+        assert counted(served, "medha_drafted_tokens") > 0, "the first guesses have time of their own"
+        log = "".join(served.lines)
+        assert re.search(r"Prediction head\s+mtp", log)
+        assert log.count("loading the prediction head") == 1, "on the rank that samples"
+        served.wait_idle()
+        ranks = [one for one in served.parts() if "medha_worker.rank" in one.cmdline()]
+        ranks[0].kill()
+        assert chat(served) == expected_chat
+        served.wait_idle()
+        assert served.interrupt() == 0
+    finally:
+        stop(served)
+    command = [sys.executable, "-m", "medha_cli.main", "replay", str(record)]
+    replayed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+def test_a_checkpoint_without_a_head_ends_the_start_with_the_field(checkpoint: Path, tmp_path: Path) -> None:
+    speculation = {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}
+    manifest = write_manifest(
+        tmp_path / "m.yaml", checkpoint, free_port(), scheduling={"speculation": speculation}
+    )
+    command = [sys.executable, "-m", "medha_cli.main", "up", str(manifest)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    told = " ".join((done.stdout + done.stderr).split())
+    assert "spec.scheduling.speculation.predictionHead.kind is mtp" in told
+    assert "choose a checkpoint with them" in told

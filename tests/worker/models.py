@@ -14,6 +14,7 @@ from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
@@ -44,6 +45,12 @@ def load_model(
         device=device,
         kernels=kernels or torch_kernels(device),
     )
+
+
+def load_head(directory: Path, config: ModelConfig) -> PredictionHead:
+    """Load the prediction head of a checkpoint on the CPU, in its own dtype and with plain torch."""
+    device = host_device(DTYPES[config.dtype])
+    return PredictionHead.read(directory, config.with_head(), device=device, kernels=torch_kernels(device))
 
 
 def run_step(

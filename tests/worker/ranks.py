@@ -32,12 +32,13 @@ from medha_worker.model.weights import Shard
 from medha_worker.rank.data_plane import NewPlane
 from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.executor import Executor
+from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.kv_parallel_plan import positions
 from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.mesh import Mesh
 from medha_worker.rank.plane_choice import choose_plane
 
-from .models import kernels_of_a_rank, load_model
+from .models import kernels_of_a_rank, load_head, load_model
 
 Result = TypeVar("Result")
 
@@ -83,8 +84,9 @@ class Ranks:
         determinism: Determinism = "bestEffort",
         kv_dtype: KvDtype = "auto",
         draft: Path | None = None,
+        has_head: bool = False,
     ) -> None:
-        """`draft` is the checkpoint of a draft model, for the rank that samples."""
+        """`draft` is the checkpoint of a draft model, for the rank that samples; `has_head` gives it the model's own head."""
         self.topology, self._new_plane, self._determinism = topology, new_plane, determinism
         self._config = config = ModelConfig.from_directory(directory, kv_dtype=kv_dtype)
         self._pool = ThreadPoolExecutor(topology.ranks, initializer=torch.set_num_threads, initargs=(1,))
@@ -104,6 +106,7 @@ class Ranks:
 
         self._models = self.on_all(load)
         self._draft = None if draft is None else load_model(draft, ModelConfig.from_directory(draft))
+        self._head = load_head(directory, config) if has_head else None
         self.drafts: list[tuple[str, tuple[int, ...]]] = []
         """Guesses of the draft model that ranks have reported in the last run."""
         self._grids: list[Mesh] = []
@@ -197,7 +200,15 @@ class Ranks:
             if self._determinism == "batchInvariant":
                 group = in_rank_order(group, self.topology.coordinates(rank).tensor, self.topology.tensor)
             model = (model.with_kernels(kernels) if kernels else model).in_grid(group, grid.plane)
-            recording, pool = Recording(model), model.new_kv_cache(kv_blocks, block_tokens, window_blocks)
+            samples_here = rank == grid.sampling_rank
+            head = self._head if samples_here else None
+            recording, pool = (
+                Recording(model),
+                model.new_kv_cache(kv_blocks, block_tokens, window_blocks, head),
+            )
+            drafter = self._drafter(kv_blocks, block_tokens) if samples_here else None
+            if head is not None:
+                drafter = HeadDrafter(head, pool.last_layer(), model.normed)
             host = [HostBlocks(pool, host_blocks)] if host_blocks else []
             files = None
             if disk is not None:
@@ -216,7 +227,7 @@ class Ranks:
                 clock=lambda: 0.0,
                 lane=grid.lane,
                 pipeline=grid if self.topology.ranks > 1 else None,
-                drafter=self._drafter(kv_blocks, block_tokens) if rank == grid.sampling_rank else None,
+                drafter=drafter,
                 host_blocks=host,
                 disk=files,
             )
@@ -261,7 +272,7 @@ class Ranks:
                 logits |= dict(zip(at, rows, strict=True))
         return samples, logits
 
-    def _drafter(self, kv_blocks: int, block_tokens: int) -> Drafter | None:
+    def _drafter(self, kv_blocks: int, block_tokens: int) -> Drafter | HeadDrafter | None:
         draft = self._draft
         if draft is None:
             return None

@@ -1,4 +1,4 @@
-"""A controller and a rank with a draft model, in one process: texts are those without it, and it saves steps."""
+"""A controller and a rank with a draft model or a prediction head, in one process: texts are those without it, and it saves steps."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ from medha.wire.messages import (
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.controller.lock_step import LockStep
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.executor import Executor
+from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.lane_plan import LanePlan
 
-from .models import load_model
+from .models import load_head, load_model
 from .test_executor import VOCAB, random_ids
+from .test_prediction_head import make_right
 
 BLOCKS, BLOCK_TOKENS = 80, 4
 READS_WEIGHTS = StepProfile(0.01, 1e-6, 1e-9, 1e-6)
@@ -60,15 +63,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Transformer]:
     return found
 
 
-def config_of(*, drafts: bool) -> ReplicaConfig:
-    speculation: dict[str, object] = {"method": "draftModel", "draftModel": {"path": "draft"}}
+DRAFT_MODEL: dict[str, object] = {"method": "draftModel", "draftModel": {"path": "draft"}}
+HEAD: dict[str, object] = {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}
+
+
+def config_of(speculation: dict[str, object]) -> ReplicaConfig:
     return ReplicaConfig(
         topology=Topology(),
         scheduling=SchedulingSpec(
             max_chunk_tokens=16,
             min_chunk_tokens=4,
             max_running=8,
-            speculation=SpeculationSpec.model_validate(speculation if drafts else {}),
+            speculation=SpeculationSpec.model_validate(speculation),
         ),
         service_classes={"default": ServiceClass(name="default", tpot_target_seconds=5)},
         default_class="default",
@@ -76,7 +82,7 @@ def config_of(*, drafts: bool) -> ReplicaConfig:
         block_size_tokens=BLOCK_TOKENS,
         kv_blocks=BLOCKS,
         long_threshold_tokens=1000,
-        draft_costs=DraftCosts(0.0005, 1e-5, 1e-6) if drafts else None,
+        draft_costs=DraftCosts(0.0005, 1e-5, 1e-6) if speculation else None,
     )
 
 
@@ -95,14 +101,19 @@ class Replica:
     accepted: int = 0
 
     def __post_init__(self) -> None:
-        self.config = config_of(drafts=self.draft is not None)
+        head = self.draft if isinstance(self.draft, PredictionHead) else None
+        drafts = DRAFT_MODEL if head is None else HEAD
+        self.config = config_of({} if self.draft is None else drafts)
         self.controller = ReplicaController(self.config, READS_WEIGHTS)
-        drafter = None
-        if self.draft is not None:
+        kv_cache = self.model.new_kv_cache(BLOCKS, BLOCK_TOKENS, head=head)
+        drafter: Drafter | HeadDrafter | None = None
+        if head is not None:
+            drafter = HeadDrafter(head, kv_cache.last_layer(), self.model.normed)
+        elif self.draft is not None:
             drafter = Drafter(self.draft, self.draft.new_kv_cache(BLOCKS, BLOCK_TOKENS), VOCAB)
         self.executor = Executor(
             self.model,
-            self.model.new_kv_cache(BLOCKS, BLOCK_TOKENS),
+            kv_cache,
             vocab_size=VOCAB,
             eos_token_ids=(1,),
             clock=lambda: 0.0,
@@ -202,3 +213,23 @@ def test_texts_are_the_same_and_a_record_replays(models: dict[str, Transformer])
             assert found.steps < 0.7 * plain.steps
         fresh = ReplicaController(found.config, READS_WEIGHTS)
         assert [fresh.handle(event, now) for now, event in found.log] == found.commands
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_right", [True, False], ids=["always right", "random"])
+def test_texts_with_a_head_are_the_same_and_a_record_replays(tmp_path: Path, *, is_right: bool) -> None:
+    directory = tmp_path / "tiny"
+    init_checkpoint(directory, preset="tiny", seed=2, architecture="deepseek_v3", mtp_layers=1)
+    if is_right:
+        make_right(directory)
+    config = ModelConfig.from_directory(directory, max_model_len=256)
+    model, head = load_model(directory, config), load_head(directory, config)
+    plain, found = served(model, None), served(model, head)
+    assert len(plain.texts) == 5
+    assert found.texts == plain.texts
+    assert found.drafted > 0
+    if is_right:
+        assert found.accepted > 0.8 * found.drafted, "only penalties of guesses are not followed"
+        assert found.steps < 0.7 * plain.steps
+    fresh = ReplicaController(found.config, READS_WEIGHTS)
+    assert [fresh.handle(event, now) for now, event in found.log] == found.commands

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from medha.api.replica import MedhaReplicaSpec
-from medha.errors import CheckpointInvalid
+from medha.api.replica import MedhaReplicaSpec, SpeculationSpec
+from medha.errors import CheckpointInvalid, ConfigInvalid
 from medha.topology import Topology
 from medha.wire.messages import RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
@@ -108,3 +108,44 @@ def test_only_the_rank_that_samples_loads_a_draft_model(tmp_path: Path) -> None:
         _samples(settings_of(tmp_path, drafts=True, rank=rank, tensor=2, stream=2)) for rank in range(4)
     ]
     assert samples == [False, False, True, False]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_a_head_takes_a_layer_of_each_block_and_its_time_is_part_of_steps(
+    tmp_path: Path, kv_dtype: str
+) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0, architecture="deepseek_v3", mtp_layers=1)
+
+    def ready(speculation: dict[str, object]) -> RankReady:
+        plain = settings_of(tmp_path, drafts=False)
+        document = plain.spec.model_dump(by_alias=True, exclude_none=True)
+        document["scheduling"]["speculation"] = speculation
+        document["kvCache"]["dtype"] = kv_dtype
+        spec = MedhaReplicaSpec.model_validate(document)
+        loaded = load(replace(plain, spec=spec), StepRecorder(0), lambda *_: None)
+        return loaded.rendezvous(Rendezvous(epoch=0, address="")).ready
+
+    plain = ready({})
+    headed = ready({"method": "predictionHead", "predictionHead": {"kind": "mtp"}})
+    assert headed.kv_blocks == plain.kv_blocks * 2 // 3, "three layers in the place of two"
+    block_bytes = plain.kv_bytes / plain.kv_blocks
+    assert headed.kv_bytes == headed.kv_blocks * block_bytes * 3 / 2
+    head_bytes = ModelConfig.from_directory(tmp_path / "tiny").head_weights_bytes(4)
+    assert headed.weights_bytes - plain.weights_bytes == pytest.approx(head_bytes, rel=0.02)
+    assert headed.draft_costs is not None
+    assert headed.draft_costs.round_seconds > 0
+    assert headed.draft_costs.token_seconds == 0.0, "its steps compute the tokens before its guesses"
+
+
+def test_a_head_that_is_not_there_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0, architecture="deepseek_v3")
+    (tmp_path / "tiny" / "model.safetensors").unlink()
+    plain = settings_of(tmp_path, drafts=False, tensor=2, stream=2)
+    speculation = SpeculationSpec.model_validate(
+        {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}
+    )
+    scheduling = plain.spec.scheduling.model_copy(update={"speculation": speculation})
+    asks = replace(plain, spec=plain.spec.model_copy(update={"scheduling": scheduling}))
+    for rank in range(4):
+        with pytest.raises(ConfigInvalid, match=r"predictionHead.kind is mtp, but .* without MTP layers"):
+            load(replace(asks, rank=rank), StepRecorder(0), lambda *_: None)

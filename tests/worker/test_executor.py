@@ -18,8 +18,10 @@ from medha.kv.lane_replay import LaneReplay
 from medha.wire.messages import Admit, Done, EntryFailed, Extent, Grow, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor
+from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.lane_plan import LanePlan
 
 from .models import load_model
@@ -61,10 +63,13 @@ def greedy_text(checkpoint: Path) -> Callable[[np.ndarray, int], list[int]]:
 class Engine:
     """An executor whose controller the test plays, with the step number and the controller's own ledger."""
 
-    def __init__(self, model: object, **more: object) -> None:
-        kv_cache = model.new_kv_cache(64, BLOCK_TOKENS)  # type: ignore[attr-defined]
+    def __init__(self, model: Any, head: PredictionHead | None = None, **more: object) -> None:
+        """`head` draws the guesses that entries ask for."""
+        kv_cache = model.new_kv_cache(64, BLOCK_TOKENS, head=head)
+        if head is not None:
+            more["drafter"] = HeadDrafter(head, kv_cache.last_layer(), model.normed)
         self.executor = Executor(
-            model,  # type: ignore[arg-type]
+            model,
             kv_cache,
             vocab_size=VOCAB,
             eos_token_ids=(1,),

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from medha.api.replica import MedhaReplicaSpec
 from medha.errors import CheckpointInvalid
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import host_device
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.stage_split import split_layers
 from medha_worker.model.weights import Shard, load_weights
-from medha_worker.pod.fetch_model import INDEX, needed_files
+from medha_worker.pod.fetch_model import INDEX, layers_read, needed_files
 
 CHUNK_TOKENS = 512
 
@@ -94,3 +95,26 @@ def test_what_sees_images_is_not_fetched(prefix: str, tmp_path: Path) -> None:
     found = ModelConfig.from_directory(tmp_path)
     assert needed_files(tmp_path, range(1), found) == ["embedding", "first"]
     assert needed_files(tmp_path, range(1, 2), found) == ["embedding", "second"]
+
+
+def test_the_last_stage_fetches_the_prediction_head_where_it_is_asked_for(tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0, architecture="deepseek_v3", mtp_layers=1)
+    names = load_file(tmp_path / "tiny" / "model.safetensors")
+    file_of = {name: f"{name.split('.')[2] if '.layers.' in name else name}.safetensors" for name in names}
+    (tmp_path / "tiny" / INDEX).write_text(json.dumps({"weight_map": file_of}))
+    config = ModelConfig.from_directory(tmp_path / "tiny")
+
+    def files(stage: int, **speculation: object) -> list[str]:
+        spec = MedhaReplicaSpec.model_validate(
+            {
+                "model": {"name": "m", "source": {"path": "m"}},
+                "parallelism": {"stream": 2},
+                "scheduling": {"speculation": speculation},
+            }
+        )
+        return needed_files(tmp_path / "tiny", *layers_read(tmp_path / "tiny", spec, stage, config))
+
+    asks: dict[str, object] = {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}
+    assert files(0, **asks) == files(0)
+    assert files(1) == ["1.safetensors", "lm_head.weight.safetensors", "model.norm.weight.safetensors"]
+    assert sorted({*files(1, **asks)} - {*files(1)}) == ["2.safetensors"]

@@ -350,32 +350,61 @@ _DRAFT_MODEL_BY_METHOD = (
 )
 
 
+_HEAD_BY_METHOD = (
+    "speculation.predictionHead is given if, and only if, method is predictionHead; set predictionHead.kind, or choose "
+    "another method"
+)
+
+
+class PredictionHeadSpec(Model):
+    """Layers behind the model's last one that predict further tokens of its hidden states."""
+
+    kind: Literal["mtp"] = Field(json_schema_extra=restart())
+    """Kind of the head. `mtp` is the first MTP layer that the checkpoint itself has, as DeepSeek-V3's does
+    (`num_nextn_predict_layers`)."""
+
+
 class SpeculationSpec(Model):
     """Speculative decoding: tokens that are guessed, and verified several in a step. It changes no text
     (docs/speculation.md)."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            ("has(self.draftModel) == (self.method == 'draftModel')", _DRAFT_MODEL_BY_METHOD)
+            ("has(self.draftModel) == (self.method == 'draftModel')", _DRAFT_MODEL_BY_METHOD),
+            ("has(self.predictionHead) == (self.method == 'predictionHead')", _HEAD_BY_METHOD),
         )
     )
 
-    method: Literal["none", "promptLookup", "draftModel"] = Field(default="none", json_schema_extra=epoch())
+    method: Literal["none", "promptLookup", "draftModel", "predictionHead"] = Field(
+        default="none", json_schema_extra=epoch()
+    )
     """Method by which tokens are guessed. `promptLookup` takes what follows the last tokens where they occur in
     the prompt or the output already, so it pays for texts that quote or repeat; it loads nothing. `draftModel` takes
-    what a smaller model would write. `none` guesses nothing."""
+    what a smaller model would write. `predictionHead` goes on from the model's own hidden states, with layers that were
+    trained for it. `none` guesses nothing."""
     draft_model: DraftModelSource | None = Field(default=None, json_schema_extra=restart())
     """Checkpoint of the smaller model, with the served model's tokenizer. The rank that samples loads it, too; its
     memory and that of its KV count there. `method` must be `draftModel`, and `parallelism.kv` 1."""
+    prediction_head: PredictionHeadSpec | None = Field(default=None, json_schema_extra=restart())
+    """The prediction head, which the rank that samples loads, too; its memory and that of its KV count there. `method` must
+    be `predictionHead`, and `parallelism.kv` 1."""
     max_draft_tokens: int = Field(default=4, ge=1, le=16, json_schema_extra=epoch())
     """Largest number of guessed tokens of a sequence that a step verifies. How many it does verify follows
     from how often they are right, the load, and the deadlines."""
+
+    @property
+    def draws(self) -> bool:
+        """True if the rank that samples draws guesses, as many as steps ask for."""
+        return self.method in ("draftModel", "predictionHead")
 
     @model_validator(mode="after")
     def _method_has_its_model(self) -> SpeculationSpec:
         if (self.draft_model is not None) != (self.method == "draftModel"):
             found = "without" if self.draft_model is None else "with"
             raise ValueError(f"{_DRAFT_MODEL_BY_METHOD} (found method {self.method} {found} draftModel)")
+        if (self.prediction_head is not None) != (self.method == "predictionHead"):
+            found = "without" if self.prediction_head is None else "with"
+            raise ValueError(f"{_HEAD_BY_METHOD} (found method {self.method} {found} predictionHead)")
         return self
 
 
@@ -554,8 +583,8 @@ _MERGES_LANES = (
     "depends on the load; set parallelism.kv to 1, or determinism to bestEffort"
 )
 _DRAFTS_ON_ONE_LANE = (
-    "scheduling.speculation.method draftModel needs parallelism.kv 1, because a draft model computes on one lane; set "
-    "parallelism.kv to 1, or method to promptLookup"
+    "scheduling.speculation.method draftModel or predictionHead needs parallelism.kv 1, because a draft model or head "
+    "computes on one lane; set parallelism.kv to 1, or method to promptLookup"
 )
 
 
@@ -586,7 +615,7 @@ class MedhaReplicaSpec(Model):
             ),
             ("self.determinism != 'batchInvariant' || self.parallelism.kv == 1", _MERGES_LANES),
             (
-                "self.scheduling.speculation.method != 'draftModel' || self.parallelism.kv == 1",
+                "!(self.scheduling.speculation.method in ['draftModel', 'predictionHead']) || self.parallelism.kv == 1",
                 _DRAFTS_ON_ONE_LANE,
             ),
         )
@@ -671,7 +700,7 @@ class MedhaReplicaSpec(Model):
 
     @model_validator(mode="after")
     def _draft_model_has_one_lane(self) -> MedhaReplicaSpec:
-        if self.scheduling.speculation.method == "draftModel" and self.parallelism.kv > 1:
+        if self.scheduling.speculation.draws and self.parallelism.kv > 1:
             raise ValueError(f"{_DRAFTS_ON_ONE_LANE} (found {self.parallelism.kv})")
         return self
 

@@ -79,7 +79,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         prefix_caching=spec.kv_cache.prefix_caching,
         frees_windows=ready.window_blocks > 0,
         context_parallel=_context_parallel(spec, topology, ready),
-        draft_costs=ready.draft_costs if spec.scheduling.speculation.method == "draftModel" else None,
+        draft_costs=ready.draft_costs if spec.scheduling.speculation.draws else None,
         host_tier=ready.host_tier,
         disk_tier=ready.disk_tier,
     )

@@ -32,7 +32,9 @@ from medha.scheduler.request import Request
 WEIGHT = 0.125
 """Weight of one sampled token in the chance of its sequence."""
 PRIOR_WEIGHT = 1 / 32
-"""Weight of one sampled token in the chance of all sequences of a replica."""
+"""Weight of one sampled token in the chance of all sequences of a replica, once many have been judged."""
+FIRST_TOKENS = 2
+"""Tokens as which the chance of all sequences counts before any guess is judged; it is their mean at first."""
 PRIOR_TOKENS = 8.0
 """Tokens as which the chance of all sequences counts in that of one, beside those that it has sampled with guesses."""
 FORGETTING = 0.95
@@ -92,6 +94,7 @@ class DraftChance:
     """The chance that a guess is right, of all sequences of a replica."""
 
     chance: float = 0.5
+    judged: int = 0  # guesses
 
     def of(self, request: Request) -> float:
         """Return the chance of a request that its next guess is right."""
@@ -117,7 +120,8 @@ class DraftChance:
     def _judge(self, request: Request, *, is_right: bool) -> None:
         request.draft_chance += (is_right - request.draft_chance) * WEIGHT
         request.draft_tokens += 1
-        self.chance += (is_right - self.chance) * PRIOR_WEIGHT
+        self.judged += 1
+        self.chance += (is_right - self.chance) * max(PRIOR_WEIGHT, 1 / (FIRST_TOKENS + self.judged))
 
 
 def choose_drafts(
@@ -191,16 +195,19 @@ class DrawChoice:
         draws = self._draws(counts, follows)
         return draws if draws.seconds <= self.limits.seconds - self._plain_seconds else Draws()
 
-    def probe(self, seconds: float) -> Draws:
+    def probe(self, seconds: float, *, is_whole: bool = False) -> Draws:
         """Return one guess for the sequence that takes least, if that takes no longer than `seconds` and could ever pay.
 
-        It may take several steps until all tokens before it are computed.
+        It may take several steps until all tokens before it are computed; all of them together no longer than `seconds` if
+        the probe `is_whole`.
         """
         rooms = self._rooms()
         followed = [request for request in self.decodes if request.id in rooms]
         if not followed or self.limits.tokens < 1:
             return Draws()
         cheapest = min(followed, key=lambda request: (_behind(request), request.tie))
+        if is_whole and self.model.of(1, 1, _behind(cheapest)) > seconds:
+            return Draws()
         follows, ready = self._follow([cheapest.id])
         draws = self._draws(dict.fromkeys(ready, 1), follows, are_awaited=False)
         if draws.seconds > min(seconds, self.limits.seconds - self._plain_seconds):

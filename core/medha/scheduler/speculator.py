@@ -31,6 +31,9 @@ REST_STEPS = 8
 """Steps with as many decodes for which nothing is drawn once guesses do not pay: the decision itself takes time."""
 _MOST_PROBE_STEPS = 8
 """Steps whose time may be saved up for a probe."""
+_FIRST_PROBE_STEPS = 4.0
+"""Steps whose time is there for probes at first, when nobody knows how often guesses are right, but for such only that begin
+and end with it."""
 
 
 class Speculator:
@@ -42,10 +45,13 @@ class Speculator:
         self._most_running = config.scheduling.max_running
         self._most_tokens = config.scheduling.max_chunk_tokens
         self._model = None if config.draft_costs is None else DraftSeconds(config.draft_costs)
+        self._has_head = speculation.method == "predictionHead"
         self._chance = DraftChance()
         self._turnaround = Turnaround()
         self._has_one_stage = config.topology.stream == 1
-        self._probe_seconds = 0.0  # that the draft model may take for a probe
+        self._first_steps = _FIRST_PROBE_STEPS  # steps whose time is left of that for the first probes
+        self._saved_steps = 0.0  # steps whose time the draft model may take for a probe
+        self._rested = 0  # steps since the last decision
         self._rests = 0  # steps for which nothing is drawn
         self._rests_with = 0  # their decodes
 
@@ -98,20 +104,33 @@ class Speculator:
             return Draws()
         if self._rests and len(decodes) == self._rests_with:
             self._rests -= 1
+            self._rested += 1
             return Draws()
+        if self._has_head:
+            for request in decodes:  # a head computes what steps compute
+                request.followed = request.dispatched
         chances = self._chances(decodes)
         choice = DrawChoice(batch, decodes, limits, chances, self._model, between, self._most_tokens)
-        plain_seconds = batch.seconds()
         draws = choice.choose()
         if not draws:
-            saved = self._probe_seconds + (1 + REST_STEPS) * PROBE_SHARE * plain_seconds
-            self._probe_seconds = min(saved, _MOST_PROBE_STEPS * plain_seconds)
-            draws = choice.probe(self._probe_seconds)
-            self._probe_seconds -= draws.seconds
-            self._rests, self._rests_with = REST_STEPS, len(decodes)
+            draws = self._probe(choice, max(batch.seconds(), 1e-9))
+            self._rests, self._rests_with = 0 if draws else REST_STEPS, len(decodes)
+        self._rested = 0
         for request in decodes:
             if request.id not in draws.counts:
                 request.draft_tokens *= FORGETTING
+        return draws
+
+    def _probe(self, choice: DrawChoice, plain_seconds: float) -> Draws:
+        """Let the draft model draw a single guess if there is time for it; `plain_seconds` is that of a step without."""
+        draws = choice.probe(self._first_steps * plain_seconds, is_whole=True)
+        if draws:
+            self._first_steps -= draws.seconds / plain_seconds
+            return draws
+        saved = self._saved_steps + (1 + self._rested) * PROBE_SHARE
+        self._saved_steps = min(saved, _MOST_PROBE_STEPS)
+        draws = choice.probe(self._saved_steps * plain_seconds)
+        self._saved_steps -= draws.seconds / plain_seconds
         return draws
 
     def prefers_drafts(

@@ -8,6 +8,7 @@ from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplicaSpec
 from medha.errors import ConfigInvalid
 from medha.topology import stage_layers
+from medha_worker.checkpoints.head_checkpoint import head_config
 from medha_worker.model.model_config import ELEMENT_BYTES, ModelConfig
 
 RANK_BYTES = 128 * 2**20
@@ -37,6 +38,9 @@ def require_possible(
         from medha_worker.checkpoints.draft_checkpoint import draft_config
 
         needed += draft_config(draft_directory, directory, config).weights_bytes(ELEMENT_BYTES[dtype])
+    if spec.scheduling.speculation.prediction_head is not None:
+        head_config(directory, config)
+        needed += config.head_weights_bytes(ELEMENT_BYTES[dtype])
     if needed > free_bytes:
         form = dtype if config.quantisation is None else config.quantisation.method
         raise ConfigInvalid(

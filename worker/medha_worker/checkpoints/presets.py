@@ -192,6 +192,7 @@ def init_checkpoint(
     dtype: str = "float32",
     window_tokens: int | None = None,
     quantisation: str = "none",
+    mtp_layers: int = 0,
     force: bool = False,
 ) -> None:
     """Create a checkpoint in `directory`; the same arguments give the same bytes.
@@ -199,13 +200,16 @@ def init_checkpoint(
     With `window_tokens`, layers have a sliding window: all of a Mistral, Mixtral or Qwen3-MoE, and the upper half of a Qwen's.
     Every second layer of a Gemma or gpt-oss has one in any case, of 512 or 128 tokens unless given.
 
+    `mtp_layers` is the number of layers that predict further tokens, which a DeepSeek-V3 may have; all other tensors are the
+    same with and without them.
+
     The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left.
     Their modes follow the umask. `force` replaces an earlier checkpoint of this kind; a directory that holds
     anything else is never touched.
 
     Raises:
-        ConfigInvalid: the preset, architecture, dtype or quantisation is unknown, the seed is negative, the architecture
-            has no window or cannot be quantised, or the directory is in use.
+        ConfigInvalid: the preset, architecture, dtype or quantisation is unknown, the seed or the number of MTP layers is
+            negative, the architecture has no window or MTP layers or cannot be quantised, or the directory is in use.
     """
     for name, value, allowed in (
         ("preset", preset, tuple(PRESETS)),
@@ -231,6 +235,10 @@ def init_checkpoint(
             f"quantisation is {quantisation} for architecture {architecture}, which cannot have it; choose one of "
             f"{', '.join(able)}"
         )
+    if mtp_layers < 0 or (mtp_layers > 0 and architecture != "deepseek_v3"):
+        raise ConfigInvalid(
+            f"MTP layers are {mtp_layers} for architecture {architecture}; give 0, or 1 or more for deepseek_v3"
+        )
     if seed < 0:
         raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
     # Resolved, so that a relative path such as "." has a parent and a name, and a link's target is replaced.
@@ -244,6 +252,8 @@ def init_checkpoint(
         sizes = PRESETS[preset]
         family = ARCHITECTURES[architecture]
         config = _model_config(sizes, family, dtype, window_tokens)
+        if mtp_layers:
+            config["num_nextn_predict_layers"] = mtp_layers
         if quantisation != "none":
             config["quantization_config"] = _quantisation_settings(family, quantisation)
         _write_json(made / "config.json", config)
@@ -257,7 +267,7 @@ def init_checkpoint(
             weights = needle_model.needle_weights(tokenizer, seed=seed, rms_norm_eps=_RMS_NORM_EPS)
         else:
             tokenizer = _train_tokenizer(sizes.vocab_size, _corpus(), dialect)
-            weights = _random_weights(sizes, family, seed, _DTYPES[dtype], dialect)
+            weights = _random_weights(sizes, family, seed, _DTYPES[dtype], dialect, mtp_layers)
             if quantisation in EXPERT_QUANTISATIONS:
                 weights, _ = quantise_experts(weights)
             elif quantisation != "none":
@@ -388,7 +398,7 @@ def _tokenizer_config(sizes: Preset, dialect: _Dialect) -> dict[str, Any]:
 
 
 def _random_weights(
-    sizes: Preset, family: Family, seed: int, dtype: torch.dtype, dialect: _Dialect
+    sizes: Preset, family: Family, seed: int, dtype: torch.dtype, dialect: _Dialect, mtp_layers: int
 ) -> dict[str, torch.Tensor]:
     """Return weights whose every block matters as much as the embedding, and whose attention is peaked.
 
@@ -426,7 +436,9 @@ def _random_weights(
     norms = ["input_layernorm", "post_attention_layernorm"]
     if family.has_result_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for index in range(sizes.layers):
+
+    def add_layer(index: int) -> None:
+        nonlocal weights
         layer = f"model.layers.{index}."
         attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
         for name in norms:
@@ -474,10 +486,25 @@ def _random_weights(
         if family.qk_norm:
             weights[f"{attention}q_norm.weight"] = norm(head_dim, qk_gain)
             weights[f"{attention}k_norm.weight"] = norm(head_dim, qk_gain)
+
+    for index in range(sizes.layers):
+        add_layer(index)
     weights["model.norm.weight"] = norm(sizes.hidden)
     head = linear(sizes.vocab_size, sizes.hidden, 3.0)
     head[dialect.unreadable()] = 0.0
     weights["lm_head.weight"] = head
+    for index in range(sizes.layers, sizes.layers + mtp_layers):
+        add_layer(index)
+        layer = f"model.layers.{index}."
+        weights[f"{layer}enorm.weight"], weights[f"{layer}hnorm.weight"] = (
+            norm(sizes.hidden),
+            norm(sizes.hidden),
+        )
+        weights[f"{layer}eh_proj.weight"] = linear(sizes.hidden, 2 * sizes.hidden)
+        weights[f"{layer}shared_head.norm.weight"] = norm(sizes.hidden)
+        # Published files hold a copy of both.
+        weights[f"{layer}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{layer}shared_head.head.weight"] = head.clone()
     return weights
 
 

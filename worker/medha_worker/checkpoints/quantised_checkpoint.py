@@ -14,6 +14,9 @@ from medha.quantisation import MXFP4_BLOCK, WeightFormat, decode
 _LINEARS = ("_proj", "lm_head", "kv_a_proj_with_mqa", ".w1", ".w2", ".w3")
 """Ends of the names of linears that may be quantised; routers are not among them."""
 
+_OF_HEADS = "eh_proj"
+"""End of the name of a prediction head's projection, which published files hold unquantised."""
+
 _FLOAT8_MAX = 448.0
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -153,7 +156,8 @@ def quantise(
     stored, numbers = {}, {}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
-        form = description.format_of(layer) if layer.endswith(_LINEARS) else None
+        is_linear = layer.endswith(_LINEARS) and not layer.endswith(_OF_HEADS)
+        form = description.format_of(layer) if is_linear else None
         if form is None or not name.endswith(".weight"):
             stored[name] = weight
             continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from copy import copy
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
@@ -63,6 +64,14 @@ class KVCache:
         self.keys = [_zeros(shape, self.dtype, device) for shape in shapes]
         self.values = self.keys if tensors == 1 else [_zeros(shape, self.dtype, device) for shape in shapes]
         self._scaled = None if scales is None else [ScaledHeads(one) for one in scales]
+
+    def last_layer(self) -> KVCache:
+        """Return the pool of the last layer alone, in the same memory."""
+        one = copy(self)
+        one.keys, one.values = self.keys[-1:], self.values[-1:]
+        one._in_windows = self._in_windows[-1:]
+        one._scaled = None if self._scaled is None else self._scaled[-1:]
+        return one
 
     @property
     def bytes(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +94,7 @@ class ModelConfig:
         latent: The sizes of latent attention; None if each head has K and V of its own.
         rope_is_interleaved: Whether RoPE pairs neighbouring values, and not a head's halves.
         further_layers: Layers behind the last whose tensors are skipped: they predict further tokens.
+        has_head: Whether the last layer is such a layer, with a part of its own before and behind it (`with_head`).
         quantisation: The formats of quantised linears; None if none is quantised.
         kv_dtype: Data type of the KV pool.
     """
@@ -121,6 +122,7 @@ class ModelConfig:
     latent: LatentShape | None = None
     rope_is_interleaved: bool = False
     further_layers: int = 0
+    has_head: bool = False
     quantisation: Quantisation | None = None
     local_rope: RopeConfig | None = None
     local_layers: frozenset[int] = frozenset()
@@ -146,6 +148,31 @@ class ModelConfig:
     def kv_tensors(self) -> int:
         """Number of tensors of a layer's KV: K and V, or the latents alone."""
         return 2 if self.latent is None else 1
+
+    def with_head(self) -> ModelConfig:
+        """Return the model with the first of the layers that predict further tokens as its last one.
+
+        It is a layer as the others are, with experts if the model has any.
+        """
+        assert self.further_layers > 0, "the model has no layer that predicts further tokens"
+        experts, index = self.experts, self.num_layers
+        return replace(
+            self,
+            num_layers=index + 1,
+            further_layers=self.further_layers - 1,
+            has_head=True,
+            windows=(*self.windows, None),
+            experts=None if experts is None else replace(experts, layers=experts.layers | {index}),
+        )
+
+    def head_weights_bytes(self, element_bytes: int) -> int:
+        """Return the memory of the matrices of the layer that `with_head` adds, with its own embedding and output head."""
+        around = 2 * (self.vocab_size + self.hidden_size) * self.hidden_size
+        return (
+            self.with_head().weights_bytes(element_bytes)
+            - self.weights_bytes(element_bytes)
+            + around * element_bytes
+        )
 
     def is_sparse(self, layer: int) -> bool:
         """Return True if the layer of this index has experts."""

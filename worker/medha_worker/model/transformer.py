@@ -131,6 +131,11 @@ class Transformer:
         )
 
     @property
+    def takes_ids(self) -> bool:
+        """True if steps take token ids, and not hidden states of the stage before."""
+        return self.shard.is_first_stage
+
+    @property
     def windows(self) -> Sequence[int | None]:
         """The windows of all layers of the model, in tokens: those of other stages, too, as lanes plan alike."""
         return self.config.windows
@@ -162,17 +167,25 @@ class Transformer:
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
-    def new_kv_cache(self, num_blocks: int, block_tokens: int, window_blocks: int = 0) -> KVCache:
-        """Allocate a KV pool for this rank's layers; with `window_blocks`, those with a window have so many blocks."""
+    def new_kv_cache(
+        self, num_blocks: int, block_tokens: int, window_blocks: int = 0, head: Transformer | None = None
+    ) -> KVCache:
+        """Allocate a KV pool for this rank's layers, and behind them for that of a prediction head.
+
+        With `window_blocks`, those with a window have so many blocks.
+        """
+        scales = self._weights.kv_scales
+        if head is not None and scales is not None:
+            scales = [*scales, *(head._weights.kv_scales or ())]
         return KVCache(
-            num_layers=self.shard.last_layer - self.shard.first_layer,
+            num_layers=self.shard.last_layer - self.shard.first_layer + (head is not None),
             kv_heads=self.shard.kv_heads(self.config),
             head_dim=self.config.head_dim,
             num_blocks=num_blocks,
             block_tokens=block_tokens,
             device=self.device,
             tensors=self.config.kv_tensors,
-            scales=self._weights.kv_scales,
+            scales=scales,
             window_layers=self.window_layers,
             window_blocks=window_blocks,
         )
@@ -321,12 +334,17 @@ class Transformer:
         They are float32 [rows, vocab_size] on tensor rank 0, which samples; None on the other ranks of its
         group.
         """
-        assert self._weights.final_norm is not None, "only the last stage has the output head"
         assert self._weights.head is not None
-        normed = self._norm(hidden, self._weights.final_norm)
+        normed = self.normed(hidden)
         own = self._products.product(normed, self._weights.head).float()
         widths = [rows.stop - rows.start for rows in self.shard.vocabulary(self.config)]
         return self._group.gather_last_dim(own, widths)
+
+    @torch.inference_mode()
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return rows of the last stage's result as the output head takes them, [rows, hidden_size]."""
+        assert self._weights.final_norm is not None, "only the last stage has the output head"
+        return self._norm(hidden, self._weights.final_norm)
 
     def _embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Embed token ids as hidden states, [rows, hidden_size]; a rank holds a slice of the vocabulary."""

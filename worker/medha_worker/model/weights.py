@@ -157,6 +157,22 @@ class Weights:
     kv_scales: Sequence[LayerScales] | None = None
 
 
+@dataclass(frozen=True)
+class PredictionWeights:
+    """The part of a prediction head before its layer.
+
+    Attributes:
+        embedding: [vocab, hidden], of its own.
+        token_norm, hidden_norm: The norms of a token's embedding, and of the hidden state before it, [hidden].
+        projection: [2 * hidden, hidden], of both, the embedding first.
+    """
+
+    embedding: torch.Tensor
+    token_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    projection: torch.Tensor
+
+
 def load_weights(
     directory: Path | str,
     config: ModelConfig,
@@ -186,6 +202,50 @@ def load_weights(
         if config.kv_dtype == "fp8":
             scales = [reader.kv_scales(index, layer) for index, layer in enumerate(layers, shard.first_layer)]
         return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head, scales)
+
+
+def load_head(
+    directory: Path | str,
+    config: ModelConfig,
+    *,
+    device: Device,
+    progress: Progress | None = None,
+) -> tuple[Weights, PredictionWeights]:
+    """Read the prediction head of the model of `config`, which is its last layer, and what is before and behind it.
+
+    Raises:
+        CheckpointInvalid, ModelUnsupported: as in `load_weights`.
+    """
+    index = config.num_layers - 1
+    shard = Shard(0, 1, index, index + 1, index + 1)
+    with ExitStack() as stack:
+        reader = _Reader(Path(directory), config, shard, device, progress, stack)
+        names = {part: f"model.layers.{index}.{part}.weight" for part in _head_shapes(config)}
+        layer = reader.layer(index)
+        scales = [reader.kv_scales(index, layer)] if config.kv_dtype == "fp8" else None
+        norm, head = reader.norm(names["shared_head.norm"]), reader.whole(names["shared_head.head"])
+        return (
+            Weights(device, [layer], 0, None, norm, head.t().contiguous(), scales),
+            PredictionWeights(
+                embedding=reader.whole(names["embed_tokens"]),
+                token_norm=reader.norm(names["enorm"]),
+                hidden_norm=reader.norm(names["hnorm"]),
+                projection=reader.whole(names["eh_proj"]).t().contiguous(),
+            ),
+        )
+
+
+def _head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that a prediction head has beside those of a layer, by the names of DeepSeek-V3 within the layer."""
+    hidden, vocabulary = config.hidden_size, (config.vocab_size, config.hidden_size)
+    return {
+        "embed_tokens": vocabulary,
+        "enorm": (hidden,),
+        "hnorm": (hidden,),
+        "eh_proj": (hidden, 2 * hidden),
+        "shared_head.norm": (hidden,),
+        "shared_head.head": vocabulary,
+    }
 
 
 _Experts = ExpertTensors | InterleavedExperts
@@ -230,6 +290,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}self_attn.k_norm.weight"] = (config.head_dim,)
         if config.family.has_sinks:
             shapes[f"{layer}self_attn.sinks"] = (config.num_query_heads,)
+    if config.has_head:
+        shapes |= {f"{layer}{name}.weight": shape for name, shape in _head_shapes(config).items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)

@@ -27,6 +27,7 @@ from medha.api.replica import MedhaReplicaSpec
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError
 from medha.wire.bundle_digest import BUNDLE_FILES
 from medha_process.part_process import configure_logging
+from medha_worker.checkpoints.head_checkpoint import head_config
 from medha_worker.checkpoints.tokenizer_files import TOKENIZER_FILES
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.stage_split import split_layers, tensors_of_stage, text_names
@@ -75,9 +76,7 @@ def fetch(spec: MedhaReplicaSpec, stage: int, target: Path) -> list[str]:
             files.remove(name)  # of an earlier commit of a branch
         _complete(repository, files, listing, sorted(SMALL_FILES & listing.files.keys()))
         config = ModelConfig.from_directory(target, spec.model.max_model_len, spec.model.rope_scaling)
-        names = needed_files(
-            target, split_layers(config, stages, spec.scheduling.max_chunk_tokens)[stage], config
-        )
+        names = needed_files(target, *layers_read(target, spec, stage, config))
         _log.info("stage %d of %d reads %d files with weights", stage, stages, len(names))
         _complete(repository, files, listing, names)
         _log.info("all of them are there, as the Hub has them")
@@ -93,6 +92,22 @@ def fetch(spec: MedhaReplicaSpec, stage: int, target: Path) -> list[str]:
             f"({error}); check the pods' network, and HF_ENDPOINT and HF_HUB_OFFLINE if they are set"
         ) from error
     return names
+
+
+def layers_read(
+    directory: Path, spec: MedhaReplicaSpec, stage: int, config: ModelConfig
+) -> tuple[range, ModelConfig]:
+    """Return the layers that the ranks of a stage read, with a prediction head if there is one; and the model with them.
+
+    Raises:
+        ConfigInvalid: the checkpoint lacks the head that the spec asks for.
+    """
+    stages = spec.parallelism.stream
+    layers = split_layers(config, stages, spec.scheduling.max_chunk_tokens)[stage]
+    if spec.scheduling.speculation.prediction_head is None:
+        return layers, config
+    headed = head_config(directory, config)
+    return range(layers.start, headed.num_layers) if stage == stages - 1 else layers, headed
 
 
 def needed_files(directory: Path, layers: range, config: ModelConfig) -> list[str]:

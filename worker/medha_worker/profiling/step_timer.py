@@ -136,7 +136,7 @@ class StepTimer:
         entering = (
             torch.arange(row)
             % model.config.vocab_size  # so that rows go to different experts, as in a real step
-            if model.shard.is_first_stage
+            if model.takes_ids
             else torch.randn(row, model.config.hidden_size, generator=self._random).to(model.dtype)
         )
         last_rows = [span.row_start + span.row_count - 1 for span in spans]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from medha.cost.predictor import Work
 from medha.errors import OutOfMemory
-from medha.wire.messages import DraftCosts
+from medha.wire.messages import DraftCosts, StepProfile
 from medha_worker.model import out_of_memory
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.step_timer import BLOCK_TOKENS, Shape, StepTimer, blocks_of, median
@@ -27,6 +27,9 @@ class DraftWarmUp:
 
     costs: DraftCosts
     activation_bytes: int
+    step_seconds: float = (
+        0.0  # of a step of one token, without its token_seconds and without what draws a guess
+    )
 
 
 def warm_up_draft(
@@ -73,4 +76,13 @@ def warm_up_draft(
             0.0, (followed.forward_seconds - alone.forward_seconds) / max(chunk[0].count - 1, 1)
         ),
     )
-    return DraftWarmUp(costs, activation_bytes)
+    return DraftWarmUp(costs, activation_bytes, max(0.0, alone.forward_seconds - costs.token_seconds))
+
+
+def with_head(profile: StepProfile, head: DraftWarmUp) -> StepProfile:
+    """Return the profile of steps behind each of which a prediction head computes the same tokens."""
+    return replace(
+        profile,
+        step_seconds=profile.step_seconds + head.step_seconds,
+        linear_seconds_per_token=profile.linear_seconds_per_token + head.costs.token_seconds,
+    )

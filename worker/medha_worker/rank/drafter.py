@@ -8,9 +8,7 @@ The KV of the draft model lies in a pool of its own, at the same blocks as that 
 decides of a block, to share, copy or free it, is then decided for both. How many tokens of each block the draft model has
 computed is noted with the block, so sequences that share a prompt share that, too.
 
-A guess is sampled as the next token is: with the same parameters, and the same random numbers for its position. So two
-models that agree on the likely tokens mostly agree on the sampled one. Grammars and log-probabilities play no part, and
-penalties count the tokens that are known, but no guesses. Nothing here changes what is sampled: KV of wrong guesses is
+Guesses are drawn as `medha_worker.rank.guess_rounds` says. Nothing here changes what is sampled: KV of wrong guesses is
 overwritten once the tokens in their place are known.
 """
 
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from weakref import WeakKeyDictionary
 
@@ -32,23 +30,26 @@ from medha.kv.host_tier import TierCopy
 from medha.wire.frames import TokenIds
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.sampler import SampledToken, SequenceSampler
+from medha_worker.model.sampler import SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
+from medha_worker.rank.guess_rounds import (
+    Drawing,
+    Followed,
+    Guesses,
+    draw_rounds,
+    drawn,
+    goes_on,
+    known_tokens,
+)
 from medha_worker.rank.kv_parallel_plan import LOCAL
 from medha_worker.rank.lane_plan import PlannedEntry
 from medha_worker.rank.lane_state import SequenceState
-from medha_worker.rank.sampled_tokens import Result
+from medha_worker.rank.sampled_tokens import Computed, Result
 
 _log = logging.getLogger("medha.executor")
 
 _NEGATIVE_INFINITY = float("-inf")
-
-Guesses = tuple[tuple[str, tuple[int, ...]], ...]
-"""Guesses at the next tokens of sequences, with their names."""
-Followed = tuple[tuple[str, int], ...]
-"""Numbers of tokens that the draft model has computed of sequences, with their names."""
-
 
 Table = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -81,19 +82,6 @@ class _Run:
     following: _Following
     stop: int
     draws: int = 0
-    row: int = 0  # of the hidden states that the next guess is drawn from
-    guesses: list[int] = field(default_factory=list)
-
-    @property
-    def sampler(self) -> SequenceSampler:
-        """The sampler of guesses."""
-        assert self.following.standing_in is not None
-        return self.following.standing_in
-
-    @property
-    def goes_on(self) -> bool:
-        """True if another guess is wanted behind the last one."""
-        return 0 < len(self.guesses) < self.draws and self.guesses[-1] not in self.sampler.stop_ids
 
 
 class Drafter:
@@ -143,13 +131,13 @@ class Drafter:
             self._filled[targets] = 0
             _log.warning("the draft model could not copy the KV of %d blocks: %s", len(copies), error)
 
-    def note(self, entries: Sequence[PlannedEntry]) -> Followed:
+    def note(self, computed: Sequence[Computed], results: Sequence[Result]) -> Followed:  # noqa: ARG002
         """Take note of the blocks of a step's entries; return what is there of sequences that begin with computed tokens.
 
         It must see each step, because a block that a sequence begins to use had other content before.
         """
         found = []
-        for one in entries:
+        for one in (each.planned for each in computed):
             sampler = one.sequence.sampler
             if one.entry.strategy != LOCAL or sampler is None:
                 continue  # its KV lies on several lanes
@@ -175,12 +163,12 @@ class Drafter:
         computed = len(filled) * size if len(partial) == 0 else partial[0] * size + filled[partial[0]]
         return _Following(len(one.table), int(min(computed, start)), int(min(computed, start)))
 
-    def follow(self, entries: Sequence[PlannedEntry], results: Sequence[Result]) -> Guesses:
+    def follow(self, computed: Sequence[Computed], results: Sequence[Result]) -> Guesses:
         """Compute the tokens that entries ask for, behind the step that has sampled `results`, and draw their guesses.
 
         Whatever fails here, the step stands, and there are no guesses.
         """
-        asked = [one for one in entries if one.entry.draws or one.entry.follows]
+        asked = [one.planned for one in computed if one.entry.draws or one.entry.follows]
         if not asked:
             return ()
         try:
@@ -194,19 +182,25 @@ class Drafter:
         if not runs:
             return ()
         fed: list[tuple[TokenIds, SequenceSpan]] = []
+        drawing: list[Drawing] = []
         row = 0
         for run in runs:
             ids = run.planned.sequence.tokens(run.following.computed, run.stop)
             fed.append((ids, SequenceSpan(row, len(ids), run.following.computed, run.planned.table)))
             row += len(ids)
-            run.row = row - 1
+            if run.draws:
+                assert run.following.standing_in is not None
+                drawing.append(Drawing(run.planned, run.following.standing_in, run.stop, run.draws, row - 1))
         hidden = self._forward(fed)
         for run in runs:
             self._computed(run)
-        self._draw(hidden, [run for run in runs if run.draws])
+        if drawing:
+            rows = self._model.device.place(torch.tensor([one.row for one in drawing]))
+            draw_rounds(self._sampler, drawing, self._logits(hidden.index_select(0, rows)), self._behind)
+        guesses = {id(one.planned): tuple(one.guesses) for one in drawing}
         for run in runs:
-            run.following.guesses = tuple(run.guesses)
-        return tuple((run.planned.entry.id, tuple(run.guesses)) for run in runs if run.guesses)
+            run.following.guesses = guesses.get(id(run.planned), ())
+        return drawn(drawing)
 
     def _run(self, one: PlannedEntry, result: Result | None) -> _Run | None:
         """Return what the draft model computes of an entry's sequence; None for nothing."""
@@ -216,12 +210,12 @@ class Drafter:
             return None
         start = one.entry.extents[0].start
         behind = start  # the positions whose tokens are known
-        goes_on = result is not None and result.sampled and result.sampled[-1][1] is None
-        if goes_on and result is not None:
-            behind = one.known + len(result.sampled)
+        may_draw = goes_on(result)
+        if may_draw:
+            behind = known_tokens(one, result)
         following.settle(one.sequence, behind - 1)  # a guess needs the hidden state of the token before it
         draws = 0
-        if goes_on and sampler.mask is None and following.computed + one.entry.follows >= start:
+        if may_draw and sampler.mask is None and following.computed + one.entry.follows >= start:
             # Each guess needs the KV of the token before it, and the last block of the sequence ends somewhere.
             room = len(one.table) * self._kv_cache.block_tokens - behind + 1
             draws = max(min(one.entry.draws, room), 0)
@@ -250,30 +244,14 @@ class Drafter:
         step = self._model.prepare(torch.from_numpy(positions), spans, self._kv_cache)
         return self._model.forward(torch.from_numpy(ids.astype(np.int64)), step)
 
-    def _draw(self, hidden: Tensor, drawing: Sequence[_Run]) -> None:
-        """Draw the guesses of all sequences, one of each at a time."""
-        going = list(drawing)
-        while going:
-            rows = self._model.device.place(torch.tensor([one.row for one in going]))
-            for one in going:
-                one.sampler.position = one.stop + len(one.guesses)
-            logits = self._logits(hidden.index_select(0, rows))
-            sampled = self._sampler.sample(logits, [one.sampler for one in going])
-            for one, token in zip(going, sampled, strict=True):
-                if isinstance(token, SampledToken):
-                    one.guesses.append(token.token)
-                else:
-                    one.draws = 0
-            going = [one for one in going if one.goes_on]
-            if not going:
-                return
-            runs = []
-            for row, one in enumerate(going):
-                last = np.array(one.guesses[-1:], dtype=np.int32)
-                one.row = row
-                span = SequenceSpan(row, 1, one.stop + len(one.guesses) - 1, one.planned.table)
-                runs.append((last, span))
-            hidden = self._forward(runs)
+    def _behind(self, going: Sequence[Drawing]) -> Tensor:
+        """Compute the last guess of each sequence, and return the logits behind them."""
+        runs = []
+        for row, one in enumerate(going):
+            last = np.array(one.guesses[-1:], dtype=np.int32)
+            span = SequenceSpan(row, 1, one.known + len(one.guesses) - 1, one.planned.table)
+            runs.append((last, span))
+        return self._logits(self._forward(runs))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return logits over the served model's vocabulary, float32 [rows, vocab]."""

@@ -27,6 +27,7 @@ from medha.wire.messages import Admit, DiskTierFigures, DraftCosts, HostTierFigu
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.draft_checkpoint import draft_config
 from medha_worker.checkpoints.end_of_text import eos_token_ids
+from medha_worker.checkpoints.head_checkpoint import head_config
 from medha_worker.checkpoints.weights_identity import weights_identity
 from medha_worker.cuda_device import cuda_device
 from medha_worker.device import Device, host_device
@@ -39,16 +40,18 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.kv_files import PAGE_BYTES, KvFiles, blocks_within, measured_seconds
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.sampler import TokenMask
 from medha_worker.model.stage_split import split_layers
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
-from medha_worker.rank.draft_warmup import warm_up_draft
+from medha_worker.rank.draft_warmup import DraftWarmUp, warm_up_draft, with_head
 from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.grammar_masks import GrammarMasks, masks_of
+from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, keeps_windows_alone, pool_sizes
 from medha_worker.rank.mesh import Mesh
 from medha_worker.rank.rank_reports import shape_of
@@ -104,7 +107,10 @@ class Loaded:
         draft: Transformer | None = None,
         weights: str = "",
     ) -> None:
-        """`weights` is the identity of the checkpoint that was read; if it is empty, the disk tier is off."""
+        """`draft` is the draft model or the prediction head, if this rank has one.
+
+        `weights` is the identity of the checkpoint that was read; if it is empty, the disk tier is off.
+        """
         self._weights = weights
         self._settings, self._config, self._model, self._draft = settings, config, model, draft
         self._recorder = recorder
@@ -112,7 +118,7 @@ class Loaded:
         self._warm: WarmUp | None = None
         self._draft_costs: DraftCosts | None = None
         self._kv_cache: KVCache | None = None
-        self._draft_cache: KVCache | None = None  # of the draft model: it has the same blocks
+        self._draft_cache: KVCache | None = None  # of a draft model: it has the same blocks
         self._host_blocks: list[HostBlocks] = []  # the host tier of both, if the manifest asks for one
         self._disk: DiskBlocks | None = None  # the disk tier, if the manifest asks for one
         self._disk_seconds = (0.0, 0.0)  # measured: of an access, and of a block
@@ -120,7 +126,7 @@ class Loaded:
         self._masks = self._grammar_masks()
 
     def _block_bytes(self) -> int:
-        """Return the memory of a block, of all this rank's layers and of the draft model."""
+        """Return the memory of a block, of all this rank's layers and of the draft model or head."""
         block_tokens = self._settings.spec.kv_cache.block_size_tokens
         models = (self._model,) if self._draft is None else (self._model, self._draft)
         return sum(
@@ -233,7 +239,7 @@ class Loaded:
             epoch=epoch,
             lane=settings.topology.coordinates(settings.rank).kv,
             pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
-            drafter=self._drafter(),
+            drafter=self._drafter(model, kv_cache),
             mask_for=self._mask_for,
             begin_masks=self._masks.begin if self._masks is not None else lambda: None,
             host_blocks=self._host_blocks,
@@ -243,7 +249,9 @@ class Loaded:
             self._masks.begin_epoch()
         return Engine(executor, grid, ready, model, self._masks, self._disk)
 
-    def _drafter(self) -> Drafter | None:
+    def _drafter(self, model: Transformer, kv_cache: KVCache) -> Drafter | HeadDrafter | None:
+        if isinstance(self._draft, PredictionHead):
+            return HeadDrafter(self._draft, kv_cache.last_layer(), model.normed)
         if self._draft is None or self._draft_cache is None:
             return None
         host_blocks = self._host_blocks[0].blocks if self._host_blocks else 0
@@ -309,12 +317,18 @@ class Loaded:
         _log.info("warmed up in %.1f s; steps: %s", time.monotonic() - started, times(typical(warm.steps)))
         _log.debug("all steps of the warm-up: %s", times(warm.steps))
         activation_bytes = warm.activation_bytes + self._exchange_bytes(model)
+        profile = warm.profile
         if self._draft is not None:
-            activation_bytes = max(activation_bytes, self._warm_up_draft(self._draft))
-        return replace(warm, activation_bytes=activation_bytes)
+            drafted = self._warm_up_draft(self._draft)
+            rows = scheduling.max_chunk_tokens + scheduling.max_running
+            hidden_bytes = rows * self._config.hidden_size * self._draft.dtype.itemsize
+            activation_bytes = max(activation_bytes, drafted.activation_bytes + hidden_bytes)
+            if isinstance(self._draft, PredictionHead):
+                profile = with_head(profile, drafted)
+        return replace(warm, activation_bytes=activation_bytes, profile=profile)
 
-    def _warm_up_draft(self, draft: Transformer) -> int:
-        """Measure what guesses cost, and return the memory that the draft model takes beside a step's hidden states."""
+    def _warm_up_draft(self, draft: Transformer) -> DraftWarmUp:
+        """Measure what guesses cost, and the memory that the draft model takes beside a step's hidden states."""
         scheduling, config = self._settings.spec.scheduling, self._config
         warm = warm_up_draft(
             draft,
@@ -323,15 +337,17 @@ class Loaded:
             max_model_len=config.max_model_len,
             clock=time.perf_counter,
         )
-        self._draft_costs = warm.costs
+        # A head computes the tokens before its guesses with the steps that compute them.
+        is_head = isinstance(draft, PredictionHead)
+        self._draft_costs = replace(warm.costs, token_seconds=0.0) if is_head else warm.costs
         _log.info(
-            "a guess of the draft model takes %.3g ms, %.3g ms for each further sequence, and %.3g ms for each token before",
+            "a guess of the %s takes %.3g ms, %.3g ms for each further sequence, and %.3g ms for each token before",
+            "prediction head" if is_head else "draft model",
             1e3 * (warm.costs.round_seconds + warm.costs.row_seconds),
             1e3 * warm.costs.row_seconds,
             1e3 * warm.costs.token_seconds,
         )
-        rows = scheduling.max_chunk_tokens + scheduling.max_running
-        return warm.activation_bytes + rows * config.hidden_size * draft.dtype.itemsize
+        return warm
 
     def _exchange_bytes(self, model: Transformer) -> int:
         spec, config = self._settings.spec, self._config
@@ -374,8 +390,9 @@ class Loaded:
                 )  # fmt: skip
         if held is None or (held.num_blocks, held.window_blocks) != (blocks, windows):
             size_tokens = self._settings.spec.kv_cache.block_size_tokens
-            self._kv_cache = held = self._model.new_kv_cache(blocks, size_tokens, windows)
-            if self._draft is not None:
+            head = self._draft if isinstance(self._draft, PredictionHead) else None
+            self._kv_cache = held = self._model.new_kv_cache(blocks, size_tokens, windows, head)
+            if self._draft is not None and head is None:
                 self._draft_cache = self._draft.new_kv_cache(blocks, size_tokens)
         return held
 
@@ -531,10 +548,14 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling, spec.kv_cache.dtype
     )
     drafted = _draft_config(settings, config)  # what is wrong with it is reported before minutes of reading
+    headed = _head_config(settings, config)
     device = _device(settings, DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, device.dtype)
     shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
     weights = _weights_of(settings)
+    draft: Transformer | None = None
+    if headed is not None:  # before the model: what is wrong with its tensors is reported at once
+        draft = _load_head(settings.model_directory, headed, device, progress)
     model = Transformer.load(
         settings.model_directory,
         config,
@@ -543,7 +564,8 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         kernels=choose_kernels(shard.kernel_sizes(config), device, spec.determinism),
         progress=_every_few_seconds(progress, time.monotonic),
     )
-    draft = None if drafted is None else _load_draft(*drafted, device, progress)
+    if drafted is not None:
+        draft = _load_draft(*drafted, device, progress)
     if weights != _weights_of(settings):
         _log.warning("the checkpoint in %s has changed while it was read", settings.model_directory)
         weights = ""  # nobody knows what was read, so KV of it must not be kept as that of either
@@ -573,6 +595,18 @@ def _draft_config(settings: RankSettings, config: ModelConfig) -> tuple[Path, Mo
     return directory, draft_config(directory, settings.model_directory, config)
 
 
+def _head_config(settings: RankSettings, config: ModelConfig) -> ModelConfig | None:
+    """Return the configuration of the model with its prediction head on a rank that samples, if it is asked for.
+
+    Raises:
+        ConfigInvalid: the checkpoint has none.
+    """
+    if settings.spec.scheduling.speculation.prediction_head is None:
+        return None
+    found = head_config(settings.model_directory, config)
+    return found if _samples(settings) else None
+
+
 def _load_draft(directory: Path, config: ModelConfig, device: Device, progress: Progress) -> Transformer:
     """Read all weights of the draft model.
 
@@ -587,6 +621,22 @@ def _load_draft(directory: Path, config: ModelConfig, device: Device, progress: 
         shard,
         device=device,
         kernels=choose_kernels(shard.kernel_sizes(config), device, "bestEffort"),
+        progress=_every_few_seconds(progress, time.monotonic),
+    )
+
+
+def _load_head(directory: Path, config: ModelConfig, device: Device, progress: Progress) -> PredictionHead:
+    """Read the prediction head of the model of `config`.
+
+    Raises:
+        MedhaError: its tensors are incomplete.
+    """
+    _log.info("loading the prediction head of %s", directory)
+    return PredictionHead.read(
+        directory,
+        config,
+        device=device,
+        kernels=choose_kernels(Shard.whole(config).kernel_sizes(config), device, "bestEffort"),
         progress=_every_few_seconds(progress, time.monotonic),
     )
 

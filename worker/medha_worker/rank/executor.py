@@ -40,7 +40,9 @@ from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.sampler import TokenMask
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.token_sampler import TokenSampler
-from medha_worker.rank.drafter import Drafter, Followed, Guesses
+from medha_worker.rank.drafter import Drafter
+from medha_worker.rank.guess_rounds import Followed, Guesses
+from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
 from medha_worker.rank.prompt_scores import PromptScorer, Scored
@@ -118,13 +120,13 @@ class Executor:
         epoch: int = 0,
         lane: int = 0,
         pipeline: Pipeline | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | HeadDrafter | None = None,
         mask_for: Callable[[Admit], TokenMask | None] = lambda _: None,
         begin_masks: Callable[[], None] = lambda: None,
         host_blocks: Sequence[HostBlocks] = (),
         disk: DiskBlocks | None = None,
     ) -> None:
-        """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model.
+        """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model or a head.
 
         `host_blocks` are the host tier of `kv_cache` and of the drafter's pool, if there is one; `disk` has the files behind
         the former.
@@ -266,12 +268,12 @@ class Executor:
         )
 
     def _draft(
-        self, computed: Sequence[PlannedEntry], results: Sequence[Result]
+        self, computed: Sequence[Computed], results: Sequence[Result]
     ) -> tuple[Guesses, Followed, float]:
-        """Let the draft model, if there is one, do what entries ask for; return its reports, and the seconds that it took."""
+        """Let a draft model or head, if there is one, do what entries ask for; return its reports, and the seconds of its guesses."""
         if self._drafter is None:
             return (), (), 0.0
-        followed = self._drafter.note(computed)
+        followed = self._drafter.note(computed, results)
         if not any(one.entry.draws or one.entry.follows for one in computed):
             return (), followed, 0.0
         started = self._clock()
@@ -308,7 +310,7 @@ class Executor:
 
     def _run_alone(
         self, plan: LanePlan, failures: list[EntryFailed], on_forward_done: Callable[[], None]
-    ) -> tuple[list[PlannedEntry], list[Result], list[Scored]]:
+    ) -> tuple[list[Computed], list[Result], list[Scored]]:
         """Run a plan that no other rank takes part in; entries that fail end alone.
 
         Return the entries that are computed, the tokens sampled for them, and the log-probabilities of prompts.
@@ -332,11 +334,11 @@ class Executor:
         failed = {failure.id for failure in failures}
         sampling = [one for one in computed if one.entry.samples and one.entry.id not in failed]
         results = _run_guarded(self._tokens.sample, sampling, failures)
-        return [one.planned for one in computed], results, scored
+        return computed, results, scored
 
     def _run_in_lock_step(
         self, plan: LanePlan, failures: list[EntryFailed], on_forward_done: Callable[[], None]
-    ) -> tuple[list[PlannedEntry], list[Result], list[Scored]]:
+    ) -> tuple[list[Computed], list[Result], list[Scored]]:
         """Do the same together with other ranks, which makes it impossible to repeat anything."""
         assert self._pipeline is not None
         computed: list[Computed] = []
@@ -349,7 +351,7 @@ class Executor:
             scored = self._scorer.score(computed, failures)
         sampling = [one for one in computed if one.entry.samples]
         results = self._tokens.sample(sampling) if sampling else []
-        return [one.planned for one in computed], results, scored
+        return computed, results, scored
 
     def _forward(self, entries: Sequence[PlannedEntry], step: PreparedStep) -> list[Computed]:
         """Run the entries, which are the step's flat batch."""

@@ -1,0 +1,81 @@
+"""Rounds in which guesses are drawn: one of each sequence in a round, each keyed by its position as a token is.
+
+A guess is sampled with the parameters of its sequence and the random numbers of its position. So a drafter that agrees
+with the model on the likely tokens mostly agrees on the sampled one, too. Grammars and log-probabilities play no part, and
+penalties count the tokens that are known, but no guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from medha_worker.model.sampler import SampledToken, SequenceSampler
+from medha_worker.model.token_sampler import TokenSampler
+from medha_worker.rank.lane_plan import PlannedEntry
+from medha_worker.rank.sampled_tokens import Result
+
+Guesses = tuple[tuple[str, tuple[int, ...]], ...]
+"""Guesses at the next tokens of sequences, with their names."""
+Followed = tuple[tuple[str, int], ...]
+"""Numbers of tokens that a draft model has computed of sequences, with their names."""
+
+
+@dataclass(slots=True)
+class Drawing:
+    """A sequence for which guesses are drawn behind its `known` tokens."""
+
+    planned: PlannedEntry
+    sampler: SequenceSampler  # of guesses
+    known: int
+    draws: int  # most guesses
+    row: int  # of the hidden states that the next guess is drawn from
+    guesses: list[int] = field(default_factory=list)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if another guess is wanted behind the last one."""
+        return 0 < len(self.guesses) < self.draws and self.guesses[-1] not in self.sampler.stop_ids
+
+
+def known_tokens(planned: PlannedEntry, result: Result | None) -> int:
+    """Return how many tokens of an entry's sequence are known once the step has sampled."""
+    return planned.known if result is None else planned.known + len(result.sampled)
+
+
+def goes_on(result: Result | None) -> bool:
+    """Return whether a step has sampled a token that does not end its sequence."""
+    return result is not None and bool(result.sampled) and result.sampled[-1][1] is None
+
+
+def draw_rounds(
+    sampler: TokenSampler,
+    drawing: Sequence[Drawing],
+    logits: Tensor,
+    compute: Callable[[Sequence[Drawing]], Tensor],
+) -> None:
+    """Draw the guesses of all sequences.
+
+    `logits` are those of the first guesses, [sequences, vocab]. `compute` computes the last guess of each sequence that it
+    is given, and returns the logits behind them.
+    """
+    going = list(drawing)
+    while going:
+        for one in going:
+            one.sampler.position = one.known + len(one.guesses)
+        sampled = sampler.sample(logits, [one.sampler for one in going])
+        for one, token in zip(going, sampled, strict=True):
+            if isinstance(token, SampledToken):
+                one.guesses.append(token.token)
+            else:
+                one.draws = 0
+        going = [one for one in going if one.goes_on]
+        if going:
+            logits = compute(going)
+
+
+def drawn(drawing: Sequence[Drawing]) -> Guesses:
+    """Return the guesses that were drawn."""
+    return tuple((one.planned.entry.id, tuple(one.guesses)) for one in drawing if one.guesses)

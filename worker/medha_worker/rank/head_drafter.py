@@ -1,0 +1,190 @@
+"""Guesses of a prediction head, which goes on from the hidden states that the served model has computed.
+
+Only the rank that samples has one. The head computes each position behind the step that computes it there, once the token
+behind it is known: with the last position of a chunk of a prompt also the token that this samples. So its KV is always
+there, and lies in the same blocks, as one more layer of the rank's KV pool: it is shared, copied, kept in tiers and freed
+with them. At the last position before a token that other sequences do not share, a shared block has the KV of the first of
+them. That changes no text, and hardly a guess.
+
+Behind the last known token, the head computes its own guesses, from its own hidden states. KV of wrong ones is
+overwritten once the tokens in their place are known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medha.kv.blocks import BlockCopy, Run
+from medha.kv.host_tier import TierCopy
+from medha.wire.frames import TokenIds
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.prediction_head import PredictionHead
+from medha_worker.model.sampler import SequenceSampler
+from medha_worker.model.token_sampler import TokenSampler
+from medha_worker.rank.guess_rounds import (
+    Drawing,
+    Followed,
+    Guesses,
+    draw_rounds,
+    drawn,
+    goes_on,
+    known_tokens,
+)
+from medha_worker.rank.sampled_tokens import Computed, Result
+
+_log = logging.getLogger("medha.executor")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of an entry that the head computes, whose first one is row `row` of the step's hidden states."""
+
+    computed: Computed
+    row: int
+    count: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first row."""
+        return self.computed.entry.extents[0].start
+
+    @property
+    def ids(self) -> TokenIds:
+        """The tokens behind the positions, int32 [count]."""
+        return self.computed.planned.sequence.tokens(self.start + 1, self.start + 1 + self.count)
+
+
+class HeadDrafter:
+    """Computes a prediction head along with the steps of a lane, and draws guesses where steps ask for them."""
+
+    def __init__(self, head: PredictionHead, kv_cache: KVCache, normed: Callable[[Tensor], Tensor]) -> None:
+        """`kv_cache` is the head's layer of the pool; `normed` norms hidden states of the served model."""
+        self._head = head
+        self._kv_cache = kv_cache
+        self._normed = normed
+        self._sampler = TokenSampler(head.kernels.race, head.device)
+        self._standing_in: WeakKeyDictionary[SequenceSampler, SequenceSampler] = WeakKeyDictionary()
+        self._last: dict[str, int] = {}  # rows of `_hidden`, by sequence
+        self._hidden: Tensor | None = None  # of the last rows that were computed of each entry, normed
+
+    def copied(self, copies: Sequence[TierCopy]) -> None:
+        """Do nothing: the pool's copies include the head's layer."""
+
+    def loaded(self, slots: Iterable[Run]) -> None:
+        """Do nothing: files of KV include the head's layer."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Do nothing: the pool's copies include the head's layer."""
+
+    def note(self, computed: Sequence[Computed], results: Sequence[Result]) -> Followed:
+        """Compute the head at all positions of a step behind which the token is known.
+
+        Whatever fails here, the step stands, and there are no guesses.
+        """
+        self._last, self._hidden = {}, None
+        sampled = {id(one.planned): one for one in results}
+        parts = [part for one in computed if (part := _part(one, sampled.get(id(one.planned)))) is not None]
+        if not parts:
+            return ()
+        try:
+            rows = [one.computed.hidden[one.row : one.row + one.count] for one in parts]
+            before = self._normed(torch.cat(rows))
+            spans, row = [], 0
+            for one in parts:
+                spans.append(SequenceSpan(row, one.count, one.start, one.computed.planned.table))
+                row += one.count
+                self._last[one.computed.entry.id] = len(spans) - 1
+            hidden = self._forward(np.concatenate([one.ids for one in parts]), before, spans)
+            ends = self._head.device.place(
+                torch.tensor([span.row_start + span.row_count - 1 for span in spans])
+            )
+            self._hidden = hidden.index_select(0, ends)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
+            _log.warning("the prediction head has failed for %d sequences: %s", len(parts), error)
+            self._last, self._hidden = {}, None
+        return ()
+
+    def follow(self, computed: Sequence[Computed], results: Sequence[Result]) -> Guesses:
+        """Draw the guesses that entries ask for, behind the positions that `note` has computed.
+
+        Whatever fails here, the step stands, and there are no guesses.
+        """
+        sampled = {id(one.planned): one for one in results}
+        drawing = [
+            one
+            for each in computed
+            if (one := self._drawing(each, sampled.get(id(each.planned)))) is not None
+        ]
+        if not drawing or self._hidden is None:
+            return ()
+        try:
+            rows = self._head.device.place(torch.tensor([one.row for one in drawing]))
+            self._hidden = self._hidden.index_select(0, rows)
+            draw_rounds(self._sampler, drawing, self._logits(self._hidden), self._behind)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
+            _log.warning("the prediction head has failed for %d guesses: %s", len(drawing), error)
+            return ()
+        return drawn(drawing)
+
+    def _drawing(self, computed: Computed, result: Result | None) -> Drawing | None:
+        """Return the guesses that are drawn for an entry; None for none."""
+        planned, sampler = computed.planned, computed.planned.sequence.sampler
+        row = self._last.get(computed.entry.id)
+        if row is None or sampler is None or sampler.mask is not None or not goes_on(result):
+            return None
+        known = known_tokens(planned, result)
+        # All but the first need the KV of a guess, and the last block of the sequence ends somewhere.
+        room = len(planned.table) * self._kv_cache.block_tokens - known + 2
+        draws = min(computed.entry.draws, room)
+        if draws < 1:
+            return None
+        standing_in = self._standing_in.get(sampler)
+        if standing_in is None:
+            standing_in = self._standing_in[sampler] = sampler.ahead()
+        return Drawing(planned, standing_in, known, draws, row)
+
+    def _behind(self, going: Sequence[Drawing]) -> Tensor:
+        """Compute the last guess of each sequence, and return the logits behind them."""
+        assert self._hidden is not None
+        before = self._hidden
+        if len(going) < len(before):
+            before = before.index_select(0, self._head.device.place(torch.tensor([one.row for one in going])))
+        ids = np.array([one.guesses[-1] for one in going], dtype=np.int32)
+        spans = []
+        for row, one in enumerate(going):
+            one.row = row
+            spans.append(SequenceSpan(row, 1, one.known + len(one.guesses) - 2, one.planned.table))
+        self._hidden = self._forward(ids, self._head.normed(before), spans)
+        return self._logits(self._hidden)
+
+    def _forward(self, ids: TokenIds, before: Tensor, spans: Sequence[SequenceSpan]) -> Tensor:
+        """Return the head's hidden states of rows, [rows, hidden]; writes their KV."""
+        positions = np.concatenate(
+            [np.arange(one.context_length, one.context_length + one.row_count) for one in spans]
+        )
+        step = self._head.prepare(torch.from_numpy(positions), spans, self._kv_cache)
+        return self._head.forward(torch.from_numpy(ids.astype(np.int64)), step, before)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self._head.logits(hidden)
+        assert logits is not None, "a prediction head runs alone"
+        return logits
+
+
+def _part(computed: Computed, result: Result | None) -> _Part | None:
+    """Return what the head computes of an entry: the positions that are right, behind which the token is known."""
+    entry, planned = computed.entry, computed.planned
+    known = known_tokens(planned, result) if entry.samples else len(planned.sequence.prompt)
+    start = entry.extents[0].start
+    count = min(planned.stop, known - 1) - start
+    if count < 1 or planned.sequence.sampler is None:
+        return None
+    return _Part(computed, computed.row + 1 + len(entry.drafts) - entry.token_count, count)
