@@ -43,6 +43,7 @@ from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.drafter import Drafter, Followed, Guesses
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
+from medha_worker.rank.peer_reader import PeerBlocks
 from medha_worker.rank.prompt_scores import PromptScorer, Scored
 from medha_worker.rank.sampled_tokens import (
     Computed,
@@ -123,11 +124,12 @@ class Executor:
         begin_masks: Callable[[], None] = lambda: None,
         host_blocks: Sequence[HostBlocks] = (),
         disk: DiskBlocks | None = None,
+        peers: PeerBlocks | None = None,
     ) -> None:
         """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model.
 
         `host_blocks` are the host tier of `kv_cache` and of the drafter's pool, if there is one; `disk` has the files behind
-        the former.
+        the former, and `peers` reads those of other replicas into it and gives them its own.
 
         `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` begins with the
         masks that sequences have asked for ahead.
@@ -139,7 +141,7 @@ class Executor:
         if kv_cache.window_blocks:
             widest = max(window for window in model.windows if window is not None)
             self.window_tables = WindowTables(kv_cache.window_blocks, kv_cache.block_tokens, widest)
-        self._host_blocks, self._disk = tuple(host_blocks), disk
+        self._host_blocks, self._disk, self._peers = tuple(host_blocks), disk, peers
         self._state = LaneState(
             self.ledger,
             lane,
@@ -232,6 +234,8 @@ class Executor:
         """
         if self._disk is not None:
             self._disk.drop(plan.disk_work.drops)
+        if self._peers is not None and plan.disk_work.unserves:
+            self._peers.server.void(plan.disk_work.unserves)
         copy_seconds = self._copy_tier(plan.tier_copies)
         self._use_disk(plan.disk_work)
         started, self._waited_seconds = self._clock(), 0.0
@@ -292,11 +296,14 @@ class Executor:
         return self._clock() - started
 
     def _use_disk(self, work: DiskWork) -> None:
-        """Let the disk tier begin with what a step asks for."""
+        """Let what works beside the steps begin with what a step asks for."""
         if self._drafter is not None:
             self._drafter.loaded(run for read in work.reads for run in read.slots)
         if self._disk is not None:
             self._disk.submit(work)
+        if self._peers is not None and (work.reads or work.serves):
+            self._peers.server.serve(work.serves)
+            self._peers.reader.submit(work)
 
     def learn_all(self) -> None:
         """Wait for all outstanding tokens of steps that have run and that another rank samples.
