@@ -173,8 +173,9 @@ class Replica:
         checkpoint: Path,
         routers: Sequence[Router],
         environment: Mapping[str, str] | None = None,
+        spec: Row | None = None,
     ) -> None:
-        """`environment` is added to that of its processes. `folder` may exist."""
+        """`environment` is added to that of its processes, `spec` to its manifest's. `folder` may exist."""
         self.folder, self.name = folder, folder.name
         self.log = folder / "log"
         self._environment = dict(environment or {})
@@ -189,7 +190,8 @@ class Replica:
                 "threads": 1,
                 "parallelism": {"tensor": tensor, "stream": stream, "kv": kv},
                 "kvCache": {"size": "64Mi"},
-            },
+            }
+            | (spec or {}),
         }
         self._ways: dict[Router, list[Wire]] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -234,6 +236,12 @@ class Replica:
                 start_new_session=True,
                 env=os.environ | self._environment,
             )
+
+    def metric(self, name: str) -> float:
+        """Return the sum of the samples of one of its controller's metrics."""
+        ready = json.loads((self.folder / "run" / "ranks-ready.json").read_text())
+        text = httpx.get(ready["metrics_url"], timeout=30).raise_for_status().text
+        return sum(float(one) for one in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
     @property
     def is_alive(self) -> bool:
@@ -343,9 +351,13 @@ class Fleet:
     """A router and replicas of one checkpoint, of different grids."""
 
     def __init__(
-        self, folder: Path, grids: Sequence[tuple[int, int, int]] = GRIDS, **settings: object
+        self,
+        folder: Path,
+        grids: Sequence[tuple[int, int, int]] = GRIDS,
+        spec: Row | None = None,
+        **settings: object,
     ) -> None:
-        """`settings` are those of the router."""
+        """`settings` are those of the router; `spec` is added to the manifests of the replicas."""
         from medha_worker.checkpoints.presets import (
             init_checkpoint,
         )  # supervisors run this file too, without torch
@@ -354,7 +366,7 @@ class Fleet:
         init_checkpoint(checkpoint, preset="tiny", seed=0)
         self.router = Router(folder / "router", **settings)
         self.replicas = [
-            Replica(folder / f"r{number}", grid, checkpoint, [self.router])
+            Replica(folder / f"r{number}", grid, checkpoint, [self.router], spec=spec)
             for number, grid in enumerate(grids)
         ]
 

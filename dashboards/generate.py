@@ -260,6 +260,7 @@ REPLICA = Dashboard(
             Panel("Disk tier", "How much KV do the ranks of a lane keep in files?", "bytes", {"{{pod}} {{lane}}": f"max by (pod, lane) (medha_disk_tier_bytes{_P})"}),
             Panel("Files", "How much KV is read from files, written to them, and not written because the disk is too slow?", "Bps", {"{{pod}} loaded": _rate("medha_disk_tier_loaded_bytes_total", _P, "pod"), "{{pod}} written": _rate("medha_disk_tier_written_bytes_total", _P, "pod"), "{{pod}} skipped": _rate("medha_disk_tier_skipped_bytes_total", _P, "pod")}),
             Panel("Disk failures", "How many files could not be written or read?", "short", {"{{pod}}": _rate("medha_disk_tier_failures_total", _P, "pod"), "{{pod}} {{lane}} is off": f"max by (pod, lane) (medha_disk_tier_off{_P})"}),
+            Panel("Peers", "How much KV is read from other replicas, and offered to them, and how often does reading fail?", "Bps", {"{{pod}} loaded": _rate("medha_peer_kv_loaded_bytes_total", _P, "pod"), "{{pod}} offered": _rate("medha_peer_kv_offered_bytes_total", _P, "pod"), "{{pod}} failures": _rate("medha_peer_kv_failures_total", _P, "pod")}),
             Panel("Prefill avoided by fetches", "How many prompt tokens were fetched instead of being computed?", "short", {"{{pod}}": _rate("medha_host_tier_fetched_tokens_total", _P, "pod")}),
         ],
         "Sequences": [

@@ -162,6 +162,7 @@ def write_parts(
             model_directory=model,
             draft_directory=draft_directory(replica),
             disk_directory=_disk_directory(replica, files),
+            peer_endpoint="" if spec.kv_cache.peers is None else "tcp://127.0.0.1:*",
             accelerator=_accelerator(spec.resources),
             control=rank_control,
             tokens=rank_tokens,

@@ -64,6 +64,14 @@ class KeyPair:
         return cls.of_secret(lines[0])
 
 
+def hash_key_of_token(token: str) -> str:
+    """Return the key of block hashes that the holders of an enrolment token share, hexadecimal.
+
+    Replicas that hand KV over compare their hashes, so they need the same key, and nobody else may know it.
+    """
+    return blake2b(token.encode(), digest_size=32, person=b"medha kv hashes").hexdigest()
+
+
 def read_public_keys(path: Path) -> frozenset[bytes]:
     """Return the public keys of a file, one a line.
 

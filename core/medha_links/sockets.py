@@ -109,16 +109,21 @@ def bind(
     *,
     largest_frame_bytes: int = CONTROL_FRAME_BYTES,
     heartbeats: bool = True,
+    admits_all: bool = False,
 ) -> Opened[_Socket]:
-    """Return a socket for peers that an `Authenticator` of this context admits; without one, nobody can connect."""
+    """Return a socket for peers that an `Authenticator` of this context admits; without one, nobody can connect.
+
+    `admits_all`: for all who know its public key. Each message must then prove that its sender may send it.
+    """
     opened = _open(context, zmq.ROUTER, largest_frame_bytes, heartbeats=heartbeats)
     socket = opened.socket
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes over the identity of its predecessor
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    if not admits_all:
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.bind(endpoint)
     return opened
 

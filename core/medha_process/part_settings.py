@@ -74,6 +74,8 @@ class RankSettings(ReplicaPartSettings):
     """Directory of the draft model's checkpoint, which the rank that samples loads, too; None: there is none."""
     disk_directory: Path | None = None
     """Directory in which each rank of the replica keeps the files of its disk tier; None: there is none."""
+    peer_endpoint: str = ""
+    """ZeroMQ endpoint at which this rank gives KV to ranks of other replicas; empty: it gives none, and takes none."""
     controller_key_file: Path
     """File of the controller's public key."""
 

@@ -7,7 +7,17 @@ from itertools import pairwise
 from math import inf, isfinite, ulp
 
 from medha.errors import WireInvalid
-from medha.wire.messages import BEATS, Announce, Emit, ProgressReport, RouterUse
+from medha.kv.prefix_cache import HASH_CHARACTERS
+from medha.wire.messages import (
+    BEATS,
+    Announce,
+    Emit,
+    KvAsk,
+    KvDone,
+    KvTicket,
+    ProgressReport,
+    RouterUse,
+)
 
 POSITIVE = ulp(0.0)
 """The smallest number greater than 0."""
@@ -194,6 +204,22 @@ def require_plausible_progress(report: ProgressReport) -> None:
     numbers = (report.began_seconds, *(number for one in report.chunks for number in (one.tokens, one.lane)))
     if not all(isfinite(number) and number >= 0 for number in numbers):
         raise WireInvalid(f"a report of progress has the numbers {numbers[:20]}")
+
+
+def require_plausible_kv(message: KvAsk | KvTicket | KvDone) -> None:
+    """Check a replica's message for another one.
+
+    Raises:
+        WireInvalid: it names what no replica has.
+    """
+    hashes = [message.hashes] if isinstance(message, KvAsk) else []
+    hashes += [part.hashes for part in message.parts] if isinstance(message, KvTicket) else []
+    if any(len(one) % HASH_CHARACTERS for one in hashes):
+        raise WireInvalid(f"a {type(message).__name__} has a part of a hash")
+    if isinstance(message, KvTicket) and any(not one.endpoint.startswith("tcp://") for one in message.ranks):
+        raise WireInvalid(f"the ranks of the ticket for {message.id:.80} are at no TCP endpoint")
+    if isinstance(message, KvAsk) and message.tokens < len(message.hashes) // HASH_CHARACTERS:
+        raise WireInvalid(f"{message.id:.80} has more blocks than tokens")
 
 
 def require_in_vocabulary(emit: Emit, vocab_size: int) -> None:

@@ -54,6 +54,9 @@ from medha.wire.messages import (
     Emit,
     Failed,
     Heartbeat,
+    KvAsk,
+    KvDone,
+    KvTicket,
     Message,
     ProgressReport,
     Refused,
@@ -74,6 +77,7 @@ from medha_router.peer_checks import (
     Peers,
     require_in_vocabulary,
     require_plausible,
+    require_plausible_kv,
     require_plausible_progress,
     require_plausible_use,
 )
@@ -447,12 +451,25 @@ class ReplicaLink:
             case RouterLost(router=router):
                 self._peers.card(identity)
                 self._accounts.lost(router)
+            case KvAsk() | KvTicket() | KvDone() as about_kv:
+                require_plausible_kv(about_kv)
+                self._pass_on(self._peers.card(identity), about_kv)
             case BundlePart() as part if payload is not None:
                 self._bundle_part(identity, part, payload)
             case other:
                 raise WireInvalid(
                     f"{type(other).__name__} is not expected from a replica", reason="unexpected"
                 )
+
+    def _pass_on(self, sender: Announce, message: KvAsk | KvTicket | KvDone) -> None:
+        """Pass a message on to another replica of the sender's model; if it has gone, whoever waits stops by itself."""
+        target = message.asker if isinstance(message, KvTicket) else message.source
+        if any(one.replica == target and one.hands_kv_over for one in self.core.cards(sender.model)):
+            if isinstance(message, KvTicket):
+                passed: Message = replace(message, source=sender.replica)
+            else:
+                passed = replace(message, asker=sender.replica)
+            self._send(self._control, target, encode(passed))
 
     def _bundle_part(self, identity: bytes, part: BundlePart, payload: memoryview) -> None:
         if part.digest != self._peers.card(identity).digest:

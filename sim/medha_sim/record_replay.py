@@ -42,6 +42,9 @@ from medha.wire.messages import (
     Emit,
     Failed,
     GrammarReady,
+    KvAsk,
+    KvDone,
+    KvTicket,
     RankReady,
     Refused,
     StageFree,
@@ -500,6 +503,10 @@ class _Reader:
 # --- parsing lines -----------------------------------------------------------------------------------
 
 
+_EVENTS = (Submit, Cancel, StageFree, Done, GrammarReady, DiskReport, KvAsk, KvTicket, KvDone)
+"""Messages that are events of a controller."""
+
+
 def _recorded(path: Path, number: int, text: str) -> Recorded:
     entry = _object(path, number, text)
     now, event, commands = entry.get("now"), entry.get("event"), entry.get("commands")
@@ -513,7 +520,7 @@ def _recorded(path: Path, number: int, text: str) -> Recorded:
     if own is not None:
         return Recorded(number, float(now), own, commands)
     message = _message(path, number, json.dumps(event))
-    if not isinstance(message, Submit | Cancel | StageFree | Done | GrammarReady | DiskReport):
+    if not isinstance(message, _EVENTS):
         raise ConfigInvalid(f"{path}:{number}: {type(message).__name__} is not an event of a controller")
     return Recorded(number, float(now), message, commands)
 

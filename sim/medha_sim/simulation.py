@@ -34,17 +34,14 @@ from medha.scheduler.controller import Load
 from medha.wire.messages import (
     Announce,
     Cancel,
-    CompileGrammar,
     ControllerCommand,
     ControllerEvent,
-    DropGrammar,
     Emit,
     Failed,
     FetchBundle,
     Refused,
     Sampling,
     Step,
-    SteppedAside,
     Submit,
     Tick,
 )
@@ -418,9 +415,7 @@ class _Replica:
                     simulation.log.stepped(command, max(launched.timing.stage_seconds), now)
                 for at, follows in launched.events:
                     simulation.at(at, self.take, follows)
-            elif not isinstance(
-                command, SteppedAside | CompileGrammar | DropGrammar
-            ):  # its router does not notice
+            elif isinstance(command, Emit | Refused | Failed):  # its router does not notice the others
                 answers.append(command)
         if answers:
             simulation.from_replica(self.card.replica, answers, now)

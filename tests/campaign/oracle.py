@@ -18,6 +18,7 @@ from medha_operator.replica.manifests import (
     keys_name,
     lane,
     network_policy,
+    peer_ports,
     pod_templates,
     service,
 )
@@ -67,7 +68,7 @@ def _wrong_children(replica: Document, present: dict[tuple[str, str], Document])
     wanted = [
         service(owner),
         disruption_budget(owner),
-        network_policy(owner),
+        network_policy(owner, given_at=peer_ports(spec)),
         config_map(owner, spec, revision),
         *(
             lane(owner, index, stages, 0 if spec.suspend else stages, template)

@@ -8,7 +8,7 @@ from medha.cost.tier_seconds import ReadSeconds
 from medha.kv.disk_tier import FILE_BLOCKS, DiskTier, OnDisk, file_name
 from medha.kv.host_tier import Kept
 from medha.kv.prefix_cache import hash_range
-from medha.wire.messages import DiskFile, DiskReport, DiskTierFigures, DiskWrite
+from medha.wire.messages import DiskFile, DiskReport, DiskWrite
 
 
 class Fixed:
@@ -209,7 +209,7 @@ def test_what_is_computed_sooner_is_not_written(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_reads_show_what_an_access_and_a_block_take() -> None:
-    reads = ReadSeconds(DiskTierFigures(100, 0.001, 0.0001))
+    reads = ReadSeconds(0.001, 0.0001)
     assert reads.seconds(64, 1) == pytest.approx(0.001 + 64 * 0.0001)
     for blocks in (1, 10, 40, 64, 5, 30) * 10:
         reads.observe(blocks, 0.02 + blocks * 0.001)

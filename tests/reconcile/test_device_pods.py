@@ -8,8 +8,15 @@ import pytest
 
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.manifests import Owner, pod_templates
+from medha_operator.replica.manifests import (
+    PEERS_PORT,
+    Owner,
+    network_policy,
+    peer_ports,
+    pod_templates,
+)
 from medha_operator.replica.node_capacity import needs_of
+from medha_worker.pod import pod_parts
 
 EPHEMERAL = str(2 * (8 * 2**30 + 64 * 2**20))
 """Bytes of files of two ranks with 8 GiB each, and of what they may exceed that by."""
@@ -164,3 +171,32 @@ def test_pods_have_a_volume_for_their_ranks_disk_tiers(
     assert spec["containers"][0]["resources"]["requests"].get("ephemeral-storage") == ephemeral
     without = pod({"accelerator": "none"}, kvCache={"tiers": {"host": {"size": "1Gi"}}})
     assert "kv-files" not in [one["name"] for one in without["volumes"]]
+
+
+def test_other_replicas_reach_the_ports_at_which_ranks_give_kv_and_no_others() -> None:
+    tiers = {"host": {"size": "1Gi"}, "peers": {}}
+    fields = {"parallelism": {"tensor": 2}, "kvCache": {"tiers": tiers}}
+    joined = fields | {"routerRef": {"name": "router"}}
+    ports = {
+        one["name"]: one["containerPort"]
+        for one in pod({"accelerator": "none"}, **joined)["containers"][0]["ports"]
+    }
+    assert {name: port for name, port in ports.items() if name.startswith("peer")} == {
+        "peer-0": PEERS_PORT,
+        "peer-1": PEERS_PORT + 1,
+    }
+    assert PEERS_PORT == pod_parts.PEERS_PORT
+    owner = Owner("a", "models", "1")
+    spec = MedhaReplicaSpec.model_validate(
+        {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}} | joined
+    )
+    rules = network_policy(owner, given_at=peer_ports(spec))["spec"]["ingress"]
+    assert rules[2]["ports"] == [{"protocol": "TCP", "port": PEERS_PORT, "endPort": PEERS_PORT + 1}]
+    assert rules[2]["from"] == [
+        {"podSelector": {"matchExpressions": [{"key": "medha.dev/replica", "operator": "Exists"}]}}
+    ]
+    without_router = pod({"accelerator": "none"}, **fields)["containers"][0]["ports"]
+    assert not [one for one in without_router if one["name"].startswith("peer")], (
+        "it has no router to meet others at"
+    )
+    assert len(network_policy(owner)["spec"]["ingress"]) == 2

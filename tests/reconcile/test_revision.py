@@ -38,6 +38,7 @@ def test_live_fields_keep_the_revision(change: dict[str, Any]) -> None:
         {"kvCache": {"size": "1Gi"}},
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}}}},
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "8Gi"}}}},
+        {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "peers": {"bandwidth": "1Gi"}}}},
         {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}},
         {"image": "worker:2"},
         {"routerRef": {"name": "router"}},  # its address and its Secret stand in the pods' template

@@ -36,6 +36,7 @@ from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.kv_parallel_plan import positions
 from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.mesh import Mesh
+from medha_worker.rank.peer_reader import PeerBlocks
 from medha_worker.rank.plane_choice import choose_plane
 
 from .models import kernels_of_a_rank, load_head, load_model
@@ -180,6 +181,7 @@ class Ranks:
         window_blocks: int = 0,
         host_blocks: int = 0,
         disk: Path | None = None,
+        peers: Callable[[int, HostBlocks], PeerBlocks] | None = None,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
         """Run all steps on new KV pools; return the samples, and the logits of every position, by request and position.
 
@@ -188,6 +190,7 @@ class Ranks:
         replaces those that a rank chooses on this machine. With `window_blocks`, KV before windows is freed, and none
         of these blocks may be held once all requests have been released. `host_blocks` is the size of the host tier,
         and `disk` the directory of the files behind it: all that a step asks of them is done before the next one.
+        `peers` returns what hands KV over, by rank; that outlives the run, and the caller closes it.
         """
 
         if not self._grids:
@@ -219,6 +222,7 @@ class Ranks:
                 )
                 files.begin_epoch(DiskReport(rank, grid.lane), "00" * 32, self.disk_reports.append)
                 assert files.drain(60)
+            handed = None if peers is None else peers(rank, host[0])
             executor = Executor(
                 recording,
                 pool,
@@ -230,6 +234,7 @@ class Ranks:
                 drafter=drafter,
                 host_blocks=host,
                 disk=files,
+                peers=handed,
             )
             samples: list[Sample] = []
             self.scored[rank] = []
@@ -244,6 +249,7 @@ class Ranks:
                     planned.append(executor.plan(step))
                 done = executor.run(planned.popleft())
                 assert files is None or files.drain(60)
+                assert handed is None or handed.reader.drain(60)
                 if done is not None:
                     assert done.failures == (), done.failures
                     samples += done.samples if rank == grid.sampling_rank else ()

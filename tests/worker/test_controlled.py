@@ -33,6 +33,9 @@ from medha.wire.messages import (
     Emit,
     Failed,
     FinishReason,
+    KvAsk,
+    KvDone,
+    KvTicket,
     Refused,
     Sample,
     Sampling,
@@ -100,6 +103,7 @@ class Life:
     sampled: dict[str, int] = field(default_factory=dict)
     ends: dict[str, FinishReason | str] = field(default_factory=dict)
     asides: dict[str, SteppedAside] = field(default_factory=dict)  # by the prompt with which each comes back
+    messages: list[KvAsk | KvTicket | KvDone] = field(default_factory=list)  # for other replicas
 
     def handle(self, event: ControllerEvent) -> None:
         for command in self.controller.handle(event, self.now):
@@ -115,6 +119,8 @@ class Life:
                     self.end(command.id, command.reason)
                 case SteppedAside():
                     self.asides[command.prompt] = command
+                case KvAsk() | KvTicket() | KvDone():
+                    self.messages.append(command)
 
     def end(self, name: str, reason: str) -> None:
         assert name not in self.ends, f"{name} ends twice"

@@ -25,6 +25,9 @@ from medha.wire.messages import (
     EntryFailed,
     FetchBundle,
     GrammarReady,
+    KvAsk,
+    KvDone,
+    KvTicket,
     Message,
     RankFault,
     RankHello,
@@ -71,7 +74,16 @@ ACCEPTS: dict[str, tuple[type[Message], ...]] = {
         TracePart,
     ),
     "rank_tokens": (RankHello,),
-    "router_control": (Submit, Cancel, FetchBundle, RouterUse, WatchProgress),
+    "router_control": (
+        Submit,
+        Cancel,
+        FetchBundle,
+        RouterUse,
+        WatchProgress,
+        KvAsk,
+        KvTicket,
+        KvDone,
+    ),
     "router_tokens": (Tokens,),
 }
 

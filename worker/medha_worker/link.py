@@ -22,6 +22,9 @@ from medha.wire.messages import (
     Emit,
     Failed,
     FetchBundle,
+    KvAsk,
+    KvDone,
+    KvTicket,
     Message,
     Refused,
     RouterUse,
@@ -178,7 +181,7 @@ class RouterLinks:
 
         control = opened(self.endpoints.control, CONTROL_FRAME_BYTES)
         tokens = opened(self.endpoints.tokens, TOKENS_FRAME_BYTES)
-        accepts = (Submit, Cancel, FetchBundle, RouterUse, WatchProgress)
+        accepts = (Submit, Cancel, FetchBundle, RouterUse, WatchProgress, KvAsk, KvTicket, KvDone)
         self.control = Link(control, "router_control", self._drops, accepts=accepts)
         self.tokens = Link(tokens, "router_tokens", self._drops, accepts=(Tokens,))
         self._connected: set[str] = set()

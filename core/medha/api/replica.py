@@ -266,23 +266,51 @@ class DiskTierSpec(Model):
         return self
 
 
+_PEERS_NEED_HOST = "kvCache.tiers.peers reads KV of other replicas into the host tier; add kvCache.tiers.host, or leave peers out"
+
+
+class PeersSpec(Model):
+    """KV of other replicas of the model, which is read over the network instead of being computed again, if that is faster.
+    Both replicas must have this. `medha up` runs one replica, and ignores it."""
+
+    bandwidth: Quantity = Field(default="1Gi", json_schema_extra=restart())
+    """Bytes that the network carries per second between two ranks, e.g. `3Gi`: by this the first reads are predicted.
+    Measured reads correct it."""
+
+    @field_validator("bandwidth")
+    @classmethod
+    def _bandwidth_is_above_zero(cls, bandwidth: str) -> str:
+        if quantity_bytes(bandwidth) == 0:
+            raise ValueError(
+                f"must be above 0 (found {bandwidth}); give bytes per second such as 1Gi, or leave peers out"
+            )
+        return bandwidth
+
+
 class KvTiersSpec(Model):
     """Places for KV that is evicted from the device, and fetched from there instead of being computed again
     (docs/kv-tiers.md)."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(("!has(self.disk) || has(self.host)", _DISK_NEEDS_HOST))
+        json_schema_extra=rules(
+            ("!has(self.disk) || has(self.host)", _DISK_NEEDS_HOST),
+            ("!has(self.peers) || has(self.host)", _PEERS_NEED_HOST),
+        )
     )
 
     host: HostTierSpec | None = None
     """Memory of the host, beside the device's. Default: none, so evicted KV is forgotten."""
     disk: DiskTierSpec | None = None
     """Files behind the memory of the host. Default: none, so KV of the host tier is lost with it."""
+    peers: PeersSpec | None = None
+    """Other replicas that have the KV. Default: none, so each replica computes what it lacks."""
 
     @model_validator(mode="after")
-    def _disk_has_a_host_tier(self) -> KvTiersSpec:
+    def _others_have_a_host_tier(self) -> KvTiersSpec:
         if self.disk is not None and self.host is None:
             raise ValueError(_DISK_NEEDS_HOST)
+        if self.peers is not None and self.host is None:
+            raise ValueError(_PEERS_NEED_HOST)
         return self
 
 
@@ -336,6 +364,11 @@ class KvCacheSpec(Model):
     def disk_bytes(self) -> int:
         """Bytes of the disk tier of each rank; 0: there is none."""
         return 0 if self.disk is None else quantity_bytes(self.disk.size)
+
+    @property
+    def peers(self) -> PeersSpec | None:
+        """What is said of KV of other replicas; None: none is taken, and none given."""
+        return None if self.tiers is None else self.tiers.peers
 
     @model_validator(mode="after")
     def _tiers_keep_prefixes(self) -> KvCacheSpec:

@@ -2,7 +2,8 @@
 
 The warm-up measures both directions of the host tier (`HostTierFigures`). One factor corrects them by the copies of the
 steps, as `medha.cost.correction` corrects the rest of a step. Reads of the disk tier take a time for each access and one
-for each block. Both follow the reads that ranks report, by least squares in which old reads count less and less.
+for each block. Both follow the reads that ranks report, by least squares in which old reads count less and less. So do
+reads of other replicas' KV, whose first prediction follows from the manifest.
 """
 
 from __future__ import annotations
@@ -12,23 +13,30 @@ from math import inf
 
 from medha.cost.correction import Correction, PartedSeconds
 from medha.cost.predictor import Predictor
-from medha.wire.messages import Admit, DiskTierFigures, Eviction, Grow, HostTierFigures, Step
+from medha.wire.messages import Admit, DiskTierFigures, Eviction, Grow, HostLoad, HostTierFigures, Step
 
 _KEPT = 0.9
 """Weight of earlier reads beside a new one: a change of the disk shows within some ten reads."""
 _FIRST_BLOCKS = (1, 64)
 """Sizes of the reads by which the measurement of the warm-up counts at first."""
+_PEER_ACCESS_SECONDS = 0.02
+"""Time of a read of another replica, however small, until some were measured: its step begins, then a connection."""
 
 
 class TierSeconds:
     """The times that decide about the host tier of a replica's lanes (`medha.kv.host_tier.Prices`)."""
 
     def __init__(
-        self, figures: HostTierFigures, predictor: Predictor, disk: DiskTierFigures | None = None
+        self,
+        figures: HostTierFigures,
+        predictor: Predictor,
+        disk: DiskTierFigures | None = None,
+        peer_block_seconds: float = 0.0,
     ) -> None:
-        """`disk` has the figures of the disk tier, if there is one."""
+        """`disk` has the figures of the disk tier, if there is one; a block of another replica takes `peer_block_seconds`."""
         self.figures = figures
-        self._reads = None if disk is None else ReadSeconds(disk)
+        self._reads = None if disk is None else ReadSeconds(disk.access_seconds, disk.read_seconds_per_block)
+        self._peer_reads = ReadSeconds(_PEER_ACCESS_SECONDS, peer_block_seconds)
         self._predictor = predictor
         self._correction = Correction()
 
@@ -50,6 +58,14 @@ class TierSeconds:
         if self._reads is not None:
             self._reads.observe(blocks, seconds)
 
+    def peer_seconds(self, blocks: int) -> float:
+        """Return the predicted time to read so many blocks of another replica into the host tier."""
+        return self._peer_reads.seconds(blocks, 1)
+
+    def observe_peer_load(self, blocks: int, seconds: float) -> None:
+        """Learn from a read of another replica's blocks that took so long."""
+        self._peer_reads.observe(blocks, seconds)
+
     def compute_seconds(self, context: int, tokens: int) -> float:
         """Return the predicted time to bring a prompt from `context` to `tokens` tokens of KV, alone."""
         return self._predictor.prefill_seconds(context, tokens)
@@ -61,7 +77,7 @@ class TierSeconds:
 
     def observe(self, step: Step, observed_seconds: float) -> None:
         """Update the correction by the measured time of a step's copies, on the lane where they take longest."""
-        predicted = copy_seconds(self.figures, step.admits, step.grows)
+        predicted = copy_seconds(self.figures, step.admits, step.grows, step.loads)
         longest_seconds = max((predicted.get(lane, 0.0) for lane in step.lanes), default=0.0)
         self._correction = self._correction.after(PartedSeconds(longest_seconds), observed_seconds)
 
@@ -69,11 +85,12 @@ class TierSeconds:
 class ReadSeconds:
     """The time of a read as a line over its blocks, fitted to reads that were measured."""
 
-    def __init__(self, figures: DiskTierFigures) -> None:
+    def __init__(self, access_seconds: float, seconds_per_block: float) -> None:
+        """Begin with the times that a measurement, or the manifest, tells."""
         self._weight = self._blocks = self._squares = self._seconds = self._products = 0.0
-        self.access_seconds, self.seconds_per_block = figures.access_seconds, figures.read_seconds_per_block
+        self.access_seconds, self.seconds_per_block = access_seconds, seconds_per_block
         for blocks in _FIRST_BLOCKS:
-            self.observe(blocks, figures.access_seconds + blocks * figures.read_seconds_per_block)
+            self.observe(blocks, access_seconds + blocks * seconds_per_block)
 
     def seconds(self, blocks: int, files: int) -> float:
         """Return the predicted time of `files` reads of `blocks` blocks together."""
@@ -98,9 +115,12 @@ class ReadSeconds:
 
 
 def copy_seconds(
-    figures: HostTierFigures, admits: Iterable[Admit], grows: Iterable[Grow]
+    figures: HostTierFigures,
+    admits: Iterable[Admit],
+    grows: Iterable[Grow],
+    loads: Iterable[HostLoad] = (),
 ) -> Mapping[int, float]:
-    """Return how long the copies of a step's admits and grows keep each lane busy, before correction; by lane."""
+    """Return how long the copies of a step's admits, grows and loads keep each lane busy, before correction; by lane."""
     by_lane: dict[int, float] = {}
 
     def add(evictions: Iterable[Eviction]) -> None:
@@ -110,6 +130,10 @@ def copy_seconds(
                 seconds = blocks * figures.demote_seconds_per_block
                 by_lane[one.lane] = by_lane.get(one.lane, 0.0) + seconds
 
+    for load in loads:
+        if load.last >= 0:  # it comes from the device
+            seconds = load.count * figures.demote_seconds_per_block
+            by_lane[load.lane] = by_lane.get(load.lane, 0.0) + seconds
     for grow in grows:
         add(grow.evictions)
     for admit in admits:

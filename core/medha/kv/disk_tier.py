@@ -20,6 +20,7 @@ from typing import Protocol
 
 from medha.kv.host_tier import Kept, common_blocks
 from medha.kv.prefix_cache import HASH_CHARACTERS, hash_at, hash_count, hash_range
+from medha.kv.rank_loads import Loaded, RankLoads
 from medha.wire.messages import DiskDelete, DiskFile, DiskReport, DiskWrite
 
 FILE_BLOCKS = 64
@@ -73,25 +74,6 @@ class _File:
 
 
 @dataclass(slots=True)
-class _Load:
-    file: _File
-    blocks: int
-    ranks: set[int]  # that have not reported it
-    seconds: float = 0.0  # of the slowest rank
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The end of a load: its extent, its size, how long the slowest rank read, and whether the blocks are there."""
-
-    extent: int
-    blocks: int
-    seconds: float
-    is_there: bool
-
-
-@dataclass(slots=True)
 class DiskCounts:
     """Blocks that came and went, and failures, since the epoch began."""
 
@@ -121,7 +103,8 @@ class DiskTier:
         self._most_writing = most_writing
         self._files: dict[str, _File] = {}  # the least recently used first
         self._places: dict[str, tuple[_File, int]] = {}  # hash -> file that all ranks have, and block of it
-        self._loads: dict[int, _Load] = {}  # by extent
+        self._loads = RankLoads(self._ranks)
+        self._loaded: dict[int, _File] = {}  # extent -> file that is read into it
         self._to_report = set(self._ranks)  # ranks that have not reported all that they found
         self._writing = 0  # blocks
         self._deletes: list[str] = []
@@ -129,7 +112,7 @@ class DiskTier:
     @property
     def loading_blocks(self) -> int:
         """Blocks that are being read."""
-        return sum(load.blocks for load in self._loads.values())
+        return self._loads.blocks
 
     @property
     def files(self) -> int:
@@ -154,7 +137,8 @@ class DiskTier:
         """Note that ranks read the first `count` blocks of `found` into an extent of the host tier."""
         file = self._files[found.file]
         file.loads += 1
-        self._loads[extent] = _Load(file, count, set(self._ranks))
+        self._loads.begin(extent, count)
+        self._loaded[extent] = file
         self._use(file)
 
     # --- writes ---------------------------------------------------------------------------------------
@@ -276,11 +260,9 @@ class DiskTier:
                 self.counts.failed_writes += 1
             if file is not None:
                 self._remove(file)
-        ended: list[Loaded] = []
-        for extent, seconds in report.loaded:
-            ended += self._end_load(extent, report.rank, seconds)
-        for extent in report.not_loaded:
-            ended += self._end_load(extent, report.rank, None)
+        ended = self._loads.report(report)
+        for one in ended:
+            self._end_load(one)
         return ended
 
     def _found(self, rank: int, found: DiskFile) -> None:
@@ -323,26 +305,16 @@ class DiskTier:
         self._files = dict(reversed(order.items()))
         self._make_room(0)
 
-    def _end_load(self, extent: int, rank: int, seconds: float | None) -> list[Loaded]:
-        """Note that a rank has read an extent in so many seconds, or could not (None)."""
-        load = self._loads.get(extent)
-        if load is None:
-            return []
-        load.ranks.discard(rank)
-        load.failed = load.failed or seconds is None
-        load.seconds = max(load.seconds, seconds or 0.0)
-        if load.ranks:
-            return []  # others may still write to the extent
-        del self._loads[extent]
-        file = load.file
+    def _end_load(self, load: Loaded) -> None:
+        """Count a load that has ended, and delete its file if it has failed."""
+        file = self._loaded.pop(load.extent)
         file.loads -= 1
-        if load.failed:
-            self.counts.failed_loads += 1
-            if self._files.get(file.name) is file:  # else it was removed, and may have been written again
-                self._remove(file)
-        else:
+        if load.is_there:
             self.counts.loaded_blocks += load.blocks
-        return [Loaded(extent, load.blocks, load.seconds, not load.failed)]
+            return
+        self.counts.failed_loads += 1
+        if self._files.get(file.name) is file:  # else it was removed, and may have been written again
+            self._remove(file)
 
     def _switch_off(self, reason: str) -> None:
         """Use the tier no more in this epoch; loads that have begun still end."""

@@ -239,7 +239,10 @@ class HostTier:
         self._by_worth: list[tuple[float, int]] = []  # heap of (worth, number); stale entries are skipped
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()
-        self._loading: set[int] = set()  # extents whose blocks are being read from a file
+        self._loading: set[int] = (
+            set()
+        )  # extents whose blocks are being read from a file, or from another replica
+        self._served: dict[str, tuple[Held, ...]] = {}  # ticket -> blocks that another replica may read
         self._new: list[int] = []  # extents that were demoted since `take_new`
         self.notes_new = False
         """Whether to note what is demoted, for a disk tier that takes it."""
@@ -276,7 +279,37 @@ class HostTier:
         self._pinned.update(one.extent for one in held)
 
     def unpin(self) -> None:
+        """Let the extents go that a ticket does not keep."""
         self._pinned.clear()
+        self._pinned.update(one.extent for held in self._served.values() for one in held)
+
+    # --- blocks that another replica reads ------------------------------------------------------------
+
+    @property
+    def served_blocks(self) -> int:
+        """Blocks that tickets keep; those of several tickets count for each."""
+        return sum(one.count for held in self._served.values() for one in held)
+
+    def serve(self, ticket: str, held: Sequence[Held]) -> None:
+        """Keep blocks until `unserve`: another replica may read them."""
+        self._served[ticket] = tuple(held)
+        self.unpin()
+
+    def unserve(self, ticket: str) -> None:
+        """Keep the blocks of a ticket no longer."""
+        self._served.pop(ticket, None)
+        self.unpin()
+
+    def take_in(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
+        """Give room to blocks `start .. start + count` of a prompt, which are copied from the device at once.
+
+        Return the number of the new extent, of how many of these blocks it is, and what it drops; None if all that is
+        held is worth more.
+        """
+        made = self._make_extent(hashes, start, count)
+        if made is not None and self.notes_new:
+            self._new.append(made[0])
+        return made
 
     def fetch(self, held: Sequence[Held], lane: int) -> tuple[Fetch, ...]:
         """Count a request's fetch of `held`, which makes it worth as much as if it were new."""
@@ -468,11 +501,15 @@ class HostTier:
         ]
 
     def begin_load(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
-        """Give room to blocks `start .. start + count` of a prompt, which are read from a file.
+        """Do the same for blocks that are read from a file or from another replica: they are there after `end_load`."""
+        made = self._make_extent(hashes, start, count)
+        if made is not None:
+            self._loading.add(made[0])
+        return made
 
-        Return the number of the new extent, of how many of these blocks it is, and what it drops; None if all that is
-        held is worth more.
-        """
+    def _make_extent(
+        self, hashes: str, start: int, count: int
+    ) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         block_seconds = self._block_seconds(start, start + count)
         one = _Candidate(hashes, start, count, [], block_seconds, self._aged + block_seconds)
         self._raise_before(one)
@@ -485,9 +522,12 @@ class HostTier:
         one.blocks = min(one.blocks, self.ledger.free_blocks)
         if one.blocks == 0:
             return None
-        number = self._store(one)
-        self._loading.add(number)
-        return number, one.blocks, tuple(drops)
+        return self._store(one), one.blocks, tuple(drops)
+
+    @property
+    def loads(self) -> bool:
+        """True if blocks are being read."""
+        return bool(self._loading)
 
     def is_loading(self, extent: int) -> bool:
         return extent in self._loading

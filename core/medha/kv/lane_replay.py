@@ -11,32 +11,38 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from medha.errors import LedgerMismatch
-from medha.kv.blocks import BlockCopy, BlockLedger, Run
+from medha.kv.blocks import BlockCopy, BlockLedger, Run, append_run
 from medha.kv.cached_paths import NO_BLOCK, CachedPaths
 from medha.kv.host_tier import HostLedger, TierCopy, tier_copies
 from medha.kv.prefix_cache import hash_count
 from medha.shards import Segment, ShardMap, digest_of, segments_of
 from medha.wire.messages import (
     Admit,
+    Demotion,
     DiskDelete,
     DiskFile,
-    DiskLoad,
     DiskWrite,
     Eviction,
     Grow,
     HostDrop,
+    HostLoad,
+    KvServe,
     Publish,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBlocks:
-    """Blocks `start ..` of a file are read into host blocks `slots` of an extent."""
+    """Blocks `start ..` of a file, or of what another replica offers with a ticket, are read into host blocks `slots`.
+
+    These are those of an extent.
+    """
 
     file: str
     start: int
     extent: int
     slots: tuple[Run, ...]
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +56,33 @@ class WriteBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskWork:
-    """Work for a rank's disk tier that comes with a step, in this order.
+class ServeBlocks:
+    """Host blocks `slots` may be read by ranks of another replica that show the ticket."""
 
-    Blocks of `drops` may be written again by the step's copies, so nothing of them may reach a file from then on. The rest
-    comes behind the copies.
+    ticket: str
+    slots: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWork:
+    """Work for what reads and writes a rank's host blocks beside the steps, in this order.
+
+    Blocks of `drops` may be written again by the step's copies, so nothing of them may reach a file from then on, and
+    nothing that `unserves` names may reach another replica. The rest comes behind the copies.
     """
 
     drops: tuple[HostDrop, ...] = ()
+    unserves: tuple[str, ...] = ()
     reads: tuple[ReadBlocks, ...] = ()
     deletes: tuple[str, ...] = ()
     writes: tuple[WriteBlocks, ...] = ()
+    serves: tuple[ServeBlocks, ...] = ()
 
 
 class LaneReplay:
     """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
-    Each call applies one part of a `Step`, in this order: publishes, releases, loads, grows, admits, writes.
+    Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, writes.
     """
 
     def __init__(self, ledger: BlockLedger, lane: int = 0, host_blocks: int = 0) -> None:
@@ -79,6 +95,8 @@ class LaneReplay:
         self._reads: list[ReadBlocks] = []
         self._deletes: list[str] = []
         self._writes: list[WriteBlocks] = []
+        self._serves: list[ServeBlocks] = []
+        self._unserves: tuple[str, ...] = ()
         self._paths = CachedPaths(ledger.blocks)
         self._shards: dict[str, ShardMap] = {}
 
@@ -99,23 +117,49 @@ class LaneReplay:
         return tuple(copies)
 
     def take_disk_work(self) -> DiskWork:
-        """Take what the disk tier is asked for."""
-        work = DiskWork(tuple(self._drops), tuple(self._reads), tuple(self._deletes), tuple(self._writes))
+        """Take what is to be done beside the steps."""
+        work = DiskWork(
+            tuple(self._drops),
+            self._unserves,
+            tuple(self._reads),
+            tuple(self._deletes),
+            tuple(self._writes),
+            tuple(self._serves),
+        )
         self._drops, self._reads, self._deletes, self._writes = [], [], [], []
+        self._serves, self._unserves = [], ()
         return work
 
-    def load(self, loads: Iterable[DiskLoad]) -> None:
-        """Give host blocks to what is read from files.
+    def load(self, loads: Iterable[HostLoad]) -> None:
+        """Give host blocks to what is read from files or from another replica, and to copies of cached blocks.
 
         Raises:
             LedgerMismatch: the host tier has diverged.
         """
         for load in loads:
-            if load.lane == self.lane:
-                self._drop(load.drops)
-                if load.file:
-                    extent, slots = self._tier().store(load.count)
-                    self._reads.append(ReadBlocks(load.file, load.start, extent, tuple(slots)))
+            if load.lane != self.lane:
+                continue
+            self._drop(load.drops)
+            if load.last != NO_BLOCK:
+                self._copy_in(Demotion(load.last, load.count))
+            elif load.count:
+                extent, slots = self._tier().store(load.count)
+                self._reads.append(ReadBlocks(load.file, load.start, extent, tuple(slots), load.ticket))
+
+    def serve(self, serves: Iterable[KvServe], unserves: tuple[str, ...]) -> None:
+        """Find the host blocks that another replica may read, and note which ones it may read no longer.
+
+        Raises:
+            LedgerMismatch: the host tier has diverged.
+        """
+        self._unserves += unserves
+        for one in serves:
+            if one.lane == self.lane:
+                slots: list[Run] = []
+                for part in one.blocks:
+                    for run in self._tier().runs(part.extent, part.start, part.count):
+                        append_run(slots, run)
+                self._serves.append(ServeBlocks(one.ticket, tuple(slots)))
 
     def write(self, deletes: Iterable[DiskDelete], writes: Iterable[DiskWrite]) -> None:
         """Find the host blocks that are written to files.
@@ -200,9 +244,13 @@ class LaneReplay:
     def _demote(self, eviction: Eviction) -> None:
         self._drop(eviction.drops)
         for demotion in eviction.demotions:
-            _, slots = self._tier().store(demotion.count)
-            blocks = self._paths.runs(demotion.last, demotion.count)
-            self._tier_copies += tier_copies(blocks, slots, is_fetch=False)
+            self._copy_in(demotion)
+
+    def _copy_in(self, demotion: Demotion) -> None:
+        """Copy cached blocks to host blocks, which become the next extent."""
+        _, slots = self._tier().store(demotion.count)
+        blocks = self._paths.runs(demotion.last, demotion.count)
+        self._tier_copies += tier_copies(blocks, slots, is_fetch=False)
 
     def _drop(self, drops: Iterable[HostDrop]) -> None:
         for drop in drops:

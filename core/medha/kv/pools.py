@@ -14,7 +14,8 @@ Three rules keep cached blocks correct:
 
 If lanes have a host tier, blocks that are evicted may be demoted to it, and a prefix may go on there (`medha.kv.host_tier`).
 If they have a disk tier, too, it may go on in files, from where it is loaded before its request is admitted
-(`medha.kv.disk_tier`).
+(`medha.kv.disk_tier`). Other replicas may have it, too: lanes load what these offer in the same way, and let them read
+what they themselves have.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
-from medha.kv.blocks import BlockLedger, Run
-from medha.kv.disk_tier import FILE_BLOCKS, DiskCounts, DiskPrices, DiskTier, Loaded, OnDisk
+from medha.kv.blocks import BlockLedger, Run, cut_runs
+from medha.kv.disk_tier import FILE_BLOCKS, DiskCounts, DiskPrices, DiskTier, OnDisk
 from medha.kv.host_tier import Held, HostTier, Prices, TierCounts
 from medha.kv.lane_replay import fork_on
 from medha.kv.prefix_cache import PrefixCache, hash_count, hash_range
+from medha.kv.rank_loads import Loaded, RankLoads
 from medha.shards import (
     MAX_SEGMENTS_SENT,
     PROMPT_STRIPE_TOKENS,
@@ -44,24 +46,32 @@ from medha.shards import (
 from medha.wire.messages import (
     CachedPrefix,
     DiskDelete,
-    DiskLoad,
     DiskReport,
     DiskWrite,
     Eviction,
     Fetch,
     Grow,
+    HostLoad,
+    KvPart,
+    KvServe,
     Publish,
 )
 
 Reach = Literal["device", "host", "disk"]
 """The last place where blocks of a prompt count. Those that are in files, or are being read, count with `disk` only."""
 
+_SERVED_PART = 2
+"""Part of a host tier, one in so many, that other replicas may read at a time."""
 _WRITING_PART = 4
 """Part of a host tier, one in so many, whose blocks are written to files at a time."""
 
 
 class TierPrices(Prices, DiskPrices, Protocol):
     """Predicted times that decide about tiers; `medha.cost.tier_seconds` has them."""
+
+    def peer_seconds(self, blocks: int) -> float:
+        """Return the predicted time to read so many blocks of another replica into the host tier."""
+        ...
 
 
 @dataclass(slots=True)  # not frozen, for speed: every admission makes one
@@ -103,18 +113,30 @@ class Awaited:
 
 
 @dataclass(slots=True)
+class PeerCounts:
+    """Blocks that came from other replicas or went to them, since the epoch began."""
+
+    hits: int = 0  # requests that waited for blocks of another replica
+    loaded_blocks: int = 0
+    failed_loads: int = 0
+    served: int = 0  # tickets
+    served_blocks: int = 0
+
+
+@dataclass(slots=True)
 class _Lane:
     ledger: BlockLedger
     cache: PrefixCache = field(default_factory=PrefixCache)
     tier: HostTier | None = None
     disk: DiskTier | None = None
+    peer_loads: RankLoads | None = None  # loads from other replicas
 
     def find(self, hashes: str, stop: int, *, reach: Reach = "host") -> _Found:
         """Return what this lane has of the first `stop` of `hashes`, without a gap."""
         match = self.cache.match(hashes, stop)
         if self.tier is None or reach == "device" or match.blocks == stop:
             return _Found(match.blocks, match.runs, match.unlocked, chain=hashes)
-        if reach == "host" or self.disk is None:
+        if reach == "host":
             held = tuple(self.tier.match(hashes, match.blocks, stop))
             fetched, awaited = sum(one.count for one in held), 0
         else:
@@ -126,11 +148,10 @@ class _Lane:
     def _parts(self, hashes: str, start: int, stop: int) -> list[tuple[int, Held | OnDisk]]:
         """Return what the tiers have of the blocks `start .. stop` of a prompt, without a gap, each with its place."""
         assert self.tier is not None
-        assert self.disk is not None
         parts: list[tuple[int, Held | OnDisk]] = []
         while start < stop:
             found: Sequence[Held | OnDisk] = self.tier.match(hashes, start, stop, with_loading=True)
-            if not found:
+            if not found and self.disk is not None:
                 found = self.disk.match(hashes, start, start + self.tier.lacks(hashes, start, stop))
             if not found:
                 break
@@ -142,11 +163,10 @@ class _Lane:
     def _is_awaited(self, part: Held | OnDisk) -> bool:
         return isinstance(part, OnDisk) or (self.tier is not None and self.tier.is_loading(part.extent))
 
-    def load(self, found: _Found, lane: int) -> tuple[list[DiskLoad], set[tuple[int, int]]]:
+    def load(self, found: _Found, lane: int) -> tuple[list[HostLoad], set[tuple[int, int]]]:
         """Begin to load what was found in files; return the loads, and all extents that are awaited."""
         assert self.tier is not None
-        assert self.disk is not None
-        loads: list[DiskLoad] = []
+        loads: list[HostLoad] = []
         awaited: set[tuple[int, int]] = set()
         parts = self._parts(found.chain, found.blocks, found.all_blocks)
         self.tier.pin(one for _, one in parts if isinstance(one, Held))
@@ -159,13 +179,76 @@ class _Lane:
             if began is None:
                 break
             extent, count, drops = began
+            assert self.disk is not None
             self.disk.begin_load(part, extent, count)
-            loads.append(DiskLoad(part.file, part.start, count, lane, drops))
+            loads.append(HostLoad(part.file, part.start, count, lane, drops))
             awaited.add((lane, extent))
             if count < part.count:
                 break
         self.tier.unpin()
-        self.disk.counts.hits += bool(awaited)
+        if self.disk is not None:
+            self.disk.counts.hits += bool(awaited)
+        return loads, awaited
+
+    def share(self, found: _Found, ticket: str, lane: int) -> tuple[list[HostLoad], list[Held]]:
+        """Let another replica read what was found; return the copies that this needs, and the blocks, in order.
+
+        Cached blocks that the host tier lacks are copied to it. Tickets get half of the tier together, at most.
+        """
+        assert self.tier is not None
+        stop = min(found.all_blocks, self.tier.ledger.blocks // _SERVED_PART - self.tier.served_blocks)
+        loads: list[HostLoad] = []
+        held: list[Held] = []
+        at = 0
+        while at < stop:
+            there = self.tier.match(found.chain, at, stop)
+            if not there:
+                count = min(self.tier.lacks(found.chain, at, stop), found.blocks - at)
+                made = self.tier.take_in(found.chain, at, count) if count > 0 else None
+                if made is None:
+                    break
+                extent, taken, drops = made
+                first, length = cut_runs(found.runs, at, at + taken)[-1]
+                loads.append(HostLoad("", 0, taken, lane, drops, last=first + length - 1))
+                there = [Held(extent, 0, taken)]
+            self.tier.pin(there)
+            held += there
+            at += sum(one.count for one in there)
+        if held:
+            self.tier.serve(ticket, held)
+        else:
+            self.tier.unpin()
+        return loads, held
+
+    def load_from_peer(
+        self, chain: str, ticket: str, lane: int
+    ) -> tuple[list[HostLoad], set[tuple[int, int]]]:
+        """Begin to load the blocks that another replica offers and this lane lacks; return as `load` does."""
+        assert self.tier is not None
+        assert self.peer_loads is not None
+        loads: list[HostLoad] = []
+        awaited: set[tuple[int, int]] = set()
+        stop = hash_count(chain)
+        at = self.cache.match(chain, stop).blocks
+        while at < stop:
+            there = self.tier.match(chain, at, stop, with_loading=True)
+            if there:
+                self.tier.pin(there)
+                awaited |= {(lane, one.extent) for one in there if self.tier.is_loading(one.extent)}
+                at += sum(one.count for one in there)
+                continue
+            wanted = self.tier.lacks(chain, at, stop)
+            began = self.tier.begin_load(chain, at, wanted)
+            if began is None:
+                break
+            extent, count, drops = began
+            self.peer_loads.begin(extent, count)
+            loads.append(HostLoad("", at, count, lane, drops, ticket))
+            awaited.add((lane, extent))
+            at += count
+            if count < wanted:
+                break
+        self.tier.unpin()
         return loads, awaited
 
     @property
@@ -229,11 +312,13 @@ class KvPools:
         prices: TierPrices | None = None,
         disk_blocks: int = 0,
         lane_ranks: Sequence[Iterable[int]] = (),
+        has_peers: bool = False,
     ) -> None:
         """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane.
 
         Each lane has a host tier of `host_blocks` blocks, if `prices` of its copies are given. If `disk_blocks` is above 0,
-        each also has a disk tier of so many, whose files are on all ranks that `lane_ranks` has for it.
+        each also has a disk tier of so many, whose files are on all ranks that `lane_ranks` has for it. `has_peers`: these
+        ranks also read blocks of other replicas, and give them theirs.
         """
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
@@ -254,7 +339,14 @@ class KvPools:
                 lane.tier.notes_new = True
                 most = max(host_blocks // _WRITING_PART, 1)
                 lane.disk = DiskTier(disk_blocks, ranks, block_size_tokens, prices, most)
-        self._loads: list[DiskLoad] = []
+        self.has_peers = has_peers and prices is not None and prefix_caching
+        if self.has_peers:
+            for lane, ranks in zip(self._lanes, lane_ranks, strict=True):
+                lane.peer_loads = RankLoads(frozenset(ranks))
+        self.peer_counts = PeerCounts()
+        self._loads: list[HostLoad] = []
+        self._serves: list[KvServe] = []
+        self._unserves: list[str] = []
         self._held: dict[str, _SequenceKv] = {}
         # Both cover all lanes, in the order in which they happened. A lane's clock counts its releases: if
         # ranks got them in another order, they would evict other blocks than `medha.kv.prefix_cache` did.
@@ -428,9 +520,11 @@ class KvPools:
 
         Return None if nothing is awaited, or if computing is predicted to be faster.
         """
-        if self._prices is None or not self.disks or not block_hashes:
+        if self._prices is None or not block_hashes:
             return None
-        found = self._found_on_disk(prompt_tokens, block_hashes, is_long=is_long)
+        if not (self.disks or any(tier.loads for tier in self.tiers)):
+            return None
+        found = self._found_best(prompt_tokens, block_hashes, is_long=is_long, reach="disk")
         awaited = max((one.awaited for _, one in found), default=0)
         if awaited == 0:
             return None
@@ -438,9 +532,11 @@ class KvPools:
         most_tokens = (prompt_tokens - 1) // size * size
         there_tokens = min(sum(one.all_blocks for _, one in found) * size, most_tokens)
         here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
-        outstanding = max(disk.loading_blocks for disk in self.disks)
+        outstanding = max((disk.loading_blocks for disk in self.disks), default=0)
         files = sum(-(-one.awaited // FILE_BLOCKS) for _, one in found)
         load_seconds = self._prices.load_seconds(awaited + outstanding, files)
+        from_peers = max((lane.peer_loads.blocks for lane in self._lanes if lane.peer_loads), default=0)
+        load_seconds += self._prices.peer_seconds(min(awaited, from_peers)) if from_peers else 0.0
         compute = self._prices.compute_seconds
         saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
         fetched = max(one.fetched for _, one in found)
@@ -453,36 +549,111 @@ class KvPools:
             extents |= awaits
         return Awaited(frozenset(extents), load_seconds) if extents else None
 
-    def _found_on_disk(self, prompt_tokens: int, hashes: str, *, is_long: bool) -> list[tuple[int, _Found]]:
-        """Return what lanes would have of a prompt if all that files hold were loaded; by lane."""
+    def _found_best(
+        self, prompt_tokens: int, hashes: str, *, is_long: bool, reach: Reach
+    ) -> list[tuple[int, _Found]]:
+        """Return what lanes have of a prompt, where they have most of it; by lane.
+
+        With the reach `disk`, they have what they would have if all that files hold were loaded.
+        """
         if is_long and self._stripes_prompts:
-            return list(self._striped_matches(prompt_tokens, hashes, reach="disk")[0][1].items())
+            return list(self._striped_matches(prompt_tokens, hashes, reach=reach)[0][1].items())
         usable = (prompt_tokens - 1) // self.block_size_tokens
         if not is_long:
-            each = [lane.find(hashes, min(usable, hash_count(hashes)), reach="disk") for lane in self._lanes]
+            each = [lane.find(hashes, min(usable, hash_count(hashes)), reach=reach) for lane in self._lanes]
             best = _best(each)
             return [(best, each[best])]
         found: list[tuple[int, _Found]] = []
-        for on_lanes in self._shards_found(hashes, is_long=True, reach="disk"):
+        for on_lanes in self._shards_found(hashes, is_long=True, reach=reach):
             best = _best(on_lanes)
             found.append((best, on_lanes[best]))
             if on_lanes[best].all_blocks < hash_count(on_lanes[best].chain):
                 break
         return found
 
-    def disk_report(self, report: DiskReport) -> list[Loaded]:
-        """Take a rank's report of its disk; return the loads that have ended with it."""
+    def disk_report(self, report: DiskReport) -> tuple[list[Loaded], list[Loaded]]:
+        """Take a rank's report; return the loads that have ended with it: those from files, and those from other replicas."""
         if not 0 <= report.lane < len(self._lanes):
-            return []
+            return [], []
         here = self._lanes[report.lane]
-        if here.disk is None or here.tier is None:
-            return []
-        ended = here.disk.report(report)
-        for one in ended:
+        if here.tier is None:
+            return [], []
+        from_files = [] if here.disk is None else here.disk.report(report)
+        from_peers = [] if here.peer_loads is None else here.peer_loads.report(report)
+        self.peer_counts.loaded_blocks += sum(one.blocks for one in from_peers if one.is_there)
+        self.peer_counts.failed_loads += sum(not one.is_there for one in from_peers)
+        for one in (*from_files, *from_peers):
             dropped = here.tier.end_load(one.extent, is_there=one.is_there)
             if dropped is not None:
-                self._loads.append(DiskLoad("", 0, 0, report.lane, (dropped,)))
-        return ended
+                self._loads.append(HostLoad("", 0, 0, report.lane, (dropped,)))
+        return from_files, from_peers
+
+    # --- other replicas -------------------------------------------------------------------------------
+
+    def wait_for_peer_seconds(
+        self, prompt_tokens: int, block_hashes: str, there_tokens: int, *, is_long: bool = False
+    ) -> float | None:
+        """Return how long a request may wait for what another replica has of its prompt, half of it as predicted, in seconds.
+
+        Return None if computing is predicted to be faster. Waiting longer than computing takes would not pay.
+        """
+        if self._prices is None or not self.has_peers or not block_hashes:
+            return None
+        size = self.block_size_tokens
+        there_tokens = min(there_tokens, prompt_tokens - 1) // size * size
+        here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
+        if there_tokens <= here_tokens:
+            return None
+        blocks = (there_tokens - here_tokens) // size
+        seconds = self._prices.peer_seconds(blocks)
+        compute = self._prices.compute_seconds
+        saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
+        if seconds + self._prices.fetch_seconds(blocks) >= saved_seconds:
+            return None
+        return max(seconds, saved_seconds / 2)
+
+    def share(
+        self, ticket: str, prompt_tokens: int, block_hashes: str, *, is_long: bool = False
+    ) -> tuple[KvPart, ...]:
+        """Let another replica read what lanes have of a prompt; return what it gets."""
+        if not self.has_peers or not block_hashes:
+            return ()
+        parts: list[KvPart] = []
+        for lane, found in self._found_best(prompt_tokens, block_hashes, is_long=is_long, reach="host"):
+            if not found.all_blocks:
+                continue
+            loads, held = self._lanes[lane].share(found, ticket, lane)
+            self._loads += loads
+            if held:
+                blocks = tuple(Fetch(one.extent, one.start, one.count, lane) for one in held)
+                self._serves.append(KvServe(ticket, blocks, lane))
+                count = sum(one.count for one in held)
+                parts.append(KvPart(lane, hash_range(found.chain, 0, count)))
+                self.peer_counts.served_blocks += count
+        self.peer_counts.served += bool(parts)
+        return tuple(parts)
+
+    def unshare(self, ticket: str) -> None:
+        """Let other replicas read nothing more of what a ticket offers."""
+        for tier in self.tiers:
+            tier.unserve(ticket)
+        pending = [one for one in self._serves if one.ticket != ticket]
+        if len(pending) < len(self._serves):
+            self._serves = (
+                pending  # ranks have not heard of it, and its blocks may get other owners before they do
+            )
+        else:
+            self._unserves.append(ticket)
+
+    def begin_peer_loads(self, ticket: str, parts: Iterable[KvPart]) -> frozenset[tuple[int, int]]:
+        """Load what another replica offers; return the extents that are awaited, each with its lane."""
+        extents: set[tuple[int, int]] = set()
+        for part in parts:
+            loads, awaits = self._lanes[part.lane].load_from_peer(part.hashes, ticket, part.lane)
+            self._loads += loads
+            extents |= awaits
+        self.peer_counts.hits += bool(extents)
+        return frozenset(extents)
 
     def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, which has the same prompt.
@@ -623,10 +794,16 @@ class KvPools:
         releases, self._releases = self._releases, {}
         return tuple(releases)
 
-    def take_loads(self) -> tuple[DiskLoad, ...]:
+    def take_loads(self) -> tuple[HostLoad, ...]:
         """Take the pending loads of all lanes, in order; ranks apply them before all else in a step."""
         loads, self._loads = self._loads, []
         return tuple(loads)
+
+    def take_serves(self) -> tuple[tuple[KvServe, ...], tuple[str, ...]]:
+        """Take what other replicas may read from now on, and the tickets that are void."""
+        serves, unserves = self._serves, self._unserves
+        self._serves, self._unserves = [], []
+        return tuple(serves), tuple(unserves)
 
     def take_writes(self) -> tuple[tuple[DiskDelete, ...], tuple[DiskWrite, ...]]:
         """Take the files of all lanes that ranks delete, and those that they write behind all else of a step."""
@@ -641,9 +818,9 @@ class KvPools:
     @property
     def has_changes(self) -> bool:
         """True if there are insertions, releases or changes of tiers that the ranks have not received."""
-        return bool(self._publishes or self._releases or self._loads) or any(
-            lane.disk is not None and lane.disk.has_changes for lane in self._lanes
-        )
+        return bool(
+            self._publishes or self._releases or self._loads or self._serves or self._unserves
+        ) or any(lane.disk is not None and lane.disk.has_changes for lane in self._lanes)
 
     def state_hashes(self) -> tuple[int, ...]:
         """Return a 53-bit digest for each lane, over its ledger and the shard maps of all sequences.

@@ -6,6 +6,8 @@ sequence follows its cached prefix as long as the replicas' loads differ by less
 saves. A long prefix saves minutes, though, in which a replica would collect all the work of a popular one. So a
 replica attracts by its cache only while its load is at most `LOAD_FACTOR` times the mean, plus `LOAD_SECONDS`.
 
+If another replica is thought to have more of a prompt, the chosen one is told which: it may read the KV there.
+
 Where KV is short, a replica comes first in which the sequence's owner holds at most an equal share of it.
 """
 
@@ -77,6 +79,24 @@ def choose(
         )
 
     return min(replicas, key=preference)
+
+
+def peer_with_kv(
+    sequence: OpenSequence, chosen: KnownReplica, serving: Sequence[KnownReplica]
+) -> tuple[str, int]:
+    """Return the replica that is thought to have most of a sequence's prompt, and how many tokens; empty and 0 if none has.
+
+    It must be thought to have more than the chosen one. Both must hand KV over.
+    """
+    if not chosen.card.hands_kv_over:
+        return "", 0
+    prefix, most, name = sequence.new.prefix, chosen.prefixes.known_tokens(sequence.new.prefix), ""
+    for replica in serving:
+        if replica is not chosen and replica.card.hands_kv_over and replica.serves:
+            tokens = replica.prefixes.known_tokens(prefix)
+            if tokens > most:
+                most, name = tokens, replica.card.replica
+    return (name, most) if name else ("", 0)
 
 
 def _most_seconds(serving: Sequence[KnownReplica]) -> float:

@@ -37,7 +37,13 @@ from medha.routing.lost_attempts import (
 from medha.routing.model_work import ModelWorks
 from medha.routing.open_sequences import Key, OpenSequence
 from medha.routing.prefix_memory import prefill_seconds
-from medha.routing.replica_choice import able_replicas, choose, ignored_grammar, reservation_tokens
+from medha.routing.replica_choice import (
+    able_replicas,
+    choose,
+    ignored_grammar,
+    peer_with_kv,
+    reservation_tokens,
+)
 from medha.routing.replica_demand import DemandReason, DemandTerms, ModelWork, replica_demand
 from medha.routing.router_events import (
     Abandon,
@@ -652,6 +658,7 @@ class RouterCore:
         sequence.sent_at, sequence.has_progress = now, False
         self._by_wire_id[wire_id] = sequence
         cached = replica.prefixes.known_tokens(new.prefix)
+        peer, peer_tokens = peer_with_kv(sequence, replica, self._serving_key(sequence.key))
         replica.prefixes.add(new.prefix)
         reserved = reservation_tokens(sequence, replica.card)
         replica.opens(wire_id, sequence, reserved)
@@ -673,6 +680,8 @@ class RouterCore:
             sampling=new.sampling,
             owner=request.owner,
             contested_seconds=max(0.0, contested_until - now),
+            peer=peer,
+            peer_tokens=peer_tokens,
         )
 
     def _usable(self, replica: KnownReplica) -> bool:

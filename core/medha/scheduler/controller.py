@@ -57,6 +57,7 @@ from medha.scheduler.growth import MOST_ASIDES
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.output_lengths import OutputLengths
 from medha.scheduler.packer import Packed
+from medha.scheduler.peer_kv import PeerKv
 from medha.scheduler.prompt_logprobs import joined
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
@@ -79,6 +80,9 @@ from medha.wire.messages import (
     FailureReason,
     GrammarReady,
     Grow,
+    KvAsk,
+    KvDone,
+    KvTicket,
     LaneLoad,
     PolicyTerms,
     PromptLogprobs,
@@ -150,7 +154,9 @@ class ReplicaController:
         self._tier_seconds = (
             None
             if config.host_tier is None
-            else TierSeconds(config.host_tier, self.predictor, config.disk_tier)
+            else TierSeconds(
+                config.host_tier, self.predictor, config.disk_tier, config.peer_block_seconds or 0.0
+            )
         )
         self._admission = Admission(config, self._table, self._tier_seconds)
         self._pools = self._admission.pools
@@ -178,6 +184,7 @@ class ReplicaController:
         )
         self._grammars = Grammars(config.topology.kv, epoch)
         self._disk_waits = DiskWaits()
+        self._peer_kv = PeerKv(self._pools, self._disk_waits)
         self._returning: list[_Returning] = []
         self._in_flight: dict[int, _Launched] = {}
         floors_seconds = [one.ttft_floor_seconds for one in config.service_classes.values()]
@@ -216,8 +223,8 @@ class ReplicaController:
     @property
     def next_due(self) -> float | None:
         """Time at which a `Tick` must come, unless another event does before; None if there is no such time."""
-        dues = [due for due in (self._grammars.next_due, self._disk_waits.next_due) if due is not None]
-        return min(dues, default=None)
+        dues = (self._grammars.next_due, self._disk_waits.next_due, self._peer_kv.next_due)
+        return min((due for due in dues if due is not None), default=None)
 
     def knows_prompt(self, prompt: str) -> bool:
         """Return whether a request here names this prompt."""
@@ -311,10 +318,19 @@ class ReplicaController:
                 for request in self._grammars.ready(event):
                     commands += self._give_up(request, "grammar", event.fault, now)
             case DiskReport():
-                self._disk_report(event)
+                commands += self._disk_report(event, now)
+            case KvAsk():
+                commands.append(self._give_kv(event, now))
+            case KvTicket():
+                commands += self._peer_kv.answered(event, now, self._go_on)
+            case KvDone():
+                self._peer_kv.end(event)
             case Drain():
                 self._draining = True
-        for request in self._disk_waits.late(now):
+        self._peer_kv.expire(now)
+        late = self._disk_waits.late(now)
+        self._peer_kv.late(late, now)
+        for request in late:
             self._go_on(request)
         for request in self._grammars.late(now):
             commands += self._give_up(request, "grammar_late", _LATE_GRAMMAR, now)
@@ -420,6 +436,7 @@ class ReplicaController:
         if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
             hashes = self._pools.state_hashes()
         deletes, writes = self._pools.take_writes()
+        serves, unserves = self._pools.take_serves()
         step = Step(
             step_id=self._next_step_id,
             epoch=self.epoch,
@@ -436,6 +453,8 @@ class ReplicaController:
             loads=self._pools.take_loads(),
             deletes=deletes,
             writes=writes,
+            serves=serves,
+            unserves=unserves,
         )
         self._next_step_id += 1
         self._sharing.forgets = {}
@@ -528,10 +547,10 @@ class ReplicaController:
             return "capacity", f"{self._table.waiting} requests already wait"
         return ("draining", "the replica is stopping") if self._draining else None
 
-    def _come_back(self, now: float) -> list[SteppedAside | CompileGrammar]:
+    def _come_back(self, now: float) -> list[SteppedAside | CompileGrammar | KvAsk]:
         """Let requests that have stepped aside wait for KV again."""
         returning, self._returning = self._returning, []
-        commands: list[SteppedAside | CompileGrammar] = []
+        commands: list[SteppedAside | CompileGrammar | KvAsk] = []
         for one in returning:
             before, submit = one.request, one.submit
             commands.append(SteppedAside(submit.id, submit.prompt, before.submit.prompt, submit.tokens))
@@ -566,7 +585,9 @@ class ReplicaController:
             return self.config.max_model_len
         return max(expected, 2 * produced, 2 * reserved)
 
-    def _arrive(self, submit: Submit, now: float, before: Request | None = None) -> list[CompileGrammar]:
+    def _arrive(
+        self, submit: Submit, now: float, before: Request | None = None
+    ) -> list[CompileGrammar | KvAsk]:
         """Add an accepted request, which then waits for KV; `before` is the same one as it stepped aside.
 
         Return what must be sent to ranks before a step with it.
@@ -610,9 +631,11 @@ class ReplicaController:
         )
         if before is None:
             self._attained.charge(submit.owner, submit.tokens, now)
-        asked = self._grammars.arrive(request, now)
+        asked: list[CompileGrammar | KvAsk] = [*self._grammars.arrive(request, now)]
         if awaited is not None:
             self._disk_waits.begin(request, awaited, now)
+        elif before is None:
+            asked += self._peer_kv.ask(request, now)
         self._sharing.arrive(request, work_seconds, left)
         return asked
 
@@ -703,16 +726,29 @@ class ReplicaController:
         self._sharing.leave(request)
         self._grammars.leave(request)
         self._disk_waits.leave(request)
+        self._peer_kv.leave(request)
 
     # --- progress of steps --------------------------------------------------------------------------
 
-    def _disk_report(self, report: DiskReport) -> None:
-        ended = self._pools.disk_report(report)
-        for one in ended:
-            if self._tier_seconds is not None and one.is_there:
-                self._tier_seconds.observe_load(one.blocks, one.seconds)
-        for request in self._disk_waits.loaded(report.lane, [one.extent for one in ended]):
+    def _disk_report(self, report: DiskReport, now: float) -> list[KvDone]:
+        from_files, from_peers = self._pools.disk_report(report)
+        if self._tier_seconds is not None:
+            for one in from_files:
+                if one.is_there:
+                    self._tier_seconds.observe_load(one.blocks, one.seconds)
+            for one in from_peers:
+                if one.is_there:
+                    self._tier_seconds.observe_peer_load(one.blocks, one.seconds)
+        done = self._peer_kv.loaded(report.lane, from_peers, now)
+        ended = [one.extent for one in (*from_files, *from_peers)]
+        for request in self._disk_waits.loaded(report.lane, ended):
             self._go_on(request)
+        return done
+
+    def _give_kv(self, ask: KvAsk, now: float) -> KvTicket:
+        if self._tier_seconds is None or self._draining or self.config.peer_block_seconds is None:
+            return KvTicket(ask.id, ask.asker, reason="this replica gives no KV")
+        return self._peer_kv.give(ask, self._tier_seconds.peer_seconds, now)
 
     def _go_on(self, request: Request) -> None:
         """Let a request get KV that has waited for loads."""

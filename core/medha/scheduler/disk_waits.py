@@ -1,4 +1,4 @@
-"""Requests that wait until blocks of their prompt are loaded from files (`medha.kv.disk_tier`).
+"""Requests that wait until blocks of their prompt are loaded from files (`medha.kv.disk_tier`) or from another replica.
 
 They wait for KV meanwhile, and are passed over. A load that takes much longer than predicted is not waited for: the request
 computes its prompt, and the load ends without it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplicaSpec, SchedulingSpec, ServiceClass
 from medha.cost.crossover import crossover_tokens
 from medha.cost.predictor import TOKENS_PER_LANE
@@ -32,6 +33,8 @@ class ReplicaConfig:
     draft_costs: DraftCosts | None = None  # of the guesses of a draft model; None: none draws any
     host_tier: HostTierFigures | None = None  # of each lane; None: evicted KV is forgotten
     disk_tier: DiskTierFigures | None = None  # of each lane; None: KV of the host tier ends with the epoch
+    peer_block_seconds: float | None = None
+    """Time in which a rank reads a block of another replica, until some were measured; None: it takes no KV of others."""
 
     @property
     def kv_tokens(self) -> int:
@@ -82,7 +85,16 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         draft_costs=ready.draft_costs if spec.scheduling.speculation.draws else None,
         host_tier=ready.host_tier,
         disk_tier=ready.disk_tier,
+        peer_block_seconds=_peer_block_seconds(spec, ready),
     )
+
+
+def _peer_block_seconds(spec: MedhaReplicaSpec, ready: RankReady) -> float | None:
+    """Return the time in which a block crosses the network as the manifest says; None if no KV is handed over."""
+    peers = spec.kv_cache.peers
+    if peers is None or ready.peer is None or ready.host_tier is None:
+        return None
+    return ready.host_tier.block_bytes / quantity_bytes(peers.bandwidth)
 
 
 def _context_parallel(spec: MedhaReplicaSpec, topology: Topology, ready: RankReady) -> ContextParallel | None:

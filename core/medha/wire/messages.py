@@ -121,6 +121,8 @@ class Submit:
     owner: str = ""  # opaque; requests of one owner compete as one (`medha.scheduler.owner_turns`)
     trace: str = ""  # W3C `traceparent` of this attempt, a space and `tracestate`; empty: it is not traced. No decision reads it
     contested_seconds: float = 0.0  # of the deadlines within this time, its router cannot meet all; 0: it can
+    peer: str = ""  # another replica, which is thought to have the KV of the first `peer_tokens` tokens; empty: none is
+    peer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,58 @@ class WatchProgress:
     """Somebody watches this router: report the progress of requests for `seconds` seconds."""
 
     seconds: float
+
+
+# --- replica -> router -> another replica of its model ---------------------------------------------------
+#
+# Only these small messages go by way of a router. The KV itself goes from rank to rank.
+
+
+@dataclass(frozen=True, slots=True)
+class KvAsk:
+    """A replica asks `source` for the KV of a prompt."""
+
+    id: str  # of the request that waits for it
+    source: str
+    identity: str  # digest of all that the content of the asker's KV depends on
+    tokens: int
+    hashes: str  # of the prompt's whole blocks; replicas that hand KV over make them with the same key
+    is_long: bool = False  # it may lie on several lanes
+    asker: str = ""  # set by the router
+    ticket: str = ""  # set by the source: the name of what it will offer, which nobody can guess
+
+
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """The KV of blocks with these hashes, the first ones of a prompt on a lane."""
+
+    lane: int
+    hashes: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvTicket:
+    """The answer to a `KvAsk`: ranks that show the ticket get the blocks of `parts` for a while.
+
+    Without a ticket, nothing is offered, because of `reason`.
+    """
+
+    id: str
+    asker: str
+    ticket: str = ""
+    parts: tuple[KvPart, ...] = ()
+    ranks: tuple[PeerFigures, ...] = ()  # of the source, in order
+    reason: str = ""
+    source: str = ""  # set by the router
+
+
+@dataclass(frozen=True, slots=True)
+class KvDone:
+    """The asker needs nothing more of what a ticket offers."""
+
+    ticket: str
+    source: str
+    asker: str = ""  # set by the router
 
 
 # --- router -> replica -> other routers --------------------------------------------------------------
@@ -249,6 +303,7 @@ class Announce:
     follows_grammars: bool = False  # it reads `Sampling.grammar`; an earlier release samples any text
     ends_texts: bool = True  # the model has a token that ends a text, without which it can follow no grammar
     kv_dtype: str = "auto"  # spec.kvCache.dtype; a text goes on where it is the same, if it can
+    hands_kv_over: bool = False  # it gives KV to other replicas of its model, and takes theirs (`KvAsk`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,11 +444,12 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskLoad:
-    """Blocks `start .. start + count` of a file are read into the host tier of a lane, once it has carried out `drops`.
+class HostLoad:
+    """`count` blocks become the next extent in the host tier of a lane, once it has carried out `drops`.
 
-    They become the host tier's next extent. Nothing is fetched from it before all ranks of the lane have reported that
-    it is there. Without a file, there are only drops.
+    They are read from block `start` of a file on, or from block `start` of what another replica offers with a `ticket`.
+    Nothing is fetched from such an extent before all ranks of the lane have reported that it is there. Or they are copied
+    from the device: the cached prefix that ends with block `last`. A `count` of 0 stands for drops alone.
     """
 
     file: str
@@ -401,6 +457,17 @@ class DiskLoad:
     count: int
     lane: int = 0
     drops: tuple[HostDrop, ...] = ()
+    ticket: str = ""
+    last: int = -1  # -1: they do not come from the device
+
+
+@dataclass(frozen=True, slots=True)
+class KvServe:
+    """Ranks of a lane give these blocks of their host tier, in order, to ranks of another replica that show the ticket."""
+
+    ticket: str
+    blocks: tuple[Fetch, ...]
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,8 +626,8 @@ class StepEntry:
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Step:
-    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, grows, admits, deletes, writes; then they
-    run the entries.
+    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, serves, grows, admits, deletes, writes; then
+    they run the entries.
 
     The controller applies the same operations to its own ledgers in the same order, so that the ledgers
     agree. Every rank is therefore sent every step and applies what concerns its lane; only `lanes` run the
@@ -579,9 +646,11 @@ class Step:
     lanes: tuple[int, ...] = (0,)  # lanes that run the entries in lock step, because they share requests
     publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
     state_hashes: tuple[int, ...] = ()  # instead of `state_hash` if there are several lanes
-    loads: tuple[DiskLoad, ...] = ()  # reading and writing of files takes place beside steps
+    loads: tuple[HostLoad, ...] = ()  # reading and writing of files takes place beside steps
     deletes: tuple[DiskDelete, ...] = ()
     writes: tuple[DiskWrite, ...] = ()
+    serves: tuple[KvServe, ...] = ()
+    unserves: tuple[str, ...] = ()  # tickets that are void: their blocks may get other owners from here on
 
 
 @dataclass(frozen=True, slots=True)
@@ -709,6 +778,15 @@ class DiskTierFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerFigures:
+    """Place at which a rank gives KV to the same rank of another replica."""
+
+    endpoint: str
+    public_key: str  # of the socket there, Z85
+    identity: str  # digest of all that the content of its blocks depends on
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady:
     """A rank has completed the rendezvous, has its KV pool, and has run its warm-up steps."""
 
@@ -739,6 +817,7 @@ class RankReady:
     """Blocks of the pool of layers that free KV before their window; 0: all layers keep the whole context."""
     host_tier: HostTierFigures | None = None  # None: evicted KV is forgotten
     disk_tier: DiskTierFigures | None = None  # None: the host tier's KV ends with the epoch
+    peer: PeerFigures | None = None  # None: it gives no KV to other replicas, and takes none
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
@@ -952,12 +1031,16 @@ class SteppedAside:
     tokens: int
 
 
-ControllerEvent = Submit | Cancel | StageFree | Done | GrammarReady | DiskReport | Tick | Drain
-ControllerCommand = Step | Emit | Refused | Failed | SteppedAside | CompileGrammar | DropGrammar
+ControllerEvent = (
+    Submit | Cancel | StageFree | Done | GrammarReady | DiskReport | KvAsk | KvTicket | KvDone | Tick | Drain
+)
+ControllerCommand = (
+    Step | Emit | Refused | Failed | SteppedAside | CompileGrammar | DropGrammar | KvAsk | KvTicket | KvDone
+)
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | WatchProgress | RouterUse | RouterLost | Announce | ProgressReport | Heartbeat | BundlePart | Refused
     | Emit | Failed | Rendezvous | Step | CompileGrammar | DropGrammar | DiskBegin | Trace | Shutdown | RankHello | RankReady | StageFree | Done
-    | GrammarReady | DiskReport | RankFault | RankOutOfMemory | RankReport | RankXid | TracePart
+    | GrammarReady | DiskReport | KvAsk | KvTicket | KvDone | RankFault | RankOutOfMemory | RankReport | RankXid | TracePart
 )  # fmt: skip
 """Every message that crosses a process border."""

@@ -27,6 +27,8 @@ OPEN_SINCE = "medha.dev/open-since"
 node."""
 CONTROL_PORT = 5600
 TOKENS_PORT = 5601
+PEERS_PORT = 5610
+"""Port at which the first rank of a pod gives KV to other replicas; those of the others follow."""
 METRICS_PORT = 9400
 HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
@@ -153,12 +155,21 @@ def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
     }
 
 
-def network_policy(owner: Owner, metrics_from: Sequence[Manifest] = ()) -> Manifest:
+def peer_ports(spec: MedhaReplicaSpec) -> range:
+    """Return the ports at which the ranks of a pod give KV to other replicas; empty if they give none."""
+    if spec.kv_cache.peers is None or spec.router_ref is None:
+        return range(0)
+    return range(PEERS_PORT, PEERS_PORT + spec.parallelism.tensor)
+
+
+def network_policy(
+    owner: Owner, metrics_from: Sequence[Manifest] = (), given_at: range = range(0)
+) -> Manifest:
     """Return the NetworkPolicy.
 
     Pods of a replica reach each other on all ports (gloo chooses its own); others reach the metrics alone.
     `metrics_from` are the peers that may read the metrics, in the form of a NetworkPolicy's rule; none means
-    everybody.
+    everybody. Pods of other replicas in the namespace reach the ports at which KV is given to them.
     """
     scrapers: Manifest = {"from": list(metrics_from)} if metrics_from else {}
     mine = {"matchLabels": {"medha.dev/replica": owner.name}}
@@ -169,8 +180,19 @@ def network_policy(owner: Owner, metrics_from: Sequence[Manifest] = ()) -> Manif
             "ingress": [
                 {"from": [{"podSelector": mine}]},
                 {"ports": [{"protocol": "TCP", "port": METRICS_PORT}]} | scrapers,
+                *([_other_replicas(given_at)] if given_at else []),
             ],
         }
+    }
+
+
+def _other_replicas(ports: range) -> Manifest:
+    """Return the rule that lets pods of other replicas reach these ports."""
+    last = {"endPort": ports[-1]} if len(ports) > 1 else {}
+    every = {"matchExpressions": [{"key": "medha.dev/replica", "operator": "Exists"}]}
+    return {
+        "from": [{"podSelector": every}],
+        "ports": [{"protocol": "TCP", "port": ports[0]} | last],
     }
 
 
@@ -376,6 +398,7 @@ def _worker(
             _container_port("tokens", TOKENS_PORT),
             _container_port("metrics", METRICS_PORT),
             _container_port("health", HEALTH_PORT),
+            *(_container_port(f"peer-{at}", port) for at, port in enumerate(peer_ports(spec))),
         ],
         "resources": _resources(spec),
         "startupProbe": _probe("/started", patience),

@@ -43,6 +43,7 @@ from medha_operator.replica.manifests import (
     lane_name,
     leader_address,
     network_policy,
+    peer_ports,
     pod_templates,
     service,
 )
@@ -245,7 +246,7 @@ def _objects(
     """Return the actions for objects that pods need and that are missing or differ, in the order needed."""
     wanted = [
         service(owner),
-        network_policy(owner, settings.metrics_from),
+        network_policy(owner, settings.metrics_from, peer_ports(spec)),
         config_map(owner, spec, revision.name),
         *([group] if (group := gang_object(owner, spec, revision.name)) is not None else []),
     ]

@@ -1,10 +1,16 @@
-"""The identity of a checkpoint, by which KV that was kept on a disk is recognised as that of other weights."""
+"""The identity of a checkpoint, by which KV that was kept on a disk, or is another replica's, is recognised as that of
+other weights."""
 
 from __future__ import annotations
 
+import json
 from hashlib import blake2b
 from pathlib import Path
+from typing import BinaryIO
 
+_TENSOR_SAMPLES = 4
+_TENSOR_SAMPLE_BYTES = 512
+_MOST_HEADER_BYTES = 2**28
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -31,3 +37,46 @@ def weights_identity(directory: Path) -> str:
                 file.seek(size * sample // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def content_identity(directory: Path) -> str:
+    """Return a digest of a checkpoint's configuration and of samples of each of its tensors.
+
+    It is the same for all copies of a checkpoint, whenever and wherever they were made.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file of weights has no header of this form.
+    """
+    digest = blake2b(digest_size=16)
+    for path in sorted((*directory.glob("*.json"), *directory.glob("*.safetensors"))):
+        digest.update(f"{path.name}:{path.stat().st_size};".encode())
+        if path.suffix == ".json":
+            digest.update(path.read_bytes())
+            continue
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MOST_HEADER_BYTES:
+                raise ValueError(f"{path} has a header of {length} bytes, which is none of safetensors")
+            header = file.read(length)
+            digest.update(header)
+            for start, stop in _tensor_ranges(path, header):
+                for sample in range(_TENSOR_SAMPLES):
+                    digest.update(_sample(file, 8 + length, start, stop, sample))
+    return digest.hexdigest()
+
+
+def _tensor_ranges(path: Path, header: bytes) -> list[tuple[int, int]]:
+    """Return where the tensors of a file begin and end, behind its header."""
+    try:
+        tensors = [one for name, one in json.loads(header).items() if name != "__metadata__"]
+        return sorted((int(one["data_offsets"][0]), int(one["data_offsets"][1])) for one in tensors)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} has no header of safetensors: {error!r}") from error
+
+
+def _sample(file: BinaryIO, begin: int, start: int, stop: int, sample: int) -> bytes:
+    """Return a sample of the bytes `start .. stop` of a file, counted from `begin` on."""
+    at = start + (stop - start) * sample // _TENSOR_SAMPLES
+    file.seek(begin + at)
+    return file.read(min(_TENSOR_SAMPLE_BYTES, stop - at))

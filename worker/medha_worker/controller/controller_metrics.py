@@ -118,6 +118,7 @@ class Observer:
         self._count_up("medha_prefix_cache_hit_tokens", pools.hit_tokens)
         self._host_tier(core)
         self._disk_tier(core)
+        self._peer_kv(core)
         self._gauges["medha_sequences_running"].set(load.running)
         self._gauges["medha_sequences_waiting"].set(load.waiting)
         self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
@@ -149,6 +150,14 @@ class Observer:
         self._count_up("medha_disk_tier_written_bytes", counts.written_blocks * block_bytes)
         self._count_up("medha_disk_tier_skipped_bytes", counts.skipped_blocks * block_bytes)
         self._count_up("medha_disk_tier_failures", counts.failed_loads + counts.failed_writes)
+
+    def _peer_kv(self, core: ReplicaController) -> None:
+        figures, counts = core.config.host_tier, core.pools.peer_counts
+        block_bytes = 0 if figures is None else figures.block_bytes
+        self._count_up("medha_peer_kv_hits", counts.hits)
+        self._count_up("medha_peer_kv_loaded_bytes", counts.loaded_blocks * block_bytes)
+        self._count_up("medha_peer_kv_offered_bytes", counts.served_blocks * block_bytes)
+        self._count_up("medha_peer_kv_failures", counts.failed_loads)
 
     def _count_up(self, name: str, total: int) -> None:
         """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""

@@ -16,6 +16,7 @@ from typing import Literal
 from medha.cost.cost_profile import Profile
 from medha.topology import Topology
 from medha.wire.messages import RankHello, RankReady, Rendezvous
+from medha_links.key_files import is_key
 
 LinkName = Literal["control", "tokens"]
 
@@ -198,6 +199,10 @@ def implausible(ready: RankReady) -> str | None:
         ]
         if disk.hash_key and re.fullmatch("[0-9a-f]{64}", disk.hash_key) is None:
             return f"rank {ready.rank} has a hash_key of its files that is no key"
+    if ready.peer is not None:
+        peer = ready.peer
+        if not (peer.endpoint.startswith("tcp://") and is_key(peer.public_key.encode())):
+            return f"rank {ready.rank} gives KV at {peer.endpoint:.80}, which is no place with a key"
     for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
         for tokens, seconds in points:
             numbers += [(name, tokens, 1, MOST_TOKENS), (name, seconds, 0, MOST_SECONDS)]

@@ -57,6 +57,9 @@ from medha.wire.messages import (
     FetchBundle,
     GrammarReady,
     HostTierFigures,
+    KvAsk,
+    KvDone,
+    KvTicket,
     RankReady,
     RankReport,
     RankXid,
@@ -75,7 +78,13 @@ from medha.wire.messages import (
     WatchProgress,
 )
 from medha_links.drops import Drops
-from medha_links.key_files import KeyPair, read_public_key, read_public_keys, read_tokens
+from medha_links.key_files import (
+    KeyPair,
+    hash_key_of_token,
+    read_public_key,
+    read_public_keys,
+    read_tokens,
+)
 from medha_links.sockets import Authenticator
 from medha_process.part_process import (
     begin_part,
@@ -89,6 +98,7 @@ from medha_process.part_state import PartState, Phase
 from medha_process.watchdog import Watchdog
 from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
 from medha_worker.controller.controller_metrics import Observer
+from medha_worker.controller.handover import Handover, KvMessage
 from medha_worker.controller.inspection import Inspection
 from medha_worker.controller.live_settings import LiveFile
 from medha_worker.controller.membership import differing_scales
@@ -167,6 +177,7 @@ class Controller:
         self._core: ReplicaController | None = None  # of the current epoch
         self._config: ReplicaConfig | None = None  # of the current or the last epoch
         self._slowest: RankReady | None = None  # slowest rank of the current or the last epoch
+        self._handover: Handover | None = None  # of the current epoch; None: no KV is handed over
         self._notified: ReplicaController | None = None  # the core last reported to the supervisor
         self._stopping = False
         self._record_file = settings.record_file  # None after a failed write
@@ -409,7 +420,13 @@ class Controller:
         spec = self._settings.spec
         ranks, kept_key = without_hash_keys(ranks)
         hash_key = kept_key or secrets.token_hex(32)
+        self._handover, enrolment = self._new_handover(ranks), self._settings.enrolment_file
+        if self._handover is not None and enrolment is not None:
+            # Replicas that hand KV over compare their hashes.
+            hash_key = hash_key_of_token(read_tokens(enrolment)[0])
         slowest = slowest_rank(ranks)
+        if self._handover is None:
+            slowest = replace(slowest, peer=None)
         profile = _profile(spec)
         try:
             config = derive(spec, slowest)
@@ -448,6 +465,14 @@ class Controller:
         if config.disk_tier is not None:
             self._ranks.send(DiskBegin(slowest.epoch, hash_key))
         self._announce(force=True)
+
+    def _new_handover(self, ranks: Sequence[RankReady]) -> Handover | None:
+        """Return the hand-overs of a new epoch; None if the manifest or a rank has none."""
+        peers = [ready.peer for ready in ranks if ready.peer is not None]
+        settings = self._settings
+        if settings.spec.kv_cache.peers is None or settings.enrolment_file is None or len(peers) < len(ranks):
+            return None
+        return Handover(tuple(peers))
 
     def _open_record(self, profile: Profile | None, ready: RankReady) -> None:
         """Open the record of this epoch: each epoch has its own, because it begins with a fresh state."""
@@ -553,12 +578,24 @@ class Controller:
                         self._prompts.withdraw(cancel.id)
                         self._end_output(cancel.id)
                         yield cancel
+                case KvAsk() | KvTicket() | KvDone() as about_kv:
+                    yield from self._handed_over(about_kv, links)
                 case FetchBundle() as fetch:
                     self._send_bundle(fetch, links)
                 case RouterUse() as report:
                     self._routers.pass_on(report, links)
                 case WatchProgress(seconds=seconds):
                     self._routers.watch(links, time.monotonic() + min(seconds, MOST_WATCH_SECONDS))
+
+    def _handed_over(self, message: KvMessage, links: RouterLinks) -> Iterator[ControllerEvent]:
+        """Yield the event that another replica's message about KV is, if it is one."""
+        if self._handover is None or self._core is None:
+            return
+        event = self._handover.receive(message, links)
+        if isinstance(event, KvTicket) and event.ticket:
+            self._ranks.send(replace(event, parts=()))  # ahead of the step that reads
+        if event is not None:
+            yield event
 
     def _rank_report(self, report: RankReport) -> None:
         try:
@@ -615,6 +652,9 @@ class Controller:
             case CompileGrammar() | DropGrammar() as message:
                 if self._core is not None:
                     self._ranks.send(message)
+            case KvAsk() | KvTicket() | KvDone() as about_kv:
+                if self._handover is not None:
+                    self._handover.send(about_kv, self._routers)
             case Emit() | Refused() | Failed() as answer:
                 self._routers.answer(answer)
                 if isinstance(answer, Failed):
@@ -714,6 +754,7 @@ class Controller:
             follows_grammars=True,
             ends_texts=any(one < self._vocab_size for one in self._bundle.eos_token_ids),
             kv_dtype=self._settings.spec.kv_cache.dtype,
+            hands_kv_over=self._handover is not None,
         )
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:

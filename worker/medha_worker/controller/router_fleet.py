@@ -93,6 +93,10 @@ class RouterFleet:
         del self._owners[request_id]
         return True
 
+    def links_of(self, request_id: str) -> RouterLinks | None:
+        """Return the links on which an open request came; None if its router has gone."""
+        return self._by_identity.get(self._owners.get(request_id, b""))
+
     def abandon(self, identity: bytes) -> list[str]:
         """Forget all requests of links that have ended; return their ids."""
         gone = [request_id for request_id, owner in self._owners.items() if owner == identity]

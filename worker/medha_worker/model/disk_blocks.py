@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from medha.kv.blocks import Run
@@ -32,7 +33,7 @@ _PIECE_BYTES = 4 * 2**20
 _log = logging.getLogger("medha.disk")
 
 
-class _CalledOff(Exception):
+class CalledOff(Exception):
     """The host blocks of some work have other owners."""
 
 
@@ -108,7 +109,7 @@ class DiskBlocks:
         if not (work.reads or work.deletes or work.writes):
             return
         with self._condition:
-            self._reads += [_Job(read, self._report) for read in work.reads]
+            self._reads += [_Job(read, self._report) for read in work.reads if not read.ticket]
             self._others += [_Job(name, self._report) for name in work.deletes]
             self._others += [_Job(write, self._report) for write in work.writes]
             self._condition.notify()
@@ -212,10 +213,9 @@ class DiskBlocks:
             return
         started = self._clock()
         try:
-            slots = _pieces(read.slots, self._piece_blocks)
             rows = self._files.read(read.file, read.start, count, self._piece_blocks)
-            self._place(job, slots, rows)
-        except _CalledOff:
+            place_rows(self.host, read.slots, self._piece_blocks, rows, lambda: self._guard(job))
+        except CalledOff:
             return
         except (FileDamaged, OSError, ValueError, KeyError, TypeError) as error:
             self._tell(job, not_loaded=(read.extent,), damaged=(read.file,))
@@ -224,21 +224,13 @@ class DiskBlocks:
         self._failures = 0
         self._tell(job, loaded=((read.extent, self._clock() - started),))
 
-    def _place(self, job: _Job, slots: Iterator[Run], pieces: Iterator[Rows]) -> None:
-        """Copy verified blocks to their host blocks."""
-        waiting: list[Rows] = []
-        for slot, count in slots:
-            taken = 0
-            while taken < count:
-                rows = waiting.pop() if waiting else next(pieces)
-                blocks = min(len(rows), count - taken)
-                with self._condition:
-                    if job.is_off:
-                        raise _CalledOff
-                    self.host.put_rows(slot + taken, rows[:blocks])
-                taken += blocks
-                if blocks < len(rows):
-                    waiting.append(rows[blocks:])
+    @contextmanager
+    def _guard(self, job: _Job) -> Iterator[None]:
+        """Hold the lock, if the host blocks of a job are still its own."""
+        with self._condition:
+            if job.is_off:
+                raise CalledOff
+            yield
 
     def _write(self, job: _Job, write: WriteBlocks) -> None:
         name = write.file.name
@@ -250,13 +242,13 @@ class DiskBlocks:
             for slot, count in _pieces(write.slots, self._piece_blocks):
                 with self._condition:
                     if job.is_off:
-                        raise _CalledOff
+                        raise CalledOff
                     rows = self.host.rows(slot, count)
                 yield rows
 
         try:
             self._files.write(write.file, pieces())
-        except _CalledOff:
+        except CalledOff:
             self._tell(job, not_written=(name,))
         except OSError as error:
             self._tell(job, not_written=(name,))
@@ -264,6 +256,33 @@ class DiskBlocks:
         else:
             self._failures = 0
             self._tell(job, written=(name,))
+
+
+def place_rows(
+    host: HostBlocks,
+    slots: Iterable[Run],
+    piece_blocks: int,
+    pieces: Iterator[Rows],
+    guard: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Copy blocks that come in `pieces` to host blocks `slots`, in order and at most `piece_blocks` at a time.
+
+    `guard` holds the lock of whoever may give these host blocks to others.
+
+    Raises:
+        CalledOff: they have got other owners, as `guard` says.
+    """
+    waiting: list[Rows] = []
+    for slot, count in _pieces(slots, piece_blocks):
+        taken = 0
+        while taken < count:
+            rows = waiting.pop() if waiting else next(pieces)
+            blocks = min(len(rows), count - taken)
+            with guard():
+                host.put_rows(slot + taken, rows[:blocks])
+            taken += blocks
+            if blocks < len(rows):
+                waiting.append(rows[blocks:])
 
 
 def _pieces(runs: Iterable[Run], most: int) -> Iterator[Run]:

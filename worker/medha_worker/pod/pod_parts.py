@@ -35,6 +35,8 @@ CONTROL_PORT = 5600
 TOKENS_PORT = 5601
 METRICS_PORT = 9400
 HEALTH_PORT = 9401
+PEERS_PORT = 5610
+"""Port at which the first rank of a pod gives KV to other replicas; those of the others follow."""
 ROUTER_CONTROL_PORT = 5700
 ROUTER_TOKENS_PORT = 5701
 MODEL_DIRECTORY = Path("/model")
@@ -151,6 +153,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
             model_directory=_model_directory(place, spec),
             draft_directory=_draft_directory(spec),
             disk_directory=_disk_directory(replica),
+            peer_endpoint=_peer_endpoint(place, spec, tensor),
             control=f"tcp://{host}:{CONTROL_PORT}",
             tokens=f"tcp://{host}:{TOKENS_PORT}",
             address=place.address,
@@ -166,6 +169,13 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
         return (tuple(ranks),)
     controller = controller_settings(place, replica, oldest_epoch)
     return (controller_part(controller, place.run_directory),), tuple(ranks)
+
+
+def _peer_endpoint(place: Place, spec: MedhaReplicaSpec, tensor: int) -> str:
+    """Return where a rank of this pod gives KV to other replicas; empty if it gives none."""
+    if spec.kv_cache.peers is None or spec.router_ref is None:
+        return ""
+    return f"tcp://{_bracketed(place.address)}:{PEERS_PORT + tensor}"
 
 
 def _disk_directory(replica: MedhaReplica) -> Path | None:

@@ -11,9 +11,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
+import zmq
 
 from medha import __version__
 from medha.api.cluster import NO_ACCELERATOR
@@ -23,12 +25,20 @@ from medha.hardware import ModelShape
 from medha.kv.window_tables import frees_windows, window_blocks
 from medha.kv_dtype import kv_element_bytes
 from medha.topology import Topology
-from medha.wire.messages import Admit, DiskTierFigures, DraftCosts, HostTierFigures, RankReady, Rendezvous
+from medha.wire.messages import (
+    Admit,
+    DiskTierFigures,
+    DraftCosts,
+    HostTierFigures,
+    PeerFigures,
+    RankReady,
+    Rendezvous,
+)
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.draft_checkpoint import draft_config
 from medha_worker.checkpoints.end_of_text import eos_token_ids
 from medha_worker.checkpoints.head_checkpoint import head_config
-from medha_worker.checkpoints.weights_identity import weights_identity
+from medha_worker.checkpoints.weights_identity import content_identity, weights_identity
 from medha_worker.cuda_device import cuda_device
 from medha_worker.device import Device, host_device
 from medha_worker.device_choice import choose_gpu, cuda_facts
@@ -54,6 +64,8 @@ from medha_worker.rank.grammar_masks import GrammarMasks, masks_of
 from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, keeps_windows_alone, pool_sizes
 from medha_worker.rank.mesh import Mesh
+from medha_worker.rank.peer_reader import PeerBlocks, PeerReader
+from medha_worker.rank.peer_server import PeerServer
 from medha_worker.rank.rank_reports import shape_of
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.rank.warmup import Progress, WarmUp, times, typical, warm_up
@@ -84,11 +96,14 @@ class Engine:
     model: Transformer
     grammars: GrammarMasks | None  # None on a rank that does not sample
     disk: DiskBlocks | None = None
+    peers: PeerBlocks | None = None
 
     def leave(self) -> None:
         """Let go of the captured steps, then of the groups that these were captured with."""
         if self.disk is not None:
             self.disk.end_epoch()
+        if self.peers is not None:
+            self.peers.end_epoch()
         self.model.forget_captured()
         if self.grid is not None:
             self.grid.close()
@@ -122,6 +137,7 @@ class Loaded:
         self._host_blocks: list[HostBlocks] = []  # the host tier of both, if the manifest asks for one
         self._disk: DiskBlocks | None = None  # the disk tier, if the manifest asks for one
         self._disk_seconds = (0.0, 0.0)  # measured: of an access, and of a block
+        self._peers: PeerBlocks | None = None  # KV of other replicas, if the manifest asks for it
         self._eos_token_ids = eos_token_ids(settings.model_directory)
         self._masks = self._grammar_masks()
 
@@ -200,6 +216,7 @@ class Loaded:
         kv_cache = self._pool(self._warm, grid)
         host_tier = self._host_tier(kv_cache, grid)
         disk_tier = self._disk_tier(model, grid)
+        peer = self._peer_blocks(model)
         self._capture(model, kv_cache, grid)
         ready = RankReady(
             rank=settings.rank,
@@ -229,6 +246,7 @@ class Loaded:
             window_blocks=kv_cache.window_blocks,
             host_tier=host_tier,
             disk_tier=disk_tier,
+            peer=peer,
         )
         executor = Executor(
             model,
@@ -244,10 +262,11 @@ class Loaded:
             begin_masks=self._masks.begin if self._masks is not None else lambda: None,
             host_blocks=self._host_blocks,
             disk=self._disk,
+            peers=self._peers,
         )
         if self._masks is not None:
             self._masks.begin_epoch()
-        return Engine(executor, grid, ready, model, self._masks, self._disk)
+        return Engine(executor, grid, ready, model, self._masks, self._disk, self._peers)
 
     def _drafter(self, model: Transformer, kv_cache: KVCache) -> Drafter | HeadDrafter | None:
         if isinstance(self._draft, PredictionHead):
@@ -440,7 +459,7 @@ class Loaded:
         if self._disk is None or self._disk.host is not host:
             if self._disk is not None:
                 self._disk.close()
-            files = KvFiles(place, self._kv_identity(model, host), host.block_bytes)
+            files = KvFiles(place, self._kv_identity(model, host, self._weights), host.block_bytes)
             fault = ""
             try:
                 if not self._weights:
@@ -459,14 +478,36 @@ class Loaded:
         )  # fmt: skip
         return DiskTierFigures(blocks, access_seconds, block_seconds, self._disk.kept_key())
 
-    def _kv_identity(self, model: Transformer, host: HostBlocks) -> str:
-        """Return what the bytes of a block on this rank depend on."""
+    def _peer_blocks(self, model: Transformer) -> PeerFigures | None:
+        """Begin to hand KV over; return where other replicas find this rank, or None if it hands none over."""
+        settings = self._settings
+        if settings.spec.kv_cache.peers is None or not settings.peer_endpoint or not self._host_blocks:
+            return None
+        host = self._host_blocks[0]
+        if self._peers is not None and self._peers.reader.host is not host:
+            self._peers.close()
+            self._peers = None
+        if self._peers is None:
+            try:
+                content = content_identity(settings.model_directory)
+                identity = self._kv_identity(model, host, content)
+                digest = blake2b(identity.encode(), digest_size=16).hexdigest()
+                server = PeerServer(settings.peer_endpoint, host, digest)
+            except (OSError, ValueError, zmq.ZMQError) as error:
+                _log.warning("no KV is handed over to other replicas, nor taken from them: %s", error)
+                return None
+            self._peers = PeerBlocks(server, PeerReader(host, digest, time.perf_counter))
+            _log.info("other replicas may read KV at %s", server.figures.endpoint)
+        return self._peers.server.figures
+
+    def _kv_identity(self, model: Transformer, host: HostBlocks, weights: str) -> str:
+        """Return what the bytes of a block on this rank depend on; `weights` is the identity of the checkpoint."""
         settings, cache, spec = self._settings, host.kv_cache, self._settings.spec.model
         at = settings.topology.coordinates(settings.rank)
         return repr(
             (
                 __version__,  # another one may compute other KV, or lay it out otherwise
-                self._weights,
+                weights,
                 spec.source,
                 settings.spec.determinism,
                 model.kernels.name,
@@ -487,6 +528,8 @@ class Loaded:
         """End what works beside the steps."""
         if self._disk is not None:
             self._disk.close()
+        if self._peers is not None:
+            self._peers.close()
 
     def _free_bytes(self) -> int:
         """Return the memory that this rank may still take for its KV pool.

@@ -45,6 +45,7 @@ from medha_worker.rank.guess_rounds import Followed, Guesses
 from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
 from medha_worker.rank.lane_state import LaneState
+from medha_worker.rank.peer_reader import PeerBlocks
 from medha_worker.rank.prompt_scores import PromptScorer, Scored
 from medha_worker.rank.sampled_tokens import (
     Computed,
@@ -125,11 +126,12 @@ class Executor:
         begin_masks: Callable[[], None] = lambda: None,
         host_blocks: Sequence[HostBlocks] = (),
         disk: DiskBlocks | None = None,
+        peers: PeerBlocks | None = None,
     ) -> None:
         """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model or a head.
 
         `host_blocks` are the host tier of `kv_cache` and of the drafter's pool, if there is one; `disk` has the files behind
-        the former.
+        the former, and `peers` reads those of other replicas into it and gives them its own.
 
         `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` begins with the
         masks that sequences have asked for ahead.
@@ -141,7 +143,7 @@ class Executor:
         if kv_cache.window_blocks:
             widest = max(window for window in model.windows if window is not None)
             self.window_tables = WindowTables(kv_cache.window_blocks, kv_cache.block_tokens, widest)
-        self._host_blocks, self._disk = tuple(host_blocks), disk
+        self._host_blocks, self._disk, self._peers = tuple(host_blocks), disk, peers
         self._state = LaneState(
             self.ledger,
             lane,
@@ -234,6 +236,8 @@ class Executor:
         """
         if self._disk is not None:
             self._disk.drop(plan.disk_work.drops)
+        if self._peers is not None and plan.disk_work.unserves:
+            self._peers.server.void(plan.disk_work.unserves)
         copy_seconds = self._copy_tier(plan.tier_copies)
         self._use_disk(plan.disk_work)
         started, self._waited_seconds = self._clock(), 0.0
@@ -294,11 +298,14 @@ class Executor:
         return self._clock() - started
 
     def _use_disk(self, work: DiskWork) -> None:
-        """Let the disk tier begin with what a step asks for."""
+        """Let what works beside the steps begin with what a step asks for."""
         if self._drafter is not None:
             self._drafter.loaded(run for read in work.reads for run in read.slots)
         if self._disk is not None:
             self._disk.submit(work)
+        if self._peers is not None and (work.reads or work.serves):
+            self._peers.server.serve(work.serves)
+            self._peers.reader.submit(work)
 
     def learn_all(self) -> None:
         """Wait for all outstanding tokens of steps that have run and that another rank samples.

@@ -191,7 +191,7 @@ class LaneState:
             self.prompts.pop(name, None)  # absent if its requests were cancelled before admission
 
     def reserve(self, step: Step) -> tuple[BlockCopy, ...]:
-        """Settle what was drafted, and apply the step's loads, grows, admits and writes; return the KV blocks to copy before it runs.
+        """Settle what was drafted, and apply the step's loads, serves, grows, admits and writes; return the KV blocks to copy before it runs.
 
         If layers free KV before their windows, the step's entries get blocks of these.
 
@@ -205,6 +205,7 @@ class LaneState:
             if entry.lane == self.lane and entry.id in self.sequences and entry.extents:
                 self.sequences[entry.id].settle(entry.extents[0].start)
         self.replica.load(step.loads)
+        self.replica.serve(step.serves, step.unserves)
         for grow in step.grows:
             sequence = self.sequence(grow.id, step)
             if not self.replica.grow(grow):

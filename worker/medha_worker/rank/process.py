@@ -29,6 +29,7 @@ from medha.wire.messages import (
     DiskReport,
     DropGrammar,
     GrammarReady,
+    KvTicket,
     RankFault,
     RankHello,
     RankOutOfMemory,
@@ -88,7 +89,7 @@ class Rank:
 
         control = opened(settings.control, CONTROL_FRAME_BYTES)
         tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
-        accepts = (Rendezvous, Step, CompileGrammar, DropGrammar, DiskBegin, Trace, Shutdown)
+        accepts = (Rendezvous, Step, CompileGrammar, DropGrammar, DiskBegin, KvTicket, Trace, Shutdown)
         self._control = Link(control, "control", self._drops, accepts=accepts)
         self._tokens = Link(tokens, "tokens", self._drops, accepts=(Tokens,))
         self._hello = RankHello(
@@ -145,6 +146,8 @@ class Rank:
                         self._run_step(self._engine, step)
                 case DiskBegin() as begin if self._engine is not None:
                     self._begin_disk(self._engine, begin)
+                case KvTicket() as ticket if self._engine is not None:
+                    self._learn_ticket(self._engine, ticket)
                 case Trace(seconds=seconds):
                     self._recorder.record(seconds)
                 case Shutdown(reason, refused=True):
@@ -299,6 +302,10 @@ class Rank:
             self._engine = loaded.rendezvous(rendezvous, self._memory_ran_out, progress)
         finally:
             signal.signal(signal.SIGTERM, handler)
+        executor, peers = self._engine.executor, self._engine.peers
+        if peers is not None:
+            report = DiskReport(self._settings.rank, executor.lane, executor.epoch)
+            peers.reader.begin_epoch(report, self._prefetcher.send)
         self._next_step, self._begun = 0, None
         self._hello = replace(self._hello, last_epoch=rendezvous.epoch)
         write_epoch(self._settings.epoch_file, rendezvous.epoch)
@@ -311,6 +318,12 @@ class Rank:
         if engine.disk is not None and begin.epoch == executor.epoch:
             report = DiskReport(self._settings.rank, executor.lane, executor.epoch)
             engine.disk.begin_epoch(report, begin.hash_key, self._prefetcher.send)
+
+    def _learn_ticket(self, engine: Engine, ticket: KvTicket) -> None:
+        """Note where this rank reads what another replica offers: at the same rank there."""
+        rank = self._settings.rank
+        if engine.peers is not None and rank < len(ticket.ranks):
+            engine.peers.reader.learn(ticket.ticket, ticket.ranks[rank])
 
     def _handle_grammar(self, message: Urgent) -> None:
         """Compile or drop a grammar if this rank samples; called on any thread."""

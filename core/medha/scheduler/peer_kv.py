@@ -1,0 +1,186 @@
+"""KV that a replica takes from another one of its model instead of computing it, and KV that it gives to others.
+
+The router names a peer that is thought to have a prompt's KV (`Submit.peer`). If reading it is predicted to be faster than
+computing it, the request asks for it (`KvAsk`) and waits, as it would for files. The peer copies what it has to its host
+tier, keeps it there for a while, and answers with a ticket. Ranks show the ticket to the peer's ranks and read the blocks
+into their own host tier, from where they are fetched as always. Whatever goes wrong costs time only: the request computes
+its prompt once it has waited too long, or once a rank reports that it could not read.
+
+`PeerKv` decides on both sides. A peer that gave nothing useful is left alone for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+from medha.kv.pools import Awaited, KvPools
+from medha.kv.prefix_cache import hash_at, hash_count
+from medha.kv.rank_loads import Loaded
+from medha.scheduler.disk_waits import DiskWaits
+from medha.scheduler.request import Request
+from medha.wire.messages import KvAsk, KvDone, KvTicket
+
+SHARE_SECONDS = 30.0
+"""Time for which a ticket is good at least; its holder says when it has read all, unless it has died."""
+_SHARE_PATIENCE = 8.0
+"""The time for which a ticket is good beyond that, as a multiple of the predicted time of reading."""
+_REST_SECONDS = 30.0
+"""Time for which a peer is not asked after a load from it has failed, or after it did not answer in time."""
+_MOST_HASH_CHARACTERS = 2**22
+"""Longest hashes of a prompt that are sent in one message: of some 130,000 blocks."""
+_NOWHERE = -1  # lane of the answers that are awaited
+_NOTHING = "nothing here continues the prompt"
+
+
+@dataclass(slots=True)
+class _Ask:
+    source: str
+    tokens: int
+    hashes: str
+    seconds: float  # to wait by (`Awaited`)
+    number: int
+    requests: list[Request] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Taken:
+    source: str
+    left: set[tuple[int, int]]  # extents that are being read, each with its lane
+
+
+class PeerKv:
+    """The hand-overs of one replica, in both directions."""
+
+    def __init__(self, pools: KvPools, waits: DiskWaits) -> None:
+        self._pools, self._waits = pools, waits
+        self._asks: dict[str, _Ask] = {}  # by prompt
+        self._asks_by_id: dict[str, str] = {}  # request that asked -> prompt
+        self._taken: dict[str, _Taken] = {}  # by ticket
+        self._rests_until: dict[str, float] = {}  # by peer
+        self._shares: dict[str, tuple[str, float]] = {}  # ticket -> who has it, and until when
+        self._numbers = count()
+
+    @property
+    def next_due(self) -> float | None:
+        """Time at which the next ticket becomes void; None if there is none."""
+        return min((until for _, until in self._shares.values()), default=None)
+
+    # --- the replica that takes -----------------------------------------------------------------------
+
+    def ask(self, request: Request, now: float) -> list[KvAsk]:
+        """Let a new request wait for a peer's KV if that is worth it; return what to ask."""
+        submit = request.submit
+        if not submit.peer or request.awaits_load or len(submit.block_hashes) > _MOST_HASH_CHARACTERS:
+            return []
+        is_long = request.may_spread
+        seconds = self._pools.wait_for_peer_seconds(
+            submit.tokens, submit.block_hashes, submit.peer_tokens, is_long=is_long
+        )
+        if seconds is None or self._rests_until.get(submit.peer, now) > now:
+            return []
+        ask, asks = self._asks.get(submit.prompt), []
+        if ask is None:
+            ask = _Ask(submit.peer, submit.tokens, submit.block_hashes, seconds, next(self._numbers))
+            self._asks[submit.prompt] = ask
+            self._asks_by_id[submit.id] = submit.prompt
+            asks = [KvAsk(submit.id, submit.peer, "", submit.tokens, submit.block_hashes, is_long)]
+        ask.requests.append(request)
+        self._waits.begin(request, Awaited(frozenset({(_NOWHERE, ask.number)}), seconds), now)
+        return asks
+
+    def answered(self, answer: KvTicket, now: float, go_on: Callable[[Request], None]) -> list[KvDone]:
+        """Begin to read what a peer offers; requests that then wait for nothing go on."""
+        ask = self._asks.get(self._asks_by_id.get(answer.id, ""))
+        if ask is None or ask.source != answer.source:
+            return [KvDone(answer.ticket, answer.source)] if answer.ticket else []
+        self._forget(answer.id)
+        waiting = [one for one in ask.requests if one.awaits_load and one.waits and not one.ended]
+        extents: frozenset[tuple[int, int]] = frozenset()
+        if not self._is_sound(answer, ask.hashes):
+            self._rest(ask.source, now)
+        elif waiting and answer.ticket and answer.ticket not in self._taken:
+            extents = self._pools.begin_peer_loads(answer.ticket, answer.parts)
+        if extents:
+            for request in waiting:
+                self._waits.begin(request, Awaited(extents, ask.seconds), now)
+            self._taken[answer.ticket] = _Taken(ask.source, set(extents))
+            return []
+        for request in self._waits.loaded(_NOWHERE, [ask.number]):
+            go_on(request)
+        return [KvDone(answer.ticket, answer.source)] if answer.ticket else []
+
+    def _is_sound(self, answer: KvTicket, hashes: str) -> bool:
+        """Return whether an answer offers nothing but blocks that were asked for, on lanes that there are."""
+        asked = {hash_at(hashes, block) for block in range(hash_count(hashes))}
+        return all(
+            0 <= part.lane < self._pools.lanes
+            and all(hash_at(part.hashes, block) in asked for block in range(hash_count(part.hashes)))
+            for part in answer.parts
+        )
+
+    def loaded(self, lane: int, ended: Iterable[Loaded], now: float) -> list[KvDone]:
+        """Note that loads of a lane have ended; return the tickets of which nothing more is needed."""
+        done: list[KvDone] = []
+        for one in ended:
+            for ticket, taken in list(self._taken.items()):
+                if (lane, one.extent) not in taken.left:
+                    continue
+                taken.left.discard((lane, one.extent))
+                if not one.is_there:
+                    self._rest(taken.source, now)
+                if not taken.left:
+                    del self._taken[ticket]
+                    done.append(KvDone(ticket, taken.source))
+        return done
+
+    def late(self, requests: Iterable[Request], now: float) -> None:
+        """Note which requests no longer wait: if their peer has not answered, it is left alone for a while."""
+        for request in requests:
+            ask = self._asks.get(request.submit.prompt)
+            if ask is not None and request in ask.requests:
+                self._rest(ask.source, now)
+                self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that has left, or waits for no answer any more."""
+        ask = self._asks.get(request.submit.prompt)
+        if ask is None or request not in ask.requests:
+            return
+        ask.requests.remove(request)
+        if not ask.requests:
+            for name, prompt in list(self._asks_by_id.items()):
+                if prompt == request.submit.prompt:
+                    self._forget(name)
+
+    def _forget(self, request_id: str) -> None:
+        del self._asks[self._asks_by_id.pop(request_id)]
+
+    def _rest(self, peer: str, now: float) -> None:
+        self._rests_until[peer] = now + _REST_SECONDS
+
+    # --- the replica that gives -----------------------------------------------------------------------
+
+    def give(self, ask: KvAsk, seconds: Callable[[int], float], now: float) -> KvTicket:
+        """Offer what is here of a prompt; `seconds` predicts the time to read so many blocks."""
+        parts = self._pools.share(ask.ticket, ask.tokens, ask.hashes, is_long=ask.is_long)
+        if not parts:
+            return KvTicket(ask.id, ask.asker, reason=_NOTHING)
+        blocks = max(hash_count(part.hashes) for part in parts)
+        self._shares[ask.ticket] = ask.asker, now + SHARE_SECONDS + _SHARE_PATIENCE * seconds(blocks)
+        return KvTicket(ask.id, ask.asker, ask.ticket, parts)
+
+    def end(self, done: KvDone) -> None:
+        """Let go of what a ticket offers; only its holder may say so."""
+        if self._shares.get(done.ticket, ("", 0.0))[0] == done.asker:
+            self._void(done.ticket)
+
+    def expire(self, now: float) -> None:
+        """Let go of what tickets offer that nobody has given back in time."""
+        for ticket in [one for one, (_, until) in self._shares.items() if until <= now]:
+            self._void(ticket)
+
+    def _void(self, ticket: str) -> None:
+        del self._shares[ticket]
+        self._pools.unshare(ticket)

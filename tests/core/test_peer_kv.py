@@ -1,0 +1,337 @@
+"""Hand-overs of KV between two replicas' controllers: who asks, who gives, who waits for how long, and what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.prefix_cache import PrefixHasher, hash_count
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.peer_kv import SHARE_SECONDS
+from medha.scheduler.replica_config import ReplicaConfig
+from medha.topology import Topology
+from medha.wire.messages import (
+    Cancel,
+    ControllerEvent,
+    DiskReport,
+    Done,
+    HostTierFigures,
+    KvAsk,
+    KvDone,
+    KvTicket,
+    Sample,
+    Sampling,
+    StageFree,
+    Step,
+    StepProfile,
+    Submit,
+    Tick,
+)
+
+SIZE, HOST_BLOCKS = 4, 60
+HASHER = PrefixHasher(SIZE, b"shared")
+SLOW = StepProfile(0.001, 0.01, 1e-7, 0.0001)
+FAST = StepProfile(0.001, 1e-6, 1e-9, 0.0001)
+
+
+def ids(seed: int, tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.random.default_rng(seed).integers(0, 1000, tokens).astype(np.int32)
+
+
+@dataclass
+class Side:
+    """A replica's controller, whose ranks run each step at once."""
+
+    profile: StepProfile = SLOW
+    host_blocks: int = HOST_BLOCKS
+    kv_blocks: int = 200
+    hands_over: bool = True
+    now: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    messages: list[KvAsk | KvTicket | KvDone] = field(default_factory=list)
+    admitted: dict[str, int] = field(default_factory=dict)  # request -> cached tokens
+
+    def __post_init__(self) -> None:
+        config = ReplicaConfig(
+            topology=Topology(1, 1, 1),
+            scheduling=SchedulingSpec(),
+            service_classes={"default": ServiceClass(name="default", default_output_tokens=4)},
+            default_class="default",
+            max_model_len=2000,
+            block_size_tokens=SIZE,
+            kv_blocks=self.kv_blocks,
+            long_threshold_tokens=10_000,
+            host_tier=HostTierFigures(self.host_blocks, 100, 1e-7, 1e-7),
+            peer_block_seconds=1e-6 if self.hands_over else None,
+        )
+        self.core = ReplicaController(config, self.profile)
+
+    def handle(self, event: ControllerEvent) -> None:
+        for command in self.core.handle(event, self.now):
+            match command:
+                case Step() as step:
+                    self.steps.append(step)
+                    self.admitted |= {one.id: one.cached_tokens for one in step.admits}
+                    samples = tuple(Sample(one.id, 7, "length") for one in step.entries if one.samples)
+                    self.handle(StageFree(step.step_id, 0))
+                    self.handle(Done(step.step_id, samples, (), 0.001))
+                case KvAsk() | KvTicket() | KvDone():
+                    self.messages.append(command)
+                case _:
+                    pass
+
+    def submit(self, name: str, prompt: np.ndarray[tuple[int], np.dtype[np.int32]], **fields: object) -> None:
+        salt = str(fields.pop("salt", ""))
+        values: dict[str, object] = {"block_hashes": HASHER.hashes(prompt, salt), **fields}
+        self.handle(
+            Submit(name, name, len(prompt), len(prompt), seed=1, sampling=Sampling(max_tokens=1), **values)  # type: ignore[arg-type]
+        )
+
+    def last(self) -> KvAsk | KvTicket | KvDone:
+        return self.messages[-1]
+
+    @property
+    def served_blocks(self) -> int:
+        return self.core.pools.tiers[0].served_blocks
+
+    @property
+    def loads(self) -> list[tuple[str, int, int]]:
+        return [
+            (load.ticket, load.start, load.count) for step in self.steps for load in step.loads if load.count
+        ]
+
+
+PROMPT = ids(1, 101)  # 25 whole blocks
+HINT = {"peer": "r0", "peer_tokens": 100}
+
+
+def asked(taker: Side, name: str = "q", **fields: object) -> KvAsk:
+    """Submit a request with a hint; return what it asks."""
+    taker.submit(name, PROMPT, **{**HINT, **fields})
+    ask = taker.last()
+    assert isinstance(ask, KvAsk)
+    return ask
+
+
+def offered(source: Side, ask: KvAsk, ticket: str = "t") -> KvTicket:
+    source.handle(replace(ask, asker="r1", ticket=ticket))
+    offer = source.last()
+    assert isinstance(offer, KvTicket)
+    return replace(offer, source="r0")
+
+
+def source_with(prompt: np.ndarray[tuple[int], np.dtype[np.int32]] = PROMPT, **fields: int) -> Side:
+    source = Side(**fields)  # type: ignore[arg-type]
+    source.submit("d", prompt)
+    assert source.admitted == {"d": 0}
+    return source
+
+
+def test_a_prompt_that_a_peer_has_is_read_and_then_fetched() -> None:
+    source, taker = source_with(), Side()
+    ask = asked(taker)
+    assert (ask.source, ask.tokens, hash_count(ask.hashes)) == ("r0", 101, 25)
+    assert taker.admitted == {}, "it waits"
+    offer = offered(source, ask)
+    assert [(part.lane, hash_count(part.hashes)) for part in offer.parts] == [(0, 25)]
+    (serve,) = source.steps[-1].serves
+    assert serve.ticket == "t"
+    assert sum(one.count for one in serve.blocks) == 25
+    taker.handle(offer)
+    assert taker.loads == [("t", 0, 25)]
+    assert taker.admitted == {}
+    taker.handle(DiskReport(0, loaded=((0, 0.01),)))
+    assert taker.admitted == {"q": 100}
+    assert taker.last() == KvDone("t", "r0")
+    source.handle(KvDone("t", "r0", asker="r1"))
+    assert source.steps[-1].unserves == ("t",)
+    assert source.served_blocks == 0
+    for side in (source, taker):
+        side.core.pools.tiers[0].check()
+
+
+def test_what_is_here_already_is_not_read_again() -> None:
+    source, taker = source_with(), Side()
+    taker.submit("own", PROMPT[:41])
+    taker.handle(offered(source, asked(taker)))
+    assert taker.loads == [("t", 10, 15)]
+    taker.handle(DiskReport(0, loaded=((0, 0.01),)))
+    assert taker.admitted["q"] == 100
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"peer": ""},
+        {"peer_tokens": 0},
+        {"block_hashes": ""},
+        {"peer_tokens": 3},
+    ],
+    ids=["no peer", "nothing there", "no hashes", "less than a block"],
+)
+def test_a_request_does_not_wait_for_what_it_cannot_get(fields: dict[str, object]) -> None:
+    taker = Side()
+    taker.submit("q", PROMPT, **{**HINT, **fields})
+    assert taker.messages == []
+    assert taker.admitted == {"q": 0}
+
+
+def test_a_prompt_that_is_computed_faster_than_read_is_computed() -> None:
+    taker = Side(profile=FAST)
+    taker.submit("q", PROMPT, **HINT)
+    assert taker.messages == []
+    assert taker.admitted == {"q": 0}
+
+
+def test_a_replica_that_hands_nothing_over_neither_asks_nor_gives() -> None:
+    taker, source = Side(hands_over=False), Side(hands_over=False)
+    taker.submit("q", PROMPT, **HINT)
+    assert taker.messages == []
+    source.submit("d", PROMPT)
+    offer = offered(source, KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT)))
+    assert (offer.ticket, offer.parts) == ("", ())
+
+
+def test_the_first_reads_correct_the_prediction_of_later_ones() -> None:
+    source, taker = source_with(), Side()
+    taker.handle(offered(source, asked(taker)))
+    taker.handle(DiskReport(0, loaded=((0, 500.0),)))
+    taker.submit("other", ids(2, 101), peer="r0", peer_tokens=100)
+    assert taker.admitted["other"] == 0, "it is predicted to take minutes"
+
+
+def test_keys_with_different_salts_share_nothing() -> None:
+    source, taker = Side(), Side()
+    source.submit("d", PROMPT, salt="one key")
+    offer = offered(source, asked(taker, salt="another key"))
+    assert offer.ticket == ""
+    taker.handle(offer)
+    assert taker.admitted == {"q": 0}
+    assert source.served_blocks == 0
+
+
+@pytest.mark.parametrize("when", ["before the answer", "before the blocks"])
+def test_a_request_computes_if_its_peer_takes_too_long(when: str) -> None:
+    source, taker = source_with(), Side()
+    ask = asked(taker)
+    offer = offered(source, ask)
+    if when == "before the blocks":
+        taker.handle(offer)
+    due = taker.core.next_due
+    assert due is not None
+    assert due < 3, "no longer than computing takes, and a little"
+    taker.now = due
+    taker.handle(Tick())
+    assert taker.admitted == {"q": 0}
+    if when == "before the answer":
+        taker.handle(offer)
+        assert taker.last() == KvDone("t", "r0"), "the peer need not keep it"
+        assert taker.loads == []
+        taker.submit("next", ids(3, 101), **HINT)
+        assert taker.admitted["next"] == 0, "a silent peer is not asked for a while"
+        taker.now += 40
+        asked(taker, "later", block_hashes=HASHER.hashes(ids(4, 101)))
+    else:
+        taker.handle(DiskReport(0, loaded=((0, 2.0),)))
+        assert taker.last() == KvDone("t", "r0")
+    taker.core.pools.tiers[0].check()
+
+
+def test_a_failed_read_frees_its_room_and_the_peer_is_left_alone_for_a_while() -> None:
+    source, taker = source_with(), Side()
+    taker.handle(offered(source, asked(taker)))
+    taker.handle(DiskReport(0, not_loaded=(0,)))
+    assert taker.admitted == {"q": 0}
+    assert taker.last() == KvDone("t", "r0")
+    assert taker.core.pools.tiers[0].ledger.held_blocks == 0
+    assert taker.core.pools.peer_counts.failed_loads == 1
+    taker.submit("next", ids(3, 101), **HINT)
+    assert taker.admitted["next"] == 0
+
+
+def test_requests_of_one_prompt_ask_once_and_wait_together() -> None:
+    source, taker = source_with(), Side()
+    hashes = HASHER.hashes(PROMPT)
+    for name in ("a", "b"):
+        taker.handle(
+            Submit(name, "p", 101, 101, seed=1, sampling=Sampling(max_tokens=1), block_hashes=hashes, **HINT)  # type: ignore[arg-type]
+        )
+    (ask,) = taker.messages
+    assert isinstance(ask, KvAsk)
+    taker.handle(Cancel("a"))
+    taker.handle(offered(source, ask))
+    taker.handle(DiskReport(0, loaded=((0, 0.01),)))
+    assert taker.admitted == {"b": 100}
+
+
+def test_a_request_that_leaves_wants_no_answer() -> None:
+    source, taker = source_with(), Side()
+    ask = asked(taker)
+    taker.handle(Cancel("q"))
+    taker.handle(offered(source, ask))
+    assert taker.last() == KvDone("t", "r0")
+    assert taker.loads == []
+
+
+@pytest.mark.parametrize("kind", ["foreign hashes", "no such lane", "another source"])
+def test_an_answer_to_another_question_is_not_used(kind: str) -> None:
+    source, taker = source_with(), Side()
+    offer = offered(source, asked(taker))
+    (part,) = offer.parts
+    match kind:
+        case "foreign hashes":
+            offer = replace(offer, parts=(replace(part, hashes=HASHER.hashes(ids(9, 100))),))
+        case "no such lane":
+            offer = replace(offer, parts=(replace(part, lane=1),))
+        case "another source":
+            offer = replace(offer, source="r7")
+    taker.handle(offer)
+    assert taker.loads == []
+    assert taker.last() == KvDone("t", offer.source)
+    if kind != "another source":
+        assert taker.admitted == {"q": 0}
+
+
+def test_tickets_keep_at_most_half_of_a_host_tier() -> None:
+    source = source_with(host_blocks=40)
+    ask = KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT))
+    first, second = offered(source, ask, "t1"), offered(source, ask, "t2")
+    assert [hash_count(part.hashes) for part in first.parts] == [20]
+    assert second.ticket == ""
+    source.handle(KvDone("t1", "r0", asker="another replica"))
+    assert source.served_blocks == 20, "only its holder gives it back"
+    source.handle(KvDone("t1", "r0", asker="r1"))
+    assert source.served_blocks == 0
+    assert [hash_count(part.hashes) for part in offered(source, ask, "t3").parts] == [20]
+
+
+def test_a_ticket_that_nobody_gives_back_ends_by_itself() -> None:
+    source = source_with()
+    offered(source, KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT)))
+    due = source.core.next_due
+    assert due is not None
+    assert SHARE_SECONDS <= due < 2 * SHARE_SECONDS
+    source.now = due
+    source.handle(Tick())
+    assert source.served_blocks == 0
+    assert source.steps[-1].unserves == ("t",)
+    assert source.core.next_due is None
+    assert source.core.idle
+
+
+def test_blocks_of_a_ticket_stay_while_others_are_demoted() -> None:
+    source = source_with(host_blocks=50, kv_blocks=60)
+    offered(source, KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT)))
+    for seed in range(20, 40):
+        source.submit(str(seed), ids(seed, 150))
+        source.core.pools.tiers[0].check()
+    tier = source.core.pools.tiers[0]
+    assert sum(one.count for one in tier.match(HASHER.hashes(PROMPT), 0, 25)) == 25
+    assert tier.counts.dropped_blocks > 0
+    source.handle(KvDone("t", "r0", asker="r1"))
+    for seed in range(40, 60):
+        source.submit(str(seed), ids(seed, 190))
+    assert sum(one.count for one in tier.match(HASHER.hashes(PROMPT), 0, 25)) < 25

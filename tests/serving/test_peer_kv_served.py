@@ -1,0 +1,112 @@
+"""Two replicas behind a router: what the one has computed, the other one reads instead of computing it.
+
+Many questions about one document come at once. The replica that has the document takes the first ones, and the router sends
+the rest to the other one, which asks for the document's KV.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmark import benchmark
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+DOCUMENT_TOKENS, QUESTION_TOKENS, QUESTIONS = 3000, 1200, 5
+ROUNDS = 12
+"""Most documents that are asked about: on a busy machine, a request may not wait until its KV has been read."""
+SPEC = {"kvCache": {"size": "64Mi", "tiers": {"host": {"size": "96Mi"}, "peers": {"bandwidth": "1Gi"}}}}
+
+
+class Site:
+    """Two replicas of one grid, and clients."""
+
+    def __init__(self, folder: Path, grid: tuple[int, int, int]) -> None:
+        self.fleet = benchmark("fleet").Fleet(folder, (grid, grid), spec=SPEC, silence_seconds=6)
+        self._clients = ThreadPoolExecutor(QUESTIONS)
+
+    def close(self) -> None:
+        self._clients.shutdown(cancel_futures=True)
+        self.fleet.close()
+
+    def ask(self, prompt: list[int], salt: str, temperature: float) -> str:
+        body: dict[str, Any] = {
+            "model": "m", "prompt": prompt, "max_tokens": 12, "ignore_eos": True, "seed": 1,
+            "temperature": temperature, "cache_salt": salt,
+        }  # fmt: skip
+        answer = httpx.post(self.fleet.router.url + "/v1/completions", json=body, timeout=300)
+        return str(answer.raise_for_status().json()["choices"][0]["text"])
+
+    def ask_all(self, prompts: list[list[int]], salt: str, temperature: float) -> list[Future[str]]:
+        return [self._clients.submit(self.ask, one, salt, temperature) for one in prompts]
+
+    def total(self, name: str) -> float:
+        return sum(replica.metric(f"medha_peer_kv_{name}_total") for replica in self.fleet.replicas)
+
+
+def prompts(number: int) -> tuple[list[int], list[list[int]]]:
+    """Return a document, and questions about it."""
+    dice = random.Random(number)
+    document = [dice.randrange(5, 96) for _ in range(DOCUMENT_TOKENS)]
+    return document, [
+        document + [dice.randrange(5, 96) for _ in range(QUESTION_TOKENS)] for _ in range(QUESTIONS)
+    ]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)],
+    ids=["one rank", "TP2", "SPP2", "KVP2"],
+)
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("peers"), request.param)
+    try:
+        site.fleet.start()
+        yield site
+    finally:
+        site.close()
+
+
+def test_texts_are_those_without_hand_overs(site: Site) -> None:
+    for number in range(ROUNDS):
+        document, questions = prompts(number)
+        temperature = 0.9 * (number % 2)
+        site.ask(document, "shared", temperature)
+        handed = [one.result() for one in site.ask_all(questions, "shared", temperature)]
+        alone = [site.ask(one, f"{number} {at}", temperature) for at, one in enumerate(questions)]
+        assert handed == alone
+        site.fleet.wait_idle()
+        if site.total("loaded_bytes") > 0 and number >= 1:
+            break
+    assert site.total("hits") > 0
+    assert site.total("loaded_bytes") > 0
+    assert site.total("offered_bytes") > 0
+    assert site.total("failures") == 0
+
+
+@pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.3])
+def test_a_source_that_is_killed_changes_no_text(site: Site, after_seconds: float) -> None:
+    number = 100 + round(10 * after_seconds)
+    document, questions = prompts(number)
+    before = [replica.metric("medha_prefix_cache_queried_tokens_total") for replica in site.fleet.replicas]
+    site.ask(document, "shared", 0.9)
+    site.fleet.wait_idle()
+    after = [replica.metric("medha_prefix_cache_queried_tokens_total") for replica in site.fleet.replicas]
+    source = max(
+        site.fleet.replicas,
+        key=lambda one: after[site.fleet.replicas.index(one)] - before[site.fleet.replicas.index(one)],
+    )
+    asked = site.ask_all(questions, "shared", 0.9)
+    time.sleep(after_seconds)
+    site.fleet.restart(source)
+    handed = [one.result() for one in asked]
+    alone = [site.ask(one, f"{number} {at}", 0.9) for at, one in enumerate(questions)]
+    assert handed == alone

@@ -1,0 +1,240 @@
+"""What ranks of two replicas exchange: who gets which blocks, and what becomes of a read that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+import zmq
+
+from medha.kv.lane_replay import DiskWork, ReadBlocks, ServeBlocks
+from medha.wire.messages import DiskReport, PeerFigures
+from medha_links.key_files import KeyPair
+from medha_links.sockets import bind, connect
+from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.kv_files import Rows
+from medha_worker.rank import peer_reader
+from medha_worker.rank.peer_reader import PeerReader
+from medha_worker.rank.peer_server import PIECE_BYTES, PeerServer
+
+BLOCK_BYTES, BLOCKS = 64 * 1024, 400
+IDENTITY, TICKET = "the same", "nobody guesses this"
+
+
+class Memory:
+    """Host blocks of a rank, as far as the exchange uses them."""
+
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self, seed: int) -> None:
+        self.bytes: Rows = np.random.default_rng(seed).integers(0, 256, (BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+
+    def rows(self, slot: int, count: int) -> Rows:
+        return self.bytes[slot : slot + count].copy()
+
+    def put_rows(self, slot: int, rows: Rows) -> None:
+        self.bytes[slot : slot + len(rows)] = rows
+
+
+class Pair:
+    """A rank that gives, and one that takes."""
+
+    def __init__(self) -> None:
+        self.source, self.target = Memory(1), Memory(2)
+        self.server = PeerServer("tcp://127.0.0.1:*", cast("HostBlocks", self.source), IDENTITY)
+        self.reader = PeerReader(cast("HostBlocks", self.target), IDENTITY, time.monotonic)
+        self.reports: list[DiskReport] = []
+        self.reader.begin_epoch(DiskReport(1, 0, 4), self.reports.append)
+
+    def read(
+        self, start: int, *slots: tuple[int, int], source: PeerFigures | None = None
+    ) -> list[DiskReport]:
+        """Read blocks of the ticket from `start` on; return what is reported."""
+        self.reader.learn(TICKET, source or self.server.figures)
+        before = len(self.reports)
+        self.reader.submit(DiskWork(reads=(ReadBlocks("", start, 9, slots, TICKET),)))
+        assert self.reader.drain(60)
+        return self.reports[before:]
+
+    def close(self) -> None:
+        self.reader.close()
+        self.server.close()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(peer_reader, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(peer_reader, "UNKNOWN_SECONDS", 0.5)
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def is_loaded(reports: list[DiskReport]) -> bool:
+    (one,) = reports
+    assert (one.rank, one.lane, one.epoch) == (1, 0, 4)
+    assert bool(one.loaded) != bool(one.not_loaded)
+    return bool(one.loaded)
+
+
+def test_blocks_are_read_in_the_order_of_the_ticket_into_any_host_blocks(pair: Pair) -> None:
+    pair.server.serve([ServeBlocks(TICKET, ((100, 150), (3, 40), (300, 20)))])
+    offered = [*range(100, 250), *range(3, 43), *range(300, 320)]
+    before = pair.target.bytes.copy()
+    assert is_loaded(pair.read(2, (200, 150), (0, 51)))
+    taken = [*range(200, 350), *range(51)]
+    assert len(taken) > 3 * PIECE_BYTES // BLOCK_BYTES, "several pieces are in flight"
+    for there, here in zip(offered[2:], taken, strict=False):
+        assert (pair.target.bytes[here] == pair.source.bytes[there]).all()
+    for here in set(range(BLOCKS)) - set(taken):
+        assert (pair.target.bytes[here] == before[here]).all()
+
+
+def test_a_ticket_may_become_good_after_it_was_shown(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_reader, "UNKNOWN_SECONDS", 60.0)
+    pair.reader.learn(TICKET, pair.server.figures)
+    pair.reader.submit(DiskWork(reads=(ReadBlocks("", 0, 9, ((5, 2),), TICKET),)))
+    assert not pair.reader.drain(0.2)
+    pair.server.serve([ServeBlocks(TICKET, ((7, 2),))])
+    assert pair.reader.drain(60)
+    assert is_loaded(pair.reports)
+    assert (pair.target.bytes[5:7] == pair.source.bytes[7:9]).all()
+
+
+@pytest.mark.parametrize("kind", ["never good", "void", "too short", "epoch over", "not said where"])
+def test_who_has_no_good_ticket_gets_nothing(pair: Pair, kind: str) -> None:
+    before = pair.target.bytes.copy()
+    match kind:
+        case "void":
+            pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
+            pair.server.void([TICKET])
+        case "too short":
+            pair.server.serve([ServeBlocks(TICKET, ((0, 4),))])
+        case "epoch over":
+            pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
+            pair.server.end_epoch()
+        case "not said where":
+            pair.reader.submit(DiskWork(reads=(ReadBlocks("", 0, 9, ((0, 5),), "another"),)))
+            assert pair.reader.drain(60)
+            assert not is_loaded(pair.reports)
+            pair.reports.clear()
+    assert not is_loaded(pair.read(0, (0, 5)))
+    assert (pair.target.bytes == before).all()
+
+
+@pytest.mark.parametrize("side", ["reader", "server"])
+def test_blocks_of_another_model_or_grid_are_not_taken(pair: Pair, side: str) -> None:
+    pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
+    figures = pair.server.figures
+    if side == "reader":
+        figures = replace(figures, identity="another")
+    else:
+        pair.server._identity = "another"
+    assert not is_loaded(pair.read(0, (0, 5), source=figures))
+
+
+class Liar:
+    """A rank that answers as it is told, with the keys of its own."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        keys = KeyPair.new()
+        self._opened = bind(self._context, "tcp://127.0.0.1:*", keys, admits_all=True)
+        self.socket = self._opened.socket
+        endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.figures = PeerFigures(endpoint, keys.public.decode(), IDENTITY)
+
+    def answer(self, header: bytes, payload: bytes) -> None:
+        assert self.socket.poll(10_000)
+        peer, _ = self.socket.recv_multipart()
+        self.socket.send_multipart([peer, header, payload])
+
+    def close(self) -> None:
+        self._opened.close(0)
+        self._context.term()
+
+
+@pytest.mark.parametrize(
+    "kind", ["damaged", "cut off", "another place", "no JSON", "no object", "silent", "gone"]
+)
+def test_a_rank_that_answers_wrongly_or_not_at_all_costs_time_only(pair: Pair, kind: str) -> None:
+    rank = Liar()
+    before = pair.target.bytes.copy()
+    try:
+        pair.reader.learn(TICKET, rank.figures)
+        if kind == "gone":
+            rank.close()
+        pair.reader.submit(DiskWork(reads=(ReadBlocks("", 0, 9, ((0, 1),), TICKET),)))
+        good = json.dumps({"start": 0, "checksums": [0]}).encode()
+        match kind:
+            case "damaged":
+                rank.answer(good, bytes(BLOCK_BYTES - 1) + b"1")
+            case "cut off":
+                rank.answer(good, bytes(BLOCK_BYTES - 1))
+            case "another place":
+                rank.answer(good.replace(b"0", b"1", 1), bytes(BLOCK_BYTES))
+            case "no JSON":
+                rank.answer(b"{", b"")
+            case "no object":
+                rank.answer(b"[]", b"")
+        assert pair.reader.drain(60)
+    finally:
+        if kind != "gone":
+            rank.close()
+    assert not is_loaded(pair.reports)
+    assert (pair.target.bytes == before).all()
+    pair.reports.clear()
+    pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
+    assert is_loaded(pair.read(0, (0, 5))), "the next read is not disturbed"
+
+
+def test_a_read_is_called_off_with_its_epoch_and_reports_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_reader, "UNKNOWN_SECONDS", 60.0)
+    pair.reader.learn(TICKET, pair.server.figures)
+    pair.reader.submit(DiskWork(reads=(ReadBlocks("", 0, 9, ((0, 5),), TICKET),)))
+    assert not pair.reader.drain(0.1)
+    pair.reader.end_epoch()
+    assert pair.reader.drain(60)
+    assert pair.reports == []
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        json.dumps({"ticket": TICKET, "identity": IDENTITY, "start": -1, "count": 2}).encode(),
+        json.dumps({"ticket": TICKET, "identity": IDENTITY, "start": 0, "count": 10**9}).encode(),
+        json.dumps({"ticket": TICKET, "identity": IDENTITY, "start": 0, "count": 0}).encode(),
+        json.dumps({"ticket": [], "identity": IDENTITY, "start": "x", "count": None}).encode(),
+    ],
+)
+def test_what_is_no_question_gets_an_error_and_others_are_answered(pair: Pair, question: bytes) -> None:
+    pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    figures = pair.server.figures
+    opened = connect(context, figures.endpoint, b"x", KeyPair.new(), figures.public_key.encode())
+    try:
+        opened.socket.send(question)
+        assert opened.socket.poll(10_000)
+        header, payload = opened.socket.recv_multipart()
+        assert "error" in json.loads(header)
+        assert payload == b""
+    finally:
+        opened.close(0)
+        context.term()
+    assert is_loaded(pair.read(0, (0, 5)))
+
+
+def test_whoever_does_not_know_the_key_of_the_socket_is_not_answered(pair: Pair) -> None:
+    pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
+    stranger = replace(pair.server.figures, public_key=KeyPair.new().public.decode())
+    assert not is_loaded(pair.read(0, (0, 5), source=stranger))

@@ -1,0 +1,266 @@
+"""Reads KV blocks of other replicas into the host tier of a rank, on a thread of its own.
+
+Steps hand over which blocks of a ticket go to which host blocks (`medha.kv.lane_replay`), and each rank reads its part from
+the same rank of the other replica (`peer_server`). The thread reports what came of it, in the form of reads from files.
+Bytes reach a host block only after their checksum was verified. Host blocks that are being read into keep their owner
+until all ranks have reported.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from zlib import crc32
+
+import numpy as np
+import zmq
+
+from medha.kv.lane_replay import DiskWork, ReadBlocks
+from medha.wire.messages import DiskReport, PeerFigures
+from medha_links.key_files import KeyPair
+from medha_links.sockets import TOKENS_FRAME_BYTES, connect
+from medha_worker.model.disk_blocks import CalledOff, place_rows
+from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.kv_files import Rows
+from medha_worker.rank.peer_server import PIECE_BYTES, UNKNOWN, PeerServer, pieces_of
+
+SILENT_SECONDS = 3.0
+"""Time without an answer after which the other replica counts as lost."""
+UNKNOWN_SECONDS = 10.0
+"""Time until which a ticket must be good: the step that says so may stand behind others."""
+_AGAIN_SECONDS = 0.02
+_IN_FLIGHT = 4
+"""Questions that wait for an answer at a time, so that the network is never idle."""
+_MOST_TICKETS = 256
+_POLL_MILLISECONDS = 50
+
+_log = logging.getLogger("medha.peers")
+
+
+class PeerFailed(Exception):
+    """Another replica's rank does not give what its ticket promised."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    read: ReadBlocks
+    report: DiskReport  # that names rank, lane and epoch
+    is_off: bool = False
+
+
+class PeerReader:
+    """The thread of one rank that reads blocks of other replicas."""
+
+    def __init__(self, host: HostBlocks, identity: str, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds; `identity` is a digest of all that the content of blocks depends on."""
+        self.host, self._identity, self._clock = host, identity, clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keys = KeyPair.new()
+        self._condition = threading.Condition()
+        self._sources: OrderedDict[str, PeerFigures] = OrderedDict()  # by ticket
+        self._jobs: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._report = DiskReport(0)
+        self._send: Callable[[DiskReport], None] = lambda _: None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="medha-peer-reads", daemon=True)
+        self._thread.start()
+
+    # --- called by steps ------------------------------------------------------------------------------
+
+    def begin_epoch(self, report: DiskReport, send: Callable[[DiskReport], None]) -> None:
+        """Call off all work of earlier epochs; `send` may be called by another thread."""
+        self.end_epoch()
+        with self._condition:
+            self._report, self._send = report, send
+
+    def end_epoch(self) -> None:
+        """Call off all work: the host blocks may get other owners."""
+        with self._condition:
+            for job in (*self._jobs, *([self._running] if self._running else [])):
+                job.is_off = True
+            self._jobs.clear()
+            self._sources.clear()
+            self._send = lambda _: None
+
+    def learn(self, ticket: str, source: PeerFigures) -> None:
+        """Note where this rank shows a ticket."""
+        with self._condition:
+            self._sources[ticket] = source
+            while len(self._sources) > _MOST_TICKETS:
+                self._sources.popitem(last=False)
+
+    def submit(self, work: DiskWork) -> None:
+        """Hand over what a step reads from other replicas."""
+        reads = [_Job(read, self._report) for read in work.reads if read.ticket]
+        if reads:
+            with self._condition:
+                self._jobs += reads
+                self._condition.notify()
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until all reads have ended; return False if it takes longer. For tests."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not (self._jobs or self._running), timeout_seconds)
+
+    def close(self) -> None:
+        """Call off all work and end the thread."""
+        self.end_epoch()
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        self._thread.join()
+        self._context.term()
+
+    # --- the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._running = None
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._closing or self._jobs)
+                if self._closing:
+                    return
+                job = self._running = self._jobs.popleft()
+                source = self._sources.get(job.read.ticket)
+            extent, started = job.read.extent, self._clock()
+            try:
+                self._read(job, source)
+            except CalledOff:
+                continue
+            except PeerFailed as error:
+                _log.warning("KV of another replica could not be read, so it is computed: %s", error)
+                self._tell(job, not_loaded=(extent,))
+            except Exception:  # noqa: BLE001 - a bug of ours must not leave requests waiting
+                _log.exception("KV of another replica could not be read")
+                self._tell(job, not_loaded=(extent,))
+            else:
+                self._tell(job, loaded=((extent, self._clock() - started),))
+
+    def _tell(self, job: _Job, **fields: object) -> None:
+        with self._condition:
+            if not job.is_off:
+                self._send(replace(job.report, **fields))  # type: ignore[arg-type]
+
+    @contextmanager
+    def _guard(self, job: _Job) -> Iterator[None]:
+        """Hold the lock, if the host blocks of a job are still its own."""
+        with self._condition:
+            if job.is_off:
+                raise CalledOff
+            yield
+
+    def _read(self, job: _Job, source: PeerFigures | None) -> None:
+        if source is None:
+            raise PeerFailed("nobody has said where to show its ticket")
+        if source.identity != self._identity:
+            raise PeerFailed(f"the blocks at {source.endpoint} are those of another model, grid or version")
+        try:
+            opened = connect(
+                self._context,
+                source.endpoint,
+                secrets.token_bytes(8).replace(b"\0", b"\1"),
+                self._keys,
+                source.public_key.encode(),
+                largest_frame_bytes=max(TOKENS_FRAME_BYTES, 2 * self.host.block_bytes),
+            )
+        except zmq.ZMQError as error:
+            raise PeerFailed(f"{source.endpoint:.80} is no place to connect to: {error}") from error
+        try:
+            place_rows(
+                self.host,
+                job.read.slots,
+                max(1, PIECE_BYTES // self.host.block_bytes),
+                self._pieces(job, opened.socket, source.endpoint),
+                lambda: self._guard(job),
+            )
+        finally:
+            opened.close(0)
+
+    def _pieces(self, job: _Job, socket: zmq.Socket[bytes], where: str) -> Iterator[Rows]:
+        """Yield the blocks of a job in order, verified, a few at a time.
+
+        Raises:
+            PeerFailed: they do not come, or are not what was sent.
+        """
+        read = job.read
+        total = sum(length for _, length in read.slots)
+        pieces = pieces_of(total, self.host.block_bytes)
+        known_by = self._clock() + UNKNOWN_SECONDS
+        asked: deque[tuple[int, int]] = deque()
+        is_known = False
+
+        def ask(start: int, count: int) -> None:
+            question = {
+                "ticket": read.ticket, "identity": self._identity, "start": read.start + start, "count": count
+            }  # fmt: skip
+            socket.send(json.dumps(question).encode())
+            asked.append((start, count))
+
+        for piece in islice(pieces, 1):  # the others follow once the ticket is good
+            ask(*piece)
+        while asked:
+            start, count = asked.popleft()
+            header, payload = self._received(job, socket, where)
+            if not is_known and header.get("error") == UNKNOWN and self._clock() < known_by:
+                self._wait(job, _AGAIN_SECONDS)
+                ask(start, count)
+                continue
+            if "error" in header:
+                raise PeerFailed(f"{where}: {header['error']!s:.200}")
+            is_known = True
+            for further in islice(pieces, _IN_FLIGHT - len(asked)):
+                ask(*further)
+            if header.get("start") != read.start + start or len(payload) != count * self.host.block_bytes:
+                raise PeerFailed(f"{where} has answered with other blocks than were asked for")
+            rows = np.frombuffer(payload, dtype=np.uint8).reshape(count, -1)
+            if header.get("checksums") != [crc32(row.data) for row in rows]:
+                raise PeerFailed(f"{where}: a block does not match its checksum")
+            yield rows
+
+    def _received(self, job: _Job, socket: zmq.Socket[bytes], where: str) -> tuple[dict[str, object], bytes]:
+        until = self._clock() + SILENT_SECONDS
+        while not socket.poll(_POLL_MILLISECONDS):
+            self._wait(job, 0.0)
+            if self._clock() >= until:
+                raise PeerFailed(f"{where} has not answered for {SILENT_SECONDS:g} s")
+        try:
+            text, payload = socket.recv_multipart()
+            header = json.loads(text)
+        except ValueError as error:
+            raise PeerFailed(f"{where} has answered with what is no answer: {error}") from error
+        if not isinstance(header, dict):
+            raise PeerFailed(f"{where} has answered with what is no answer")
+        return header, payload
+
+    def _wait(self, job: _Job, seconds: float) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: job.is_off or self._closing, seconds)
+            if job.is_off:
+                raise CalledOff
+
+
+@dataclass(frozen=True)
+class PeerBlocks:
+    """Both directions of a rank's hand-overs."""
+
+    server: PeerServer
+    reader: PeerReader
+
+    def end_epoch(self) -> None:
+        """Void all tickets, and call off all reads."""
+        self.server.end_epoch()
+        self.reader.end_epoch()
+
+    def close(self) -> None:
+        """End both threads."""
+        self.reader.close()
+        self.server.close()
