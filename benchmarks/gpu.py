@@ -13,6 +13,8 @@ on with what is missing, as long as the sources of the engine (`sources` in the 
   error is that against float64 or float32, over the error of `transformers` or of torch in the same dtype;
 * determinism: whether the batch-invariant kernels get equal bits in any batch here, and what they cost, without captures;
 * sampling: the same tokens as on the CPU, for every sampling option, from the same logits;
+* families, quantised: a small model of each family, and of each form of quantised weights, in chunks and captured decodes. The
+  error is that of a row in bfloat16 against float32 on the CPU, over the error of bfloat16 on the CPU;
 * graphs: captured decodes against eager ones, while the next step is prepared; the memory that captures take;
 * ceilings: the matrix product and the copy that this device reaches, by which everything below is divided; and the product's
   time between two marks of the device, over the time that the host waits for it;
@@ -20,6 +22,8 @@ on with what is missing, as long as the sources of the engine (`sources` in the 
 * chunks: what a chunk of 32 tokens costs more than a large one, for each token; and adaptive chunks against every static one:
   the time of a whole prefill, and the longest step, beside 16 decodes;
 * overhead: what a captured decode step costs beyond its kernels;
+* fp8_kv: attention over a pool of FP8 as in `numerics`, rounding to FP8 against the CPU's, and decodes over such a pool;
+* tiers: blocks that go to pinned host memory and come back, and how fast;
 * peers: a whole prefill and decode steps beside those of `transformers` with the same weights;
 * nccl: an all-reduce of one rank, captured and replayed; an exchange with itself; an abort while a captured step exists;
 * races: the kernels' accesses under compute-sanitizer, where there is one.
@@ -36,9 +40,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
@@ -50,16 +55,24 @@ from harness import ROOT, Row, claim, exit_with, parser, progress, report, save,
 from random_llama import LLAMA3_8B, SMALL, LlamaShape, config_fields, random_model
 
 from medha.errors import ConfigInvalid
+from medha.kv.host_tier import TierCopy
+from medha.kv_dtype import KvDtype
 from medha.wire.messages import Sampling
+from medha_worker.checkpoints.presets import ARCHITECTURES, init_checkpoint
+from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import Device, host_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels
 from medha_worker.kernels.protocol import Kernels, KernelSizes
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import captured_sizes
+from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.kv_scales import FP8, LayerScales
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.sampler import NotSampled, SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import Shard
 from medha_worker.nvml import open_probe
 
 BLOCK_TOKENS = 64
@@ -72,6 +85,14 @@ COMPILE_SECONDS = (
 _STEPS = 20  # decode steps of `overhead`, one after the other
 _WORKER = ROOT / "worker" / "medha_worker"
 _ABORT_SECONDS = 5.0
+QUANTISED_EXPERTS = (
+    ("gpt_oss", "mxfp4"),
+    ("qwen3_moe", "fp8-block"),
+    ("qwen3_moe", "w4a16"),
+    ("mixtral", "awq"),
+)
+_CHECKED_TOKENS, _WINDOW_TOKENS = 200, 64  # of a small model
+_WINDOWED = ("gemma3_text", "gpt_oss", "mistral")  # the others' decodes are captured
 PROVED = (
     "device.py",
     "cuda_device.py",
@@ -199,11 +220,12 @@ def facts(place: Place) -> Row:
 
 
 def numerics(place: Place) -> Row:
-    return {"attention": _attention_errors(place), **_model_errors(place)}
+    errors = _attention_errors(place, place.kernels(), place.device.dtype)
+    return {"attention": errors, **_model_errors(place)}
 
 
-def _attention_errors(place: Place) -> list[Row]:
-    """Return the error of each kind of span against float64, over that of plain torch in the same dtype."""
+def _attention_errors(place: Place, ours: Kernels, pool_dtype: torch.dtype) -> list[Row]:
+    """Return the errors of our kernels and of plain torch for each kind of span, against float64 over the same pool."""
     device, shape = place.device, place.sizes.shape
     order = np.random.default_rng(1).permutation(400)
     kinds = {
@@ -217,7 +239,7 @@ def _attention_errors(place: Place) -> list[Row]:
     }  # fmt: skip
     torch.manual_seed(1)
     pools = torch.randn(2, shape.kv_heads, 400 * BLOCK_TOKENS, shape.head_dim).to(
-        device.torch_device, device.dtype
+        device.torch_device, pool_dtype
     )
     rows = []
     for name, spans in kinds.items():
@@ -226,7 +248,7 @@ def _attention_errors(place: Place) -> list[Row]:
         )
         wanted, wanted_sums = _exact(q, pools, spans)
         errors = {}
-        for which, kernels in (("ours", place.kernels()), ("torch", torch_kernels(device))):
+        for which, kernels in (("ours", ours), ("torch", torch_kernels(device))):
             output, sums = kernels.attention.plan(spans, BLOCK_TOKENS).attend(q, pools[0], pools[1])
             errors[which] = _rms(output.double().cpu() - wanted) / _rms(wanted)
             errors[f"{which} sums"] = float((sums.double().cpu() - wanted_sums).abs().max())
@@ -265,19 +287,7 @@ def _model_errors(place: Place) -> Row:
         rounded = theirs(ids[None].to(device.torch_device)).logits[0].float()
         exact = theirs.float()(ids[None].to(device.torch_device)).logits[0]
     del theirs
-    cache = model.new_kv_cache(-(-tokens // BLOCK_TOKENS), BLOCK_TOKENS)
-    blocks = np.random.default_rng(3).permutation(cache.num_blocks)
-    logits, done = [], 0
-    for count in (*_chunks(tokens - 8, sizes.largest_chunk), *(1,) * 8):
-        span = SequenceSpan(0, count, done, blocks)
-        hidden = model.forward(
-            ids[done : done + count], model.prepare(torch.arange(done, done + count), [span], cache)
-        )
-        found = model.logits(hidden)
-        assert found is not None
-        logits.append(found)
-        done += count
-    ours = torch.cat(logits)
+    ours = _logits_in_steps(model, ids, sizes.largest_chunk)
     scale = _rms(exact)
     return {
         "tokens": tokens,
@@ -286,6 +296,80 @@ def _model_errors(place: Place) -> Row:
         "same_argmax_as_float32": round(float((ours.argmax(-1) == exact.argmax(-1)).float().mean()), 5),
         "transformers_same_argmax": round(float((rounded.argmax(-1) == exact.argmax(-1)).float().mean()), 5),
     }
+
+
+def _logits_in_steps(model: Transformer, ids: torch.Tensor, largest: int) -> torch.Tensor:
+    """Return the logits of all tokens, computed in chunks of at most `largest` and at last eight decodes."""
+    tokens = len(ids)
+    cache = model.new_kv_cache(-(-tokens // BLOCK_TOKENS), BLOCK_TOKENS)
+    blocks = np.random.default_rng(3).permutation(cache.num_blocks)
+    model.capture_decodes(cache, [1])
+    logits, done = [], 0
+    for count in (*_chunks(tokens - 8, largest), *(1,) * 8):
+        span = SequenceSpan(0, count, done, blocks)
+        hidden = model.forward(
+            ids[done : done + count], model.prepare(torch.arange(done, done + count), [span], cache)
+        )
+        found = model.logits(hidden)
+        assert found is not None
+        logits.append(found)
+        done += count
+    model.forget_captured()
+    return torch.cat(logits)
+
+
+def families(place: Place) -> Row:
+    return {"models": [_checkpoint_errors(place, name, "none") for name in ARCHITECTURES]}
+
+
+def quantised(place: Place) -> Row:
+    forms = [*(("llama", name) for name in QUANTISATIONS), *QUANTISED_EXPERTS]
+    return {"models": [_checkpoint_errors(place, *form) for form in forms]}
+
+
+def _checkpoint_errors(place: Place, architecture: str, quantisation: str) -> Row:
+    """Compare a small model with the same one in float32 on the CPU; what fails does not keep others from running."""
+    found: Row = {"architecture": architecture, "quantisation": quantisation}
+    try:
+        return found | _small_model_errors(place, architecture, quantisation)
+    except Exception as error:  # noqa: BLE001 - of a kernel, a compiler or a driver
+        return found | {"failed": f"{type(error).__name__}: {error}"[-300:]}
+
+
+def _small_model_errors(place: Place, architecture: str, quantisation: str) -> Row:
+    preset = "small" if place.sizes is FULL else "tiny"
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder, "model")
+        init_checkpoint(
+            directory, preset=preset, seed=0, architecture=architecture, dtype="bfloat16", quantisation=quantisation,
+            window_tokens=_WINDOW_TOKENS if architecture in _WINDOWED else None,
+        )  # fmt: skip
+        kv_dtype: KvDtype = "fp8" if quantisation == "fp8-kv" else "auto"
+        config = ModelConfig.from_directory(directory, kv_dtype=kv_dtype)
+        shard = Shard.whole(config)
+
+        def logits(device: Device, kernels: Kernels) -> torch.Tensor:
+            model = Transformer.load(directory, config, shard, device=device, kernels=kernels)
+            ids = torch.randint(
+                7, config.vocab_size, (_CHECKED_TOKENS,), generator=torch.Generator().manual_seed(2)
+            )
+            return _logits_in_steps(model, ids, _CHECKED_TOKENS).cpu()
+
+        exact, rounded = (
+            logits(device, torch_kernels(device))
+            for device in (host_device(torch.float32), host_device(torch.bfloat16))
+        )
+        kernels = choose_kernels(shard.kernel_sizes(config), place.device)
+        ours = logits(place.device, kernels)
+    errors = [_row_error(found, exact) for found in (ours, rounded)]
+    return dict(zip(("error", "cpu_error"), errors, strict=True)) | {"kernels": kernels.name}
+
+
+def _row_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the median error of a row: rounding may send single tokens through another expert."""
+    sizes = exact.double().pow(2).mean(-1).sqrt()
+    errors = (found.double() - exact.double()).pow(2).mean(-1).sqrt() / sizes
+    return float(f"{float(errors.median()):.3g}")
 
 
 def _chunks(tokens: int, largest: int) -> list[int]:
@@ -611,6 +695,50 @@ def _busy_seconds(run: Callable[[], None], place: Place) -> float:
     return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
 
 
+def fp8_kv(place: Place) -> Row:
+    """Return the errors of attention over FP8, the values that are rounded as no CPU does, and what decodes gain."""
+    device, sizes = place.device, place.sizes
+    kernels = choose_kernels(replace(place.kernel_sizes, has_fp8_kv=True), device)
+    numbers = (100 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(6))).clamp_(-448, 448)
+    rounded = [x.to(FP8).cpu().view(torch.uint8) for x in (numbers, numbers.to(device.torch_device))]
+    plain = place.model()
+    one = torch.ones(plain.shard.kv_heads(plain.config), 1, device=device.torch_device)
+    scaled = Transformer(
+        replace(plain.config, kv_dtype="fp8"), plain.shard,
+        replace(plain._weights, kv_scales=[LayerScales(one, one)] * sizes.layers), kernels=kernels,
+    )  # fmt: skip
+    rows = []
+    for sequences, context in sizes.decodes:
+        row: Row = {"sequences": sequences, "context": context}
+        for name, model in (("seconds", plain), ("fp8_seconds", scaled)):
+            cache = _filled(model, sequences * (-(-(context + 8) // BLOCK_TOKENS)))
+            model.capture_decodes(cache, [sequences])
+            row[name] = round(place.seconds(_step(model, cache, [(context, 1)] * sequences)), 6)
+            model.forget_captured()
+            del cache
+        rows.append(row)
+    return {"kernels": kernels.name, "layers": sizes.layers, "rounded_otherwise": int((rounded[0] != rounded[1]).sum()),
+            "attention": _attention_errors(place, kernels, FP8), "steps": rows}  # fmt: skip
+
+
+def tiers(place: Place) -> Row:
+    """Send blocks of a pool to host memory and fetch them to other blocks, and measure both."""
+    model, half = place.model(), 64 if place.sizes is FULL else 8
+    cache = _filled(model, 2 * half)
+    host = HostBlocks(cache, half)
+    wanted = [pool[:, : half * BLOCK_TOKENS].clone() for pool in cache.pools()]
+    host.copy([TierCopy(False, 0, 0, half)])
+    for pool in cache.pools():  # behind the copies, in the order of the stream
+        pool[:, : half * BLOCK_TOKENS].zero_()
+    host.copy([TierCopy(True, half, 0, half)])
+    found = [pool[:, half * BLOCK_TOKENS : 2 * half * BLOCK_TOKENS] for pool in cache.pools()]
+    differ = sum(not torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    seconds = host.seconds_per_block(time.perf_counter)
+    fetched, demoted = (round(host.block_bytes / taken / 1e9, 2) for taken in seconds)
+    return {"blocks": half, "pools": len(wanted), "differ": differ,
+            "fetched_gigabytes_per_second": fetched, "demoted_gigabytes_per_second": demoted}  # fmt: skip
+
+
 def peers(place: Place) -> Row:
     """Measure a whole prefill and decode steps beside those of `transformers`, for the same weights, lengths and batch."""
     from transformers import DynamicCache
@@ -703,6 +831,8 @@ PARTS: dict[str, Callable[[Place], Row]] = {
     for part in (
         facts,
         numerics,
+        families,
+        quantised,
         determinism,
         sampling,
         graphs,
@@ -711,6 +841,8 @@ PARTS: dict[str, Callable[[Place], Row]] = {
         decode,
         chunks,
         overhead,
+        fp8_kv,
+        tiers,
         peers,
         nccl,
         races,
@@ -725,7 +857,8 @@ def _filled(model: Transformer, blocks: int) -> KVCache:
     cache = model.new_kv_cache(blocks, BLOCK_TOKENS)
     for layer, pool in enumerate((*cache.keys, *cache.values)):
         torch.manual_seed(layer)
-        pool.normal_()
+        # Torch has no random numbers of FP8.
+        pool.copy_(torch.empty(pool.shape, dtype=model.dtype, device=pool.device).normal_())
     return cache
 
 
@@ -794,8 +927,36 @@ def claims_of(parts: dict[str, Row]) -> list[Row]:
                 1e-2,
             )
         )
+    if "differ" in (copied := parts.get("tiers") or {}):
+        found.append(
+            claim(
+                "tensors of blocks that come back from host memory otherwise", copied["differ"], "tensors", 0
+            )
+        )
     if (parts.get("facts") or {}).get("device", "cpu") == "cpu":
         return found
+    for part, what in (("families", "families"), ("quantised", "forms of quantised weights")):
+        if models := (parts.get(part) or {}).get("models"):
+            wrong = [row for row in models if "failed" in row or row["error"] > 2 * row["cpu_error"]]
+            found.append(claim(f"{what} that fail, or whose error is more than twice that of bfloat16 on the CPU", len(wrong),
+                               "models", 0))  # fmt: skip
+    if "steps" in (rounded := parts.get("fp8_kv") or {}):
+        found.append(
+            claim(
+                "values that are rounded to FP8 otherwise than on the CPU",
+                rounded["rounded_otherwise"],
+                "values",
+                0,
+            )
+        )
+        worst = max(row["ours"] / max(row["torch"], 1e-9) for row in rounded["attention"])
+        found.append(claim("error of attention over FP8 against float64, over that of plain torch", worst, "ratio", 2.0,
+                           peer="torch"))  # fmt: skip
+        found += [
+            claim(f"time of {row['sequences']} decodes behind {row['context']:,} tokens of FP8, over that with 16 bits",
+                  row["fp8_seconds"] / row["seconds"], "ratio", 0.8)
+            for row in rounded["steps"] if row["context"] >= 131_072
+        ]  # fmt: skip
     if promised := parts.get("determinism"):
         found.append(claim("batch-invariant kernels refused", int("refused" in promised), "kernels", 0))
     if (numbers := parts.get("numerics")) and "error" in numbers:

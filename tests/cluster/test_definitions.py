@@ -114,8 +114,8 @@ REFUSED = [
     ),
     ({"resources": {"sharedMemory": "0Gi"}}, "spec.resources.sharedMemory in body should match"),
     (
-        {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"tensor": 2}},
-        "NCCL cannot join the slices of a GPU; set parallelism.tensor to 1",
+        {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"kv": 2}},
+        "NCCL cannot join the slices of a GPU; set parallelism.tensor, stream and kv to 1",
     ),
     (
         {"determinism": "batchInvariant", "parallelism": {"kv": 2}},

@@ -37,3 +37,16 @@ def test_tests_and_commands_that_the_page_names_exist() -> None:
 def test_nothing_is_said_to_be_proved_on_a_gpu_without_its_results() -> None:
     has_results = (ROOT / "benchmarks" / "results" / "gpu.json").is_file()
     assert ("No GPU has run any of it" in PAGE.replace("\n", " ")) is not has_results
+
+
+def test_outside_of_kernels_only_the_device_interface_names_a_device() -> None:
+    worker = ROOT / "worker" / "medha_worker"
+    naming = {"device.py", "cuda_device.py", "device_choice.py"}
+    found = [
+        f"{path.relative_to(worker)}: {line.strip()}"
+        for path in sorted(worker.rglob("*.py"))
+        if path.relative_to(worker).parts[0] not in naming | {"kernels"}
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"torch\.cuda|\.cuda\(|[\"'](cpu|cuda)(:\d)?[\"']", line)
+    ]
+    assert found == []

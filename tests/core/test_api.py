@@ -278,7 +278,18 @@ BAD = [
     ({"resources": {"runtimeClassName": "NVIDIA"}}, ["spec.resources.runtimeClassName", "found 'NVIDIA'"]),
     (
         {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"tensor": 2}},
-        ["NCCL cannot join the slices of a GPU; set parallelism.tensor to 1", "parallelism.tensor 2"],
+        [
+            "NCCL cannot join the slices of a GPU; set parallelism.tensor, stream and kv to 1",
+            "2 x 1 x 1 ranks",
+        ],
+    ),
+    (
+        {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"stream": 3}},
+        ["NCCL cannot join the slices of a GPU", "with 1 x 3 x 1 ranks"],
+    ),
+    (
+        {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"kv": 2}},
+        ["NCCL cannot join the slices of a GPU", "with 1 x 1 x 2 ranks"],
     ),
     (
         {"determinism": "batchInvariant", "parallelism": {"kv": 2}},

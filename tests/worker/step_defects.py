@@ -18,12 +18,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "worker"
-WATCHED, CAPTURED, ORDERED, PLANE = (
+WATCHED, FAMILIES, CAPTURED, ORDERED, PLANE = (
     f"tests/worker/{name}.py"
-    for name in ("test_device", "test_decode_graphs", "test_step_order", "test_nccl_plane")
+    for name in (
+        "test_device",
+        "test_device_families",
+        "test_decode_graphs",
+        "test_step_order",
+        "test_nccl_plane",
+    )
 )
 HOW = {
     WATCHED: "fake tensors under a watcher",
+    FAMILIES: "fake tensors under a watcher",
     CAPTURED: "captured work that is run again",
     ORDERED: "streams that note what they are given",
     PLANE: "groups that note what they are given",
@@ -42,11 +49,13 @@ class StepDefect:
     tests: str
 
 
-TRANSFORMER, GRAPHS, WRITER, NCCL = (
+TRANSFORMER, GRAPHS, EXPERTS, QUANTISED, WRITER, NCCL = (
     f"medha_worker/{name}.py"
     for name in (
         "model/transformer",
         "model/decode_graphs",
+        "model/experts_mlp",
+        "model/quantised_weights",
         "kernels/torch_kv_writer",
         "rank/nccl_plane",
     )
@@ -60,6 +69,10 @@ STEP_DEFECTS = tuple(
          "_Scatter(torch.from_numpy(slots))", WATCHED),
         ("Positions stay in host memory", TRANSFORMER, "self._rotations(self.device.place(positions))",
          "self._rotations(positions)", WATCHED),
+        ("The host reads which experts have rows", EXPERTS, ".to(torch.int32)\n", ".to(torch.int32)\n    row_ends.tolist()\n",
+         FAMILIES),
+        ("The blocks of a weight's scales are found by an index in host memory", QUANTISED,
+         "torch.arange(rows.start, rows.stop, device=of_blocks.device)", "torch.arange(rows.start, rows.stop)", FAMILIES),
         ("A step does not wait for its tables", TRANSFORMER, "        step.ready.wait()\n", "", ORDERED),
         ("A step's tables are let go of while it runs", TRANSFORMER, "        self._in_flight.keep(step)\n", "", ORDERED),
         ("Tables of a captured step are filled while it runs", GRAPHS, "        self._used.wait()\n", "", ORDERED),

@@ -18,40 +18,49 @@ from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_attention import TorchAttention
+from medha_worker.model.kv_scales import LayerScales
+from medha_worker.model.latent_tensors import LatentWeights
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.quantised_experts import Mxfp4Rows, QuantisedExperts
+from medha_worker.model.quantised_weights import PlainRows, QuantisedRows, QuantisedWeight
 from medha_worker.model.spread import Landing, OwnPart, RingKeys, RingQueries, Rows, SpreadPlan
 from medha_worker.model.tensor_group import Alone
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import LayerWeights, Shard, load_weights
 
-from .device_watch import Watch, fake_gpu, watched
+from .device_watch import GPU, Watch, fake_gpu, watched
 from .models import run_step
 
 BLOCK_TOKENS = 16
 ROWS = 42
 
 
+def faked(value: Any) -> Any:
+    """Return weights with each tensor replaced by one on the fake device; call this in the context of a watch."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
+    if isinstance(value, QuantisedWeight):
+        return QuantisedWeight(faked(value.parts))
+    if isinstance(value, QuantisedExperts):
+        return QuantisedExperts(faked(value.each))
+    if isinstance(value, (tuple, list)):
+        return [faked(one) for one in value]
+    if isinstance(value, (LayerWeights, LatentWeights, LayerScales, PlainRows, QuantisedRows, Mxfp4Rows)):
+        return replace(value, **{field.name: faked(getattr(value, field.name)) for field in fields(value)})
+    return value
+
+
 @contextmanager
 def on_a_fake_device(
-    checkpoint: Path, shard: Shard, dtype: torch.dtype
+    checkpoint: Path, shard: Shard, dtype: torch.dtype, config: ModelConfig | None = None
 ) -> Iterator[tuple[Transformer, Watch]]:
     """Compute only shapes, types and devices in this context; an operator that mixes devices raises or is recorded."""
-    config = ModelConfig.from_directory(checkpoint)
+    config = config or ModelConfig.from_directory(checkpoint)
     device = fake_gpu(dtype)
     stored = load_weights(checkpoint, config, shard, device=host_device(dtype))
     with watched() as watch:
-
-        def faked(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return (
-                None if tensor is None else torch.empty(tensor.shape, dtype=dtype, device=device.torch_device)
-            )
-
-        layers = [
-            LayerWeights(**{field.name: faked(getattr(layer, field.name)) for field in fields(layer)})
-            for layer in stored.layers
-        ]
-        outside = {name: faked(getattr(stored, name)) for name in ("embedding", "final_norm", "head")}
-        weights = replace(stored, device=device, layers=layers, **outside)
+        parts = ("layers", "embedding", "final_norm", "head", "kv_scales")
+        weights = replace(stored, device=device, **{name: faked(getattr(stored, name)) for name in parts})
         kernels = choose_kernels(shard.kernel_sizes(config), device)
         yield Transformer(config, shard, weights, kernels=kernels), watch
 

@@ -91,12 +91,13 @@ def test_the_command_says_what_to_install(
     assert error in capsys.readouterr().err
 
 
-def test_each_type_and_size_of_heads_has_a_module_with_and_without_a_window() -> None:
+def test_each_type_and_size_of_heads_has_a_module_with_and_without_a_window_and_fp8() -> None:
     names = list(declared_modules())
     assert names[:4] == ["merge", "silu", "rope", "norm"]
-    assert len(names[4:]) == len(set(names[4:])) == 2 * 3 * 2
+    assert len(names[4:]) == len(set(names[4:])) == 2 * 3 * 2 * 2
     assert "attention-float16-256-window" in names
     assert "attention-bfloat16-64" in names
+    assert "attention-bfloat16-128-window-fp8" in names
 
 
 def test_a_description_is_what_flashinfers_own_function_would_load_and_that_function_loads_it_later(

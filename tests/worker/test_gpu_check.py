@@ -47,7 +47,17 @@ def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
         "numerics",
         *(
             pytest.param(one, marks=pytest.mark.long)
-            for one in ("sampling", "graphs", "determinism", "chunks", "peers")
+            for one in (
+                "families",
+                "quantised",
+                "sampling",
+                "graphs",
+                "determinism",
+                "chunks",
+                "fp8_kv",
+                "tiers",
+                "peers",
+            )
         ),
     ],
 )
@@ -63,6 +73,14 @@ def test_a_part_runs_without_our_packages(part: str) -> None:
             assert (found["differ"], found["samples"] > 0) == (0, True)
         case "graphs":
             assert found["error"] == 0
+        case "families" | "quantised":
+            assert [row for row in found["models"] if row.get("error", 1.0) > 1.1 * row["cpu_error"]] == []
+        case "fp8_kv":
+            assert found["rounded_otherwise"] == 0
+            assert all(row["ours"] < 1e-5 for row in found["attention"])
+            assert all(row["fp8_seconds"] > 0 for row in found["steps"])
+        case "tiers":
+            assert (found["differ"], found["pools"]) == (0, 4)
         case "peers":
             assert all(found[key] > 0 for key in found)
         case "chunks":
@@ -99,6 +117,27 @@ def test_a_prefill_is_summed_up_over_its_chunks() -> None:
     # 500 tokens stay within 50 ms up to a context of 250 tokens.
     assert rows["adaptive"]["longest_step"] <= 0.05
     assert rows["adaptive"]["seconds"] < rows["static 100"]["seconds"]
+
+
+def test_small_models_and_fp8_are_claimed_by_what_is_wrong() -> None:
+    models = [
+        {"error": 0.02, "cpu_error": 0.015},
+        {"error": 0.04, "cpu_error": 0.015},
+        {"failed": "RuntimeError: no kernel"},
+    ]
+    attention = [{"ours": 3e-3, "torch": 1e-3}]
+    steps = [
+        {"sequences": 1, "context": context, "seconds": 1.0, "fp8_seconds": 0.6}
+        for context in (131_072, 1024)
+    ]
+    parts = {
+        "facts": {"device": "cuda:0"},
+        "families": {"models": models},
+        "quantised": {"models": models[:1]},
+        "fp8_kv": {"rounded_otherwise": 3, "attention": attention, "steps": steps},
+        "tiers": {"differ": 2},
+    }
+    assert [claim["value"] for claim in gpu.claims_of(parts)] == [2, 2, 0, 3, pytest.approx(3.0), 0.6]
 
 
 def test_claims_about_speed_come_from_a_gpu_alone() -> None:

@@ -25,6 +25,11 @@ HOST = torch.device("cpu")
 """The device of tensors in host memory."""
 
 
+def is_in_host_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is in host memory, which is also the device's if that is the CPU."""
+    return tensor.device.type == HOST.type
+
+
 class DeviceMemory(Protocol):
     """Figures of the memory that tensors take on a device, in bytes."""
 

@@ -609,7 +609,7 @@ _SLICE = "nvidia.com/mig-"
 """Beginning of the names of resources that are slices of a GPU (MIG)."""
 _JOINS_SLICES = (
     "resources.accelerator is a MIG slice, and NCCL cannot join the slices of a GPU; "
-    "set parallelism.tensor to 1, or request whole GPUs"
+    "set parallelism.tensor, stream and kv to 1, or request whole GPUs"
 )
 _MERGES_LANES = (
     "determinism batchInvariant needs parallelism.kv 1, because lanes merge their parts of a context in an order that "
@@ -643,7 +643,8 @@ class MedhaReplicaSpec(Model):
                 "scheduling.maxChunkTokens is below minChunkTokens; raise the one or lower the other",
             ),
             (
-                f"!self.resources.accelerator.startsWith('{_SLICE}') || self.parallelism.tensor == 1",
+                f"!self.resources.accelerator.startsWith('{_SLICE}') || "
+                "self.parallelism.tensor * self.parallelism.stream * self.parallelism.kv == 1",
                 _JOINS_SLICES,
             ),
             ("self.determinism != 'batchInvariant' || self.parallelism.kv == 1", _MERGES_LANES),
@@ -720,9 +721,11 @@ class MedhaReplicaSpec(Model):
 
     @model_validator(mode="after")
     def _slices_are_not_joined(self) -> MedhaReplicaSpec:
-        accelerator, tensor = self.resources.accelerator, self.parallelism.tensor
-        if accelerator.startswith(_SLICE) and tensor > 1:
-            raise ValueError(f"{_JOINS_SLICES} (found {accelerator} with parallelism.tensor {tensor})")
+        accelerator, shape = self.resources.accelerator, self.parallelism
+        if accelerator.startswith(_SLICE) and shape.tensor * shape.stream * shape.kv > 1:
+            raise ValueError(
+                f"{_JOINS_SLICES} (found {accelerator} with {shape.tensor} x {shape.stream} x {shape.kv} ranks)"
+            )
         return self
 
     @model_validator(mode="after")

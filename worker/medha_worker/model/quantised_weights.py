@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
 from medha.quantisation import ActivationFormat
+from medha_worker.device import is_in_host_memory
 from medha_worker.kernels.protocol import MatrixProducts
 from medha_worker.model.tensor_group import TensorGroup
 
@@ -161,7 +162,7 @@ class QuantisedRows:
     def _values(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         """Return values as numbers, [rows, columns], in memory of their own."""
         some = self.values[rows]
-        if some.dtype == torch.float8_e4m3fn and some.device.type == "cpu":
+        if some.dtype == torch.float8_e4m3fn and is_in_host_memory(some):
             return _of_float8(some, dtype)
         if not self.has_pairs:
             return some.to(dtype, copy=True)
@@ -327,7 +328,7 @@ def _tiles(
     x: torch.Tensor, weight: QuantisedWeight, largest: torch.Tensor | None
 ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
     """Return, for each tile of the output's columns, the rounded input, the columns and the numbers of their weights."""
-    most = _HOST_TILE if x.device.type == "cpu" else _DEVICE_TILE
+    most = _HOST_TILE if is_in_host_memory(x) else _DEVICE_TILE
     first, rounded_by, entering = 0, None, x
     for part in weight.parts:
         if part.activations is not None and (part.activations != rounded_by or part.activations.is_static):

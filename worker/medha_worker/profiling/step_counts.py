@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from medha_worker.device import is_in_host_memory
+
 _aten = torch.ops.aten
 # Operators that read only some rows of their first argument: as many as they return, or as they write.
 _READ_SOME = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
@@ -99,7 +101,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _on_device(tensors: list[torch.Tensor]) -> bool:
-    return any(tensor.device.type != "cpu" for tensor in tensors)
+    return not all(is_in_host_memory(tensor) for tensor in tensors)
 
 
 def _is_view(func: Any, read: list[torch.Tensor], made: list[torch.Tensor]) -> bool:

@@ -51,9 +51,9 @@ def declared_modules() -> dict[str, Callable[[], Any]]:
         "rope": partial(described, "rope", "get_rope_module"),
         "norm": partial(described, "norm", "get_norm_module"),
     }
-    for dtype, head_dim, has_window in product(DTYPES, HEAD_DIMS, (False, True)):
-        given = attention_arguments(DTYPES[dtype], head_dim, has_window)
-        name = attention_name(dtype, head_dim, has_window)
+    for dtype, head_dim, has_window, has_fp8_kv in product(DTYPES, HEAD_DIMS, (False, True), (False, True)):
+        given = attention_arguments(DTYPES[dtype], head_dim, has_window, has_fp8_kv=has_fp8_kv)
+        name = attention_name(dtype, head_dim, has_window, has_fp8_kv=has_fp8_kv)
         modules[name] = partial(described, "prefill", "get_batch_prefill_module", *given)
     return modules
 
@@ -84,16 +84,18 @@ class _Unloaded:
         return None
 
 
-def attention_arguments(dtype: torch.dtype, head_dim: int, has_window: bool) -> tuple[Any, ...]:
+def attention_arguments(
+    dtype: torch.dtype, head_dim: int, has_window: bool, *, has_fp8_kv: bool = False
+) -> tuple[Any, ...]:
     """Return what FlashInfer's wrappers load their module with: types, sizes, positions, window, cap, sums in 16 bits."""
     no_positions = 0  # FlashInfer rotates nothing in its attention
-    types = (dtype, dtype, dtype, torch.int32)
+    types = (dtype, torch.float8_e4m3fn if has_fp8_kv else dtype, dtype, torch.int32)
     return ("fa2", *types, head_dim, head_dim, no_positions, has_window, False, False)
 
 
-def attention_name(dtype: str, head_dim: int, has_window: bool) -> str:
-    """Return our name of a module for attention; a layer with a window needs another one than a layer without."""
-    return f"attention-{dtype}-{head_dim}{'-window' if has_window else ''}"
+def attention_name(dtype: str, head_dim: int, has_window: bool, *, has_fp8_kv: bool = False) -> str:
+    """Return our name of a module for attention; layers with a window, and pools of FP8, need modules of their own."""
+    return f"attention-{dtype}-{head_dim}{'-window' if has_window else ''}{'-fp8' if has_fp8_kv else ''}"
 
 
 def make_cuda_home(home: Path, packages: Sequence[Path]) -> None:
