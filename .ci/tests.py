@@ -18,7 +18,10 @@ import tempfile
 from pathlib import Path
 
 ENGINE = ("tests/serving", "tests/worker")
-COMMANDS = ("tests/cli", "tests/process")
+COMMANDS = (
+    "tests/cli", "tests/gateways", "tests/links", "tests/papers", "tests/process", "tests/reconcile", "tests/traces",
+)  # fmt: skip
+"""Beside the commands what is short: both sides take equally long with it."""
 CAMPAIGN = ("tests/campaign", "tests/chart")
 NODES = tuple(
     f"tests/cluster/test_{name}.py"
@@ -36,7 +39,7 @@ TESTS = {
     "campaign": CAMPAIGN,
     "servers": ("tests/cluster", *(f"--ignore={path}" for path in NODES)),
 }
-"""Rows of tests, with pytest's arguments. `decisions` has also `tests/pods`, and the first side has `commands`: both sides take equally long."""
+"""Rows of tests, with pytest's arguments. `decisions` has all that no other row names."""
 TESTS_FAILED = 1
 """Pytest's exit status where tests failed, and nothing worse happened."""
 NEEDED = {"binaries": (), "images": ("--for-tests",)}
@@ -68,7 +71,7 @@ def main() -> int:
 
 
 def first_side() -> None:
-    """Run the engine's tests and those of commands, then those on nodes."""
+    """Run the engine's tests, those of commands and a few others, then those on nodes."""
     tests("engine")
     tests("commands")
     for needed, options in NEEDED.items():

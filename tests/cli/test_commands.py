@@ -119,6 +119,12 @@ def test_the_model_path_starts_at_the_manifests_folder(
     assert read_manifest(manifest).spec.model.source.path == str(tmp_path / "model")
 
 
+def test_the_example_of_a_grid_has_eight_ranks() -> None:
+    replica = read_manifest(Path(__file__).parents[2] / "examples" / "grid.yaml")
+    parallelism = replica.spec.parallelism
+    assert (parallelism.tensor, parallelism.stream, parallelism.kv) == (2, 2, 2)
+
+
 def test_the_path_of_a_profile_starts_at_the_manifests_folder(
     manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,14 +17,14 @@ from .test_serving import assert_reference_logprobs, reference_text, text_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grid.yaml"
 SHAPES = [
-    pytest.param(None, id="TP2 x SPP2 x KVP2, as in examples/grid.yaml"),
+    pytest.param(None, id="TP2 x SPP2 x KVP2, as in examples/grid.yaml", marks=pytest.mark.long),
     pytest.param((2, 2, 2, "ownerCompute"), id="TP2 x SPP2 x KVP2", marks=pytest.mark.long),
     pytest.param((1, 1, 2, "auto"), id="KVP2, context parallel", marks=pytest.mark.long),
     # More tensor ranks than KV heads.
     pytest.param((4, 1, 1, "ownerCompute"), id="TP4", marks=pytest.mark.long),
     pytest.param((1, 2, 1, "ownerCompute"), id="SPP2", marks=pytest.mark.long),
     pytest.param((1, 1, 3, "ownerCompute"), id="KVP3", marks=pytest.mark.long),
-    pytest.param((1, 2, 2, "ownerCompute"), id="SPP2 x KVP2", marks=pytest.mark.long),
+    pytest.param((1, 2, 2, "ownerCompute"), id="SPP2 x KVP2"),
     pytest.param((1, 1, 3, "striped"), id="KVP3, striped", marks=pytest.mark.long),
     pytest.param((1, 2, 2, "passQ"), id="SPP2 x KVP2, pass-Q", marks=pytest.mark.long),
     pytest.param((2, 1, 2, "passKv"), id="TP2 x KVP2, pass-KV", marks=pytest.mark.long),

@@ -36,9 +36,8 @@ def total(page: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE))
 
 
-@pytest.mark.parametrize(
-    "grid", [{}, pytest.param({"stream": 2}, marks=pytest.mark.long)], ids=["one rank", "two stages"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [{}, {"stream": 2}], ids=["one rank", "two stages"])
 def test_documents_that_return_are_fetched(grid: dict[str, int], checkpoint: Path, tmp_path: Path) -> None:
     config = ModelConfig.from_directory(checkpoint)
     stages = grid.get("stream", 1)

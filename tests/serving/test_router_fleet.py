@@ -253,6 +253,7 @@ def wrong(site: Site, asked: list[Asked]) -> list[Asked]:
     return [one for one in asked if one.error or one.text != site.expected[one.body]]
 
 
+@pytest.mark.long
 def test_a_router_that_is_killed_breaks_its_own_connections_and_nothing_else(site: Site) -> None:
     victim = routers(site, 3)[-1]
     moved = [lost(router) for router in site.routers[:-1]]

@@ -63,7 +63,7 @@ MOST_EVENTS = 6000
 MODEL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
 
 SHAPES = [
-    pytest.param(((1, 1, 1), "llama", 3), id="one rank"),
+    pytest.param(((1, 1, 1), "llama", 40), id="one rank", marks=pytest.mark.long),
     pytest.param(((1, 2, 1), "mistral", 40), id="SPP2", marks=pytest.mark.long),
     pytest.param(((1, 2, 2), "qwen2", 3), id="SPP2 x KVP2"),
     pytest.param(((1, 1, 1), "mistral-window", 2), id="one rank, windows"),
