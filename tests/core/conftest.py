@@ -34,6 +34,7 @@ from medha.wire.messages import (
     Extent,
     Failed,
     GrammarReady,
+    HostTierFigures,
     PromptLogprobs,
     Refused,
     Sampling,
@@ -68,10 +69,15 @@ def make_config(
     default_output_tokens: int = 4096,
     ttft_floor_seconds: float = 2.0,
     draft_costs: DraftCosts | None = None,
+    host_tier: HostTierFigures | None = None,
+    tpot_target_seconds: float = 0.05,
     **scheduling: object,
 ) -> ReplicaConfig:
     service_class = ServiceClass(
-        name="default", default_output_tokens=default_output_tokens, ttft_floor_seconds=ttft_floor_seconds
+        name="default",
+        default_output_tokens=default_output_tokens,
+        ttft_floor_seconds=ttft_floor_seconds,
+        tpot_target_seconds=tpot_target_seconds,
     )
     return ReplicaConfig(
         topology=Topology(stream=stages),
@@ -83,6 +89,7 @@ def make_config(
         kv_blocks=kv_blocks,
         long_threshold_tokens=long_threshold_tokens,
         draft_costs=draft_costs,
+        host_tier=host_tier,
     )
 
 
@@ -147,7 +154,8 @@ class FakeReplica:
         self.emitted: dict[str, list[int]] = {}
         self.endings: dict[str, list[str]] = {}  # every one should have one
         self.ledger = BlockLedger(self.config.kv_blocks, self.config.block_size_tokens)
-        self._lane = LaneReplay(self.ledger)
+        tier = self.config.host_tier
+        self._lane = LaneReplay(self.ledger, host_blocks=0 if tier is None else tier.blocks)
         self._late_free: list[StageFree] = []
         self._pipeline: list[_Running] = []
         self._sequences: dict[str, _Sequence] = {}
@@ -155,6 +163,7 @@ class FakeReplica:
         self._prompts: set[str] = set()
         self._cancelled: set[str] = set()
         self._content: dict[tuple[int, int], object] = {}  # (block, offset) -> whose KV of which position
+        self._on_host: dict[tuple[int, int], object] = {}  # the same of the host tier
 
     # --- events -------------------------------------------------------------------------------------
 
@@ -278,6 +287,7 @@ class FakeReplica:
             assert sequence.admit.prompt in self._prompts, f"the prompt of {sequence.admit.id} is forgotten"
         for grow in step.grows:
             assert self._lane.grow(grow)
+        self._copy_tier()
         for admit in step.admits:
             self._admit(admit)
         if step.state_hash is not None:
@@ -323,6 +333,7 @@ class FakeReplica:
         assert admit.prompt in self._prompts
         copies = self._lane.admit(admit)
         assert copies is not None
+        self._copy_tier()
         for copy in copies:
             for offset in range(self.config.block_size_tokens):
                 if (copy.source, offset) in self._content:
@@ -330,6 +341,17 @@ class FakeReplica:
         there = admit.shared_tokens or admit.cached_tokens
         assert there < admit.tokens, "the last token is computed again"
         self._sequences[admit.id] = _Sequence(admit, there, admit.tokens)
+
+    def _copy_tier(self) -> None:
+        """Make the copies between the pool and the host tier that the last grows or admit asked for."""
+        for one in self._lane.take_tier_copies():
+            for block in range(one.count):
+                for offset in range(self.config.block_size_tokens):
+                    here, there = (one.block + block, offset), (one.slot + block, offset)
+                    if one.is_fetch:
+                        self._content[here] = self._on_host[there]
+                    else:
+                        self._on_host[there] = self._content[here]
 
     def _compute(
         self, id_: str, start: int, count: int, samples: bool, busy: set[str], drafted: int = 0
