@@ -221,6 +221,19 @@ def test_of_requests_that_do_not_all_fit_each_keeps_what_it_has() -> None:
     tier.check()
 
 
+def test_the_beginning_of_what_is_kept_drops_its_end() -> None:
+    """A branch is evicted from its end, and without its beginning the end is of no use."""
+    tier = HostTier(6, SIZE, Prices())
+    tier.begin_swap(hashes(1, 10))
+    tier.demote([branch(1, 5, 10)])
+    drops, demotions = tier.demote([branch(1, 0, 5, first_block=20)])
+    assert (drops, demotions) == ((HostDrop(0, 1),), (Demotion(24, 5),))
+    assert (tier.swapped_blocks, held(tier, 1, 10)) == (6, 6)
+    tier.check()
+    tier.end_swap(hashes(1, 10))
+    tier.check()
+
+
 def test_only_the_blocks_that_a_request_computed_are_kept_of_a_longer_branch() -> None:
     tier = HostTier(6, SIZE, Prices())
     tier.demote([branch(9, 9000, 9006)])

@@ -167,16 +167,17 @@ def test_long_requests_and_chats_in_any_schedule_all_end_once_and_nothing_is_lef
     def run(seed: int, lanes: int, **fixed: Any) -> None:
         random, machine = Random(seed), ControllerMachine()
         machine.start(
-            lanes=lanes, kv_blocks=32 // lanes, block_size=4, max_chunk=16, max_running=100, headroom=0.0, long_threshold=30,
-            seed=seed, stream_goes_on=False, floor_seconds=0.4, step_seconds=0.05, **fixed,
+            lanes=lanes, kv_blocks=27 // lanes, block_size=4, max_chunk=16, max_running=100, headroom=0.0, long_threshold=30,
+            seed=seed, stream_goes_on=False, floor_seconds=0.2, step_seconds=0.05, tpot_seconds=0.2, **fixed,
         )  # fmt: skip
         for turn in range(random.randint(1, 3)):
-            for number in range(random.randint(1, 2)):
-                machine.submit(random.randint(50, 90), random.choice([None, 60]), 10 * turn + number)
-            for _ in range(random.randint(20, 120)):
-                machine.move(random.randint(0, 3))
-            for number in range(random.randint(1, 6)):
-                machine.submit(random.randint(12, 29), random.randint(1, 8), random.choice([20 + number, 50]))
+            for number in range(random.choice([1, 1, 2])):
+                machine.submit(random.randint(50, 70), random.choice([None, 60]), 10 * turn + number)
+            sampled, wanted = sum(machine.emitted.values()), random.randint(0, 50)
+            while sum(machine.emitted.values()) < sampled + wanted and machine.move(random.randint(0, 3)):
+                pass
+            for number in range(random.randint(3, 8)):
+                machine.submit(random.randint(18, 29), random.randint(1, 8), random.choice([20 + number, 50]))
                 for _ in range(random.randint(0, 10)):
                     machine.move(random.randint(0, 3))
             if random.random() < 0.2 and machine.open:
@@ -189,4 +190,4 @@ def test_long_requests_and_chats_in_any_schedule_all_end_once_and_nothing_is_lef
         seen.update(swaps=controller.long_swaps, out=counts.swapped_out_blocks, back=counts.swapped_in_blocks)
 
     run()
-    assert min(seen["swaps"], seen["out"], seen["back"]) > 20, seen
+    assert min(seen["swaps"], seen["out"], seen["back"]) > 5, seen

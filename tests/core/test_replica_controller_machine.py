@@ -367,6 +367,7 @@ class ControllerMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 0, 6, 100]),
         max_swaps=st.integers(0, 3),
         step_seconds=st.sampled_from([0.5, 0.05]),
+        tpot_seconds=st.sampled_from([0.05, 0.5]),
     )
     def start(
         self,
@@ -389,6 +390,7 @@ class ControllerMachine(RuleBasedStateMachine):
         host_blocks: int,
         max_swaps: int,
         step_seconds: float,
+        tpot_seconds: float,
     ) -> None:
         scheduling = {
             "policy": policy,
@@ -406,7 +408,10 @@ class ControllerMachine(RuleBasedStateMachine):
             scheduling=SchedulingSpec.model_validate(scheduling),
             service_classes={
                 "default": ServiceClass(
-                    name="default", default_output_tokens=6, ttft_floor_seconds=floor_seconds
+                    name="default",
+                    default_output_tokens=6,
+                    ttft_floor_seconds=floor_seconds,
+                    tpot_target_seconds=tpot_seconds,
                 )
             },
             default_class="default",

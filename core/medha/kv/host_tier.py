@@ -449,14 +449,33 @@ class HostTier:
             self._forget(leaf, keep)
         for entry in skipped:
             heappush(self._by_worth, entry)
-        return found
+        return self._drop_behind(one, missing) if found is None and one.is_swapped else found
+
+    def _drop_behind(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
+        """Drop up to `missing` blocks from the end of what the tier holds behind a candidate; return how many.
+
+        Without the candidate they are of no use, whoever they are kept for.
+        """
+        for block in range(one.start, one.start + one.blocks):
+            for leaf in self._orphans.get(hash_at(one.hashes, block), {}).values():
+                while leaf.children:
+                    leaf = next(iter(leaf.children.values()))
+                if leaf.number in self._pinned or leaf.number in self._loading:
+                    continue
+                keep = max(leaf.blocks - missing, 0)
+                found = HostDrop(leaf.number, keep), leaf.blocks - keep
+                self._forget(leaf, keep)
+                return found
+        return None
 
     def _forget(self, extent: _Extent, keep: int) -> None:
         """Forget the blocks of an extent without children from the `keep`-th on."""
         self.ledger.drop(extent.number, keep)
         self.counts.dropped_blocks += extent.blocks - keep
         for block in range(keep, extent.blocks):
-            del self._places[hash_at(extent.hashes, block)]
+            key = hash_at(extent.hashes, block)
+            del self._places[key]
+            extent.swapped -= key in self._swapped
         extent.blocks = keep
         if keep:
             self._offer(extent)
