@@ -32,7 +32,7 @@ TENSOR = 8
 TOKEN_BYTES = LLAMA3_8B.kv_bytes_per_token // TENSOR
 POOL_TOKENS, HOST_TOKENS = 600_000, 2_000_000
 LONG_TOKENS, LONG_OUTPUT, LONG_EVERY_SECONDS = 500_000, 3_000, 150.0
-CHATS, CHAT_TOKENS, CHAT_OUTPUT, BURST_EVERY_SECONDS = 40, (3_000, 8_000), (50, 200), 45.0
+CHATS, CHAT_TOKENS, CHAT_OUTPUT, BURST_EVERY_SECONDS = 60, (3_000, 8_000), (50, 200), 45.0
 VARIANTS = {"no swaps": (0, True), "swaps": (1, True), "swaps, no tier": (1, False)}
 
 
@@ -123,7 +123,7 @@ def main() -> int:
         "--processes", type=int, default=2, metavar="N", help="simulations at a time (default 2)"
     )
     arguments = found.parse_args()
-    seeds, seconds = range(2 if arguments.quick else 10), 300.0 if arguments.quick else 900.0
+    seeds, seconds = range(2 if arguments.quick else 5), 300.0 if arguments.quick else 600.0
     runs = [(variant, seed, seconds) for variant in VARIANTS for seed in seeds]
     progress(f"{len(runs)} simulations: {len(seeds)} seeds of {seconds / 60:g} minutes")
     with ProcessPoolExecutor(arguments.processes) as pool:

@@ -116,21 +116,22 @@ def run(
     samples, logits = ranks.run(
         life.steps, prompts, kv_blocks=config.kv_blocks, block_tokens=BLOCK_TOKENS, host_blocks=host_blocks
     )
-    places = [
+    places = [  # samples come lane after lane
         (entry.id, entry.extents[-1].start + entry.extents[-1].count)
+        for lane in range(ranks.topology.kv)
         for step in life.steps
         for entry in step.entries
-        if entry.samples
+        if entry.samples and entry.lane == lane
     ]
-    found = {one.prompt: one.ids.tolist() for one in queries()}
-    for sample, (name, position) in zip(samples, places, strict=True):
-        assert sample.id == name
-        text = found[name]
-        assert position <= len(text)
-        if position < len(text):
-            assert text[position] == sample.token, f"{name}: token {position} was sampled twice"
-        else:
-            text.append(sample.token)
+    sampled: dict[tuple[str, int], int] = {}
+    for sample, place in zip(samples, places, strict=True):
+        assert sample.id == place[0]
+        assert sampled.setdefault(place, sample.token) == sample.token, f"{place} was sampled twice"
+    found = {}
+    for one in queries():
+        ends = range(len(one.ids), len(one.ids) + (one.max_tokens or 0))
+        found[one.prompt] = [*one.ids.tolist(), *(sampled.pop((one.prompt, end)) for end in ends)]
+    assert not sampled
     return found, logits, life
 
 
