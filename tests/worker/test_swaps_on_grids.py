@@ -149,10 +149,10 @@ def test_texts_are_those_of_a_pool_that_holds_everything(
     save_reference(tmp_path, architecture, **MODEL, head_dim=16)
     ranks = Ranks(Topology(*shape), tmp_path)
     try:
-        for sampling in (GREEDY, SAMPLED):
+        for sampling, tiers in ((GREEDY, (400, 12, 0)), (SAMPLED, (400,))):
             texts, expected, whole = run(ranks, sampling, LARGE_TOKENS, 0, 0, {})
             assert not whole.asides
-            for host_blocks in (400, 12, 0):
+            for host_blocks in tiers:
                 found, logits, life = run(ranks, sampling, SMALL_TOKENS, host_blocks, 2, texts)
                 assert found == texts
                 for at in logits.keys() & expected.keys():
@@ -160,9 +160,7 @@ def test_texts_are_those_of_a_pool_that_holds_everything(
                 assert life.controller.long_swaps > 0
                 assert {aside.id for aside in life.asides.values()} & {"long0", "long1"}
                 counts = life.controller.pools.tier_counts
-                assert (counts.swapped_out_blocks > 0, counts.swapped_in_blocks > 0) == (
-                    host_blocks > 0,
-                    host_blocks > 0,
-                )
+                assert (counts.swapped_out_blocks > 0) == (host_blocks > 0)
+                assert (counts.swapped_in_blocks > 0) == (host_blocks > 0)
     finally:
         ranks.close()
