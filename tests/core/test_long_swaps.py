@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.kv.prefix_cache import PrefixHasher
-from medha.scheduler.long_swaps import LongHolder, Needed, Price, who_swaps
+from medha.scheduler.long_swaps import PRICE_SHARE, LongHolder, Needed, Price, who_swaps
 from medha.wire.messages import Emit, HostTierFigures
 
 from .test_replica_controller_machine import ControllerMachine
@@ -138,6 +138,35 @@ def test_a_long_request_lets_a_chat_be_on_time_and_is_on_time_itself(
         assert len(here.replica.emitted["long"]) == here.long_output
         late[max_swaps] = {name for name, due in deadlines.items() if here.ended_at(name, phase) > due}
     assert late == {0: {"chat"}, 1: set()}
+
+
+def test_a_decode_that_is_not_ahead_of_its_target_keeps_its_kv(traffic: Any) -> None:
+    """It has sampled 50 tokens in half a second, and may have taken 0.6 s for them."""
+    here = traffic(tpot_target_seconds=0.012, host_tier=tier(200))
+    here.begin_long("decode")
+    here.chat("chat")
+    here.replica.run().check_empty()
+    assert here.replica.asides == []
+
+
+@pytest.mark.parametrize(
+    ("max_swaps", "share", "swaps"), [(1, PRICE_SHARE, 1), (2, PRICE_SHARE, 2), (2, 1e-6, 1)]
+)
+def test_a_request_that_came_back_is_not_swapped_too_often_or_too_soon(
+    traffic: Any, monkeypatch: pytest.MonkeyPatch, max_swaps: int, share: float, swaps: int
+) -> None:
+    """Copies take about a millisecond: a second swap may come after ten, or if they may take less time, much later."""
+    monkeypatch.setattr("medha.scheduler.long_swaps.PRICE_SHARE", share)
+    here = traffic(max_swaps=max_swaps, host_tier=tier(200), tpot_target_seconds=0.2)
+    here.begin_long("decode")
+    here.chat("chat", output=4)
+    while "chat" not in here.replica.endings or here.replica.controller.find("long").waits:
+        assert here.replica.advance()
+    for _ in range(4):
+        here.replica.advance()
+    here.chat("another", output=4)
+    here.replica.run().check_empty()
+    assert here.replica.asides == ["long"] * swaps
 
 
 def tier(blocks: int) -> HostTierFigures | None:
