@@ -257,6 +257,9 @@ REPLICA = Dashboard(
         "KV tiers": [
             Panel("Host tier", "How much KV do the ranks of a lane hold in host memory?", "bytes", {"{{pod}} {{lane}}": f"max by (pod, lane) (medha_host_tier_bytes{_P})"}),
             Panel("Copies", "How much KV is fetched from host memory, and demoted to it?", "Bps", {"{{pod}} fetched": _rate("medha_host_tier_fetched_bytes_total", _P, "pod"), "{{pod}} demoted": _rate("medha_host_tier_demoted_bytes_total", _P, "pod")}),
+            Panel("Swapped", "How many sequences have stepped aside, how often do they, and how often for the deadline of another one?", "short", {"{{pod}} wait": f"sum by (pod) (medha_sequences_swapped{_P})", "{{pod}} {{direction}}": _rate("medha_swaps_total", _P, "pod, direction"), "{{pod}} for deadlines": _rate("medha_long_swaps_total", _P, "pod")}),
+            Panel("Swapped KV", "How much KV is copied for sequences that step aside and come back?", "Bps", {"{{pod}} {{direction}}": _rate("medha_swap_bytes_total", _P, "pod, direction")}),
+            Panel("Time of swaps", "Which share of the time do these copies take?", "percentunit", {"{{pod}} {{direction}}": _rate("medha_swap_seconds_total", _P, "pod, direction")}),
             Panel("Disk tier", "How much KV do the ranks of a lane keep in files?", "bytes", {"{{pod}} {{lane}}": f"max by (pod, lane) (medha_disk_tier_bytes{_P})"}),
             Panel("Files", "How much KV is read from files, written to them, and not written because the disk is too slow?", "Bps", {"{{pod}} loaded": _rate("medha_disk_tier_loaded_bytes_total", _P, "pod"), "{{pod}} written": _rate("medha_disk_tier_written_bytes_total", _P, "pod"), "{{pod}} skipped": _rate("medha_disk_tier_skipped_bytes_total", _P, "pod")}),
             Panel("Disk failures", "How many files could not be written or read?", "short", {"{{pod}}": _rate("medha_disk_tier_failures_total", _P, "pod"), "{{pod}} {{lane}} is off": f"max by (pod, lane) (medha_disk_tier_off{_P})"}),

@@ -350,4 +350,11 @@ def medha_replica(
         order=controller.policy_terms,
     )
     block_size_tokens = config.block_size_tokens if config.prefix_caching else 0
-    return SimulatedReplica(controller, executor, announced, block_size_tokens, controller.work_ahead)
+    return SimulatedReplica(
+        controller,
+        executor,
+        announced,
+        block_size_tokens,
+        controller.work_ahead,
+        hashes_outputs=config.host_tier is not None and config.prefix_caching,
+    )

@@ -36,6 +36,7 @@ from medha.wire.messages import (
     Cancel,
     ControllerCommand,
     ControllerEvent,
+    Done,
     Emit,
     Failed,
     FetchBundle,
@@ -115,6 +116,7 @@ class SimulatedReplica:
     card: Announce
     block_size_tokens: int = 0  # of its prefix cache; 0 if it has none
     work_ahead: Callable[[float], tuple[tuple[float, float], ...]] = lambda _now: ()  # as it announces it
+    hashes_outputs: bool = False  # its answers can be found by their hashes, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,16 @@ class Simulation:
                 event = replace(event, block_hashes=hashes)
         self.at(now + self._latencies.replica_seconds, replica.take, event)
 
+    def hashed(self, done: Done, block_size_tokens: int) -> Done:
+        """Return a `Done` with the hashes of the blocks that its samples filled."""
+        found = []
+        for sample in done.samples:
+            tokens = sample.token + 1  # a sample's token is its position
+            conversation = self._conversations.get(original_id(sample.id))
+            if conversation is not None and tokens % block_size_tokens == 0:
+                found.append((sample.id, _block_hash(conversation, tokens // block_size_tokens - 1)))
+        return replace(done, block_hashes=tuple(found)) if found else done
+
     def from_replica(self, name: str, answers: Sequence[Answer], now: float) -> None:
         """Pass on the messages that a replica sends at one time, in order."""
         if self._router is not None:
@@ -384,6 +396,7 @@ class _Replica:
         self._announces = False
         self._ended = False
         self.block_size_tokens = replica.block_size_tokens
+        self._hashes_outputs = replica.hashes_outputs
         self.load = replica.controller.load
         self.busy_seconds = 0.0
 
@@ -407,6 +420,8 @@ class _Replica:
             return
         simulation = self._simulation
         answers: list[Answer] = []
+        if self._hashes_outputs and isinstance(event, Done):
+            event = simulation.hashed(event, self.block_size_tokens)
         for command in self._controller.handle(event, now):
             if isinstance(command, Step):
                 launched = self._executor.launch(command, now)
@@ -507,5 +522,13 @@ def block_hashes(conversation: str, tokens: int, block_size_tokens: int) -> str:
     Every turn of a conversation is a prefix of one stream of tokens, so its hashes are a prefix of the next
     turn's.
     """
-    name = blake2b(conversation.encode(), digest_size=HASH_CHARACTERS // 4).hexdigest()
+    name = _hash_name(conversation)
     return "".join(f"{name}{block:0{HASH_CHARACTERS // 2}x}" for block in range(tokens // block_size_tokens))
+
+
+def _block_hash(conversation: str, block: int) -> str:
+    return f"{_hash_name(conversation)}{block:0{HASH_CHARACTERS // 2}x}"
+
+
+def _hash_name(conversation: str) -> str:
+    return blake2b(conversation.encode(), digest_size=HASH_CHARACTERS // 4).hexdigest()

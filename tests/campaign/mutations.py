@@ -73,6 +73,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "scheduling.minChunkTokens": ([1, 64], [0, 8193]),
     "scheduling.maxChunkTokens": ([64, 4096], [0]),
+    "scheduling.maxSwaps": ([0, 3], [-1, 4]),
     "scheduling.speculation.method": (["promptLookup", "none"], ["guess", "draftModel"]),
     "resources.accelerator": (["nvidia.com/gpu", "amd.com/gpu"], ["gpu", "NVIDIA/gpu!"]),
     "resources.devices": (

@@ -35,6 +35,7 @@ from medha.wire.messages import (
     Extent,
     Failed,
     GrammarReady,
+    HostTierFigures,
     PromptLogprobs,
     Refused,
     Sampling,
@@ -69,10 +70,15 @@ def make_config(
     default_output_tokens: int = 4096,
     ttft_floor_seconds: float = 2.0,
     draft_costs: DraftCosts | None = None,
+    host_tier: HostTierFigures | None = None,
+    tpot_target_seconds: float = 0.05,
     **scheduling: object,
 ) -> ReplicaConfig:
     service_class = ServiceClass(
-        name="default", default_output_tokens=default_output_tokens, ttft_floor_seconds=ttft_floor_seconds
+        name="default",
+        default_output_tokens=default_output_tokens,
+        ttft_floor_seconds=ttft_floor_seconds,
+        tpot_target_seconds=tpot_target_seconds,
     )
     return ReplicaConfig(
         topology=Topology(stream=stages),
@@ -84,6 +90,7 @@ def make_config(
         kv_blocks=kv_blocks,
         long_threshold_tokens=long_threshold_tokens,
         draft_costs=draft_costs,
+        host_tier=host_tier,
     )
 
 
@@ -149,7 +156,9 @@ class FakeReplica:
         self.emitted: dict[str, list[int]] = {}
         self.endings: dict[str, list[str]] = {}  # every one should have one
         self.ledger = BlockLedger(self.config.kv_blocks, self.config.block_size_tokens)
-        self._lane = LaneReplay(self.ledger)
+        tier = self.config.host_tier
+        host_blocks = 0 if tier is None else tier.blocks
+        self._lane = LaneReplay(self.ledger, host_blocks=host_blocks)
         self._late_free: list[StageFree] = []
         self._pipeline: list[_Running] = []
         self._sequences: dict[str, _Sequence] = {}
@@ -158,6 +167,8 @@ class FakeReplica:
         self._cancelled: set[str] = set()
         self._content = np.full((self.config.kv_blocks, self.config.block_size_tokens), -1)
         """Whose KV of which position each place of each block holds: a number of `_keys`."""
+        self._on_host = np.full((host_blocks, self.config.block_size_tokens), -1)
+        """The same of the host tier."""
         self._numbers: dict[object, int] = {}
 
     # --- events -------------------------------------------------------------------------------------
@@ -282,6 +293,7 @@ class FakeReplica:
             assert sequence.admit.prompt in self._prompts, f"the prompt of {sequence.admit.id} is forgotten"
         for grow in step.grows:
             assert self._lane.grow(grow)
+        self._copy_tier()
         for admit in step.admits:
             self._admit(admit)
         if step.state_hash is not None:
@@ -327,12 +339,22 @@ class FakeReplica:
         assert admit.prompt in self._prompts
         copies = self._lane.admit(admit)
         assert copies is not None
+        self._copy_tier()
         for copy in copies:
             held = self._content[copy.source] >= 0
             self._content[copy.target, held] = self._content[copy.source, held]
         there = admit.shared_tokens or admit.cached_tokens
         assert there < admit.tokens, "the last token is computed again"
         self._sequences[admit.id] = _Sequence(admit, there, admit.tokens)
+
+    def _copy_tier(self) -> None:
+        """Make the copies between the pool and the host tier that the last grows or admit asked for."""
+        for one in self._lane.take_tier_copies():
+            here, there = slice(one.block, one.block + one.count), slice(one.slot, one.slot + one.count)
+            if one.is_fetch:
+                self._content[here] = self._on_host[there]
+            else:
+                self._on_host[there] = self._content[here]
 
     def _compute(
         self, id_: str, start: int, count: int, samples: bool, busy: set[str], drafted: int = 0

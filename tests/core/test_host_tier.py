@@ -192,6 +192,85 @@ def test_what_is_about_to_be_fetched_is_not_dropped_for_what_is_evicted() -> Non
     tier.check()
 
 
+def test_what_is_kept_for_a_request_drops_the_most_costly_and_is_dropped_for_nothing() -> None:
+    tier = HostTier(8, SIZE, Prices())
+    tier.demote([branch(1, 9000, 9008)])
+    assert tier.demote([branch(2, 0, 4)]) == ((), ()), "without being kept, it is worth less"
+    tier.begin_swap(hashes(2, 6))
+    drops, demotions = tier.demote([branch(2, 0, 4, first_block=20)])
+    assert ([one.keep for one in drops], demotions) == ([4], (Demotion(23, 4),))
+    assert (tier.swapped_blocks, held(tier, 2, 6)) == (4, 4)
+    tier.demote([branch(3, 9000, 9008)])
+    assert held(tier, 2, 6) == 4
+    tier.check()
+    tier.end_swap(hashes(2, 6))
+    tier.demote([branch(4, 9000, 9008)])
+    tier.demote([branch(5, 9000, 9008)])
+    assert (tier.swapped_blocks, held(tier, 2, 6)) == (0, 0)
+    tier.check()
+
+
+def test_of_requests_that_do_not_all_fit_each_keeps_what_it_has() -> None:
+    tier = HostTier(6, SIZE, Prices())
+    tier.begin_swap(hashes(1, 4))
+    tier.begin_swap(hashes(2, 4))
+    tier.demote([branch(1, 0, 4)])
+    _, demotions = tier.demote([branch(2, 0, 4, first_block=10)])
+    assert [one.count for one in demotions] == [2], "its beginning; the rest is computed again"
+    assert (held(tier, 1, 4), held(tier, 2, 4), tier.counts.swapped_out_blocks) == (4, 2, 6)
+    tier.check()
+
+
+def test_the_beginning_of_what_is_kept_drops_its_end() -> None:
+    """A branch is evicted from its end, and without its beginning the end is of no use."""
+    tier = HostTier(6, SIZE, Prices())
+    tier.begin_swap(hashes(1, 10))
+    tier.demote([branch(1, 5, 10)])
+    drops, demotions = tier.demote([branch(1, 0, 5, first_block=20)])
+    assert (drops, demotions) == ((HostDrop(0, 1),), (Demotion(24, 5),))
+    assert (tier.swapped_blocks, held(tier, 1, 10)) == (6, 6)
+    tier.check()
+    tier.end_swap(hashes(1, 10))
+    tier.check()
+
+
+def test_only_the_blocks_that_a_request_computed_are_kept_of_a_longer_branch() -> None:
+    tier = HostTier(6, SIZE, Prices())
+    tier.demote([branch(9, 9000, 9006)])
+    tier.begin_swap(hashes(1, 2))
+    drops, demotions = tier.demote([branch(1, 0, 5)])
+    assert ([one.keep for one in drops], demotions) == ([4], (Demotion(1, 2),))
+    tier.check()
+
+
+def test_the_kv_of_a_sequence_that_stepped_aside_is_kept_until_it_is_admitted_again_or_gone() -> None:
+    for comes_back in (True, False):
+        pools = KvPools(
+            lanes=1, kv_blocks=8, block_size_tokens=SIZE, tokens_per_lane=100, host_blocks=8, prices=Prices()
+        )
+
+        def serve(name: str, seed: int, *, swaps: bool, pools: KvPools = pools) -> Placed:
+            placed = pools.admit(name, 32, 32, block_hashes=hashes(seed, 8))
+            assert placed is not None
+            pools.computed(name, 32)
+            pools.release(name, 32, swaps=swaps)
+            pools.take_publishes()
+            pools.take_releases()
+            return placed
+
+        serve("long", 1, swaps=True)
+        for seed in range(2, 9):
+            serve(str(seed), seed, swaps=False)
+            pools.tiers[0].check()
+        assert (pools.swapped, pools.tier_room([0])) == (1, 0)
+        if comes_back:
+            assert serve("long", 1, swaps=False).cached_tokens == 7 * SIZE
+            assert pools.tier_counts.swapped_in_blocks == 7
+        else:
+            pools.end_swap("long")
+        assert (pools.swapped, pools.tier_room([0])) == (0, 8)
+
+
 def test_what_would_be_computed_faster_than_fetched_is_not_demoted() -> None:
     assert HostTier(4, SIZE, Prices(100.0)).demote([branch(1, 0, 4)]) == ((), ())
 

@@ -4,6 +4,9 @@ Everything that a rank can see is checked when a step arrives: whose KV lies whe
 that lanes which hold KV of an entry take part, that no decode is left behind, and that budgets hold. At the end every
 request has ended once and nothing is left; a fresh controller decides the same from the recorded events.
 
+Some lanes have a host tier, in which the KV of requests that step aside is kept until they come back, and some requests step
+aside for the deadlines of others.
+
 Half of the examples do not end in peace: small requests, short and long ones that begin like those that wait, go on to
 come whenever one of them ends, so that the pool never empties by itself, and all others have to end nevertheless.
 """
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from medha.api.replica import SchedulingSpec, ServiceClass
-from medha.kv.blocks import BlockLedger
+from medha.kv.blocks import BlockCopy, BlockLedger
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.lane_replay import LaneReplay
 from medha.scheduler.controller import SHORT_STEP, ReplicaController
@@ -37,6 +40,7 @@ from medha.wire.messages import (
     EntryFailed,
     Failed,
     GrammarReady,
+    HostTierFigures,
     Refused,
     Sampling,
     StageFree,
@@ -88,6 +92,7 @@ class Lanes:
     moving: list[Moving] = field(default_factory=list)
     sequences: dict[str, Sequence] = field(default_factory=dict)
     content: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
+    on_host: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # of prompts that end in output: what they began as
     grammars: dict[str, set[int]] = field(
         default_factory=dict
@@ -97,7 +102,11 @@ class Lanes:
         size = self.config.block_size_tokens
         self.size = size
         self.replicas = [
-            LaneReplay(BlockLedger(self.config.kv_blocks, size), lane)
+            LaneReplay(
+                BlockLedger(self.config.kv_blocks, size),
+                lane,
+                self.config.host_tier.blocks if self.config.host_tier else 0,
+            )
             for lane in range(self.config.topology.kv)
         ]
         self.controller = ReplicaController(self.config, PROFILE, self.epoch)
@@ -126,8 +135,8 @@ class Lanes:
                 replica.release(id_)
             for grow in step.grows:
                 assert replica.grow(grow)
-        for admit in step.admits:
-            self._admit(admit)
+        copies = [(replica, copy) for admit in step.admits for replica, copy in self._admit(admit)]
+        self._copy(copies)
         hashes = tuple(replica.state_hash() for replica in self.replicas)
         if len(hashes) == 1:
             assert step.state_hash in (None, hashes[0])
@@ -144,20 +153,36 @@ class Lanes:
             self._compute(step, [entry for entry in step.entries if entry.id == id_], busy)
         self.moving.append(Moving(step))
 
-    def _admit(self, admit: Admit) -> None:
+    def _copy(self, copies: list[tuple[LaneReplay, BlockCopy]]) -> None:
+        """Make the copies of a step: those between the pool and the host tier first."""
+        for replica in self.replicas:
+            lane = replica.lane
+            for one in replica.take_tier_copies():
+                for block in range(one.count):
+                    for offset in range(self.size):
+                        here, there = (lane, one.block + block, offset), (lane, one.slot + block, offset)
+                        if one.is_fetch:
+                            self.content[here] = self.on_host[there]
+                        else:
+                            self.on_host[there] = self.content[here]
+        for replica, copy in copies:
+            for offset in range(self.size):
+                found = self.content.get((replica.lane, copy.source, offset))
+                if found is not None:
+                    self.content[replica.lane, copy.target, offset] = found
+
+    def _admit(self, admit: Admit) -> list[tuple[LaneReplay, BlockCopy]]:
         assert admit.id not in self.sequences
         assert not admit.sampling.grammar or admit.sampling.grammar in self.grammars
+        found: list[tuple[LaneReplay, BlockCopy]] = []
         for replica in self.replicas:
             copies = replica.admit(admit)
             assert copies is not None, f"no KV is left for {admit.id}"
-            for copy in copies:
-                for offset in range(self.size):
-                    found = self.content.get((replica.lane, copy.source, offset))
-                    if found is not None:
-                        self.content[replica.lane, copy.target, offset] = found
+            found += [(replica, copy) for copy in copies]
         there = admit.shared_tokens if admit.fork_of is not None else admit.cached_tokens
         assert there < admit.tokens, "the last token is computed anew, to draw from it"
         self.sequences[admit.id] = Sequence(admit, there, admit.tokens)
+        return found
 
     def _check_ahead(self, step: Step, here: list[Moving], *, is_last: bool) -> None:
         """Of a step behind one whose tokens are still drawn: it has decodes alone, and nothing prefills."""
@@ -290,7 +315,7 @@ class Lanes:
         return found
 
     def outcome(self, step: Step) -> Done:
-        samples, failures, drafts = [], [], []
+        samples, failures, drafts, hashes = [], [], [], []
         for entry in step.entries:
             if self.random.random() < self.failure_chance:
                 if entry.lane == self.replicas[0].shards(entry.id).owner:
@@ -298,6 +323,12 @@ class Lanes:
             elif entry.samples:
                 found = sampled(entry, lambda: self.random.random() < 0.05)
                 samples += found
+                last = entry.extents[-1]
+                known = last.start + (last.count - 1) * last.stride + 1 - len(entry.drafts)
+                for length in range(known + 1, known + 1 + len(found)):
+                    if length % self.size == 0:
+                        name = int.from_bytes(entry.id.encode())
+                        hashes.append((entry.id, f"{name % 2**64:016x}{length // self.size - 1:016x}"))
                 self._accept(entry.id, len(found) - 1)
                 if self.guesses:
                     drafts.append((entry.id, guessed(self.random, found[-1].token, 0, self.guesses, 0.8)))
@@ -309,6 +340,7 @@ class Lanes:
             step.predicted_seconds,
             step.lanes,
             drafts=tuple(drafts),
+            block_hashes=tuple(hashes) if self.config.host_tier else (),
         )
 
 
@@ -332,6 +364,10 @@ class ControllerMachine(RuleBasedStateMachine):
         stream_goes_on=st.booleans(),
         floor_seconds=st.sampled_from([2.0, 2.0, 0.001]),
         guesses=st.sampled_from([0, 2, 6]),
+        host_blocks=st.sampled_from([0, 0, 6, 100]),
+        max_swaps=st.integers(0, 3),
+        step_seconds=st.sampled_from([0.5, 0.05]),
+        tpot_seconds=st.sampled_from([0.05, 0.5]),
     )
     def start(
         self,
@@ -351,6 +387,10 @@ class ControllerMachine(RuleBasedStateMachine):
         stream_goes_on: bool,
         floor_seconds: float,
         guesses: int,
+        host_blocks: int,
+        max_swaps: int,
+        step_seconds: float,
+        tpot_seconds: float,
     ) -> None:
         scheduling = {
             "policy": policy,
@@ -360,13 +400,18 @@ class ControllerMachine(RuleBasedStateMachine):
             "short_headroom": headroom,
             "max_running_long": 2,
             "speculation": {"method": "promptLookup" if guesses else "none"},
+            "max_swaps": max_swaps,
+            "max_step_seconds": step_seconds,
         }
         self.config = ReplicaConfig(
             topology=Topology(stream=stages, kv=lanes),
             scheduling=SchedulingSpec.model_validate(scheduling),
             service_classes={
                 "default": ServiceClass(
-                    name="default", default_output_tokens=6, ttft_floor_seconds=floor_seconds
+                    name="default",
+                    default_output_tokens=6,
+                    ttft_floor_seconds=floor_seconds,
+                    tpot_target_seconds=tpot_seconds,
                 )
             },
             default_class="default",
@@ -376,6 +421,7 @@ class ControllerMachine(RuleBasedStateMachine):
             long_threshold_tokens=long_threshold,
             tokens_per_lane=tokens_per_lane,
             context_parallel=ContextParallel(prefill, RingCosts(4, 1)) if prefill and lanes > 1 else None,
+            host_tier=HostTierFigures(host_blocks, 1, 1e-6, 1e-6) if host_blocks else None,
         )
         self.now = 0.0
         self.random = Random(seed)
@@ -606,6 +652,10 @@ class ControllerMachine(RuleBasedStateMachine):
         assert controller.idle
         assert not self.lanes.sequences
         assert controller.pools.held_blocks == 0
+        assert controller.pools.swapped == 0
+        for tier in controller.pools.tiers:
+            tier.check()
+            assert tier.swapped_blocks == 0
         assert controller.load().pending_prefill_seconds == 0
         assert all(lane.decodes.targets is None and lane.quarantined == 0 for lane in controller._lanes)
         assert not controller._sharing.prompts

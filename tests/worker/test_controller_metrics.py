@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from prometheus_client import CollectorRegistry
 
 from medha.api.replica import SchedulingSpec, ServiceClass
@@ -9,7 +12,7 @@ from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Ended, Facts, History, OpenRequest
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import ControllerEvent, Done, Sample, Sampling, StepProfile, Submit
+from medha.wire.messages import ControllerEvent, Done, HostTierFigures, Sample, Sampling, StepProfile, Submit
 from medha_worker.controller.controller_metrics import Observer
 
 CONFIG = ReplicaConfig(
@@ -95,3 +98,32 @@ def test_a_sequence_counts_how_long_it_waited_prefilled_and_decoded_and_how_long
     for name in found:
         count = registry.get_sample_value(f"medha_sequence_{name}_count", {"service_class": "default"})
         assert count == 1
+
+
+def test_swaps_are_counted_in_both_directions() -> None:
+    config = replace(CONFIG, topology=Topology(), host_tier=HostTierFigures(20, 1000, 2e-6, 1e-6))
+    core, registry = ReplicaController(config, StepProfile(1e-3, 1e-6, 1e-9, 1e-5), 0), CollectorRegistry()
+    observer, text = Observer(registry), "".join(f"{block:032x}" for block in range(16))
+
+    def serve(name: str, hashes: str, *, swaps: bool) -> None:
+        assert core.pools.admit(name, 128, 128, block_hashes=hashes)
+        core.pools.computed(name, 128)
+        core.pools.release(name, 128, swaps=swaps)
+        core.pools.take_releases()
+
+    half = len(text) // 2
+    serve("aside", text[:half], swaps=True)
+    serve("other", text[half:], swaps=False)
+    observer.state(core)
+    assert registry.get_sample_value("medha_sequences_swapped") == 1
+    serve("aside", text[:half], swaps=False)
+    observer.state(core)
+    assert registry.get_sample_value("medha_sequences_swapped") == 0
+    for direction, blocks, seconds in (("out", 6, 1e-6), ("in", 5, 2e-6)):
+        labels = {"direction": direction}
+        assert registry.get_sample_value("medha_swaps_total", labels) == 1
+        assert registry.get_sample_value("medha_swap_bytes_total", labels) == 1000 * blocks
+        assert registry.get_sample_value("medha_swap_seconds_total", labels) == pytest.approx(
+            seconds * blocks
+        )
+    assert registry.get_sample_value("medha_long_swaps_total") == 0

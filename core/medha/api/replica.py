@@ -493,6 +493,10 @@ class SchedulingSpec(Model):
     done; this limit holds in any case."""
     short_headroom: float = Field(default=0.05, ge=0, le=0.5, json_schema_extra=epoch())
     """Share of the KV pool that long prompts leave to short ones at admission."""
+    max_swaps: int = Field(default=1, ge=0, le=3, json_schema_extra=epoch())
+    """Number of times that a long request may step aside so that requests which wait for KV are on time. It
+    does so only if it is predicted to be on time itself. With a host tier its KV is kept there, else it is
+    computed again. 0: never."""
     speculation: SpeculationSpec = SpeculationSpec()
 
 

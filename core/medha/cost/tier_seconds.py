@@ -49,6 +49,10 @@ class TierSeconds:
         """Return the predicted time to fetch so many blocks."""
         return blocks * self.figures.fetch_seconds_per_block * self.factor
 
+    def demote_seconds(self, blocks: int) -> float:
+        """Return the predicted time to copy so many blocks to the host tier."""
+        return blocks * self.figures.demote_seconds_per_block * self.factor
+
     def load_seconds(self, blocks: int, files: int) -> float:
         """Return the predicted time to read so many blocks of so many files into the host tier; 0 without a disk tier."""
         return 0.0 if self._reads is None else self._reads.seconds(blocks, files)

@@ -13,10 +13,14 @@ a fetch as an extent and a range: neither grows with the number of blocks.
 what was dropped last. This is GreedyDual-Size (Cao and Irani, "Cost-aware WWW proxy caching algorithms", 1997): what is
 costly stays longer, and what nobody uses ages, without a clock. An extent is worth at least as much as any behind it,
 because without its beginning a prefix is of no use.
+
+The KV of a request that has stepped aside is *kept for it* until it comes back: the tier takes it before all else, drops
+anything for it that is not kept, and drops none of it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -26,7 +30,7 @@ from typing import Protocol
 
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import FreeRuns, Run, append_run, cut_runs
-from medha.kv.prefix_cache import Branch, hash_at, hash_range
+from medha.kv.prefix_cache import Branch, hash_at, hash_count, hash_range
 from medha.wire.messages import Demotion, Fetch, HostDrop
 
 _PRICED_TOKENS = 1024
@@ -187,6 +191,7 @@ class _Extent:
     start: int
     blocks: int
     worth: float
+    swapped: int = 0  # blocks of it that are kept for requests that have stepped aside
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
 
@@ -201,6 +206,7 @@ class _Candidate:
     runs: list[Run]
     block_seconds: float  # to compute one of them again
     worth: float
+    is_swapped: bool = False  # kept for a request that has stepped aside
 
     @property
     def before(self) -> str:
@@ -221,6 +227,10 @@ class TierCounts:
     fetched_blocks: int = 0
     demoted_blocks: int = 0
     dropped_blocks: int = 0
+    swapped_out_blocks: int = 0
+    """Those of the demoted ones that were kept for requests that had stepped aside."""
+    swapped_in_blocks: int = 0
+    """Those of the fetched ones that such requests fetched when they came back."""
 
 
 class HostTier:
@@ -239,10 +249,9 @@ class HostTier:
         self._by_worth: list[tuple[float, int]] = []  # heap of (worth, number); stale entries are skipped
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()
-        self._loading: set[int] = (
-            set()
-        )  # extents whose blocks are being read from a file, or from another replica
+        self._loading: set[int] = set()  # extents that are being read from a file, or from another replica
         self._served: dict[str, tuple[Held, ...]] = {}  # ticket -> blocks that another replica may read
+        self._swapped = Counter[str]()  # hash -> requests that have stepped aside and will need its block
         self._new: list[int] = []  # extents that were demoted since `take_new`
         self.notes_new = False
         """Whether to note what is demoted, for a disk tier that takes it."""
@@ -311,6 +320,27 @@ class HostTier:
             self._new.append(made[0])
         return made
 
+    def begin_swap(self, hashes: str) -> None:
+        """Keep the blocks of these hashes, those that come and those that are here, for a request that stepped aside."""
+        for key in _each(hashes):
+            self._swapped[key] += 1
+            if self._swapped[key] == 1 and key in self._places:
+                self._places[key][0].swapped += 1
+
+    def end_swap(self, hashes: str) -> None:
+        """End what `begin_swap` began with these hashes."""
+        for key in _each(hashes):
+            self._swapped[key] -= 1
+            if self._swapped[key] == 0:
+                del self._swapped[key]
+                if key in self._places:
+                    self._places[key][0].swapped -= 1
+
+    @property
+    def swapped_blocks(self) -> int:
+        """Blocks that are kept for requests that have stepped aside."""
+        return sum(extent.swapped for extent in self._extents.values())
+
     def fetch(self, held: Sequence[Held], lane: int) -> tuple[Fetch, ...]:
         """Count a request's fetch of `held`, which makes it worth as much as if it were new."""
         for one in held:
@@ -337,7 +367,7 @@ class HostTier:
                 candidates.append(one)
                 behind[one.before] = max(behind.get(one.before, 0.0), one.worth)
         candidates.reverse()  # of those that are worth the same, the beginning of a prefix comes first
-        candidates.sort(key=lambda one: -one.worth)
+        candidates.sort(key=lambda one: (not one.is_swapped, -one.worth))
         drops: list[HostDrop] = []
         taken: list[_Candidate] = []
         room = self.ledger.free_blocks
@@ -361,6 +391,7 @@ class HostTier:
         if self.notes_new:
             self._new += stored
         self.counts.demoted_blocks += sum(one.blocks for one in taken)
+        self.counts.swapped_out_blocks += sum(one.blocks for one in taken if one.is_swapped)
         return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
 
     def _candidates(
@@ -380,8 +411,8 @@ class HostTier:
             if not lacks[first]:
                 first += 1
                 continue
-            last = first + 1
-            while last < branch.blocks and lacks[last]:
+            last, is_swapped = first + 1, keys[first] in self._swapped
+            while last < branch.blocks and lacks[last] and (keys[last] in self._swapped) == is_swapped:
                 last += 1
             block_seconds = self._block_seconds(start + first, start + last)
             if self._prices.fetch_seconds(last - first) < block_seconds * (last - first):
@@ -392,7 +423,9 @@ class HostTier:
                 for key in self._orphans.keys() & part:
                     worth = max(worth, *(orphan.worth for orphan in self._orphans[key].values()))
                 runs = cut_runs(branch.runs, first, last)
-                yield _Candidate(branch.hashes, start + first, last - first, runs, block_seconds, worth)
+                yield _Candidate(
+                    branch.hashes, start + first, last - first, runs, block_seconds, worth, is_swapped
+                )
             first = last
 
     def _block_seconds(self, start: int, stop: int) -> float:
@@ -419,12 +452,15 @@ class HostTier:
             heapify(self._by_worth)
 
     def _drop_worth_less(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
-        """Drop up to `missing` blocks of the extent that is worth least; return how many, or None if all are worth more."""
+        """Drop up to `missing` blocks of the extent that is worth least; return how many, or None if all are worth more.
+
+        For blocks that are kept for a request, anything that is not kept makes room.
+        """
         skipped: list[tuple[float, int]] = []
         found: tuple[HostDrop, int] | None = None
         while self._by_worth and found is None:
             worth, number = self._by_worth[0]
-            if worth >= one.worth:
+            if worth >= one.worth and not one.is_swapped:
                 break
             heappop(self._by_worth)
             extent = self._extents.get(number)
@@ -433,7 +469,7 @@ class HostTier:
             leaf = extent
             while leaf.children:
                 leaf = next(iter(leaf.children.values()))
-            is_pinned = leaf.number in self._pinned or leaf.number in self._loading
+            is_pinned = leaf.number in self._pinned or leaf.number in self._loading or leaf.swapped > 0
             if leaf is not extent or is_pinned:
                 skipped.append((worth, number))
             if is_pinned:
@@ -444,14 +480,33 @@ class HostTier:
             self._forget(leaf, keep)
         for entry in skipped:
             heappush(self._by_worth, entry)
-        return found
+        return self._drop_behind(one, missing) if found is None and one.is_swapped else found
+
+    def _drop_behind(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
+        """Drop up to `missing` blocks from the end of what the tier holds behind a candidate; return how many.
+
+        Without the candidate they are of no use, whoever they are kept for.
+        """
+        for block in range(one.start, one.start + one.blocks):
+            for leaf in self._orphans.get(hash_at(one.hashes, block), {}).values():
+                while leaf.children:
+                    leaf = next(iter(leaf.children.values()))
+                if leaf.number in self._pinned or leaf.number in self._loading:
+                    continue
+                keep = max(leaf.blocks - missing, 0)
+                found = HostDrop(leaf.number, keep), leaf.blocks - keep
+                self._forget(leaf, keep)
+                return found
+        return None
 
     def _forget(self, extent: _Extent, keep: int) -> None:
         """Forget the blocks of an extent without children from the `keep`-th on."""
         self.ledger.drop(extent.number, keep)
         self.counts.dropped_blocks += extent.blocks - keep
         for block in range(keep, extent.blocks):
-            del self._places[hash_at(extent.hashes, block)]
+            key = hash_at(extent.hashes, block)
+            del self._places[key]
+            extent.swapped -= key in self._swapped
         extent.blocks = keep
         if keep:
             self._offer(extent)
@@ -478,6 +533,8 @@ class HostTier:
         elif extent.before:
             self._orphans.setdefault(extent.before, {})[number] = extent
         keys = [hash_at(hashes, block) for block in range(one.blocks)]
+        if self._swapped:
+            extent.swapped = sum(key in self._swapped for key in keys)
         self._places.update(zip(keys, zip(repeat(extent), range(one.blocks), strict=False), strict=True))
         for key in sorted(self._orphans.keys() & set(keys)) if self._orphans else ():
             for behind in self._orphans.pop(key).values():
@@ -556,6 +613,8 @@ class HostTier:
         valid = set(self._by_worth)
         for number, extent in self._extents.items():
             assert (extent.worth, number) in valid
+            keys = [hash_at(extent.hashes, block) for block in range(extent.blocks)]
+            assert extent.swapped == sum(key in self._swapped for key in keys)
             assert self.ledger.runs(number, 0, extent.blocks)
             if extent.parent is not None:
                 assert extent.parent.worth >= extent.worth
@@ -563,6 +622,11 @@ class HostTier:
             elif extent.before:
                 assert extent.before not in self._places
                 assert self._orphans[extent.before][number] is extent
+
+
+def _each(hashes: str) -> Iterable[str]:
+    """Return the hash of each block."""
+    return (hash_at(hashes, block) for block in range(hash_count(hashes)))
 
 
 def common_blocks(hashes: str, start: int, stop: int, extent: BlockRun, block: int) -> int:

@@ -347,11 +347,16 @@ class KvPools:
         self._loads: list[HostLoad] = []
         self._serves: list[KvServe] = []
         self._unserves: list[str] = []
+        self._swapped: dict[str, dict[int, str]] = {}  # sequences that have stepped aside -> hashes by lane
         self._held: dict[str, _SequenceKv] = {}
         # Both cover all lanes, in the order in which they happened. A lane's clock counts its releases: if
         # ranks got them in another order, they would evict other blocks than `medha.kv.prefix_cache` did.
         self._publishes: list[Publish] = []
         self._releases: dict[str, None] = {}
+        self.swaps_out = 0
+        """Times that a sequence stepped aside whose KV host tiers keep."""
+        self.swaps_in = 0
+        """Times that such a sequence came back and fetched KV."""
         self.queried_tokens = 0
         """Prompt tokens of admitted requests."""
         self.hit_tokens = 0
@@ -400,7 +405,19 @@ class KvPools:
             sum(one.fetched_blocks for one in each),
             sum(one.demoted_blocks for one in each),
             sum(one.dropped_blocks for one in each),
+            sum(one.swapped_out_blocks for one in each),
+            sum(one.swapped_in_blocks for one in each),
         )
+
+    def tier_room(self, lanes: Iterable[int]) -> int:
+        """Return the blocks that the fullest host tier of `lanes` can keep for a sequence that steps aside."""
+        tiers = [tier for lane in lanes if (tier := self._lanes[lane].tier) is not None]
+        return min((tier.ledger.blocks - tier.swapped_blocks for tier in tiers), default=0)
+
+    @property
+    def swapped(self) -> int:
+        """Number of sequences that have stepped aside and whose KV the host tiers keep until they come back."""
+        return len(self._swapped)
 
     @property
     def disks(self) -> list[DiskTier]:
@@ -685,6 +702,7 @@ class KvPools:
             here.cache.lock(child, chain, min(shared.get(lane, 0) // size, hash_count(chain)))
             prefixes += here.locked(child, lane)
         unpublished = sum(map(hash_count, chains.values()))
+        self.end_swap(child)
         self._held[child] = _SequenceKv(shards, held.prompt_tokens, chains, unpublished)
         return Placed(shards, 0, *self._message_fields(shards.segments), tuple(prefixes), tuple(evictions))
 
@@ -761,11 +779,12 @@ class KvPools:
         """Keep the output of a sequence out of the cache, because its KV may be wrong."""
         self._held[sequence].outputs.clear()
 
-    def release(self, sequence: str, computed_tokens: int = 0) -> None:
+    def release(self, sequence: str, computed_tokens: int = 0, *, swaps: bool = False) -> None:
         """Release the KV of a sequence that has ended and is in no step in flight.
 
         Blocks that only it held become free or stay cached. Whole output blocks among the first
-        `computed_tokens` tokens are inserted into the cache first.
+        `computed_tokens` tokens are inserted into the cache first. If it `swaps`, host tiers keep what is evicted of them,
+        until it is admitted again or `end_swap` is called.
         """
         held = self._held[sequence]
         if held.outputs and len(held.chains) == len(held.shards.lanes) == 1:
@@ -773,11 +792,34 @@ class KvPools:
             stop = min(computed_tokens // self.block_size_tokens, hash_count(chain))
             if stop > held.prompt_tokens // self.block_size_tokens:
                 self._publish(sequence, held.shards.owner, chain, stop)
+        if swaps and self._prices is not None:
+            self._begin_swap(sequence, held, computed_tokens)
         for lane in self._held.pop(sequence).shards.lanes:
             here = self._lanes[lane]
             here.ledger.release(sequence)
             here.cache.unlock(sequence)
         self._releases[sequence] = None
+
+    def _begin_swap(self, sequence: str, held: _SequenceKv, computed_tokens: int) -> None:
+        """Let host tiers keep the cached blocks of a sequence: all that it computed, but for an output on several lanes."""
+        chains = held.chains
+        if held.outputs and len(chains) == len(held.shards.lanes) == 1:
+            chains = {lane: chain + "".join(held.outputs) for lane, chain in chains.items()}
+        computed = self._whole_blocks(held.shards, computed_tokens)
+        found = {lane: hash_range(chain, 0, computed.get(lane, 0)) for lane, chain in chains.items()}
+        self._swapped[sequence] = found
+        self.swaps_out += 1
+        for lane, chain in found.items():
+            tier = self._lanes[lane].tier
+            if tier is not None:
+                tier.begin_swap(chain)
+
+    def end_swap(self, sequence: str) -> None:
+        """Let host tiers no longer keep blocks for a sequence that had stepped aside; does nothing for others."""
+        for lane, chain in self._swapped.pop(sequence, {}).items():
+            tier = self._lanes[lane].tier
+            if tier is not None:
+                tier.end_swap(chain)
 
     # --- messages to the ranks ------------------------------------------------------------------------
 
@@ -1070,6 +1112,8 @@ class KvPools:
             evicted, fetched = here.make_free_beside(match, needed, lane)
             evictions += evicted
             fetches += fetched
+            if here.tier is not None and sequence in self._swapped:
+                here.tier.counts.swapped_in_blocks += sum(one.count for one in fetched)
             reserved = here.ledger.reserve(sequence, tokens, match.runs)
             assert reserved
             prefixes += here.locked(sequence, lane)
@@ -1079,6 +1123,8 @@ class KvPools:
         self._held[sequence] = _SequenceKv(shards, prompt_tokens, chains, unpublished)
         self.queried_tokens += prompt_tokens if self._prefix_caching else 0
         self.hit_tokens += cached_tokens
+        self.swaps_in += sequence in self._swapped and bool(fetches)
+        self.end_swap(sequence)
         return Placed(
             shards,
             cached_tokens,

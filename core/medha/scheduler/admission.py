@@ -321,7 +321,8 @@ class Admission:
             claim.lanes = (sibling.lane,)
 
     def withdraw(self, request: Request) -> None:
-        """Drop the claim of a waiting request, if it has one: it is gone, or waits for something else."""
+        """Drop the claim of a waiting request, and what tiers keep for it: it is gone."""
+        self.pools.end_swap(request.id)
         if self.claimant is request:
             self._claim = None
 
@@ -506,6 +507,43 @@ class Admission:
                 return found
         return []
 
+    # --- KV that long requests leave to others ------------------------------------------------------
+
+    def soon_late(self, now: float, correction: float, most_seconds: float) -> Request | None:
+        """Return a waiting request that lacks free KV, must begin within `most_seconds`, and can still be on time."""
+        return self._table.soon_late(self._free_capacity(), now, correction, most_seconds)
+
+    def place_without(self, holder: Request, waiting: Request) -> int | None:
+        """Return the lane on which a waiting request finds KV once `holder` has given its own back.
+
+        Return None if there is none, or if requests that have ended leave enough. A claim of another request comes first.
+        """
+        sibling, needed = waiting.prompt.sharing, self._table.needed_blocks(waiting)
+        found: list[tuple[int, int]] = []
+        for lane in self._lanes:
+            frees, claim = self.pools.freed_in_turn((lane,)), self._claim
+            free = self._free_blocks(lane) + sum(frees(one.id) for one in self._table.holders if one.ended)
+            if claim is not None and claim.request is not waiting and lane in claim.lanes:
+                free -= claim.blocks
+            if sibling is not None and lane != sibling.lane:
+                continue
+            if free >= needed:
+                return None
+            if lane in holder.held_lanes:
+                free += frees(holder.id)
+                if free >= needed:
+                    found.append((free, lane))
+        return max(found, key=lambda one: (one[0], -one[1]))[1] if found else None
+
+    def claim_on(self, lane: int, request: Request) -> None:
+        """Give what comes free on a lane to a waiting request, unless another one claims."""
+        if self._claim is None:
+            self._claim = _Claim(request, (lane,), self._table.needed_blocks(request))
+        if self._claim.request is request:
+            if self._claim.lanes != (lane,):
+                self._claim.lanes, self._claim.beside = (lane,), {}
+            self._claim.is_helped = True
+
     def _claimable(self, claim: _Claim) -> list[tuple[int, ...]]:
         """Return the lanes that a claim may have, those that it has first."""
         if claim.request.may_spread or claim.request.prompt.sharing is not None:
@@ -538,8 +576,8 @@ class Admission:
         self._prefilling_longs.discard(request.id)
 
     def release(self, request: Request) -> None:
-        """Release all KV that a request holds."""
-        self.pools.release(request.id, request.computed)
+        """Release all KV that a request holds; if it steps aside, host tiers keep it until it comes back."""
+        self.pools.release(request.id, request.computed, swaps=request.steps_aside)
         self._growth.forget(request)
         self.prefilled(request)
         if self._taken_by_longs.pop(request.id, None) is None:

@@ -55,6 +55,7 @@ from medha.scheduler.disk_waits import DiskWaits
 from medha.scheduler.grammars import COMPILE_SECONDS, Grammars
 from medha.scheduler.growth import MOST_ASIDES
 from medha.scheduler.lanes import Lanes
+from medha.scheduler.long_swaps import LongSwaps
 from medha.scheduler.output_lengths import OutputLengths
 from medha.scheduler.packer import Packed
 from medha.scheduler.peer_kv import PeerKv
@@ -179,6 +180,7 @@ class ReplicaController:
             self._lanes,
             self._tier_seconds,
         )
+        self._long_swaps = LongSwaps(config, self._table, self._admission, self.predictor, self._tier_seconds)
         self._output_lengths = OutputLengths(
             {one.name: one.default_output_tokens for one in config.service_classes.values()}
         )
@@ -237,6 +239,11 @@ class ReplicaController:
     def expected_output_tokens(self, service_class: str) -> int:
         """Return the output that is expected of a new request of a service class, tokens."""
         return self._output_lengths.expected_tokens(service_class)
+
+    @property
+    def long_swaps(self) -> int:
+        """Times that a long request stepped aside for the deadline of another one."""
+        return self._long_swaps.count
 
     @property
     def growth_blocks(self) -> int:
@@ -410,6 +417,7 @@ class ReplicaController:
         self._admission.is_paused = any(lane.decodes.starved for lane in self._lanes)
         admits = self._admit_late(now)
         aside += self._make_way(now)
+        aside += self._swap(now)
         built = self._step_builder.build(lanes, admits, now, grows)
         ends: list[ControllerCommand] = [
             Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
@@ -502,6 +510,15 @@ class ReplicaController:
             request.makes_way = True
             self._step_aside(request)
         return aside
+
+    def _swap(self, now: float) -> list[Request]:
+        """Let a long request step aside for the deadline of one that waits for KV; return it, if there is one."""
+        swap = self._long_swaps.choose(now)
+        if swap is None:
+            return []
+        swap.request.makes_way, swap.request.due_back = True, swap.due
+        self._step_aside(swap.request)
+        return [swap.request]
 
     def _step_aside(self, request: Request) -> None:
         request.steps_aside = True
@@ -612,10 +629,9 @@ class ReplicaController:
             prompt=self._sharing.prompt_of(submit.prompt, submit.tokens),
             tie=self._arrivals if before is None else before.tie,
             arrival=arrival,
-            targets=self._targets(
-                submit, class_name, work_seconds, None if before is None else now - arrival
-            ),
-            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens,
+            targets=self._targets(submit, class_name, work_seconds, before, now),
+            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens
+            or (before is not None and before.due_back is not None),
             length=submit.tokens,
             limit_tokens=validation.limit_tokens(config, submit),
             reservation_tokens=reservation_tokens,
@@ -628,6 +644,8 @@ class ReplicaController:
             ways=0 if before is None else before.ways + before.makes_way,
             may_spread=may_spread,
             cached_tokens=cached_tokens,
+            paced_from=inf if before is None else before.paced_from,
+            paced_length=0 if before is None else before.paced_length,
         )
         if before is None:
             self._attained.charge(submit.owner, submit.tokens, now)
@@ -640,18 +658,21 @@ class ReplicaController:
         return asked
 
     def _targets(
-        self, submit: Submit, class_name: str, work_seconds: float, aside_after_seconds: float | None
+        self, submit: Submit, class_name: str, work_seconds: float, before: Request | None, now: float
     ) -> Targets:
         """Return the targets of a request; one that stepped aside is due again, as a new one of its length would be.
 
-        `aside_after_seconds` is the time from its arrival until it stepped aside; None: it has not.
+        `before` is the request as it stepped aside, None if it has not. One that is long, and did so for a deadline, keeps
+        its own.
         """
         service_class = self.config.service_classes[class_name]
         tpot_seconds = submit.tpot_target_seconds
-        if aside_after_seconds is None:
+        if before is None:
             return targets(service_class, work_seconds, submit.deadline_after_seconds, tpot_seconds)
         again = targets(service_class, work_seconds, None, tpot_seconds)
-        return replace(again, ttft_seconds=aside_after_seconds + again.ttft_seconds)
+        if before.due_back is not None:
+            return replace(again, ttft_seconds=before.due_back - before.arrival)
+        return replace(again, ttft_seconds=now - before.arrival + again.ttft_seconds)
 
     def _cancel(self, request_id: str, now: float) -> None:
         request = self._table.find(request_id)
@@ -783,7 +804,7 @@ class ReplicaController:
             self._table[request_id].prompt_logprobs.append(part)
         by_sequence = _by_sequence(done.samples) if launched.built.drafts else zip(done.samples, strict=True)
         for samples in by_sequence:
-            emit = self._apply_samples(*samples)
+            emit = self._apply_samples(now, *samples)
             if emit is not None:
                 commands.append(emit)
         if done.block_hashes:
@@ -824,7 +845,7 @@ class ReplicaController:
         self._pools.computed(request.id, request.computed)
         self._sharing.computed(request)
 
-    def _apply_samples(self, sample: Sample, *further: Sample) -> Emit | None:
+    def _apply_samples(self, now: float, sample: Sample, *further: Sample) -> Emit | None:
         """Take a sampled token, and `further` ones behind it, before each of which a draft was right."""
         request = self._table[sample.id]
         if request.ended:
@@ -851,6 +872,8 @@ class ReplicaController:
                 decodes.begin(request)
             decodes.add(request)
         request.emitted += len(tokens)
+        if request.paced_from == inf:
+            request.paced_from, request.paced_length = now, request.known_tokens
         return Emit(
             sample.id,
             tokens,

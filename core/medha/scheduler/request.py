@@ -82,6 +82,9 @@ class Request:
     ended: bool = False  # no more steps; its KV waits in quarantine for those in flight
     steps_aside: bool = False  # it gives its KV back, and then waits to compute it again
     makes_way: bool = False  # it does so for one that waits
+    due_back: float | None = None  # when it is due after that, if it is long and does so for a deadline
+    paced_from: float = inf  # when the first of its tokens was sampled here
+    paced_length: int = 0  # its length then
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the chunks that are computed
     grammar: str = ""  # name of its grammar; empty: it has none
     awaits_grammar: bool = False  # not compiled yet: the last position of its prompt is not computed before

@@ -494,6 +494,23 @@ class RequestTable:
             late &= ~lacks_share | (patience <= now)
         return self._earliest(found[late])
 
+    def soon_late(self, room: Capacity, now: float, correction: float, most_seconds: float) -> Request | None:
+        """Return the request with the earliest deadline that can still be on time, and lacks only free KV of a lane.
+
+        Its prefill must begin within `most_seconds`. Long requests, and those that may spread, do not count.
+        """
+        rows = len(self.rows)
+        if rows == 0 or (self._most_needed <= room.of_one_lane and not self._any_misfit):
+            return None
+        slack_seconds = self._deadline[:rows] - self._remaining[:rows] * correction - now
+        found = (slack_seconds >= 0) & (slack_seconds <= most_seconds)
+        found &= (self._needed[:rows] > room.of_one_lane) | self._misfit[:rows]
+        found &= self._lane[:rows] == NOWHERE
+        found &= ~(self._held[:rows] | self._long[:rows] | self._spread[:rows])
+        if room.over:
+            found &= ~np.isin(self._owner[:rows], room.over)
+        return self._earliest(found.nonzero()[0])
+
     def late(self, room: Capacity, now: float, correction: float) -> Request | None:
         """Return the waiting request with the earliest deadline among those without slack.
 

@@ -59,6 +59,12 @@ class HostTierStatus(_Model):
     """Blocks copied to the device."""
     demoted: int
     """Blocks copied from the device."""
+    swapped: int = 0
+    """Blocks that are kept for requests that have stepped aside."""
+    swapped_out: int = 0
+    """Blocks that were copied from the device for such requests."""
+    swapped_in: int = 0
+    """Blocks that such requests fetched when they came back."""
 
 
 class DiskTierStatus(_Model):
@@ -275,6 +281,9 @@ def _host_tier(core: ReplicaController, lane: int) -> HostTierStatus | None:
         hits=tier.counts.hits,
         fetched=tier.counts.fetched_blocks,
         demoted=tier.counts.demoted_blocks,
+        swapped=tier.swapped_blocks,
+        swapped_out=tier.counts.swapped_out_blocks,
+        swapped_in=tier.counts.swapped_in_blocks,
     )
 
 

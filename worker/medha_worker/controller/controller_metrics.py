@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counted
+from collections import defaultdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -20,7 +20,7 @@ class Observer:
         self._counters = {name: one for name, one in collectors.items() if isinstance(one, Counter)}
         self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
         self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
-        self._totals = Counted[str]()
+        self._totals = defaultdict[tuple[str, ...], float](float)
         for reason in LOST_SPANS:
             self.spans_lost(reason, 0)  # so that the first loss is an increase, too
 
@@ -136,6 +136,23 @@ class Observer:
         self._count_up(
             "medha_host_tier_fetched_tokens", counts.fetched_blocks * core.config.block_size_tokens
         )
+        self._swaps(core, block_bytes)
+
+    def _swaps(self, core: ReplicaController, block_bytes: int) -> None:
+        figures, pools, counts = core.config.host_tier, core.pools, core.pools.tier_counts
+        self._gauges["medha_sequences_swapped"].set(pools.swapped)
+        self._count_up("medha_long_swaps", core.long_swaps)
+        out_seconds = in_seconds = 0.0
+        if figures is not None:
+            out_seconds = counts.swapped_out_blocks * figures.demote_seconds_per_block
+            in_seconds = counts.swapped_in_blocks * figures.fetch_seconds_per_block
+        for direction, swaps, blocks, seconds in (
+            ("out", pools.swaps_out, counts.swapped_out_blocks, out_seconds),
+            ("in", pools.swaps_in, counts.swapped_in_blocks, in_seconds),
+        ):
+            self._count_up("medha_swaps", swaps, direction=direction)
+            self._count_up("medha_swap_bytes", blocks * block_bytes, direction=direction)
+            self._count_up("medha_swap_seconds", seconds, direction=direction)
 
     def _disk_tier(self, core: ReplicaController) -> None:
         figures, disks, counts = core.config.host_tier, core.pools.disks, core.pools.disk_counts
@@ -159,11 +176,13 @@ class Observer:
         self._count_up("medha_peer_kv_offered_bytes", counts.served_blocks * block_bytes)
         self._count_up("medha_peer_kv_failures", counts.failed_loads)
 
-    def _count_up(self, name: str, total: int) -> None:
+    def _count_up(self, name: str, total: float, **labels: str) -> None:
         """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""
-        before = self._totals[name]
-        self._counters[name].inc(total - before if total >= before else total)
-        self._totals[name] = total
+        key = (name, *labels.values())
+        before = self._totals[key]
+        counter = self._counters[name].labels(**labels) if labels else self._counters[name]
+        counter.inc(total - before if total >= before else total)
+        self._totals[key] = total
 
 
 def new_collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
