@@ -161,7 +161,7 @@ BAD = [
             "parallelism": {"kv": 2},
             "scheduling": {"speculation": {"method": "draftModel", "draftModel": {"path": "d"}}},
         },
-        ["method draftModel needs parallelism.kv 1", "found 2", "method to promptLookup"],
+        ["method draftModel or predictionHead needs parallelism.kv 1", "found 2", "method to promptLookup"],
     ),
     ({"serviceClasses": []}, ["spec.serviceClasses", "at least 1 item"]),
     (

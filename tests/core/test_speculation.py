@@ -346,15 +346,15 @@ def test_a_head_draws_behind_long_prompts_and_short_outputs_at_once(replica_of: 
 
 
 def test_a_head_is_asked_less_the_more_it_errs(replica_of: Any, submit_of: Any) -> None:
-    def asked(chance: float) -> int:
+    def asked(chance: float) -> float:
         replica = replica_of(
             profile=READS_WEIGHTS, guess_chance=chance, random=Random(1), kv_blocks=400, **HEAD
         )
         replica.submit(submit_of("a", 8, 200))
         replica.run().check_empty()
-        return sum(drawn(replica))
+        return float(np.mean(drawn(replica)))
 
-    assert asked(0.0) < 20 < asked(0.5) < asked(1.0)
+    assert asked(0.0) < 1 < asked(0.5) < 3 < asked(1.0)
 
 
 # --- what a draft model costs, on a device whose times the controller does not know -----------------------

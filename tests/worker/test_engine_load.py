@@ -110,9 +110,9 @@ def test_only_the_rank_that_samples_loads_a_draft_model(tmp_path: Path) -> None:
     assert samples == [False, False, True, False]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_a_head_takes_a_layer_of_each_block_and_its_time_is_part_of_steps(
-    tmp_path: Path, kv_dtype: str
+@pytest.mark.parametrize(("kv_dtype", "size"), [("auto", "384Ki"), ("fp8", "96Ki")])
+def test_a_head_takes_a_layer_of_each_block_and_its_guesses_are_timed(
+    tmp_path: Path, kv_dtype: str, size: str
 ) -> None:
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0, architecture="deepseek_v3", mtp_layers=1)
 
@@ -120,9 +120,9 @@ def test_a_head_takes_a_layer_of_each_block_and_its_time_is_part_of_steps(
         plain = settings_of(tmp_path, drafts=False)
         document = plain.spec.model_dump(by_alias=True, exclude_none=True)
         document["scheduling"]["speculation"] = speculation
-        document["kvCache"]["dtype"] = kv_dtype
+        document["kvCache"] |= {"dtype": kv_dtype, "size": size}
         spec = MedhaReplicaSpec.model_validate(document)
-        loaded = load(replace(plain, spec=spec), StepRecorder(0), lambda *_: None)
+        loaded = load(plain.model_copy(update={"spec": spec}), StepRecorder(0), lambda *_: None)
         return loaded.rendezvous(Rendezvous(epoch=0, address="")).ready
 
     plain = ready({})
@@ -145,7 +145,7 @@ def test_a_head_that_is_not_there_is_refused_before_weights_are_read(tmp_path: P
         {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}
     )
     scheduling = plain.spec.scheduling.model_copy(update={"speculation": speculation})
-    asks = replace(plain, spec=plain.spec.model_copy(update={"scheduling": scheduling}))
+    asks = plain.spec.model_copy(update={"scheduling": scheduling})
     for rank in range(4):
         with pytest.raises(ConfigInvalid, match=r"predictionHead.kind is mtp, but .* without MTP layers"):
-            load(replace(asks, rank=rank), StepRecorder(0), lambda *_: None)
+            load(plain.model_copy(update={"spec": asks, "rank": rank}), StepRecorder(0), lambda *_: None)
