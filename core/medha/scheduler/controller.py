@@ -399,6 +399,8 @@ class ReplicaController:
     @property
     def _might_prefill(self) -> bool:
         """True if a prefill could take part in a step: one that holds KV or may get some."""
+        if not self._table.rows:
+            return False
         waiting = self._table.waiting
         stalled, stalled_waiting = self._grammars.stalled()
         if len(self._table.rows) > waiting + stalled:
@@ -566,6 +568,8 @@ class ReplicaController:
 
     def _come_back(self, now: float) -> list[SteppedAside | CompileGrammar | KvAsk]:
         """Let requests that have stepped aside wait for KV again."""
+        if not self._returning:
+            return []
         returning, self._returning = self._returning, []
         commands: list[SteppedAside | CompileGrammar | KvAsk] = []
         for one in returning:

@@ -56,6 +56,8 @@ class DiskWaits:
 
     def late(self, now: float) -> list[Request]:
         """Return the requests that no longer wait, because their loads take too long."""
+        if not self._waits:
+            return []
         return self._end([wait for wait in self._waits.values() if wait.due <= now])
 
     def leave(self, request: Request) -> None:

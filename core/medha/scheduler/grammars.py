@@ -82,6 +82,8 @@ class Grammars:
 
     def late(self, now: float) -> list[Request]:
         """Return the requests that have waited too long and must end."""
+        if not self._awaiting:
+            return []
         due = self.next_due
         if due is None or now < due:
             return []
@@ -111,6 +113,8 @@ class Grammars:
 
     def take_drops(self) -> list[DropGrammar]:
         """Return the grammars that ranks must drop since the last call."""
+        if not self._drops:
+            return []
         drops, self._drops = self._drops, []
         return [DropGrammar(name, self._epoch) for name in drops]
 
