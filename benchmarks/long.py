@@ -27,7 +27,7 @@ PROPERTIES = ("-m", "hypothesis and not long", "--hypothesis-profile=campaign", 
 UNCOMMITTED = "uncommitted"
 SHARED = (
     "constraints.txt", "pyproject.toml", "tests/benchmark.py", "tests/conftest.py", "tests/core/recorded",
-    "tests/forked_router.py", "tests/frames.py", "tests/otlp_collector.py",
+    "tests/forked_part.py", "tests/frames.py", "tests/otlp_collector.py",
 )  # fmt: skip
 """The files that any row may read, beside its own folder of tests."""
 HELPERS = ("benchmarks/harness.py", "benchmarks/served.py")

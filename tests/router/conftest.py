@@ -20,7 +20,7 @@ import pytest
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from forked_router import ForkedRouter, has_environment_of_forks
+from forked_part import ROUTER, ForkedPart, has_environment_of_forks
 from medha.wire.bundle_digest import bundle_digest
 from medha.wire.frames import decode, encode, tokens_from_frame
 from medha.wire.messages import (
@@ -291,7 +291,7 @@ class ScriptedReplica:
 class Router:
     """A running router process."""
 
-    process: subprocess.Popen[bytes] | ForkedRouter
+    process: subprocess.Popen[bytes] | ForkedPart
     url: str
     control: str
     tokens: str
@@ -340,9 +340,9 @@ def start_router(
     }
     settings_file, log = folder / "settings.json", folder / "router.log"
     settings_file.write_text(json.dumps(given))
-    process: subprocess.Popen[bytes] | ForkedRouter
-    if is_forked and file_limit is None and has_environment_of_forks():
-        process = ForkedRouter(settings_file, log)
+    process: subprocess.Popen[bytes] | ForkedPart
+    if is_forked and file_limit is None and has_environment_of_forks(ROUTER):
+        process = ForkedPart(ROUTER, settings_file, log)
     else:
         command = [sys.executable, "-m", "medha_router", "--settings", str(settings_file)]
         if file_limit is not None:

@@ -28,13 +28,21 @@ def failover() -> ModuleType:
     return benchmark("failover")
 
 
-@pytest.fixture(scope="module")
-def fleet(failover: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A replica of one rank and one of four, behind one router.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, 1, 1), id="TP2"),
+        pytest.param((2, 1, 2), id="TP2 x KVP2", marks=pytest.mark.long),
+    ],
+)
+def fleet(
+    request: pytest.FixtureRequest, failover: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """A replica of one rank and one of a grid, behind one router.
 
     The router tolerates a longer silence than by default: on a busy machine, 2 s may pass without a heartbeat.
     """
-    grids = ((1, 1, 1), (2, 1, 2))
+    grids = ((1, 1, 1), request.param)
     fleet = failover.Fleet(tmp_path_factory.mktemp("fleet"), grids, silence_seconds=SILENCE_SECONDS)
     try:
         fleet.start()

@@ -58,13 +58,9 @@ def small(checkpoint: Path, folder: Path, *options: str, **spec: object) -> Serv
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def expected(served: Served) -> list[Any]:
     """The answers of a replica that does not guess."""
-    plain = small(checkpoint, tmp_path_factory.mktemp("plain"))
-    try:
-        return answers(plain)
-    finally:
-        stop(plain)
+    return answers(served)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ import json
 import logging
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -24,6 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
+from forked_part import CONTROLLER, start_part
 from medha.api.replica import (
     LifecycleSpec,
     MedhaReplicaSpec,
@@ -191,11 +190,7 @@ class Stage:
 
     def start(self) -> None:
         self.log = None
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "medha_worker.controller", "--settings", str(self.settings)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = start_part(CONTROLLER, self.settings)
 
     def metrics_url(self) -> str:
         return str(json.loads(self.ready_file.read_text())["metrics_url"])
