@@ -38,7 +38,7 @@ def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
         "PATH": "/usr/bin:/bin",
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(command, capture_output=True, text=True, check=check, timeout=300, env=path)
+    return subprocess.run(command, capture_output=True, text=True, check=check, timeout=800, env=path)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,7 @@ def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
         ),
     ],
 )
+@pytest.mark.timeout(900)  # more than twenty models, on a busy machine
 def test_a_part_runs_without_our_packages(part: str) -> None:
     found = json.loads(run("--inside", part, "--quick").stdout.splitlines()[-1])
     match part:
