@@ -239,9 +239,7 @@ class HostTier:
         self._by_worth: list[tuple[float, int]] = []  # heap of (worth, number); stale entries are skipped
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()
-        self._loading: set[int] = (
-            set()
-        )  # extents whose blocks are being read from a file, or from another replica
+        self._loading: set[int] = set()  # extents that are being read from a file, or from another replica
         self._served: dict[str, tuple[Held, ...]] = {}  # ticket -> blocks that another replica may read
         self._new: list[int] = []  # extents that were demoted since `take_new`
         self.notes_new = False
