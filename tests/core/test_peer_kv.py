@@ -13,11 +13,13 @@ from medha.scheduler.controller import ReplicaController
 from medha.scheduler.peer_kv import SHARE_SECONDS
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
+from medha.wire.frames import decode, digest, encode
 from medha.wire.messages import (
     Cancel,
     ControllerEvent,
     DiskReport,
     Done,
+    Drain,
     HostTierFigures,
     KvAsk,
     KvDone,
@@ -52,9 +54,13 @@ class Side:
     now: float = 0.0
     steps: list[Step] = field(default_factory=list)
     messages: list[KvAsk | KvTicket | KvDone] = field(default_factory=list)
+    log: list[tuple[ControllerEvent, float, str]] = field(default_factory=list)
     admitted: dict[str, int] = field(default_factory=dict)  # request -> cached tokens
 
     def __post_init__(self) -> None:
+        self.core = self.new_core()
+
+    def new_core(self) -> ReplicaController:
         config = ReplicaConfig(
             topology=Topology(1, 1, 1),
             scheduling=SchedulingSpec(),
@@ -67,10 +73,12 @@ class Side:
             host_tier=HostTierFigures(self.host_blocks, 100, 1e-7, 1e-7),
             peer_block_seconds=1e-6 if self.hands_over else None,
         )
-        self.core = ReplicaController(config, self.profile)
+        return ReplicaController(config, self.profile)
 
     def handle(self, event: ControllerEvent) -> None:
-        for command in self.core.handle(event, self.now):
+        commands = self.core.handle(event, self.now)
+        self.log.append((event, self.now, digest(commands)))
+        for command in commands:
             match command:
                 case Step() as step:
                     self.steps.append(step)
@@ -213,6 +221,19 @@ def test_keys_with_different_salts_share_nothing() -> None:
     assert source.served_blocks == 0
 
 
+def test_hand_overs_that_were_recorded_are_replayed() -> None:
+    source, taker = source_with(), Side()
+    taker.handle(offered(source, asked(taker)))
+    taker.handle(DiskReport(0, loaded=((0, 0.01),)))
+    source.handle(KvDone("t", "r0", asker="r1"))
+    for side in (source, taker):
+        core = side.new_core()
+        for event, now, commands in side.log:
+            assert not isinstance(event, Tick | Drain)
+            again, _ = decode(encode(event))
+            assert digest(core.handle(again, now)) == commands  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("when", ["before the answer", "before the blocks"])
 def test_a_request_computes_if_its_peer_takes_too_long(when: str) -> None:
     source, taker = source_with(), Side()
@@ -293,6 +314,15 @@ def test_an_answer_to_another_question_is_not_used(kind: str) -> None:
     assert taker.last() == KvDone("t", offer.source)
     if kind != "another source":
         assert taker.admitted == {"q": 0}
+
+
+def test_a_peer_that_refuses_is_not_asked_again_soon_and_one_without_this_prompt_is() -> None:
+    for reason, asks_again in (("nothing here continues the prompt", True), ("KV of another grid", False)):
+        taker = Side()
+        taker.handle(KvTicket(asked(taker).id, "r1", reason=reason, source="r0"))
+        assert taker.admitted == {"q": 0}
+        taker.submit("next", ids(3, 101), **HINT)
+        assert ("next" not in taker.admitted) == asks_again
 
 
 def test_tickets_keep_at_most_half_of_a_host_tier() -> None:

@@ -30,6 +30,9 @@ from medha.wire.messages import (
     Emit,
     Extent,
     FetchBundle,
+    KvAsk,
+    KvDone,
+    KvTicket,
     Message,
     PromptLogprobs,
     Refused,
@@ -118,6 +121,7 @@ class ScriptedReplica:
     submits: list[Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     watches: list[WatchProgress] = field(default_factory=list)
+    about_kv: list[KvAsk | KvTicket | KvDone] = field(default_factory=list)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     salts: dict[str, str] = field(default_factory=dict)
 
@@ -248,6 +252,10 @@ class ScriptedReplica:
                     control.send_multipart(encode(answer))
                     if self.script.delay_seconds:
                         time.sleep(self.script.delay_seconds)
+            case KvAsk() | KvTicket() | KvDone():
+                with self.changed:
+                    self.about_kv.append(message)
+                    self.changed.notify_all()
             case WatchProgress():
                 self.watches.append(message)
             case Cancel():

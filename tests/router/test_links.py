@@ -28,8 +28,13 @@ from medha.wire.messages import (
     Failed,
     Heartbeat,
     KeyUse,
+    KvAsk,
+    KvDone,
+    KvPart,
+    KvTicket,
     LaneLoad,
     Message,
+    PeerFigures,
     PolicyTerms,
     ProgressReport,
     Refused,
@@ -57,6 +62,9 @@ ACCEPTS: dict[str, tuple[type[Message], ...]] = {
         ProgressReport,
         RouterUse,
         RouterLost,
+        KvAsk,
+        KvTicket,
+        KvDone,
     ),
     "tokens": (Announce,),
 }
@@ -106,6 +114,38 @@ def test_after_all_that_the_router_serves(attacked: Router, speaker: ScriptedRep
     assert attacked.post("/v1/completions", BODY).json()["choices"][0]["text"] == "Hello"
 
 
+def test_messages_about_kv_reach_the_replica_that_they_are_for_and_say_whose_they_are(
+    tmp_path: Path, bundle_files: dict[str, bytes]
+) -> None:
+    router = start_router(tmp_path, drain_seconds=1)
+    gives = {"hands_kv_over": True}
+    replicas = [
+        ScriptedReplica(router, bundle_files, name, fields=fields)
+        for name, fields in (("r0", gives), ("r1", gives), ("r2", {}), ("r3", gives | {"model": "other"}))
+    ]
+    first, second, without, stranger = replicas
+    try:
+        wait_for(lambda: router.metric("medha_router_replicas{") == 4, "not all are ready")
+        for name in ("r2", "r3", "r9"):  # it hands nothing over; has another model; is not there
+            first.order("send", KvAsk("a", name, "i", 20, ""))
+        ask, rank = KvAsk("a", "r1", "i", 20, "00" * 16), PeerFigures("tcp://127.0.0.1:1", "k", "i")
+        first.order("send", replace(ask, asker="another"))
+        second.wait(lambda: len(second.about_kv) == 1)
+        assert second.about_kv == [replace(ask, asker="r0")]
+        answer = KvTicket("a", "r0", "t", (KvPart(0, "00" * 16),), (rank,))
+        second.order("send", answer)
+        first.wait(lambda: len(first.about_kv) == 1)
+        assert first.about_kv == [replace(answer, source="r1")]
+        first.order("send", KvDone("t", "r1"))
+        second.wait(lambda: len(second.about_kv) == 2)
+        assert second.about_kv[1] == KvDone("t", "r1", asker="r0")
+        assert without.about_kv == stranger.about_kv == []
+    finally:
+        for one in replicas:
+            one.stop()
+        assert stop_router(router) == 0
+
+
 # --- of the right form, and out of place ------------------------------------------------------------------
 
 
@@ -127,6 +167,14 @@ def test_after_all_that_the_router_serves(attacked: Router, speaker: ScriptedRep
             id="a level that is no number",
         ),
         pytest.param(Cancel("a"), "unexpected", id="a message that only routers send to replicas"),
+        pytest.param(KvAsk("a", "r1", "", 20, "00"), "state", id="a part of a hash"),
+        pytest.param(KvAsk("a", "r1", "", 1, "00" * 32), "state", id="more blocks than tokens"),
+        pytest.param(KvTicket("a", "r1", "t", (KvPart(0, "0"),)), "state", id="a part of an offered hash"),
+        pytest.param(
+            KvTicket("a", "r1", "t", (), (PeerFigures("ipc:///tmp/x", "", ""),)),
+            "state",
+            id="ranks in a file",
+        ),
     ],
 )
 def test_impossible_messages_of_a_replica_are_dropped_and_counted(

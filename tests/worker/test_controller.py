@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 import signal
 import time
@@ -41,13 +42,20 @@ from medha.wire.messages import (
     BundlePart,
     Cancel,
     ChunkProgress,
+    DiskReport,
     Done,
     Emit,
     Extent,
     Failed,
     FetchBundle,
     Heartbeat,
+    HostTierFigures,
+    KvAsk,
+    KvDone,
+    KvPart,
+    KvTicket,
     Message,
+    PeerFigures,
     ProgressReport,
     RankFault,
     RankHello,
@@ -806,3 +814,59 @@ def test_what_is_cached_of_a_prompt_is_not_computed_again_and_counted(stage: Sta
         text = httpx.get(json.loads(stage.ready_file.read_text())["metrics_url"], timeout=20).text
         missing = {line for line in missing if line not in text}
     assert not missing
+
+
+def test_a_controller_takes_kv_of_another_replica_and_gives_its_own(tmp_path: Path) -> None:
+    place = PeerFigures("tcp://127.0.0.1:1", KeyPair.new().public.decode(), "all that KV depends on")
+    tiers = {"host": {"size": "1Mi"}, "peers": {"bandwidth": "1Gi"}}
+    spec = MedhaReplicaSpec.model_validate(SPEC.model_dump() | {"kv_cache": {"tiers": tiers}})
+    stage = Stage(tmp_path, spec)
+    try:
+        ready = replace(
+            READY,
+            epoch=stage.hello().epoch,
+            profile=StepProfile(1e-3, 1.0, 1e-9, 1e-5),  # computing a block takes far longer than reading it
+            host_tier=HostTierFigures(100, 1, 1e-9, 1e-9),
+            peer=place,
+        )
+        stage.rank.send(ready)
+        card = stage.from_controller(Announce)
+        assert isinstance(card, Announce)
+        assert card.hands_kv_over
+        assert isinstance(stage._next(stage.router_tokens, Announce).message, Announce)
+
+        stage.send_tokens()
+        stage.submit("a", sampling=Sampling(max_tokens=1), peer="r1", peer_tokens=20)
+        ask = stage.from_controller(KvAsk)
+        assert isinstance(ask, KvAsk)
+        assert (ask.id, ask.source, ask.tokens, len(ask.hashes)) == ("a", "r1", 20, 32)
+        offer = KvTicket("a", "r0", "secret", (KvPart(0, ask.hashes),), (place,), source="r1")
+        stage.router.send(offer)
+        told = stage._next(stage.rank, KvTicket).message
+        assert told == replace(offer, parts=()), "ranks learn where to read before the step that says what"
+        (load,) = stage.step().loads
+        assert (load.ticket, load.count) == ("secret", 1)
+        stage.rank.send(StageFree(0, 0))
+        stage.rank.send(Done(0))
+        stage.rank.send(DiskReport(0, 0, ready.epoch, loaded=((0, 0.01),)))
+        assert stage.from_controller(KvDone) == KvDone("secret", "r1")
+        step = stage.step()
+        assert [(one.id, one.cached_tokens) for one in step.admits] == [("a", 16)]
+        stage.finish(step, Sample("a", 7, finish_reason="length"))
+        assert isinstance(stage.from_controller(Emit), Emit)
+
+        stage.router.send(replace(ask, asker="r1", identity="of another grid"))
+        refused = stage.from_controller(KvTicket)
+        assert isinstance(refused, KvTicket)
+        assert (refused.ticket, refused.parts, refused.ranks) == ("", (), ())
+        assert refused.reason
+        stage.router.send(replace(ask, asker="r1", ticket="chosen by the asker"))
+        given = stage.from_controller(KvTicket)
+        assert isinstance(given, KvTicket)
+        assert (given.asker, given.parts, given.ranks) == ("r1", (KvPart(0, ask.hashes),), (place,))
+        assert re.fullmatch("[0-9a-f]{32}", given.ticket), "the source draws it"
+        while not (step := stage.step()).serves:
+            stage.finish(step)
+        assert [one.ticket for one in step.serves] == [given.ticket]
+    finally:
+        stage.close()

@@ -273,16 +273,16 @@ class PeersSpec(Model):
     """KV of other replicas of the model, which is read over the network instead of being computed again, if that is faster.
     Both replicas must have this. `medha up` runs one replica, and ignores it."""
 
-    bandwidth: Quantity = Field(default="1Gi", json_schema_extra=restart())
-    """Bytes that the network carries per second between two ranks, e.g. `3Gi`: by this the first reads are predicted.
-    Measured reads correct it."""
+    bandwidth: Quantity = Field(default="256Mi", json_schema_extra=restart())
+    """Bytes per second that a rank reads of a rank of another replica, encrypted, e.g. `256Mi`: by this the first reads are
+    predicted. Measured reads correct it."""
 
     @field_validator("bandwidth")
     @classmethod
     def _bandwidth_is_above_zero(cls, bandwidth: str) -> str:
         if quantity_bytes(bandwidth) == 0:
             raise ValueError(
-                f"must be above 0 (found {bandwidth}); give bytes per second such as 1Gi, or leave peers out"
+                f"must be above 0 (found {bandwidth}); give bytes per second such as 256Mi, or leave peers out"
             )
         return bandwidth
 

@@ -164,7 +164,7 @@ class _Lane:
         return isinstance(part, OnDisk) or (self.tier is not None and self.tier.is_loading(part.extent))
 
     def load(self, found: _Found, lane: int) -> tuple[list[HostLoad], set[tuple[int, int]]]:
-        """Begin to load what was found in files; return the loads, and all extents that are awaited."""
+        """Begin to load what was found in files; return the loads, and all extents that are awaited, each with the lane."""
         assert self.tier is not None
         loads: list[HostLoad] = []
         awaited: set[tuple[int, int]] = set()
@@ -637,8 +637,8 @@ class KvPools:
             return ()
         parts: list[KvPart] = []
         for lane, found in self._found_best(prompt_tokens, block_hashes, is_long=is_long, reach="host"):
-            if not found.all_blocks:
-                continue
+            if not found.all_blocks or any(part.lane == lane for part in parts):
+                continue  # a ticket is good for one run of blocks of a lane
             loads, held = self._lanes[lane].share(found, ticket, lane)
             self._loads += loads
             if held:

@@ -98,7 +98,8 @@ class PeerKv:
         self._forget(answer.id)
         waiting = [one for one in ask.requests if one.awaits_load and one.waits and not one.ended]
         extents: frozenset[tuple[int, int]] = frozenset()
-        if not self._is_sound(answer, ask.hashes):
+        refuses = not answer.ticket and answer.reason != _NOTHING
+        if refuses or not self._is_sound(answer, ask.hashes):
             self._rest(ask.source, now)
         elif waiting and answer.ticket and answer.ticket not in self._taken:
             extents = self._pools.begin_peer_loads(answer.ticket, answer.parts)
