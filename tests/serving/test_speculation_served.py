@@ -239,7 +239,7 @@ def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(
         assert drafted >= accepted  # how much is drawn depends on the time that it takes
         log = "".join(served.lines)
         assert "a guess of the prediction head takes" in log
-        assert re.search(r"Prediction head\s+mtp", log)
+        assert re.search(r"Prediction head\W+mtp", log)
         assert log.count("loading the prediction head") == 1, "on the rank that samples"
         served.wait_idle()
         ranks = [one for one in served.parts() if "medha_worker.rank" in one.cmdline()]
