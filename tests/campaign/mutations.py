@@ -74,7 +74,8 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "scheduling.minChunkTokens": ([1, 64], [0, 8193]),
     "scheduling.maxChunkTokens": ([64, 4096], [0]),
     "scheduling.maxSwaps": ([0, 3], [-1, 4]),
-    "scheduling.speculation.method": (["promptLookup", "none"], ["guess", "draftModel"]),
+    "scheduling.speculation.method": (["promptLookup", "none"], ["guess", "draftModel", "predictionHead"]),
+    "scheduling.speculation.predictionHead.kind": (["mtp"], ["eagle"]),
     "resources.accelerator": (["nvidia.com/gpu", "amd.com/gpu"], ["gpu", "NVIDIA/gpu!"]),
     "resources.devices": (
         [{"rdma/hca": 1}, {"rdma/hca": 2, "example.com/nic": 1}],
@@ -141,6 +142,9 @@ _BESIDE: dict[str, Fields] = {
     "model.source.image": {"model": {"source": {"image": {"reference": "r/m:1"}}}},
     "kvCache.tiers.disk": {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "8Gi"}}}},
     "kvCache.tiers.peers": {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "peers": {"bandwidth": "2Gi"}}}},
+    "scheduling.speculation.predictionHead": {
+        "scheduling": {"speculation": {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}}
+    },
     "scheduling.speculation.draftModel": _drafts(path="d"),
     "scheduling.speculation.draftModel.pvc": _drafts(pvc={"claimName": "c"}),
     "scheduling.speculation.draftModel.image": _drafts(image={"reference": "r/m:1"}),

@@ -20,7 +20,8 @@ def test_every_field_has_valid_and_invalid_values() -> None:
     found = trials()
     assert len(found) > 80
     for mutation in found:
-        assert len(mutation.valid) >= 2, mutation.path
+        only_one = mutation.path.endswith("predictionHead.kind")  # there is one kind of head
+        assert len(mutation.valid) >= (1 if only_one else 2), mutation.path
         assert mutation.invalid, mutation.path
 
 
