@@ -221,9 +221,12 @@ class _Lane:
         return loads, held
 
     def load_from_peer(
-        self, chain: str, ticket: str, lane: int
+        self, chain: str, ticket: str, lane: int, before: int
     ) -> tuple[list[HostLoad], set[tuple[int, int]]]:
-        """Begin to load the blocks that another replica offers and this lane lacks; return as `load` does."""
+        """Begin to load the blocks that another replica offers and this lane lacks; return as `load` does.
+
+        These are the blocks of the ticket from `before` on.
+        """
         assert self.tier is not None
         assert self.peer_loads is not None
         loads: list[HostLoad] = []
@@ -243,7 +246,7 @@ class _Lane:
                 break
             extent, count, drops = began
             self.peer_loads.begin(extent, count)
-            loads.append(HostLoad("", at, count, lane, drops, ticket))
+            loads.append(HostLoad("", before + at, count, lane, drops, ticket))
             awaited.add((lane, extent))
             at += count
             if count < wanted:
@@ -619,17 +622,20 @@ class KvPools:
         if not self.has_peers or not block_hashes:
             return ()
         parts: list[KvPart] = []
+        blocks: dict[int, list[Fetch]] = {}  # by lane: one may have several parts of a long prompt
         for lane, found in self._found_best(prompt_tokens, block_hashes, is_long=is_long, reach="host"):
             if not found.all_blocks:
                 continue
             loads, held = self._lanes[lane].share(found, ticket, lane)
             self._loads += loads
             if held:
-                blocks = tuple(Fetch(one.extent, one.start, one.count, lane) for one in held)
-                self._serves.append(KvServe(ticket, blocks, lane))
+                blocks.setdefault(lane, []).extend(
+                    Fetch(one.extent, one.start, one.count, lane) for one in held
+                )
                 count = sum(one.count for one in held)
                 parts.append(KvPart(lane, hash_range(found.chain, 0, count)))
                 self.peer_counts.served_blocks += count
+        self._serves += [KvServe(ticket, tuple(each), lane) for lane, each in blocks.items()]
         self.peer_counts.served += bool(parts)
         return tuple(parts)
 
@@ -648,10 +654,13 @@ class KvPools:
     def begin_peer_loads(self, ticket: str, parts: Iterable[KvPart]) -> frozenset[tuple[int, int]]:
         """Load what another replica offers; return the extents that are awaited, each with its lane."""
         extents: set[tuple[int, int]] = set()
+        before = [0] * len(self._lanes)  # blocks of the ticket on each lane that earlier parts have
         for part in parts:
-            loads, awaits = self._lanes[part.lane].load_from_peer(part.hashes, ticket, part.lane)
+            lane = part.lane
+            loads, awaits = self._lanes[lane].load_from_peer(part.hashes, ticket, lane, before[lane])
             self._loads += loads
             extents |= awaits
+            before[lane] += hash_count(part.hashes)
         self.peer_counts.hits += bool(extents)
         return frozenset(extents)
 
