@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.cost.tier_seconds import ReadSeconds
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import PrefixHasher, hash_at, hash_count
 from medha.scheduler.controller import ReplicaController
@@ -400,3 +401,38 @@ def test_a_lane_that_has_several_parts_of_a_long_prompt_gives_each_block_as_what
     assert [tier.served_blocks for tier in source.tiers] == [8, 8]
     source.unshare("t")
     assert [tier.served_blocks for tier in source.tiers] == [0, 0]
+
+
+def test_a_ticket_of_which_nothing_is_read_is_given_back_at_once() -> None:
+    """Its blocks are being read already: with another ticket, or from files."""
+    source, taker = source_with(), Side()
+    first, second = asked(taker, "q1"), asked(taker, "q2")
+    taker.handle(offered(source, first, "t1"))
+    taker.handle(offered(source, second, "t2"))
+    assert taker.loads == [("t1", 0, 25)]
+    assert taker.last() == KvDone("t2", "r0")
+    assert taker.admitted == {}, "both wait"
+    taker.handle(DiskReport(0, loaded=((0, 0.01),)))
+    assert taker.admitted["q1"] == 100
+    assert taker.admitted["q2"] == 100
+    assert [one.ticket for one in taker.messages if isinstance(one, KvDone)] == ["t2", "t1"]
+
+
+def test_a_request_waits_no_longer_for_the_blocks_if_the_answer_took_long() -> None:
+    source, taker = source_with(), Side()
+    offer = offered(source, asked(taker))
+    due = taker.core.next_due
+    assert due is not None
+    taker.now = due - 0.01
+    taker.handle(offer)
+    assert taker.core.next_due == due
+
+
+def test_a_request_waits_no_longer_than_computing_takes_and_a_quarter_of_a_second() -> None:
+    taker = Side()
+    compute = taker.core.predictor.prefill_seconds(0, 101) - taker.core.predictor.prefill_seconds(100, 101)
+    taker.core._tier_seconds._peer_reads = ReadSeconds(0.9 * compute, 0.0)  # type: ignore[union-attr]
+    asked(taker)
+    due = taker.core.next_due
+    assert due is not None
+    assert due <= 0.25 + 1.001 * compute

@@ -222,15 +222,16 @@ class _Lane:
 
     def load_from_peer(
         self, chain: str, ticket: str, lane: int, before: int
-    ) -> tuple[list[HostLoad], set[tuple[int, int]]]:
-        """Begin to load the blocks that another replica offers and this lane lacks; return as `load` does.
+    ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
+        """Begin to load the blocks that another replica offers and this lane lacks; return as `load` does, and what is read.
 
-        These are the blocks of the ticket from `before` on.
+        These are the blocks of the ticket from `before` on. What is awaited may also be read from elsewhere.
         """
         assert self.tier is not None
         assert self.peer_loads is not None
         loads: list[HostLoad] = []
         awaited: set[tuple[int, int]] = set()
+        read: set[tuple[int, int]] = set()
         stop = hash_count(chain)
         at = self.cache.match(chain, stop).blocks
         while at < stop:
@@ -247,12 +248,12 @@ class _Lane:
             extent, count, drops = began
             self.peer_loads.begin(extent, count)
             loads.append(HostLoad("", before + at, count, lane, drops, ticket))
-            awaited.add((lane, extent))
+            read.add((lane, extent))
             at += count
             if count < wanted:
                 break
         self.tier.unpin()
-        return loads, awaited
+        return loads, awaited | read, read
 
     @property
     def available_blocks(self) -> int:
@@ -596,7 +597,7 @@ class KvPools:
     def wait_for_peer_seconds(
         self, prompt_tokens: int, block_hashes: str, there_tokens: int, *, is_long: bool = False
     ) -> float | None:
-        """Return how long a request may wait for what another replica has of its prompt, half of it as predicted, in seconds.
+        """Return half of the time, in seconds, for which a request may wait for what another replica has of its prompt.
 
         Return None if computing is predicted to be faster. Waiting longer than computing takes would not pay.
         """
@@ -613,7 +614,7 @@ class KvPools:
         saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
         if seconds + self._prices.fetch_seconds(blocks) >= saved_seconds:
             return None
-        return max(seconds, saved_seconds / 2)
+        return saved_seconds / 2
 
     def share(
         self, ticket: str, prompt_tokens: int, block_hashes: str, *, is_long: bool = False
@@ -651,18 +652,22 @@ class KvPools:
         else:
             self._unserves.append(ticket)
 
-    def begin_peer_loads(self, ticket: str, parts: Iterable[KvPart]) -> frozenset[tuple[int, int]]:
-        """Load what another replica offers; return the extents that are awaited, each with its lane."""
+    def begin_peer_loads(
+        self, ticket: str, parts: Iterable[KvPart]
+    ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
+        """Load what another replica offers; return the extents that are awaited, each with its lane, and those of the ticket."""
         extents: set[tuple[int, int]] = set()
+        read: set[tuple[int, int]] = set()
         before = [0] * len(self._lanes)  # blocks of the ticket on each lane that earlier parts have
         for part in parts:
             lane = part.lane
-            loads, awaits = self._lanes[lane].load_from_peer(part.hashes, ticket, lane, before[lane])
+            loads, awaits, reads = self._lanes[lane].load_from_peer(part.hashes, ticket, lane, before[lane])
             self._loads += loads
             extents |= awaits
+            read |= reads
             before[lane] += hash_count(part.hashes)
         self.peer_counts.hits += bool(extents)
-        return frozenset(extents)
+        return frozenset(extents), frozenset(read)
 
     def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, which has the same prompt.
