@@ -16,7 +16,6 @@ from medha_operator.replica.manifests import (
     pod_templates,
 )
 from medha_operator.replica.node_capacity import needs_of
-from medha_worker.pod import pod_parts
 
 EPHEMERAL = str(2 * (8 * 2**30 + 64 * 2**20))
 """Bytes of files of two ranks with 8 GiB each, and of what they may exceed that by."""
@@ -185,7 +184,6 @@ def test_other_replicas_reach_the_ports_at_which_ranks_give_kv_and_no_others() -
         "peer-0": PEERS_PORT,
         "peer-1": PEERS_PORT + 1,
     }
-    assert PEERS_PORT == pod_parts.PEERS_PORT
     owner = Owner("a", "models", "1")
     spec = MedhaReplicaSpec.model_validate(
         {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}} | joined
