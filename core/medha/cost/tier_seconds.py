@@ -86,7 +86,7 @@ class ReadSeconds:
     """The time of a read as a line over its blocks, fitted to reads that were measured."""
 
     def __init__(self, access_seconds: float, seconds_per_block: float) -> None:
-        """Begin with the times that a measurement, or the manifest, tells."""
+        """Begin with the times that a measurement, or the manifest, says."""
         self._weight = self._blocks = self._squares = self._seconds = self._products = 0.0
         self.access_seconds, self.seconds_per_block = access_seconds, seconds_per_block
         for blocks in _FIRST_BLOCKS:
