@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from medha.api.replica import SchedulingSpec, ServiceClass
-from medha.kv.prefix_cache import PrefixHasher, hash_count
+from medha.cost.tier_seconds import ReadSeconds
+from medha.kv.pools import KvPools
+from medha.kv.prefix_cache import PrefixHasher, hash_at, hash_count
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.peer_kv import SHARE_SECONDS
 from medha.scheduler.replica_config import ReplicaConfig
@@ -365,3 +367,102 @@ def test_blocks_of_a_ticket_stay_while_others_are_demoted() -> None:
     for seed in range(40, 60):
         source.submit(str(seed), ids(seed, 190))
     assert sum(one.count for one in tier.match(HASHER.hashes(PROMPT), 0, 25)) < 25
+
+
+class Fixed:
+    """Times by which everything is worth a copy."""
+
+    def fetch_seconds(self, blocks: int) -> float:
+        return 1e-6 * blocks
+
+    def compute_seconds(self, context: int, tokens: int) -> float:
+        return 1.0 * (tokens - context)
+
+    def load_seconds(self, blocks: int, files: int) -> float:
+        return 1e-6 * (blocks + files)
+
+    def peer_seconds(self, blocks: int) -> float:
+        return 1e-6 * blocks
+
+
+def two_lanes() -> KvPools:
+    return KvPools(
+        lanes=2, kv_blocks=16, block_size_tokens=SIZE, tokens_per_lane=4 * SIZE, host_blocks=64, prices=Fixed(),
+        lane_ranks=[(0,), (1,)], has_peers=True,
+    )  # fmt: skip
+
+
+def compute(pools: KvPools, name: str, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+    tokens = len(prompt)
+    assert pools.admit(name, tokens, tokens, block_hashes=HASHER.hashes(prompt)) is not None
+    pools.computed(name, tokens)
+    pools.release(name, tokens)
+    pools.take_publishes()
+    pools.take_releases()
+
+
+def test_a_lane_that_has_several_parts_of_a_long_prompt_gives_each_block_as_what_it_is() -> None:
+    """A lane takes more than `tokens_per_lane` tokens of a prompt for which there are too few lanes."""
+    prompt = ids(1, 16 * SIZE)
+    hashes = HASHER.hashes(prompt)
+    source, taker = two_lanes(), two_lanes()
+    for name, one in (("d", prompt), *((str(seed), ids(seed, 30 * SIZE)) for seed in (50, 51))):
+        compute(source, name, one)  # the later ones move the first one to the host tier
+    parts = source.share("t", len(prompt) + 1, hashes, is_long=True)
+    assert [part.lane for part in parts] == [0, 0, 1, 1]
+    serves, _ = source.take_serves()
+    offered: dict[int, list[str]] = {}
+    for serve in serves:
+        assert serve.lane not in offered, "a rank knows one list of blocks for a ticket"
+        places = source.tiers[serve.lane]._extents
+        offered[serve.lane] = [
+            hash_at(places[one.extent].hashes, one.start + block)
+            for one in serve.blocks
+            for block in range(one.count)
+        ]
+    taker.begin_peer_loads("t", parts)
+    read = 0
+    for load in taker.take_loads():
+        extent = taker.tiers[load.lane]._extents[read % 2]
+        wanted = [hash_at(extent.hashes, block) for block in range(load.count)]
+        assert offered[load.lane][load.start : load.start + load.count] == wanted
+        read += 1
+    assert read == 4
+    assert [tier.served_blocks for tier in source.tiers] == [8, 8]
+    source.unshare("t")
+    assert [tier.served_blocks for tier in source.tiers] == [0, 0]
+
+
+def test_a_ticket_of_which_nothing_is_read_is_given_back_at_once() -> None:
+    """Its blocks are being read already: with another ticket, or from files."""
+    source, taker = source_with(), Side()
+    first, second = asked(taker, "q1"), asked(taker, "q2")
+    taker.handle(offered(source, first, "t1"))
+    taker.handle(offered(source, second, "t2"))
+    assert taker.loads == [("t1", 0, 25)]
+    assert taker.last() == KvDone("t2", "r0")
+    assert taker.admitted == {}, "both wait"
+    taker.handle(DiskReport(0, loaded=((0, 0.01),)))
+    assert taker.admitted["q1"] == 100
+    assert taker.admitted["q2"] == 100
+    assert [one.ticket for one in taker.messages if isinstance(one, KvDone)] == ["t2", "t1"]
+
+
+def test_a_request_waits_no_longer_for_the_blocks_if_the_answer_took_long() -> None:
+    source, taker = source_with(), Side()
+    offer = offered(source, asked(taker))
+    due = taker.core.next_due
+    assert due is not None
+    taker.now = due - 0.01
+    taker.handle(offer)
+    assert taker.core.next_due == due
+
+
+def test_a_request_waits_no_longer_than_computing_takes_and_a_quarter_of_a_second() -> None:
+    taker = Side()
+    compute = taker.core.predictor.prefill_seconds(0, 101) - taker.core.predictor.prefill_seconds(100, 101)
+    taker.core._tier_seconds._peer_reads = ReadSeconds(0.9 * compute, 0.0)  # type: ignore[union-attr]
+    asked(taker)
+    due = taker.core.next_due
+    assert due is not None
+    assert due <= 0.25 + 1.001 * compute

@@ -193,6 +193,20 @@ def test_a_rank_that_answers_wrongly_or_not_at_all_costs_time_only(pair: Pair, k
     assert is_loaded(pair.read(0, (0, 5))), "the next read is not disturbed"
 
 
+def test_further_reads_of_a_ticket_that_has_failed_end_at_once(pair: Pair) -> None:
+    rank = Liar()
+    try:
+        pair.reader.learn(TICKET, rank.figures)
+        reads = tuple(ReadBlocks("", at, at, ((at, 1),), TICKET) for at in range(3))
+        pair.reader.submit(DiskWork(reads=reads))
+        rank.answer(b"{", b"")
+        assert pair.reader.drain(60)
+        assert not rank.socket.poll(200), "nothing more is asked"
+    finally:
+        rank.close()
+    assert [one.not_loaded for one in pair.reports] == [(0,), (1,), (2,)]
+
+
 def test_a_read_is_called_off_with_its_epoch_and_reports_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,8 +300,8 @@ class HostTier:
         return sum(one.count for held in self._served.values() for one in held)
 
     def serve(self, ticket: str, held: Sequence[Held]) -> None:
-        """Keep blocks until `unserve`: another replica may read them."""
-        self._served[ticket] = tuple(held)
+        """Keep blocks until `unserve`, beside others of the ticket: another replica may read them."""
+        self._served[ticket] = (*self._served.get(ticket, ()), *held)
         self.unpin()
 
     def unserve(self, ticket: str) -> None:

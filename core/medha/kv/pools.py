@@ -221,13 +221,17 @@ class _Lane:
         return loads, held
 
     def load_from_peer(
-        self, chain: str, ticket: str, lane: int
-    ) -> tuple[list[HostLoad], set[tuple[int, int]]]:
-        """Begin to load the blocks that another replica offers and this lane lacks; return as `load` does."""
+        self, chain: str, ticket: str, lane: int, before: int
+    ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
+        """Begin to load the blocks that another replica offers and this lane lacks; return as `load` does, and what is read.
+
+        These are the blocks of the ticket from `before` on. What is awaited may also be read from elsewhere.
+        """
         assert self.tier is not None
         assert self.peer_loads is not None
         loads: list[HostLoad] = []
         awaited: set[tuple[int, int]] = set()
+        read: set[tuple[int, int]] = set()
         stop = hash_count(chain)
         at = self.cache.match(chain, stop).blocks
         while at < stop:
@@ -243,13 +247,13 @@ class _Lane:
                 break
             extent, count, drops = began
             self.peer_loads.begin(extent, count)
-            loads.append(HostLoad("", at, count, lane, drops, ticket))
-            awaited.add((lane, extent))
+            loads.append(HostLoad("", before + at, count, lane, drops, ticket))
+            read.add((lane, extent))
             at += count
             if count < wanted:
                 break
         self.tier.unpin()
-        return loads, awaited
+        return loads, awaited | read, read
 
     @property
     def available_blocks(self) -> int:
@@ -610,7 +614,7 @@ class KvPools:
     def wait_for_peer_seconds(
         self, prompt_tokens: int, block_hashes: str, there_tokens: int, *, is_long: bool = False
     ) -> float | None:
-        """Return how long a request may wait for what another replica has of its prompt, half of it as predicted, in seconds.
+        """Return half of the time, in seconds, for which a request may wait for what another replica has of its prompt.
 
         Return None if computing is predicted to be faster. Waiting longer than computing takes would not pay.
         """
@@ -627,7 +631,7 @@ class KvPools:
         saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
         if seconds + self._prices.fetch_seconds(blocks) >= saved_seconds:
             return None
-        return max(seconds, saved_seconds / 2)
+        return saved_seconds / 2
 
     def share(
         self, ticket: str, prompt_tokens: int, block_hashes: str, *, is_long: bool = False
@@ -636,17 +640,20 @@ class KvPools:
         if not self.has_peers or not block_hashes:
             return ()
         parts: list[KvPart] = []
+        blocks: dict[int, list[Fetch]] = {}  # by lane: one may have several parts of a long prompt
         for lane, found in self._found_best(prompt_tokens, block_hashes, is_long=is_long, reach="host"):
             if not found.all_blocks or any(part.lane == lane for part in parts):
                 continue  # a ticket is good for one run of blocks of a lane
             loads, held = self._lanes[lane].share(found, ticket, lane)
             self._loads += loads
             if held:
-                blocks = tuple(Fetch(one.extent, one.start, one.count, lane) for one in held)
-                self._serves.append(KvServe(ticket, blocks, lane))
+                blocks.setdefault(lane, []).extend(
+                    Fetch(one.extent, one.start, one.count, lane) for one in held
+                )
                 count = sum(one.count for one in held)
                 parts.append(KvPart(lane, hash_range(found.chain, 0, count)))
                 self.peer_counts.served_blocks += count
+        self._serves += [KvServe(ticket, tuple(each), lane) for lane, each in blocks.items()]
         self.peer_counts.served += bool(parts)
         return tuple(parts)
 
@@ -662,15 +669,22 @@ class KvPools:
         else:
             self._unserves.append(ticket)
 
-    def begin_peer_loads(self, ticket: str, parts: Iterable[KvPart]) -> frozenset[tuple[int, int]]:
-        """Load what another replica offers; return the extents that are awaited, each with its lane."""
+    def begin_peer_loads(
+        self, ticket: str, parts: Iterable[KvPart]
+    ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
+        """Load what another replica offers; return the extents that are awaited, each with its lane, and those of the ticket."""
         extents: set[tuple[int, int]] = set()
+        read: set[tuple[int, int]] = set()
+        before = [0] * len(self._lanes)  # blocks of the ticket on each lane that earlier parts have
         for part in parts:
-            loads, awaits = self._lanes[part.lane].load_from_peer(part.hashes, ticket, part.lane)
+            lane = part.lane
+            loads, awaits, reads = self._lanes[lane].load_from_peer(part.hashes, ticket, lane, before[lane])
             self._loads += loads
             extents |= awaits
+            read |= reads
+            before[lane] += hash_count(part.hashes)
         self.peer_counts.hits += bool(extents)
-        return frozenset(extents)
+        return frozenset(extents), frozenset(read)
 
     def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, which has the same prompt.

@@ -6,7 +6,7 @@ sequence follows its cached prefix as long as the replicas' loads differ by less
 saves. A long prefix saves minutes, though, in which a replica would collect all the work of a popular one. So a
 replica attracts by its cache only while its load is at most `LOAD_FACTOR` times the mean, plus `LOAD_SECONDS`.
 
-If another replica is thought to have more of a prompt, it is named to the chosen one, which may read the KV there.
+If another replica is thought to have more of a prompt, `Submit` names it to the chosen one, which may read the KV there.
 
 Where KV is short, a replica comes first in which the sequence's owner holds at most an equal share of it.
 """

@@ -47,6 +47,10 @@ class DiskWaits:
         self._waits[request.id] = _Wait(request, set(awaited.extents), due)
         request.awaits_load = True
 
+    def follow(self, request: Request, extents: Iterable[tuple[int, int]]) -> None:
+        """Let a request that waits go on to wait for these loads, for no longer than before."""
+        self._waits[request.id].extents = set(extents)
+
     def loaded(self, lane: int, extents: Iterable[int]) -> list[Request]:
         """Note that loads of a lane have ended; return the requests that no longer wait."""
         ended = {(lane, extent) for extent in extents}

@@ -39,7 +39,6 @@ class _Ask:
     source: str
     tokens: int
     hashes: str
-    seconds: float  # to wait by (`Awaited`)
     number: int
     requests: list[Request] = field(default_factory=list)
 
@@ -82,7 +81,7 @@ class PeerKv:
             return []
         ask, asks = self._asks.get(submit.prompt), []
         if ask is None:
-            ask = _Ask(submit.peer, submit.tokens, submit.block_hashes, seconds, next(self._numbers))
+            ask = _Ask(submit.peer, submit.tokens, submit.block_hashes, next(self._numbers))
             self._asks[submit.prompt] = ask
             self._asks_by_id[submit.id] = submit.prompt
             asks = [KvAsk(submit.id, submit.peer, "", submit.tokens, submit.block_hashes, is_long)]
@@ -97,20 +96,22 @@ class PeerKv:
             return [KvDone(answer.ticket, answer.source)] if answer.ticket else []
         self._forget(answer.id)
         waiting = [one for one in ask.requests if one.awaits_load and one.waits and not one.ended]
-        extents: frozenset[tuple[int, int]] = frozenset()
+        awaited: frozenset[tuple[int, int]] = frozenset()
+        read = awaited
         refuses = not answer.ticket and answer.reason != _NOTHING
         if refuses or not self._is_sound(answer, ask.hashes):
             self._rest(ask.source, now)
         elif waiting and answer.ticket and answer.ticket not in self._taken:
-            extents = self._pools.begin_peer_loads(answer.ticket, answer.parts)
-        if extents:
+            awaited, read = self._pools.begin_peer_loads(answer.ticket, answer.parts)
+        if read:
+            self._taken[answer.ticket] = _Taken(ask.source, set(read))
+        if awaited:
             for request in waiting:
-                self._waits.begin(request, Awaited(extents, ask.seconds), now)
-            self._taken[answer.ticket] = _Taken(ask.source, set(extents))
-            return []
-        for request in self._waits.loaded(_NOWHERE, [ask.number]):
-            go_on(request)
-        return [KvDone(answer.ticket, answer.source)] if answer.ticket else []
+                self._waits.follow(request, awaited)
+        else:
+            for request in self._waits.loaded(_NOWHERE, [ask.number]):
+                go_on(request)
+        return [KvDone(answer.ticket, answer.source)] if answer.ticket and not read else []
 
     def _is_sound(self, answer: KvTicket, hashes: str) -> bool:
         """Return whether an answer offers nothing but blocks that were asked for, on lanes that there are."""

@@ -167,7 +167,10 @@ class KvAsk:
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """The KV of blocks with these hashes, the first ones of a prompt on a lane."""
+    """The KV of blocks with these hashes, in order of the prompt.
+
+    If a ticket has several parts on a lane, the lane's ranks give the blocks of all of them, one part after the other.
+    """
 
     lane: int
     hashes: str

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-_TENSOR_SAMPLES = 4
+_TENSOR_SAMPLES = 5
 _TENSOR_SAMPLE_BYTES = 512
 _MOST_HEADER_BYTES = 2**28
 _SAMPLES = 64
@@ -76,7 +76,7 @@ def _tensor_ranges(path: Path, header: bytes) -> list[tuple[int, int]]:
 
 
 def _sample(file: BinaryIO, begin: int, start: int, stop: int, sample: int) -> bytes:
-    """Return a sample of the bytes `start .. stop` of a file, counted from `begin` on."""
-    at = start + (stop - start) * sample // _TENSOR_SAMPLES
-    file.seek(begin + at)
-    return file.read(min(_TENSOR_SAMPLE_BYTES, stop - at))
+    """Return a sample of the bytes `start .. stop` of a file, counted from `begin` on: the first and the last are among them."""
+    count = min(_TENSOR_SAMPLE_BYTES, stop - start)
+    file.seek(begin + start + (stop - start - count) * sample // (_TENSOR_SAMPLES - 1))
+    return file.read(count)

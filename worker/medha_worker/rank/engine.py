@@ -121,12 +121,14 @@ class Loaded:
         load_seconds: float,
         draft: Transformer | None = None,
         weights: str = "",
+        content: str = "",
     ) -> None:
         """`draft` is the draft model or the prediction head, if this rank has one.
 
-        `weights` is the identity of the checkpoint that was read; if it is empty, the disk tier is off.
+        `weights` is the identity of the checkpoint that was read, and `content` the one that all its copies have; if these are
+        empty, the disk tier is off, and no KV is handed over.
         """
-        self._weights = weights
+        self._weights, self._content = weights, content
         self._settings, self._config, self._model, self._draft = settings, config, model, draft
         self._recorder = recorder
         self._load_seconds = load_seconds
@@ -488,12 +490,13 @@ class Loaded:
             self._peers.close()
             self._peers = None
         if self._peers is None:
+            identity = self._kv_identity(model, host, self._content)
+            digest = blake2b(identity.encode(), digest_size=16).hexdigest()
             try:
-                content = content_identity(settings.model_directory)
-                identity = self._kv_identity(model, host, content)
-                digest = blake2b(identity.encode(), digest_size=16).hexdigest()
+                if not self._content:
+                    raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
                 server = PeerServer(settings.peer_endpoint, host, digest)
-            except (OSError, ValueError, zmq.ZMQError) as error:
+            except (OSError, zmq.ZMQError) as error:
                 _log.warning("no KV is handed over to other replicas, nor taken from them: %s", error)
                 return None
             self._peers = PeerBlocks(server, PeerReader(host, digest, time.perf_counter))
@@ -609,15 +612,27 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     )
     if drafted is not None:
         draft = _load_draft(*drafted, device, progress)
+    content = _content_of(settings) if weights else ""
     if weights != _weights_of(settings):
         _log.warning("the checkpoint in %s has changed while it was read", settings.model_directory)
-        weights = ""  # nobody knows what was read, so KV of it must not be kept as that of either
-    return Loaded(settings, config, model, recorder, time.monotonic() - started, draft, weights)
+        weights = content = ""  # nobody knows what was read, so KV of it must not count as that of either
+    return Loaded(settings, config, model, recorder, time.monotonic() - started, draft, weights, content)
+
+
+def _content_of(settings: RankSettings) -> str:
+    """Return the identity that all copies of the checkpoint have, if KV is handed over; empty if not, or if it cannot be read."""
+    if not settings.peer_endpoint:
+        return ""
+    try:
+        return content_identity(settings.model_directory)
+    except (OSError, ValueError) as error:
+        _log.warning("the checkpoint has no identity: %s", error)
+        return ""
 
 
 def _weights_of(settings: RankSettings) -> str:
-    """Return the identity of the checkpoint, if a disk tier needs it; empty if not, or if it cannot be read."""
-    if settings.disk_directory is None:
+    """Return the identity of the checkpoint, if a tier needs it; empty if not, or if it cannot be read."""
+    if settings.disk_directory is None and not settings.peer_endpoint:
         return ""
     try:
         return weights_identity(settings.model_directory)

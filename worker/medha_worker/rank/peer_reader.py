@@ -138,6 +138,8 @@ class PeerReader:
                 continue
             except PeerFailed as error:
                 _log.warning("KV of another replica could not be read, so it is computed: %s", error)
+                with self._condition:  # further reads of the ticket would take as long to fail
+                    self._sources.pop(job.read.ticket, None)
                 self._tell(job, not_loaded=(extent,))
             except Exception:  # noqa: BLE001 - a bug of ours must not leave requests waiting
                 _log.exception("KV of another replica could not be read")
@@ -160,7 +162,7 @@ class PeerReader:
 
     def _read(self, job: _Job, source: PeerFigures | None) -> None:
         if source is None:
-            raise PeerFailed("nobody has said where to show its ticket")
+            raise PeerFailed("nobody has said where to show its ticket, or a read with it has failed")
         if source.identity != self._identity:
             raise PeerFailed(f"the blocks at {source.endpoint} are those of another model, grid or version")
         try:

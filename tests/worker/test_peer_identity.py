@@ -1,0 +1,112 @@
+"""KV is exchanged by ranks that would compute the same KV, and by no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from medha.api.replica import MedhaReplicaSpec
+from medha.wire.messages import PeerFigures, Rendezvous
+from medha_process.part_settings import RankSettings
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.checkpoints.weights_identity import content_identity
+from medha_worker.rank.engine import Loaded, load
+from medha_worker.rank.step_recorder import StepRecorder
+
+
+def loaded(folder: Path) -> Loaded:
+    tiers = {"host": {"size": "384Ki"}, "peers": {"bandwidth": "1Gi"}}
+    document = {
+        "model": {"name": "m", "source": {"path": "/models/tiny"}, "maxModelLen": 128},
+        "kvCache": {"size": "384Ki", "tiers": tiers},
+        "scheduling": {"maxChunkTokens": 32, "maxRunning": 4},
+        "threads": 1,
+    }
+    settings = RankSettings(
+        rank=0,
+        spec=MedhaReplicaSpec.model_validate(document),
+        model_directory=folder,
+        peer_endpoint="tcp://127.0.0.1:*",
+        control="",
+        tokens="",
+        key_file=folder,
+        controller_key_file=folder,
+    )
+    return load(settings, StepRecorder(0), lambda *_: None)
+
+
+def figures(rank: Loaded) -> PeerFigures | None:
+    """Let a rank take part in an epoch; return where it says that it gives KV."""
+    ready = rank.rendezvous(Rendezvous(epoch=0, address="")).ready
+    rank.close()
+    return ready.peer
+
+
+def identity(rank: Loaded) -> str:
+    found = figures(rank)
+    assert found is not None
+    return found.identity
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed, name in enumerate(("one", "other")):
+        init_checkpoint(tmp_path / name, preset="tiny", seed=seed)
+    return tmp_path
+
+
+def replace_weights(folder: Path) -> None:
+    shutil.copy(folder / "other" / "model.safetensors", folder / "one" / "model.safetensors")
+
+
+def test_copies_of_a_checkpoint_exchange_kv_and_other_weights_do_not(folder: Path) -> None:
+    shutil.copytree(folder / "one", folder / "copy")
+    os.utime(folder / "copy" / "model.safetensors", (1, 1))
+    one, copy, other = (identity(loaded(folder / name)) for name in ("one", "copy", "other"))
+    assert one == copy != other
+
+
+def test_weights_that_are_replaced_behind_a_rank_are_not_those_of_its_kv(folder: Path) -> None:
+    before = identity(loaded(folder / "one"))
+    rank = loaded(folder / "one")
+    replace_weights(folder)
+    assert identity(rank) == before
+    assert identity(loaded(folder / "one")) != before
+
+
+def test_a_rank_hands_no_kv_over_if_its_checkpoint_changes_while_it_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter(["before", "behind"])
+    monkeypatch.setattr("medha_worker.rank.engine.weights_identity", lambda _: next(found))
+    assert figures(loaded(folder / "one")) is None
+
+
+@pytest.mark.parametrize("damage", ["dangling", "no header"])
+def test_a_rank_starts_and_hands_no_kv_over_if_its_checkpoint_cannot_be_told_from_others(
+    folder: Path, damage: str
+) -> None:
+    if damage == "dangling":
+        (folder / "one" / "dangling.json").symlink_to(folder / "nothing")
+    else:
+        (folder / "one" / "extra.safetensors").write_bytes(b"\xff" * 100)
+    assert figures(loaded(folder / "one")) is None
+
+
+@pytest.mark.parametrize("at", [0, 50_000, -1])
+def test_the_identity_follows_both_ends_of_each_tensor_and_its_middle(tmp_path: Path, at: int) -> None:
+    tensor = bytearray(100_000)
+    header = json.dumps({"x": {"dtype": "U8", "shape": [len(tensor)], "data_offsets": [0, len(tensor)]}})
+
+    def found() -> str:
+        text = len(header).to_bytes(8, "little") + header.encode() + tensor
+        (tmp_path / "model.safetensors").write_bytes(text)
+        return content_identity(tmp_path)
+
+    before = found()
+    tensor[at] = 1
+    assert found() != before
