@@ -194,6 +194,23 @@ def test_none_steps_aside_while_another_long_request_claims_kv(
     assert here.replica.asides == []
 
 
+def test_a_prefill_that_also_computes_the_beginning_of_a_waiting_prompt_goes_on(
+    traffic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medha.scheduler.prefix_followers.WORTH_WAITING_TOKENS", 12)
+    here = traffic(max_swaps=1, host_tier=tier(200))
+    here.begin_long("prefill")
+    ids = (*range(340), *range(1000, 1012))
+    here.replica.prompt_ids["follower"] = ids
+    hashes = here.replica.hasher.hashes(np.array(ids, dtype=np.int32))
+    submit = here.submit_of("follower", 352, 4, prompt="follower", block_hashes=hashes)
+    here.replica.submit(replace(submit, deadline_after_seconds=30.0))
+    assert here.replica.controller.find("follower").leader.id == "long"
+    here.chat("chat")
+    here.replica.run().check_empty()
+    assert here.replica.asides == []
+
+
 def test_what_a_request_computed_before_it_stepped_aside_is_not_reported_as_cached(traffic: Any) -> None:
     here = traffic(max_swaps=1, host_tier=tier(200))
     here.begin_long("prefill")

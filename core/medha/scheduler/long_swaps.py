@@ -147,6 +147,8 @@ class LongSwaps:
         waiting = self._admission.soon_late(now, correction, min(out_seconds), most_seconds)
         if waiting is None:
             return None
+        led = {one.leader.id for one in self._table.rows if one.leader is not None}
+        holders = [request for request in holders if request.id not in led]
         places = {request.id: self._admission.place_without(request, waiting) for request in holders}
         remaining = self._table.remaining_seconds(waiting) * correction
         output = waiting.reservation_tokens - waiting.submit.tokens
@@ -181,7 +183,7 @@ class LongSwaps:
         return Swap(request, due - needed.holds_seconds - found.price.back_seconds)
 
     def _may_swap(self, request: Request) -> bool:
-        """Return whether a request with KV is long, has computed something, and none waits for it to compute a prompt."""
+        """Return whether a request with KV is long, has computed something, and none waits for it to compute its own prompt."""
         return (
             not request.ended
             and request.length >= self._config.long_threshold_tokens
