@@ -271,6 +271,27 @@ def test_the_kv_of_a_sequence_that_stepped_aside_is_kept_until_it_is_admitted_ag
         assert (pools.swapped, pools.tier_room([0])) == (0, 8)
 
 
+def test_the_room_for_one_that_steps_aside_is_without_what_is_kept_for_others_and_still_on_the_device() -> (
+    None
+):
+    pools = KvPools(
+        lanes=1, kv_blocks=8, block_size_tokens=SIZE, tokens_per_lane=100, host_blocks=8, prices=Prices()
+    )
+    assert pools.admit("long", 24, 24, block_hashes=hashes(1, 6))
+    pools.computed("long", 24)
+    pools.release("long", 24, swaps=True)
+    assert (pools.tiers[0].swapped_blocks, pools.tier_room([0])) == (0, 2)
+
+
+def test_a_sequence_of_which_nothing_can_be_found_again_is_not_counted_as_swapped() -> None:
+    pools = KvPools(
+        lanes=1, kv_blocks=8, block_size_tokens=SIZE, tokens_per_lane=100, host_blocks=8, prices=Prices()
+    )
+    assert pools.admit("without hashes", 24, 24)
+    pools.release("without hashes", 24, swaps=True)
+    assert (pools.swapped, pools.swaps_out) == (0, 0)
+
+
 def test_what_would_be_computed_faster_than_fetched_is_not_demoted() -> None:
     assert HostTier(4, SIZE, Prices(100.0)).demote([branch(1, 0, 4)]) == ((), ())
 

@@ -69,13 +69,13 @@ class Traffic:
     submit_of: Any
     long_output: int = 0
 
-    def begin_long(self, phase: str) -> dict[str, float]:
+    def begin_long(self, phase: str, due_seconds: float = 20.0) -> dict[str, float]:
         """Send the long request, let it get to the middle of a phase, and return when it is due."""
         replica = self.replica
         tokens, self.long_output = (200, 150) if phase == "decode" else (340, 10)
         replica.prompt_ids["long"] = tuple(range(tokens))
         hashes = replica.hasher.hashes(np.arange(tokens, dtype=np.int32))
-        due = {"deadline_after_seconds": 20.0} if phase == "prefill" else {}
+        due = {"deadline_after_seconds": due_seconds} if phase == "prefill" else {}
         submit = self.submit_of("long", tokens, self.long_output, prompt="long", block_hashes=hashes, **due)
         replica.submit(submit)
         if phase == "prefill":
@@ -167,6 +167,58 @@ def test_a_request_that_came_back_is_not_swapped_too_often_or_too_soon(
     here.chat("another", output=4)
     here.replica.run().check_empty()
     assert here.replica.asides == ["long"] * swaps
+
+
+def test_another_long_request_does_not_take_its_kv_before_it_is_back(traffic: Any) -> None:
+    """Its answer would keep the KV for 1.8 s, beyond the deadline of the one that stepped aside."""
+    here = traffic(max_swaps=1, host_tier=tier(200), tpot_target_seconds=0.04)
+    deadlines = here.begin_long("prefill", due_seconds=3.0)
+    here.replica.submit(here.submit_of("other", 110, 180, deadline_after_seconds=60.0))
+    deadlines["chat"] = here.chat("chat")
+    here.replica.run().check_empty()
+    assert here.replica.asides == ["long"]
+    assert {name for name, due in deadlines.items() if here.ended_at(name, "prefill") > due} == set()
+
+
+def test_none_steps_aside_while_another_long_request_claims_kv(
+    traffic: Any,
+) -> None:
+    """What it left would go to a late long request that claims KV, for as long as that runs."""
+    here = traffic(max_swaps=1, host_tier=tier(200), policy="fcfs")
+    here.begin_long("decode")
+    here.replica.submit(here.submit_of("late", 110, 90, deadline_after_seconds=0.01))
+    for _ in range(5):
+        here.replica.advance()
+    here.chat("chat")
+    here.replica.run().check_empty()
+    assert here.replica.asides == []
+
+
+def test_a_prefill_that_also_computes_the_beginning_of_a_waiting_prompt_goes_on(
+    traffic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medha.scheduler.prefix_followers.WORTH_WAITING_TOKENS", 12)
+    here = traffic(max_swaps=1, host_tier=tier(200))
+    here.begin_long("prefill")
+    ids = (*range(340), *range(1000, 1012))
+    here.replica.prompt_ids["follower"] = ids
+    hashes = here.replica.hasher.hashes(np.array(ids, dtype=np.int32))
+    submit = here.submit_of("follower", 352, 4, prompt="follower", block_hashes=hashes)
+    here.replica.submit(replace(submit, deadline_after_seconds=30.0))
+    assert here.replica.controller.find("follower").leader.id == "long"
+    here.chat("chat")
+    here.replica.run().check_empty()
+    assert here.replica.asides == []
+
+
+def test_what_a_request_computed_before_it_stepped_aside_is_not_reported_as_cached(traffic: Any) -> None:
+    here = traffic(max_swaps=1, host_tier=tier(200))
+    here.begin_long("prefill")
+    here.chat("chat")
+    here.replica.run().check_empty()
+    assert here.replica.asides == ["long"]
+    emits = [one for commands in here.replica.commands for one in commands if isinstance(one, Emit)]
+    assert [one.cached_tokens for one in emits if one.id == "long"] == [0] * here.long_output
 
 
 def tier(blocks: int) -> HostTierFigures | None:

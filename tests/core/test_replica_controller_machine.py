@@ -655,7 +655,7 @@ class ControllerMachine(RuleBasedStateMachine):
         assert controller.pools.swapped == 0
         for tier in controller.pools.tiers:
             tier.check()
-            assert tier.swapped_blocks == 0
+            assert tier.swapped_blocks == tier.wanted_blocks == 0
         assert controller.load().pending_prefill_seconds == 0
         assert all(lane.decodes.targets is None and lane.quarantined == 0 for lane in controller._lanes)
         assert not controller._sharing.prompts

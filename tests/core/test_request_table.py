@@ -91,6 +91,39 @@ def test_no_request_of_an_owner_over_its_places_is_chosen() -> None:
     assert table.late(Capacity(9, 9, over=(1,)), NOW, 1.0) is other
 
 
+def test_no_request_that_could_not_claim_what_it_leaves_lets_a_long_one_step_aside() -> None:
+    """Its owner may have more than an equal share of KV, or it is late before the copy to the host has ended."""
+    table = RequestTable()
+    for number, owner in enumerate("ab"):
+        request = late_request(number, is_long=False)
+        request.submit = replace(request.submit, owner=owner)
+        table.add(request, 1.0, Alone(1.0, 0.0), request.deadline, 5)
+    first, second = table.rows
+    slack_seconds = first.deadline - 1.0
+    for room, least_seconds, found in (
+        (Capacity(4, 4), 0.0, first),
+        (Capacity(4, 4, above_share=(1,)), 0.0, second),
+        (Capacity(4, 4, over=(2,), above_share=(1,)), 0.0, None),
+        (Capacity(4, 4), slack_seconds + 0.5, second),
+    ):
+        assert table.soon_late(room, 0.0, 1.0, least_seconds, 10.0) is found
+
+
+@pytest.mark.parametrize("of_returning", [None, 5])
+def test_other_long_requests_leave_their_share_to_one_that_comes_back(of_returning: int | None) -> None:
+    table = RequestTable()
+    for number in range(2):
+        request = late_request(number, is_long=True)
+        request.returns = number == 1
+        table.add(request, 1.0, Alone(1.0, 0.0), request.deadline, 5)
+    assert table.returning_blocks == 5
+    room = Capacity(10, 10, of_longs=-3, of_returning=of_returning)
+    assert np.flatnonzero(table.admissible(room)).tolist() == [1]
+    assert table.late_without_capacity(room, NOW, 1.0) is table.rows[0]
+    table.remove(table.rows[1])
+    assert table.returning_blocks == 0
+
+
 @pytest.mark.parametrize("drain_seconds", [0.0, 5.0, 200.0])
 def test_a_demoted_long_one_claims_no_share_of_longs_before_its_revised_deadline_has_been_near(
     drain_seconds: float,

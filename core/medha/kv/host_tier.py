@@ -341,6 +341,11 @@ class HostTier:
         """Blocks that are kept for requests that have stepped aside."""
         return sum(extent.swapped for extent in self._extents.values())
 
+    @property
+    def wanted_blocks(self) -> int:
+        """Blocks that requests which have stepped aside will need: those that are kept, and those that may yet come."""
+        return len(self._swapped)
+
     def fetch(self, held: Sequence[Held], lane: int) -> tuple[Fetch, ...]:
         """Count a request's fetch of `held`, which makes it worth as much as if it were new."""
         for one in held:

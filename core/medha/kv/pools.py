@@ -414,9 +414,12 @@ class KvPools:
         )
 
     def tier_room(self, lanes: Iterable[int]) -> int:
-        """Return the blocks that the fullest host tier of `lanes` can keep for a sequence that steps aside."""
+        """Return the blocks that the fullest host tier of `lanes` can keep for a sequence that steps aside.
+
+        What it is to keep for others, and is still on the device, may come.
+        """
         tiers = [tier for lane in lanes if (tier := self._lanes[lane].tier) is not None]
-        return min((tier.ledger.blocks - tier.swapped_blocks for tier in tiers), default=0)
+        return min((max(tier.ledger.blocks - tier.wanted_blocks, 0) for tier in tiers), default=0)
 
     @property
     def swapped(self) -> int:
@@ -821,6 +824,8 @@ class KvPools:
             chains = {lane: chain + "".join(held.outputs) for lane, chain in chains.items()}
         computed = self._whole_blocks(held.shards, computed_tokens)
         found = {lane: hash_range(chain, 0, computed.get(lane, 0)) for lane, chain in chains.items()}
+        if not any(found.values()):
+            return  # none of its blocks can be found again
         self._swapped[sequence] = found
         self.swaps_out += 1
         for lane, chain in found.items():

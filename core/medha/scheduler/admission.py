@@ -151,7 +151,15 @@ class Admission:
         early_seconds = self._way_seconds if owners.any_may_make_way() else 0.0
         starts_long = self._starts_long()
         return Capacity(
-            max(free), together, self._left_for_longs(), starts_long, over, over_kv, above, early_seconds
+            max(free),
+            together,
+            self._left_for_longs(kept_blocks=self._kept_for_returning()),
+            self._left_for_longs(),
+            starts_long,
+            over,
+            over_kv,
+            above,
+            early_seconds,
         )
 
     @property
@@ -170,7 +178,8 @@ class Admission:
             together = min(together, beside)
             if all(lane in claim.lanes for lane in lanes):
                 free = min(free, beside)
-        return Capacity(free, together, self._left_for_longs(claim), self._starts_long(claim), over)
+        left = self._left_for_longs(claim, kept_blocks=self._kept_for_returning(claim))
+        return Capacity(free, together, left, self._left_for_longs(claim), self._starts_long(claim), over)
 
     def lane_for(
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
@@ -224,15 +233,25 @@ class Admission:
 
     # The caps on long requests, beside a claim: what a long claimant is to get is not available to others.
 
-    def _left_for_longs(self, claim: _Claim | None = None) -> int | None:
-        """Return how many blocks another long request may take; None: any number."""
+    def _left_for_longs(self, claim: _Claim | None = None, *, kept_blocks: int = 0) -> int | None:
+        """Return how many blocks another long request may take, if it leaves `kept_blocks`; None: any number."""
         claimed = 0
         if claim is not None and claim.request.is_long:
             claimed = self._table.needed_blocks(claim.request)
-        if not self._taken_by_longs and not claimed:
+        if not (self._taken_by_longs or claimed or kept_blocks):
             return None
         share = 1 - self._config.scheduling.short_headroom
-        return int(share * self._pool_blocks) - self._held_by_longs - claimed
+        return int(share * self._pool_blocks) - self._held_by_longs - claimed - kept_blocks
+
+    def _kept_for_returning(self, claim: _Claim | None = None) -> int:
+        """Return the blocks that other long requests leave to those that have stepped aside for a deadline, and wait.
+
+        A claim for one of these has its part already.
+        """
+        kept = self._table.returning_blocks
+        if claim is not None and claim.request.returns:
+            kept -= self._table.needed_blocks(claim.request)
+        return kept
 
     @property
     def _held_by_longs(self) -> int:
@@ -251,9 +270,10 @@ class Admission:
         return len(self._prefilling_longs) + claimed < self._config.scheduling.max_running_long
 
     def _has_share_for(self, request: Request) -> bool:
-        """Return whether the caps on long requests admit this one."""
+        """Return whether the caps on long requests admit this one: if it claims or returns, without what is kept for others."""
         claim = None if self.claimant is request else self._claim
-        left = self._left_for_longs(claim)
+        is_first = self.claimant is request or request.returns
+        left = self._left_for_longs(claim, kept_blocks=0 if is_first else self._kept_for_returning(claim))
         return self._starts_long(claim) and (left is None or self._table.needed_blocks(request) <= left)
 
     # --- claims -------------------------------------------------------------------------------------
@@ -509,9 +529,11 @@ class Admission:
 
     # --- KV that long requests leave to others ------------------------------------------------------
 
-    def soon_late(self, now: float, correction: float, most_seconds: float) -> Request | None:
-        """Return a waiting request that lacks free KV, must begin within `most_seconds`, and can still be on time."""
-        return self._table.soon_late(self._free_capacity(), now, correction, most_seconds)
+    def soon_late(
+        self, now: float, correction: float, least_seconds: float, most_seconds: float
+    ) -> Request | None:
+        """Return a waiting request that lacks free KV, and must begin within `most_seconds`, but not `least_seconds`."""
+        return self._table.soon_late(self._free_capacity(), now, correction, least_seconds, most_seconds)
 
     def place_without(self, holder: Request, waiting: Request) -> int | None:
         """Return the lane on which a waiting request finds KV once `holder` has given its own back.

@@ -627,6 +627,7 @@ class ReplicaController:
         work_seconds = whole.seconds * predictor.correction.prefill
         self._arrivals += before is None
         arrival = now - submit.age_seconds if before is None else before.arrival
+        returns = before is not None and before.due_back is not None
         request = Request(
             submit=submit,
             id=submit.id,
@@ -634,8 +635,8 @@ class ReplicaController:
             tie=self._arrivals if before is None else before.tie,
             arrival=arrival,
             targets=self._targets(submit, class_name, work_seconds, before, now),
-            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens
-            or (before is not None and before.due_back is not None),
+            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens or returns,
+            returns=returns,
             length=submit.tokens,
             limit_tokens=validation.limit_tokens(config, submit),
             reservation_tokens=reservation_tokens,
@@ -648,6 +649,7 @@ class ReplicaController:
             ways=0 if before is None else before.ways + before.makes_way,
             may_spread=may_spread,
             cached_tokens=cached_tokens,
+            first_cached_tokens=None if before is None else before.served_from_cache,
             paced_from=inf if before is None else before.paced_from,
             paced_length=0 if before is None else before.paced_length,
         )
@@ -883,7 +885,7 @@ class ReplicaController:
             tokens,
             finish_reason,
             logprobs,
-            request.cached_tokens if is_first and not request.has_output_in_prompt else 0,
+            request.served_from_cache if is_first and not request.has_output_in_prompt else 0,
             self._prompt_logprobs(request) if is_first and request.scores_prompt else None,
         )
 

@@ -134,15 +134,21 @@ class LongSwaps:
         """Return the long request that steps aside now, if any; the one for which it does so gets what it leaves."""
         if not self._most_swaps or now < self._next_at or not self._table.waiting or self._admission.is_full:
             return None
+        claimant = self._admission.claimant
+        if claimant is not None and claimant.is_long:
+            return None  # it would get the KV, and hold it for an unknown time
         holders = [request for request in self._table.holders if self._may_swap(request)]
         if not holders:
             return None
         correction = self._predictor.correction.prefill
         prices = {request.id: self._price(request) for request in holders}
-        most_seconds = self._lead_seconds + max(price.out_seconds for price in prices.values())
-        waiting = self._admission.soon_late(now, correction, most_seconds)
+        out_seconds = [price.out_seconds for price in prices.values()]
+        most_seconds = self._lead_seconds + max(out_seconds)
+        waiting = self._admission.soon_late(now, correction, min(out_seconds), most_seconds)
         if waiting is None:
             return None
+        led = {one.leader.id for one in self._table.rows if one.leader is not None}
+        holders = [request for request in holders if request.id not in led]
         places = {request.id: self._admission.place_without(request, waiting) for request in holders}
         remaining = self._table.remaining_seconds(waiting) * correction
         output = waiting.reservation_tokens - waiting.submit.tokens
@@ -177,7 +183,7 @@ class LongSwaps:
         return Swap(request, due - needed.holds_seconds - found.price.back_seconds)
 
     def _may_swap(self, request: Request) -> bool:
-        """Return whether a request with KV is long, has computed something, and none waits for it to compute a prompt."""
+        """Return whether a request with KV is long, has computed something, and none waits for it to compute its own prompt."""
         return (
             not request.ended
             and request.length >= self._config.long_threshold_tokens

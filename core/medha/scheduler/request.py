@@ -74,6 +74,7 @@ class Request:
     dispatched: int = 0
     computed: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was cached at admission; an estimate while it waits
+    first_cached_tokens: int | None = None  # those when it first got KV, if it has stepped aside
     is_detached: bool = False  # it does not wait for the running prefill of its prompt, which ends too late
     leader: Request | None = None  # a running prefill that also computes the beginning of its prompt
     runs_ahead: bool = False  # the last token that `length` counts has not arrived yet
@@ -83,6 +84,7 @@ class Request:
     steps_aside: bool = False  # it gives its KV back, and then waits to compute it again
     makes_way: bool = False  # it does so for one that waits
     due_back: float | None = None  # when it is due after that, if it is long and does so for a deadline
+    returns: bool = False  # it is back from that
     paced_from: float = inf  # when the first of its tokens was sampled here
     paced_length: int = 0  # its length then
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the chunks that are computed
@@ -113,6 +115,11 @@ class Request:
     def has_output_in_prompt(self) -> bool:
         """True if it has output that was sampled here, or elsewhere, before its present prefill."""
         return self.submit.tokens > self.submit.prompt_length
+
+    @property
+    def served_from_cache(self) -> int:
+        """Prompt tokens that were cached when it first got KV: what it has computed itself since then does not count."""
+        return self.cached_tokens if self.first_cached_tokens is None else self.first_cached_tokens
 
     @property
     def scores_prompt(self) -> bool:

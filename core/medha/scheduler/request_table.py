@@ -8,7 +8,7 @@ and nowhere else; the constant ones are copied when the row is added, and its la
     column                            written by
     arrival, deadline, work, tie,     `add`: constant
     long, spread, owner,
-    contested
+    contested, returns
     turn                              `add`, `prefilled`
     remaining, busy                   `add`, `needs`, `progressed`
     begun                             `add`, `progressed`
@@ -53,6 +53,7 @@ class Capacity:
     of_one_lane: int
     of_all_lanes: int  # for requests that may be split over several lanes
     of_longs: int | None = None  # what is left of the share of long requests; None: no limit
+    of_returning: int | None = None  # the same for those of them that come back
     starts_long: bool = True  # whether another long request may begin its prefill
     over: tuple[int, ...] = ()  # owners that must leave running places or KV to others, by number
     over_kv: bool = False  # one of them holds too much KV
@@ -70,6 +71,7 @@ class RequestTable:
         self._holders: dict[str, Request] = {}
         self.waiting = 0
         """Number of requests that hold no KV."""
+        self._returning = 0  # those of them that come back to the share of long requests
         self.owners = OwnerPlaces()
         """The numbers of requests of each owner that wait, and that hold KV."""
         self._ended = 0  # requests whose KV waits in quarantine
@@ -79,7 +81,7 @@ class RequestTable:
         self._seconds: Floats = np.zeros((11, _FIRST_CAPACITY), dtype=np.float64)
         self._counts: Ints = np.zeros((4, _FIRST_CAPACITY), dtype=np.int64)
         self._lane: _Lanes = np.zeros(_FIRST_CAPACITY, dtype=np.int16)  # NOWHERE while it waits
-        self._flags: Bools = np.zeros((4, _FIRST_CAPACITY), dtype=np.bool_)
+        self._flags: Bools = np.zeros((5, _FIRST_CAPACITY), dtype=np.bool_)
         self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, sorted by due time
         self._most_needed = 0  # upper bound of the blocks that any row needs
         self._any_misfit = False  # False only if no row is a misfit
@@ -105,11 +107,14 @@ class RequestTable:
         self._owner: Ints = owner  # its number
         self._begun: Ints = begun  # tokens of its prompt that are dispatched, and were not cached
         self._needed: Ints = needed  # KV blocks needed for admission; 0 once admitted
-        long, spread, held, misfit = self._flags
+        long, spread, held, misfit, returns = self._flags
         self._long: Bools = long
         self._spread: Bools = spread  # may be split over several lanes
         self._held: Bools = held  # waits for a prefill that it will share
         self._misfit: Bools = misfit  # found no place although as much KV as it needs was free
+        self._returns: Bools = (
+            returns  # long, and stepped aside for a deadline: other long ones leave it its KV
+        )
 
     def _double(self) -> None:
         """Double the capacity."""
@@ -162,6 +167,7 @@ class RequestTable:
         """
         self._by_id[request.id] = request
         self.waiting += 1
+        self._returning += request.returns
         row = len(self.rows)
         if row == len(self._tie):
             self._double()
@@ -182,6 +188,7 @@ class RequestTable:
         self._lane[row] = request.lane
         self._long[row] = request.is_long
         self._spread[row] = request.may_spread
+        self._returns[row] = request.returns
         self._held[row] = self._misfit[row] = False
         if self._keeps_order:
             place = int(self._due[:row].searchsorted(due, side="right", sorter=self._by_due[:row]))
@@ -211,6 +218,7 @@ class RequestTable:
     def place(self, request: Request) -> None:
         """Record that a waiting request now holds KV and runs on its lane."""
         self.waiting -= 1
+        self._returning -= request.returns
         self._holders[request.id] = request
         self.owners.place(request.submit.owner, is_long=request.is_long)
         self._lane[request.row] = request.lane
@@ -231,6 +239,7 @@ class RequestTable:
         del self._by_id[request.id]
         if request.waits:
             self.waiting -= 1
+            self._returning -= request.returns
             self._leave_rows([request], served=False)
         else:
             self._ended -= 1
@@ -360,6 +369,15 @@ class RequestTable:
             due=self._due[:rows], revised_deadline=self._revised_deadline[:rows], by_due=self._by_due[:rows]
         )
 
+    @property
+    def returning_blocks(self) -> int:
+        """Blocks that long requests need which have stepped aside for a deadline, and wait."""
+        return (
+            int(self._needed[: len(self.rows)][self._returns[: len(self.rows)]].sum())
+            if self._returning
+            else 0
+        )
+
     def needed_blocks(self, request: Request) -> int:
         """Return how many free KV blocks a waiting request needs to be admitted."""
         return self._needed.item(request.row)
@@ -440,7 +458,7 @@ class RequestTable:
         if not room.starts_long:
             refused |= self._long[:rows]
         elif room.of_longs is not None and self._most_needed > room.of_longs:
-            refused |= self._long[:rows] & (self._needed[:rows] > room.of_longs)
+            refused |= self._lacks_share(room, np.arange(rows))
         refused |= self._held[:rows]
         if room.over:
             refused |= np.isin(self._owner[:rows], room.over)
@@ -479,7 +497,7 @@ class RequestTable:
         if not room.starts_long:
             lacks &= ~is_long
         elif room.of_longs is not None:
-            lacks_share = is_long & (needed > room.of_longs)
+            lacks_share = self._lacks_share(room, found)
             lacks |= lacks_share
         remaining = self._remaining[found] * correction
         early_seconds = np.where(is_long, 0.0, room.early_seconds)
@@ -494,21 +512,24 @@ class RequestTable:
             late &= ~lacks_share | (patience <= now)
         return self._earliest(found[late])
 
-    def soon_late(self, room: Capacity, now: float, correction: float, most_seconds: float) -> Request | None:
+    def soon_late(
+        self, room: Capacity, now: float, correction: float, least_seconds: float, most_seconds: float
+    ) -> Request | None:
         """Return the request with the earliest deadline that can still be on time, and lacks only free KV of a lane.
 
-        Its prefill must begin within `most_seconds`. Long requests, and those that may spread, do not count.
+        Its prefill must begin within `most_seconds`, but not within `least_seconds`. Long requests, those that may spread,
+        and those whose owners may not claim KV do not count.
         """
         rows = len(self.rows)
         if rows == 0 or (self._most_needed <= room.of_one_lane and not self._any_misfit):
             return None
         slack_seconds = self._deadline[:rows] - self._remaining[:rows] * correction - now
-        found = (slack_seconds >= 0) & (slack_seconds <= most_seconds)
+        found = (slack_seconds >= least_seconds) & (slack_seconds <= most_seconds)
         found &= (self._needed[:rows] > room.of_one_lane) | self._misfit[:rows]
         found &= self._lane[:rows] == NOWHERE
         found &= ~(self._held[:rows] | self._long[:rows] | self._spread[:rows])
-        if room.over:
-            found &= ~np.isin(self._owner[:rows], room.over)
+        if room.over or room.above_share:
+            found &= ~np.isin(self._owner[:rows], (*room.over, *room.above_share))
         return self._earliest(found.nonzero()[0])
 
     def late(self, room: Capacity, now: float, correction: float) -> Request | None:
@@ -523,6 +544,16 @@ class RequestTable:
         if room.over:
             late &= ~np.isin(self._owner[:rows], room.over)
         return self._earliest(late.nonzero()[0])
+
+    def _lacks_share(self, room: Capacity, rows: Ints) -> Bools:
+        """Return flags of those of `rows` that are long and need more than what is left of the share of long requests."""
+        needed, found = self._needed[rows], self._long[rows]
+        if room.of_longs is not None:
+            found &= needed > room.of_longs
+        if self._returning:
+            may_return = True if room.of_returning is None else needed <= room.of_returning
+            found &= ~(self._returns[rows] & may_return)
+        return found
 
     def _earliest(self, rows: Ints) -> Request | None:
         """Return the request of `rows` with the earliest deadline."""
