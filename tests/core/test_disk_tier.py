@@ -222,3 +222,18 @@ def test_reads_show_what_an_access_and_a_block_take() -> None:
     reads.observe(0, 1.0)
     reads.observe(5, float("nan"))
     assert reads.seconds(7, 1) == before
+
+
+def test_a_read_that_hung_does_not_end_all_reads() -> None:
+    reads = ReadSeconds(0.001, 0.001)
+    for _ in range(20):
+        reads.observe(64, 0.07)
+    reads.observe(64, 4.0)
+    assert reads.seconds(64, 1) < 2 * 0.07
+    for _ in range(20):
+        reads.observe(64, 4.0)  # a network that has become slow is believed
+    assert reads.seconds(64, 1) > 2.0
+    stopped = ReadSeconds(0.0, 0.0)
+    for _ in range(20):
+        stopped.observe(64, 1.0)
+    assert stopped.seconds(64, 1) > 0.5

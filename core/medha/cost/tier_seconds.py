@@ -19,6 +19,10 @@ _KEPT = 0.9
 """Weight of earlier reads beside a new one: a change of the disk shows within some ten reads."""
 _FIRST_BLOCKS = (1, 64)
 """Sizes of the reads by which the measurement of the warm-up counts at first."""
+_MOST_SLOWDOWN = 4.0
+"""A read counts as at most so many times as long as predicted."""
+_LEAST_SLOW_SECONDS = 0.01
+"""A read of this time counts as it is, however short the predicted one."""
 _PEER_ACCESS_SECONDS = 0.02
 """Time of a read of another replica, however small, until some were measured: its step begins, then a connection."""
 
@@ -94,16 +98,22 @@ class ReadSeconds:
         self._weight = self._blocks = self._squares = self._seconds = self._products = 0.0
         self.access_seconds, self.seconds_per_block = access_seconds, seconds_per_block
         for blocks in _FIRST_BLOCKS:
-            self.observe(blocks, access_seconds + blocks * seconds_per_block)
+            self._fit(blocks, access_seconds + blocks * seconds_per_block)
 
     def seconds(self, blocks: int, files: int) -> float:
         """Return the predicted time of `files` reads of `blocks` blocks together."""
         return files * self.access_seconds + blocks * self.seconds_per_block
 
     def observe(self, blocks: int, seconds: float) -> None:
-        """Fit the line to one more read."""
-        if blocks < 1 or not 0 <= seconds < inf:
-            return
+        """Fit the line to one more read.
+
+        A read that hung counts as a slow one: else a single one would end all reads, and none would correct it.
+        """
+        if blocks >= 1 and 0 <= seconds < inf:
+            most_seconds = max(_MOST_SLOWDOWN * self.seconds(blocks, 1), _LEAST_SLOW_SECONDS)
+            self._fit(blocks, min(seconds, most_seconds))
+
+    def _fit(self, blocks: int, seconds: float) -> None:
         self._weight = _KEPT * self._weight + 1
         self._blocks = _KEPT * self._blocks + blocks
         self._squares = _KEPT * self._squares + blocks * blocks
