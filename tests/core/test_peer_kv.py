@@ -208,7 +208,13 @@ def test_a_replica_that_hands_nothing_over_neither_asks_nor_gives() -> None:
 def test_the_first_reads_correct_the_prediction_of_later_ones() -> None:
     source, taker = source_with(), Side()
     taker.handle(offered(source, asked(taker)))
+    prices = taker.core._tier_seconds
+    assert prices is not None
+    before = prices.peer_seconds(25)
     taker.handle(DiskReport(0, loaded=((0, 500.0),)))
+    assert prices.peer_seconds(25) > before
+    for _ in range(30):
+        prices.observe_peer_load(25, 500.0)
     taker.submit("other", ids(2, 101), peer="r0", peer_tokens=100)
     assert taker.admitted["other"] == 0, "it is predicted to take minutes"
 

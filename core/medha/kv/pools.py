@@ -645,8 +645,8 @@ class KvPools:
         parts: list[KvPart] = []
         blocks: dict[int, list[Fetch]] = {}  # by lane: one may have several parts of a long prompt
         for lane, found in self._found_best(prompt_tokens, block_hashes, is_long=is_long, reach="host"):
-            if not found.all_blocks or any(part.lane == lane for part in parts):
-                continue  # a ticket is good for one run of blocks of a lane
+            if not found.all_blocks:
+                continue
             loads, held = self._lanes[lane].share(found, ticket, lane)
             self._loads += loads
             if held:
@@ -666,9 +666,8 @@ class KvPools:
             tier.unserve(ticket)
         pending = [one for one in self._serves if one.ticket != ticket]
         if len(pending) < len(self._serves):
-            self._serves = (
-                pending  # ranks have not heard of it, and its blocks may get other owners before they do
-            )
+            # Ranks have not heard of it, and its blocks may get other owners before they do.
+            self._serves = pending
         else:
             self._unserves.append(ticket)
 
