@@ -175,7 +175,7 @@ def test_keys_are_the_owners_alone_outlive_a_part_and_never_leave_their_files(re
     (controller,) = processes(replica, "medha_worker.controller")
     os.kill(controller.pid, signal.SIGKILL)
     controller.wait(timeout=20)
-    assert len(streamed(replica, 20, BODY)) > 0
+    wait_for_metric(lambda: len(streamed(replica, 20, BODY)), 1, "nothing is served by the next controller")
     assert {path: path.read_text().strip() for path in files} == contents
     settings = "".join(path.read_text() for path in replica.run.glob("*.json"))
     said = [*replica.lines, settings]
