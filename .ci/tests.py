@@ -18,10 +18,7 @@ import tempfile
 from pathlib import Path
 
 ENGINE = ("tests/serving", "tests/worker")
-COMMANDS = (
-    "tests/cli", "tests/gateways", "tests/links", "tests/papers", "tests/process", "tests/reconcile", "tests/traces",
-)  # fmt: skip
-"""Beside the commands what is short: both sides take equally long with it."""
+COMMANDS = ("tests/cli", "tests/process")
 CAMPAIGN = ("tests/campaign", "tests/chart")
 NODES = tuple(
     f"tests/cluster/test_{name}.py"
@@ -71,7 +68,7 @@ def main() -> int:
 
 
 def first_side() -> None:
-    """Run the engine's tests, those of commands and a few others, then those on nodes."""
+    """Run the engine's tests, those of commands, then those on nodes."""
     tests("engine")
     tests("commands")
     for needed, options in NEEDED.items():
