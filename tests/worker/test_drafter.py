@@ -306,9 +306,9 @@ def decode_alone(model: Transformer, tokens: int) -> dict[str, list[int]]:
 
 
 class Failing:
-    """A model whose forward passes fail from some call on."""
+    """A model, or a head, whose forward passes fail from some call on."""
 
-    def __init__(self, model: Transformer, calls: int) -> None:
+    def __init__(self, model: Any, calls: int) -> None:
         self._model, self.calls = model, calls
 
     def __getattr__(self, name: str) -> Any:

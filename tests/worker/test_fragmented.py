@@ -35,8 +35,10 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor
+from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.kv_parallel_plan import positions
 
 from .models import kernels_of_a_rank, load_model, run_step
@@ -69,8 +71,8 @@ class Query:
 class Replica:
     """A controller and one rank, joined without sockets: steps run in the order in which they are launched."""
 
-    def __init__(self, model: Transformer, host_blocks: int = 0) -> None:
-        """`host_blocks` is the size of the host tier, from which KV is fetched in no time."""
+    def __init__(self, model: Transformer, host_blocks: int = 0, head: PredictionHead | None = None) -> None:
+        """`host_blocks` is the size of the host tier, from which KV is fetched in no time; `head` computes every step, too."""
         ready = RankReady(
             rank=0, block_size_tokens=BLOCK_TOKENS, kv_blocks=KV_BLOCKS, weights_bytes=1, activation_bytes=1, kv_bytes=1,
             profile=PROFILE, device="cpu", max_model_len=model.config.max_model_len, vocab_size=model.config.vocab_size,
@@ -84,14 +86,15 @@ class Replica:
         )
         self.core = ReplicaController(derive(spec, ready), PROFILE)
         self._model = Recording(model)
-        pool = model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS)
-        self._executor = Executor(
+        pool = self.pool = model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS, head=head)
+        self.executor = Executor(
             self._model, pool, vocab_size=model.config.vocab_size, eos_token_ids=(), clock=lambda: 0.0,
+            drafter=None if head is None else HeadDrafter(head, pool.last_layer(), model.normed),
             host_blocks=[HostBlocks(pool, host_blocks)] if host_blocks else (),
         )  # fmt: skip
         self._hasher, self._outputs = PrefixHasher(BLOCK_TOKENS, b"secret"), OutputHasher()
         self._launched: deque[Step] = deque()
-        self._asked: dict[str, Query] = {}
+        self.asked: dict[str, Query] = {}
         self._open: set[str] = set()
         self._now = 0.0
 
@@ -104,8 +107,8 @@ class Replica:
             self._run_next()
 
     def _submit(self, one: Query) -> None:
-        name = f"r{len(self._asked)}"
-        self._asked[name] = one
+        name = f"r{len(self.asked)}"
+        self.asked[name] = one
         self._open.add(name)
         sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=one.output_tokens)
         hashes = self._hasher.hashes(one.ids)
@@ -115,23 +118,24 @@ class Replica:
 
     def _run_next(self) -> None:
         step = self._launched.popleft()
-        self._executor.prepare(step)
-        for name in self._executor.missing_prompts(step):
-            ids = self._asked[name].ids
-            self._executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
+        self.executor.prepare(step)
+        for name in self.executor.missing_prompts(step):
+            ids = self.asked[name].ids
+            self.executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
         self._model.rows.clear()
-        done = self._executor.execute(step)
+        done = self.executor.execute(step)
+        self.ran(step)
         assert done is not None
         assert done.failures == ()
         rows = iter([row for logits in self._model.rows for row in logits])
         for entry in step.entries:
             for position in positions(entry.extents).tolist():
-                self._asked[entry.id].logits[position] = next(rows)
+                self.asked[entry.id].logits[position] = next(rows)
         hashes = []
         for sample in done.samples:
             if sample.id not in self._outputs:
                 prompt = self._hasher.start()
-                prompt.update(self._asked[sample.id].ids)
+                prompt.update(self.asked[sample.id].ids)
                 self._outputs.begin(sample.id, prompt)
             filled = self._outputs.add(sample.id, sample.token)
             if filled:
@@ -139,13 +143,16 @@ class Replica:
         self._now += 0.01
         self._handle(replace(done, block_hashes=tuple(hashes)))
 
+    def ran(self, step: Step) -> None:
+        """Look at what a step has left; its sequences are still there."""
+
     def _handle(self, event: ControllerEvent) -> None:
         for command in self.core.handle(event, self._now):
             match command:
                 case Step():
                     self._launched.append(command)
                 case Emit():
-                    one = self._asked[command.id]
+                    one = self.asked[command.id]
                     one.sampled += command.tokens
                     one.cached_tokens = max(one.cached_tokens, command.cached_tokens)
                     if command.finish_reason is not None:

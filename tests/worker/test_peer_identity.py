@@ -18,12 +18,12 @@ from medha_worker.rank.engine import Loaded, load
 from medha_worker.rank.step_recorder import StepRecorder
 
 
-def loaded(folder: Path) -> Loaded:
+def loaded(folder: Path, **speculation: object) -> Loaded:
     tiers = {"host": {"size": "384Ki"}, "peers": {"bandwidth": "1Gi"}}
     document = {
         "model": {"name": "m", "source": {"path": "/models/tiny"}, "maxModelLen": 128},
         "kvCache": {"size": "384Ki", "tiers": tiers},
-        "scheduling": {"maxChunkTokens": 32, "maxRunning": 4},
+        "scheduling": {"maxChunkTokens": 32, "maxRunning": 4, "speculation": speculation},
         "threads": 1,
     }
     settings = RankSettings(
@@ -68,6 +68,16 @@ def test_copies_of_a_checkpoint_exchange_kv_and_other_weights_do_not(folder: Pat
     os.utime(folder / "copy" / "model.safetensors", (1, 1))
     one, copy, other = (identity(loaded(folder / name)) for name in ("one", "copy", "other"))
     assert one == copy != other
+
+
+def test_replicas_with_and_without_a_prediction_head_exchange_no_kv(tmp_path: Path) -> None:
+    """Blocks of the former have one more layer."""
+    init_checkpoint(tmp_path / "mtp", preset="tiny", seed=0, architecture="deepseek_v3", mtp_layers=1)
+    head: dict[str, object] = {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}
+    asked: list[dict[str, object]] = [{}, {"method": "promptLookup"}, head, head]
+    plain, looking_up, headed, alike = (identity(loaded(tmp_path / "mtp", **one)) for one in asked)
+    assert plain == looking_up
+    assert plain != headed == alike
 
 
 def test_weights_that_are_replaced_behind_a_rank_are_not_those_of_its_kv(folder: Path) -> None:

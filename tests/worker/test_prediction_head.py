@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,26 +16,30 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from medha.api.replica import MedhaReplicaSpec
+from medha.cost.predictor import Predictor, Work
 from medha.errors import CheckpointInvalid, ConfigInvalid
 from medha.kv.blocks import BlockCopy
 from medha.kv.host_tier import TierCopy
 from medha.topology import Topology
-from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, StepProfile
+from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry
 from medha_worker.checkpoints.head_checkpoint import FIELD, head_config
 from medha_worker.checkpoints.preflight import require_possible
 from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.device import Runtime
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.sampler import TokenMask
 from medha_worker.model.transformer import Transformer
+from medha_worker.profiling.profile_fit import MeasuredStep
 from medha_worker.rank.draft_warmup import warm_up_draft, with_head
+from medha_worker.rank.warmup import WarmUp, step_profile
 
 from .head_reference import ReferenceHead
 from .models import load_head, load_model
 from .ranks import Ranks
 from .sampling_cases import any_sampling, third
-from .test_drafter import SAMPLINGS, Decoding, assert_same
+from .test_drafter import SAMPLINGS, Decoding, Failing, assert_same
 from .test_executor import BLOCK_TOKENS, GREEDY, VOCAB, Engine, admit, entry, random_ids
 
 LAYER = "model.layers.2."
@@ -203,6 +208,25 @@ def test_texts_are_those_without_a_head_for_all_parameters(
         assert "s0" not in found.drafts, "nothing is guessed under a mask"
 
 
+@pytest.mark.parametrize("draws", [{"b": 1, "c": 3}, {"b": 3, "c": 1, "d": 1}, {"a": 2, "d": 4}])
+def test_guesses_of_a_sequence_are_the_same_beside_others(random_head: Headed, draws: dict[str, int]) -> None:
+    """Some are asked for fewer guesses, and some for none."""
+
+    def guesses(asked: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        decoding = Decoding(Engine(random_head.model, random_head.head))
+        for index, name in enumerate("abcd"):
+            decoding.start(name, random_ids(12 + 5 * index, index), GREEDY)
+        entries = [
+            replace(entry(name, len(ids), 1), draws=asked.get(name, 0))
+            for name, ids in decoding.prompts.items()
+        ]
+        return dict(decoding.engine.step(*entries).drafts)
+
+    alone = {name: guesses({name: count})[name] for name, count in draws.items()}
+    assert {name: len(found) for name, found in alone.items()} == draws
+    assert guesses(draws) == alone
+
+
 def test_guesses_end_where_the_kv_of_a_sequence_ends(right_head: Headed) -> None:
     decoding = Decoding(Engine(right_head.model, right_head.head), draws=4)
     decoding.start("a", random_ids(BLOCK_TOKENS - 2, 0), GREEDY, reserved_tokens=BLOCK_TOKENS)
@@ -249,28 +273,56 @@ def test_the_pools_copies_and_its_tiers_have_the_kv_of_the_head(random_head: Hea
     assert torch.equal(keys[:, 3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS], expected)
 
 
-class Failing:
-    """A head whose forward passes fail from some call on."""
-
-    def __init__(self, head: PredictionHead, calls: int) -> None:
-        self._head, self._calls = head, calls
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._head, name)
-
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        self._calls -= 1
-        if self._calls < 0:
-            raise RuntimeError("no memory is left")
-        return self._head.forward(*arguments)
-
-
 @pytest.mark.parametrize("calls", [0, 5, 14])
 def test_a_head_that_fails_costs_no_token(right_head: Headed, calls: int) -> None:
     failing: Any = Failing(right_head.head, calls)
     plain, found = decode(right_head, SAMPLINGS, 0), decode(right_head, SAMPLINGS, head=failing)
     assert_same(found, plain)
     assert found.drafts == {}
+
+
+class Launching:
+    """A device that does what it was given only when it is waited for."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.seconds = self.given_seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def synchronise(self) -> None:
+        self.seconds, self.given_seconds = self.seconds + self.given_seconds, 0.0
+
+
+class Launched:
+    """A head whose forward passes take such a device a second each."""
+
+    def __init__(self, head: PredictionHead, device: Launching) -> None:
+        self._head, self._launching = head, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        self._launching.given_seconds += 1.0
+        return self._head.forward(*arguments)
+
+
+def test_what_it_computes_along_with_a_step_is_no_time_of_its_guesses(
+    random_head: Headed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = random_head.model.device
+    launching: Any = Launching(device.runtime)
+    launched: Any = Launched(random_head.head, launching)
+    monkeypatch.setattr(random_head.model, "device", replace(device, runtime=launching))
+    decoding = Decoding(Engine(random_head.model, launched))
+    monkeypatch.setattr(decoding.engine.executor, "_clock", lambda: launching.seconds)
+    ids = random_ids(12, 0)
+    decoding.start("a", ids, GREEDY)
+    done = decoding.engine.step(replace(entry("a", len(ids), 1), draws=3))
+    assert len(dict(done.drafts)["a"]) == 3
+    assert (done.compute_seconds, done.draft_seconds) == (3.0, 2.0), "its guesses but for the last one"
 
 
 @pytest.mark.timeout(400)
@@ -324,20 +376,36 @@ def test_the_last_stage_of_a_grid_guesses_from_its_hidden_states(
 
 
 def test_its_time_is_part_of_every_step_and_its_guesses_have_a_price(random_head: Headed) -> None:
+    """Of decodes, of chunks that were timed and of larger ones, and behind any context."""
     ticks = iter(range(10_000))
+    shapes = [(Work(0, count),) for count in (1, 16, 64)] + [(Work(128, count),) for count in (1, 16, 64)]
+    shapes += [(Work(0, 1),) * 4, (Work(64, 1),) * 4]
     warm = warm_up_draft(
         random_head.head,
         max_chunk_tokens=64,
         max_running=4,
         max_model_len=256,
         clock=lambda: float(next(ticks)),
+        followed_steps=shapes,
     )
-    plain = StepProfile(10.0, 1.0, 0.5, 0.25)
-    found = with_head(plain, warm)
     assert warm.costs.round_seconds > 0
-    assert found.step_seconds == 10.0 + warm.step_seconds > 10.0
-    assert found.linear_seconds_per_token == 1.0 + warm.costs.token_seconds
-    assert (found.attention_seconds_per_pair, found.sequence_seconds) == (0.5, 0.25)
+    assert [one.works for one in warm.steps] == shapes
+
+    def timed(step: float, token: float, pair: float) -> tuple[MeasuredStep, ...]:
+        return tuple(
+            MeasuredStep(works, step + sum([token * one.count + pair * one.pairs for one in works]), 1e-3)
+            for works in shapes
+        )
+
+    served, head = (8e-3, 4e-4, 3e-6), (2e-3, 2e-4, 1e-6)
+    plain = replace(step_profile(timed(*served)), head_seconds_per_row=1e-4, mask_seconds_per_row=2e-4)
+    found = with_head(WarmUp(plain, 0, timed(*served)), replace(warm, steps=timed(*head)))
+    before, behind = Predictor(plain), Predictor(found)
+    for works in ((Work(0, 1),), (Work(50, 40),), (Work(0, 200),), (Work(9000, 64),), (Work(200, 1),) * 3):
+        tokens, pairs = sum([one.count for one in works]), sum([one.pairs for one in works])
+        more = head[0] + head[1] * tokens + head[2] * pairs
+        assert behind.stage_seconds(works) - before.stage_seconds(works) == pytest.approx(more, rel=0.05)
+    assert (found.head_seconds_per_row, found.mask_seconds_per_row) == (1e-4, 2e-4)
 
 
 # --- what is refused ------------------------------------------------------------------------------------
@@ -391,6 +459,18 @@ def test_an_incomplete_head_is_refused_by_its_tensor(
     with pytest.raises(CheckpointInvalid) as raised:
         load_head(tmp_path / "tiny", config)
     assert told in str(raised.value)
+
+
+def test_a_checkpoint_saved_without_its_head_is_refused_with_the_fix(
+    random_head: Headed, tmp_path: Path
+) -> None:
+    """Quantised copies often keep `num_nextn_predict_layers`, and have no such layer."""
+    shutil.copytree(random_head.directory, tmp_path / "tiny")
+    found = load_file(tmp_path / "tiny" / "model.safetensors")
+    change(tmp_path / "tiny", {name: None for name in found if name.startswith(LAYER)})
+    config = ModelConfig.from_directory(tmp_path / "tiny")
+    with pytest.raises(CheckpointInvalid, match=r"choose another one, or another .*speculation\.method"):
+        load_head(tmp_path / "tiny", config)
 
 
 def test_it_needs_one_lane_and_memory_for_its_weights(random_head: Headed) -> None:

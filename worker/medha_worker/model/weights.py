@@ -588,9 +588,16 @@ class _Reader:
     def _check_names(self, directory: Path) -> None:
         missing = [name for name in self._tensors if name not in self._file_of]
         if missing:
+            mend = "fetch the checkpoint again"
+            of_head = f"model.layers.{self.config.num_layers - 1}."
+            if self.config.has_head and all(name.startswith(of_head) for name in missing):
+                mend += (
+                    "; if it was saved without the layer that predicts further tokens, choose another one, or another "
+                    "spec.scheduling.speculation.method than predictionHead"
+                )
             raise CheckpointInvalid(
                 f"{directory}: tensor {missing[0]} of shape {list(self._tensors[missing[0]].shapes[0])} is missing"
-                f"{_and_more(missing)}; fetch the checkpoint again"
+                f"{_and_more(missing)}; {mend}"
             )
         # Three leftovers are harmless: a head beside tied embeddings, the inverse frequencies in old Llamas, and
         # layers that predict further tokens.

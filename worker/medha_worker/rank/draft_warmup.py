@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from medha.cost.predictor import Work
@@ -10,8 +10,9 @@ from medha.errors import OutOfMemory
 from medha.wire.messages import DraftCosts, StepProfile
 from medha_worker.model import out_of_memory
 from medha_worker.model.transformer import Transformer
+from medha_worker.profiling.profile_fit import MeasuredStep
 from medha_worker.profiling.step_timer import BLOCK_TOKENS, Shape, StepTimer, blocks_of, median
-from medha_worker.rank.warmup import COSTLY, REPEATS
+from medha_worker.rank.warmup import COSTLY, REPEATS, WarmUp, is_near, step_profile
 
 CONTEXT_TOKENS = 256
 """Context of the sequences whose guesses are timed."""
@@ -27,9 +28,8 @@ class DraftWarmUp:
 
     costs: DraftCosts
     activation_bytes: int
-    step_seconds: float = (
-        0.0  # of a step of one token, without its token_seconds and without what draws a guess
-    )
+    steps: tuple[MeasuredStep, ...] = ()
+    """Steps of the served model, as the draft model computes them."""
 
 
 def warm_up_draft(
@@ -39,8 +39,11 @@ def warm_up_draft(
     max_running: int,
     max_model_len: int,
     clock: Callable[[], float],
+    followed_steps: Sequence[Shape] = (),
 ) -> DraftWarmUp:
     """Run the largest step of a draft model, and time guesses for one sequence and for several, and a prompt's tokens.
+
+    `followed_steps` are steps that it is timed on, too, because it computes whatever the served model computes.
 
     Raises:
         OutOfMemory: the largest step does not fit.
@@ -50,7 +53,8 @@ def warm_up_draft(
     several = one * min(TIMED_ROWS, max_running)
     chunk: Shape = (Work(0, min(TIMED_TOKENS, max_chunk_tokens, max_model_len)),)
     largest: Shape = (Work(0, min(max_chunk_tokens, max_model_len)), *(Work(0, 1),) * max_running)
-    timer = StepTimer(model, max(map(blocks_of, (several, chunk, largest))) * BLOCK_TOKENS, clock)
+    near = filter(is_near, followed_steps)
+    timer = StepTimer(model, max(map(blocks_of, (several, chunk, largest, *near))) * BLOCK_TOKENS, clock)
     memory = model.device.memory
     memory.forget_peak()
     before = memory.used_bytes()
@@ -64,10 +68,12 @@ def warm_up_draft(
             f"weights ({error}); lower scheduling.maxChunkTokens or scheduling.maxRunning"
         ) from error
     activation_bytes = max(memory.peak_bytes() - before, 0)
-    shapes = (one, several, chunk)
+    shapes = (one, several, chunk, *followed_steps)
     for works in shapes:
         timer.measure(works)
-    alone, together, followed = (median([timer.measure(works) for _ in range(REPEATS)]) for works in shapes)
+    alone, together, followed, *steps = [
+        median([timer.measure(works) for _ in range(REPEATS)]) for works in shapes
+    ]
     row_seconds = max(0.0, (together.seconds - alone.seconds) / max(len(several) - 1, 1))
     costs = DraftCosts(
         round_seconds=max(0.0, alone.seconds - row_seconds),
@@ -76,13 +82,21 @@ def warm_up_draft(
             0.0, (followed.forward_seconds - alone.forward_seconds) / max(chunk[0].count - 1, 1)
         ),
     )
-    return DraftWarmUp(costs, activation_bytes, max(0.0, alone.forward_seconds - costs.token_seconds))
+    return DraftWarmUp(costs, activation_bytes, tuple(steps))
 
 
-def with_head(profile: StepProfile, head: DraftWarmUp) -> StepProfile:
-    """Return the profile of steps behind each of which a prediction head computes the same tokens."""
+def with_head(warm: WarmUp, head: DraftWarmUp) -> StepProfile:
+    """Return the profile of steps behind each of which a prediction head computes the same tokens.
+
+    `head` has been timed on the steps of `warm`.
+    """
+    profile = warm.profile
+    both = [
+        replace(one, forward_seconds=one.forward_seconds + behind.forward_seconds)
+        for one, behind in zip(warm.steps, head.steps, strict=True)
+    ]
     return replace(
-        profile,
-        step_seconds=profile.step_seconds + head.step_seconds,
-        linear_seconds_per_token=profile.linear_seconds_per_token + head.costs.token_seconds,
+        step_profile(both, profile.window_tokens, profile.window_share),
+        head_seconds_per_row=profile.head_seconds_per_row,
+        mask_seconds_per_row=profile.mask_seconds_per_row,
     )

@@ -340,26 +340,30 @@ class Loaded:
         activation_bytes = warm.activation_bytes + self._exchange_bytes(model)
         profile = warm.profile
         if self._draft is not None:
-            drafted = self._warm_up_draft(self._draft)
+            drafted = self._warm_up_draft(self._draft, warm)
             rows = scheduling.max_chunk_tokens + scheduling.max_running
             hidden_bytes = rows * self._config.hidden_size * self._draft.dtype.itemsize
             activation_bytes = max(activation_bytes, drafted.activation_bytes + hidden_bytes)
             if isinstance(self._draft, PredictionHead):
-                profile = with_head(profile, drafted)
+                profile = with_head(warm, drafted)
         return replace(warm, activation_bytes=activation_bytes, profile=profile)
 
-    def _warm_up_draft(self, draft: Transformer) -> DraftWarmUp:
-        """Measure what guesses cost, and the memory that the draft model takes beside a step's hidden states."""
+    def _warm_up_draft(self, draft: Transformer, served: WarmUp) -> DraftWarmUp:
+        """Measure what guesses cost, and the memory that the draft model takes beside a step's hidden states.
+
+        `served` is the warm-up of the served model: a head is also timed on its steps.
+        """
         scheduling, config = self._settings.spec.scheduling, self._config
+        is_head = isinstance(draft, PredictionHead)
         warm = warm_up_draft(
             draft,
             max_chunk_tokens=scheduling.max_chunk_tokens,
             max_running=scheduling.max_running,
             max_model_len=config.max_model_len,
             clock=time.perf_counter,
+            followed_steps=[one.works for one in served.steps] if is_head else (),
         )
         # A head computes the tokens before its guesses with the steps that compute them.
-        is_head = isinstance(draft, PredictionHead)
         self._draft_costs = replace(warm.costs, token_seconds=0.0) if is_head else warm.costs
         _log.info(
             "a guess of the %s takes %.3g ms, %.3g ms for each further sequence, and %.3g ms for each token before",

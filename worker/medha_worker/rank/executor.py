@@ -280,6 +280,7 @@ class Executor:
         followed = self._drafter.note(computed, results)
         if not any(one.entry.draws or one.entry.follows for one in computed):
             return (), followed, 0.0
+        self._model.device.synchronise()  # what a head computes along with the step is part of the step's time
         started = self._clock()
         drafts = self._drafter.follow(computed, results)
         self._model.device.synchronise()

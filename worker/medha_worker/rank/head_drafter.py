@@ -128,6 +128,8 @@ class HeadDrafter:
         try:
             rows = self._head.device.place(torch.tensor([one.row for one in drawing]))
             self._hidden = self._hidden.index_select(0, rows)
+            for row, one in enumerate(drawing):
+                one.row = row
             draw_rounds(self._sampler, drawing, self._logits(self._hidden), self._behind)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
             _log.warning("the prediction head has failed for %d guesses: %s", len(drawing), error)

@@ -77,7 +77,7 @@ def warm_up(
         return step
 
     # The KV of a far context may lie in the same blocks again: that changes no time of a chunk, and takes no memory.
-    near = [works for works in shapes if works[0].context <= CONTEXT_TOKENS]
+    near = filter(is_near, shapes)
     timer = StepTimer(model, max(map(blocks_of, near)) * BLOCK_TOKENS, clock)
     memory = model.device.memory
     memory.forget_peak()
@@ -156,6 +156,11 @@ def _captured_bytes(model: Transformer, pool: KVCache, most_rows: int, stages: i
     taken = max(memory.used_bytes() - before, 0) if model.captures else 0
     model.forget_captured()
     return taken
+
+
+def is_near(works: Shape) -> bool:
+    """Return True if the sequences of a step have KV of their own where it is timed: their contexts are not far."""
+    return works[0].context <= CONTEXT_TOKENS
 
 
 def shape_name(works: Shape) -> str:
