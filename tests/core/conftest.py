@@ -166,7 +166,7 @@ class FakeReplica:
         self._prompts: set[str] = set()
         self._cancelled: set[str] = set()
         self._content = np.full((self.config.kv_blocks, self.config.block_size_tokens), -1)
-        """Whose KV of which position each place of each block holds: a number of `_keys`."""
+        """The KV in each place of each block, as a number of `_keys`, [blocks, block_size_tokens]; -1: none."""
         self._on_host = np.full((host_blocks, self.config.block_size_tokens), -1)
         """The same of the host tier."""
         self._numbers: dict[object, int] = {}

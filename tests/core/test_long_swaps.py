@@ -180,10 +180,8 @@ def test_another_long_request_does_not_take_its_kv_before_it_is_back(traffic: An
     assert {name for name, due in deadlines.items() if here.ended_at(name, "prefill") > due} == set()
 
 
-def test_none_steps_aside_while_another_long_request_claims_kv(
-    traffic: Any,
-) -> None:
-    """What it left would go to a late long request that claims KV, for as long as that runs."""
+def test_none_steps_aside_while_another_long_request_claims_kv(traffic: Any) -> None:
+    """A late long request that claims KV would get the KV that another one gives back, and keep it while it runs."""
     here = traffic(max_swaps=1, host_tier=tier(200), policy="fcfs")
     here.begin_long("decode")
     here.replica.submit(here.submit_of("late", 110, 90, deadline_after_seconds=0.01))

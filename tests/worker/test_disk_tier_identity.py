@@ -11,7 +11,7 @@ import pytest
 
 from medha.api.replica import MedhaReplicaSpec
 from medha.kv.disk_tier import file_name
-from medha.kv.lane_replay import DiskWork, WriteBlocks
+from medha.kv.lane_replay import HostTierWork, WriteBlocks
 from medha.wire.messages import DiskFile, DiskReport, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.presets import init_checkpoint
@@ -52,7 +52,7 @@ def life(
     reports: list[DiskReport] = []
     disk.begin_epoch(DiskReport(0), KEY, reports.append)
     if writes:
-        disk.submit(DiskWork(writes=(WriteBlocks(FILE, 0, 0, ((0, 1),)),)))
+        disk.submit(HostTierWork(writes=(WriteBlocks(FILE, 0, 0, ((0, 1),)),)))
     assert disk.drain(60)
     rank.close()
     return reports

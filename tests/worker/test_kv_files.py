@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from medha.kv.disk_tier import file_name
-from medha.kv.lane_replay import DiskWork, ReadBlocks, WriteBlocks
+from medha.kv.lane_replay import HostTierWork, ReadBlocks, WriteBlocks
 from medha.wire.messages import DiskFile, DiskReport, HostDrop
 from medha_worker.checkpoints.weights_identity import weights_identity
 from medha_worker.device import host_device
@@ -271,7 +271,7 @@ class Disk:
     def work(self, **work: object) -> list[DiskReport]:
         """Let it do some work, and return what it reports."""
         self.reports.clear()
-        self.blocks.submit(DiskWork(**work))  # type: ignore[arg-type]
+        self.blocks.submit(HostTierWork(**work))  # type: ignore[arg-type]
         assert self.blocks.drain(30)
         return list(self.reports)
 
@@ -369,7 +369,7 @@ def test_blocks_that_get_other_owners_reach_no_file_and_a_slow_disk_blocks_no_st
     monkeypatch.setattr(disk.blocks, "_piece_blocks", 1)
     disk.reports.clear()
     writes = tuple(WriteBlocks(described(name), name, 0, ((0, 3),)) for name in (1, 2, 3))
-    disk.blocks.submit(DiskWork(writes=writes))
+    disk.blocks.submit(HostTierWork(writes=writes))
     assert hangs.wait(60)
     disk.blocks.drop(
         [HostDrop(1, keep=1), HostDrop(2), HostDrop(3, keep=3)]
@@ -393,7 +393,7 @@ def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.Monk
         return preadv(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", slow)
-    disk.blocks.submit(DiskWork(reads=(ReadBlocks(described(1).name, 0, 9, ((6, 3),)),)))
+    disk.blocks.submit(HostTierWork(reads=(ReadBlocks(described(1).name, 0, 9, ((6, 3),)),)))
     assert hangs.wait(60)
     disk.reports.clear()
     disk.blocks.end_epoch()

@@ -1,4 +1,4 @@
-"""What ranks of two replicas exchange: who gets which blocks, and what becomes of a read that goes wrong."""
+"""Reads of KV between ranks of two replicas: who gets which blocks, and how a read fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from medha.kv.lane_replay import DiskWork, ReadBlocks, ServeBlocks
+from medha.kv.lane_replay import HostTierWork, ReadBlocks, ServeBlocks
 from medha.wire.messages import DiskReport, PeerFigures
 from medha_links.key_files import KeyPair
 from medha_links.sockets import bind, connect
@@ -57,7 +57,7 @@ class Pair:
         """Read blocks of the ticket from `start` on; return what is reported."""
         self.reader.learn(TICKET, source or self.server.figures)
         before = len(self.reports)
-        self.reader.submit(DiskWork(reads=(ReadBlocks("", start, 9, slots, TICKET),)))
+        self.reader.submit(HostTierWork(reads=(ReadBlocks("", start, 9, slots, TICKET),)))
         assert self.reader.drain(60)
         return self.reports[before:]
 
@@ -98,7 +98,7 @@ def test_blocks_are_read_in_the_order_of_the_ticket_into_any_host_blocks(pair: P
 def test_a_ticket_may_become_good_after_it_was_shown(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_reader, "UNKNOWN_SECONDS", 60.0)
     pair.reader.learn(TICKET, pair.server.figures)
-    pair.reader.submit(DiskWork(reads=(ReadBlocks("", 0, 9, ((5, 2),), TICKET),)))
+    pair.reader.submit(HostTierWork(reads=(ReadBlocks("", 0, 9, ((5, 2),), TICKET),)))
     assert not pair.reader.drain(0.2)
     pair.server.serve([ServeBlocks(TICKET, ((7, 2),))])
     assert pair.reader.drain(60)
@@ -119,7 +119,7 @@ def test_who_has_no_good_ticket_gets_nothing(pair: Pair, kind: str) -> None:
             pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
             pair.server.end_epoch()
         case "not said where":
-            pair.reader.submit(DiskWork(reads=(ReadBlocks("", 0, 9, ((0, 5),), "another"),)))
+            pair.reader.submit(HostTierWork(reads=(ReadBlocks("", 0, 9, ((0, 5),), "another"),)))
             assert pair.reader.drain(60)
             assert not is_loaded(pair.reports)
             pair.reports.clear()
@@ -169,7 +169,7 @@ def test_a_rank_that_answers_wrongly_or_not_at_all_costs_time_only(pair: Pair, k
         pair.reader.learn(TICKET, rank.figures)
         if kind == "gone":
             rank.close()
-        pair.reader.submit(DiskWork(reads=(ReadBlocks("", 0, 9, ((0, 1),), TICKET),)))
+        pair.reader.submit(HostTierWork(reads=(ReadBlocks("", 0, 9, ((0, 1),), TICKET),)))
         good = json.dumps({"start": 0, "checksums": [0]}).encode()
         match kind:
             case "damaged":
@@ -198,7 +198,7 @@ def test_further_reads_of_a_ticket_that_has_failed_end_at_once(pair: Pair) -> No
     try:
         pair.reader.learn(TICKET, rank.figures)
         reads = tuple(ReadBlocks("", at, at, ((at, 1),), TICKET) for at in range(3))
-        pair.reader.submit(DiskWork(reads=reads))
+        pair.reader.submit(HostTierWork(reads=reads))
         rank.answer(b"{", b"")
         assert pair.reader.drain(60)
         assert not rank.socket.poll(200), "nothing more is asked"
@@ -212,7 +212,7 @@ def test_a_read_is_called_off_with_its_epoch_and_reports_nothing(
 ) -> None:
     monkeypatch.setattr(peer_reader, "UNKNOWN_SECONDS", 60.0)
     pair.reader.learn(TICKET, pair.server.figures)
-    pair.reader.submit(DiskWork(reads=(ReadBlocks("", 0, 9, ((0, 5),), TICKET),)))
+    pair.reader.submit(HostTierWork(reads=(ReadBlocks("", 0, 9, ((0, 5),), TICKET),)))
     assert not pair.reader.drain(0.1)
     pair.reader.end_epoch()
     assert pair.reader.drain(60)

@@ -376,7 +376,7 @@ def test_the_last_stage_of_a_grid_guesses_from_its_hidden_states(
 
 
 def test_its_time_is_part_of_every_step_and_its_guesses_have_a_price(random_head: Headed) -> None:
-    """Of decodes, of chunks that were timed and of larger ones, and behind any context."""
+    """Steps of decodes, of chunks that were timed and of larger ones count it, behind any context."""
     ticks = iter(range(10_000))
     shapes = [(Work(0, count),) for count in (1, 16, 64)] + [(Work(128, count),) for count in (1, 16, 64)]
     shapes += [(Work(0, 1),) * 4, (Work(64, 1),) * 4]

@@ -367,7 +367,7 @@ class KvCacheSpec(Model):
 
     @property
     def peers(self) -> PeersSpec | None:
-        """What is said of KV of other replicas; None: none is taken, and none given."""
+        """Settings of the exchange of KV with other replicas; None: this replica neither reads KV from others nor offers its own."""
         return None if self.tiers is None else self.tiers.peers
 
     @model_validator(mode="after")

@@ -64,7 +64,7 @@ class ServeBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskWork:
+class HostTierWork:
     """Work for what reads and writes a rank's host blocks beside the steps, in this order.
 
     Blocks of `drops` may be written again by the step's copies, so nothing of them may reach a file from then on, and
@@ -116,9 +116,9 @@ class LaneReplay:
         copies, self._tier_copies = self._tier_copies, []
         return tuple(copies)
 
-    def take_disk_work(self) -> DiskWork:
+    def take_host_tier_work(self) -> HostTierWork:
         """Take what is to be done beside the steps."""
-        work = DiskWork(
+        work = HostTierWork(
             tuple(self._drops),
             self._unserves,
             tuple(self._reads),

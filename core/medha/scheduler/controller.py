@@ -51,10 +51,10 @@ from medha.kv.prefix_cache import hash_count
 from medha.scheduler import validation
 from medha.scheduler.admission import Admission
 from medha.scheduler.attained_service import AttainedService
-from medha.scheduler.disk_waits import DiskWaits
 from medha.scheduler.grammars import COMPILE_SECONDS, Grammars
 from medha.scheduler.growth import MOST_ASIDES
 from medha.scheduler.lanes import Lanes
+from medha.scheduler.load_waits import LoadWaits
 from medha.scheduler.long_swaps import LongSwaps
 from medha.scheduler.output_lengths import OutputLengths
 from medha.scheduler.packer import Packed
@@ -185,8 +185,8 @@ class ReplicaController:
             {one.name: one.default_output_tokens for one in config.service_classes.values()}
         )
         self._grammars = Grammars(config.topology.kv, epoch)
-        self._disk_waits = DiskWaits()
-        self._peer_kv = PeerKv(self._pools, self._disk_waits)
+        self._load_waits = LoadWaits()
+        self._peer_kv = PeerKv(self._pools, self._load_waits)
         self._returning: list[_Returning] = []
         self._in_flight: dict[int, _Launched] = {}
         floors_seconds = [one.ttft_floor_seconds for one in config.service_classes.values()]
@@ -225,7 +225,7 @@ class ReplicaController:
     @property
     def next_due(self) -> float | None:
         """Time at which a `Tick` must come, unless another event does before; None if there is no such time."""
-        dues = (self._grammars.next_due, self._disk_waits.next_due, self._peer_kv.next_due)
+        dues = (self._grammars.next_due, self._load_waits.next_due, self._peer_kv.next_due)
         return min((due for due in dues if due is not None), default=None)
 
     def knows_prompt(self, prompt: str) -> bool:
@@ -335,7 +335,7 @@ class ReplicaController:
             case Drain():
                 self._draining = True
         self._peer_kv.expire(now)
-        late = self._disk_waits.late(now)
+        late = self._load_waits.late(now)
         self._peer_kv.late(late, now)
         for request in late:
             self._go_on(request)
@@ -405,7 +405,7 @@ class ReplicaController:
         stalled, stalled_waiting = self._grammars.stalled()
         if len(self._table.rows) > waiting + stalled:
             return True
-        return waiting > len(stalled_waiting | self._disk_waits.waiting) and self._admission.has_place_for_any
+        return waiting > len(stalled_waiting | self._load_waits.waiting) and self._admission.has_place_for_any
 
     def _launch(
         self, lanes: tuple[int, ...], now: float, *, runs_ahead: bool = False
@@ -657,7 +657,7 @@ class ReplicaController:
             self._attained.charge(submit.owner, submit.tokens, now)
         asked: list[CompileGrammar | KvAsk] = [*self._grammars.arrive(request, now)]
         if awaited is not None:
-            self._disk_waits.begin(request, awaited, now)
+            self._load_waits.begin(request, awaited, now)
         elif before is None:
             asked += self._peer_kv.ask(request, now)
         self._sharing.arrive(request, work_seconds, left)
@@ -752,7 +752,7 @@ class ReplicaController:
         self._table.remove(request)
         self._sharing.leave(request)
         self._grammars.leave(request)
-        self._disk_waits.leave(request)
+        self._load_waits.leave(request)
         self._peer_kv.leave(request)
 
     # --- progress of steps --------------------------------------------------------------------------
@@ -768,7 +768,7 @@ class ReplicaController:
                     self._tier_seconds.observe_peer_load(one.blocks, one.seconds)
         done = self._peer_kv.loaded(report.lane, from_peers, now)
         ended = [one.extent for one in (*from_files, *from_peers)]
-        for request in self._disk_waits.loaded(report.lane, ended):
+        for request in self._load_waits.loaded(report.lane, ended):
             self._go_on(request)
         return done
 

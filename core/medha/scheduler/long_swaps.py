@@ -45,7 +45,7 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Predicted seconds in which a request's KV is copied to the host tier, and in which it is there again afterwards."""
+    """Predicted seconds to copy a request's KV to the host tier, and to have it on the device again afterwards."""
 
     out_seconds: float
     back_seconds: float

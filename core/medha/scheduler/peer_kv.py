@@ -18,7 +18,7 @@ from itertools import count
 from medha.kv.pools import Awaited, KvPools
 from medha.kv.prefix_cache import hash_at, hash_count
 from medha.kv.rank_loads import Loaded
-from medha.scheduler.disk_waits import DiskWaits
+from medha.scheduler.load_waits import LoadWaits
 from medha.scheduler.request import Request
 from medha.wire.messages import KvAsk, KvDone, KvTicket
 
@@ -52,7 +52,7 @@ class _Taken:
 class PeerKv:
     """The hand-overs of one replica, in both directions."""
 
-    def __init__(self, pools: KvPools, waits: DiskWaits) -> None:
+    def __init__(self, pools: KvPools, waits: LoadWaits) -> None:
         self._pools, self._waits = pools, waits
         self._asks: dict[str, _Ask] = {}  # by prompt
         self._asks_by_id: dict[str, str] = {}  # request that asked -> prompt

@@ -112,9 +112,7 @@ class RequestTable:
         self._spread: Bools = spread  # may be split over several lanes
         self._held: Bools = held  # waits for a prefill that it will share
         self._misfit: Bools = misfit  # found no place although as much KV as it needs was free
-        self._returns: Bools = (
-            returns  # long, and stepped aside for a deadline: other long ones leave it its KV
-        )
+        self._returns: Bools = returns  # long, stepped aside for a deadline: other long ones leave it KV
 
     def _double(self) -> None:
         """Double the capacity."""
@@ -372,11 +370,10 @@ class RequestTable:
     @property
     def returning_blocks(self) -> int:
         """Blocks that long requests need which have stepped aside for a deadline, and wait."""
-        return (
-            int(self._needed[: len(self.rows)][self._returns[: len(self.rows)]].sum())
-            if self._returning
-            else 0
-        )
+        if not self._returning:
+            return 0
+        rows = len(self.rows)
+        return int(self._needed[:rows][self._returns[:rows]].sum())
 
     def needed_blocks(self, request: Request) -> int:
         """Return how many free KV blocks a waiting request needs to be admitted."""
@@ -458,7 +455,7 @@ class RequestTable:
         if not room.starts_long:
             refused |= self._long[:rows]
         elif room.of_longs is not None and self._most_needed > room.of_longs:
-            refused |= self._lacks_share(room, np.arange(rows))
+            refused |= self._lacks_share(np.arange(rows), room.of_longs, room.of_returning)
         refused |= self._held[:rows]
         if room.over:
             refused |= np.isin(self._owner[:rows], room.over)
@@ -497,7 +494,7 @@ class RequestTable:
         if not room.starts_long:
             lacks &= ~is_long
         elif room.of_longs is not None:
-            lacks_share = self._lacks_share(room, found)
+            lacks_share = self._lacks_share(found, room.of_longs, room.of_returning)
             lacks |= lacks_share
         remaining = self._remaining[found] * correction
         early_seconds = np.where(is_long, 0.0, room.early_seconds)
@@ -545,13 +542,18 @@ class RequestTable:
             late &= ~np.isin(self._owner[:rows], room.over)
         return self._earliest(late.nonzero()[0])
 
-    def _lacks_share(self, room: Capacity, rows: Ints) -> Bools:
-        """Return flags of those of `rows` that are long and need more than what is left of the share of long requests."""
-        needed, found = self._needed[rows], self._long[rows]
-        if room.of_longs is not None:
-            found &= needed > room.of_longs
+    def _lacks_share(self, rows: Ints, of_longs: int, of_returning: int | None) -> Bools:
+        """Return flags of those of `rows` that are long and need more than what is left of the share of long requests.
+
+        Args:
+            rows: rows of the table.
+            of_longs: blocks that are left of the share.
+            of_returning: the same for those that come back; None: no limit.
+        """
+        needed = self._needed[rows]
+        found = self._long[rows] & (needed > of_longs)
         if self._returning:
-            may_return = True if room.of_returning is None else needed <= room.of_returning
+            may_return = True if of_returning is None else needed <= of_returning
             found &= ~(self._returns[rows] & may_return)
         return found
 

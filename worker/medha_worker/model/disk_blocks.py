@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from medha.kv.blocks import Run
 from medha.kv.disk_tier import MOST_REPORTED_BYTES
-from medha.kv.lane_replay import DiskWork, ReadBlocks, WriteBlocks
+from medha.kv.lane_replay import HostTierWork, ReadBlocks, WriteBlocks
 from medha.kv.prefix_cache import hash_count
 from medha.wire.messages import DiskFile, DiskReport, HostDrop
 from medha_worker.model.host_blocks import HostBlocks
@@ -104,7 +104,7 @@ class DiskBlocks:
                     case _:
                         pass
 
-    def submit(self, work: DiskWork) -> None:
+    def submit(self, work: HostTierWork) -> None:
         """Hand over the work of a step, whose copies have been made."""
         if not (work.reads or work.deletes or work.writes):
             return

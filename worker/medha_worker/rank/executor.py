@@ -25,7 +25,7 @@ from torch import Tensor
 
 from medha.kv.blocks import BlockLedger
 from medha.kv.host_tier import TierCopy
-from medha.kv.lane_replay import DiskWork
+from medha.kv.lane_replay import HostTierWork
 from medha.kv.window_tables import WindowTables
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, Tokens
@@ -196,7 +196,7 @@ class Executor:
         """
         copies = self._state.reserve(step)
         tier_copies = self._state.replica.take_tier_copies()
-        disk_work = self._state.replica.take_disk_work()
+        host_tier_work = self._state.replica.take_host_tier_work()
         plan = plan_lane(step, self._state, copies, self._model.windows)
         self._begin_masks()
         if plan.batch is not None and self._pipeline is not None and not self._pipeline.is_first_stage:
@@ -205,7 +205,9 @@ class Executor:
             one.sequence.advance(one.stop, samples=one.entry.samples, drafted=len(one.entry.drafts))
         work = count_work(plan.entries, plan.batch, self._model.windows)
         prepared = self._prepared_ahead(plan.batch)
-        return replace(plan, prepared=prepared, work=work, tier_copies=tier_copies, disk_work=disk_work)
+        return replace(
+            plan, prepared=prepared, work=work, tier_copies=tier_copies, host_tier_work=host_tier_work
+        )
 
     def _prepared_ahead(self, batch: Batch | None) -> PreparedStep | None:
         """Prepare a batch; None if that fails, and then it fails again where the failure can be contained."""
@@ -235,11 +237,11 @@ class Executor:
         the step does not include this lane, the result is None and `on_forward_done` is not called.
         """
         if self._disk is not None:
-            self._disk.drop(plan.disk_work.drops)
-        if self._peers is not None and plan.disk_work.unserves:
-            self._peers.server.void(plan.disk_work.unserves)
+            self._disk.drop(plan.host_tier_work.drops)
+        if self._peers is not None and plan.host_tier_work.unserves:
+            self._peers.server.void(plan.host_tier_work.unserves)
         copy_seconds = self._copy_tier(plan.tier_copies)
-        self._use_disk(plan.disk_work)
+        self._use_disk(plan.host_tier_work)
         started, self._waited_seconds = self._clock(), 0.0
         self._kv_cache.copy_blocks(plan.copies)
         if self._drafter is not None:
@@ -298,7 +300,7 @@ class Executor:
         self._model.device.synchronise()
         return self._clock() - started
 
-    def _use_disk(self, work: DiskWork) -> None:
+    def _use_disk(self, work: HostTierWork) -> None:
         """Let what works beside the steps begin with what a step asks for."""
         if self._drafter is not None:
             self._drafter.loaded(run for read in work.reads for run in read.slots)

@@ -19,7 +19,7 @@ from torch import Tensor
 from medha.kv.blocks import BlockCopy
 from medha.kv.context_parallel import OWNER
 from medha.kv.host_tier import TierCopy
-from medha.kv.lane_replay import DiskWork
+from medha.kv.lane_replay import HostTierWork
 from medha.kv.window_tables import WindowTable
 from medha.shards import ShardMap
 from medha.step_estimates import StepWork, attention_pairs
@@ -105,8 +105,8 @@ class LanePlan:
     prepared: PreparedStep | None = None  # the batch, if the model could prepare it ahead
     work: StepWork = field(default_factory=StepWork)  # of all entries, as it counts in estimates
     tier_copies: tuple[TierCopy, ...] = ()  # between KV pool and host tier, made in order before `copies`
-    disk_work: DiskWork = field(
-        default_factory=DiskWork
+    host_tier_work: HostTierWork = field(
+        default_factory=HostTierWork
     )  # of the disk tier; its drops come before those copies, the rest behind them
 
 

@@ -22,7 +22,7 @@ from zlib import crc32
 import numpy as np
 import zmq
 
-from medha.kv.lane_replay import DiskWork, ReadBlocks
+from medha.kv.lane_replay import HostTierWork, ReadBlocks
 from medha.wire.messages import DiskReport, PeerFigures
 from medha_links.key_files import KeyPair
 from medha_links.sockets import TOKENS_FRAME_BYTES, connect
@@ -97,7 +97,7 @@ class PeerReader:
             while len(self._sources) > _MOST_TICKETS:
                 self._sources.popitem(last=False)
 
-    def submit(self, work: DiskWork) -> None:
+    def submit(self, work: HostTierWork) -> None:
         """Hand over what a step reads from other replicas."""
         reads = [_Job(read, self._report) for read in work.reads if read.ticket]
         if reads:

@@ -25,7 +25,7 @@ class _Wait:
     due: float
 
 
-class DiskWaits:
+class LoadWaits:
     """The requests that wait for loads."""
 
     def __init__(self) -> None:
