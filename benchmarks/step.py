@@ -32,6 +32,7 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from medha_cli.terminal_display import TerminalDisplay
 from medha_process.supervision.supervisor import Part, StopRequests, supervise
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank import process as rank_module
 
@@ -85,11 +87,13 @@ def rank(settings: str, times_file: Path) -> None:
     is_prefill = is_cold = False
     pools: list[torch.Tensor] = []
     read_tokens = 0
-    run_step, forward, new_kv_cache = (
+    run_step, prepare, forward, new_kv_cache = (
         rank_module.Rank._run_step,
+        Transformer.prepare,
         Transformer.forward,
         Transformer.new_kv_cache,
     )
+    main_thread = threading.get_ident()
 
     def timed_step(self: rank_module.Rank, engine: Any, step: Step) -> None:
         nonlocal layers_seconds, is_prefill, is_cold, read_tokens
@@ -117,6 +121,15 @@ def rank(settings: str, times_file: Path) -> None:
             row |= {"context": entry.extents[0].start, "helps": entry.lane != lane}
             decodes.append(row | {"start": started, "end": ended, "own_seconds": own_seconds})
 
+    def timed_prepare(self: Transformer, *arguments: Any) -> PreparedStep:
+        """Count the preparation of the layers as part of them, where it was not done while the last step ran."""
+        nonlocal layers_seconds
+        started = time.perf_counter()
+        prepared = prepare(self, *arguments)
+        if threading.get_ident() == main_thread:
+            layers_seconds += time.perf_counter() - started
+        return prepared
+
     def no_prefill(self: Transformer, batch: torch.Tensor, *arguments: Any) -> torch.Tensor:
         nonlocal layers_seconds
         if is_prefill:
@@ -137,6 +150,7 @@ def rank(settings: str, times_file: Path) -> None:
         return cache
 
     rank_module.Rank._run_step = timed_step  # type: ignore[method-assign]
+    Transformer.prepare = timed_prepare  # type: ignore[assignment, method-assign]
     Transformer.forward = no_prefill  # type: ignore[assignment, method-assign]
     Transformer.new_kv_cache = random_cache  # type: ignore[method-assign]
     try:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from types import MappingProxyType
 
@@ -45,7 +45,9 @@ NODE = MappingProxyType({"openai-node": ("openai@7.57.0", "zod@4.6.7")})
 """Packages that npm installs for each client."""
 CURL = "curl"
 """The client that is part of the system."""
-NEEDS_TORCH = frozenset({"guidellm"})
+NEEDS_TORCH = frozenset({"guidellm", "vllm"})
+OTHER_TORCH = frozenset({"vllm"})
+"""Clients that ask for a build of torch which PyPI does not have; they get what else they ask for, and that of these tests."""
 OFFLINE = MappingProxyType(
     {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 )
@@ -86,7 +88,7 @@ def installed(name: str) -> Path:
             if name in NODE:
                 _install_node(folder, requirements)
             else:
-                _install_python(folder, requirements, with_torch=name in NEEDS_TORCH)
+                _install_python(folder, name, requirements)
             (folder / ".installed").touch()
     return folder
 
@@ -98,12 +100,31 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {**kept, **OFFLINE} | {"NO_COLOR": "1", "DO_NOT_TRACK": "1"} | more
 
 
-def _install_python(folder: Path, requirements: tuple[str, ...], *, with_torch: bool) -> None:
+def _install_python(folder: Path, name: str, requirements: tuple[str, ...]) -> None:
     _run([sys.executable, "-m", "venv", str(folder)])
-    if with_torch:
+    if name in NEEDS_TORCH:
         _link_torch(folder)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if name in OTHER_TORCH:
+        _run([*pip, "--no-deps", *requirements])
+        requirements = tuple(_needed_without_torch(folder, requirements[0]))
     _run([*pip, *requirements])
+
+
+def _needed_without_torch(folder: Path, requirement: str) -> list[str]:
+    """Return what an installed package requires, but for packages of torch."""
+    package = requirement.partition("==")[0]
+    [found] = [
+        one
+        for one in distributions(path=[_site_packages(folder)])
+        if one.name.lower().replace("_", "-") == package
+    ]
+    asked = [one for one in found.requires or () if "extra ==" not in one]
+    return [one for one in asked if not re.match("torch(audio|vision)?\\b", one)]
+
+
+def _site_packages(folder: Path | str) -> str:
+    return sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
 
 
 def _install_node(folder: Path, requirements: tuple[str, ...]) -> None:
@@ -121,10 +142,7 @@ def _run(argv: list[str], cwd: Path | None = None) -> str:
 
 def _link_torch(folder: Path) -> None:
     """Link the packages of torch, and of what it needs, into an environment."""
-    ours, theirs = (
-        Path(sysconfig.get_path("purelib", vars={"base": str(base), "platbase": str(base)}))
-        for base in (sys.prefix, folder)
-    )
+    ours, theirs = (Path(_site_packages(base)) for base in (sys.prefix, folder))
     for found in _with_needed("torch", {}).values():
         tops = {Path(str(file)).parts[0] for file in found.files or ()} - {"..", "__pycache__"}
         for top in sorted(tops):

@@ -168,6 +168,23 @@ def test_other_messages_keep_their_place_among_the_steps(both: Both) -> None:
     assert [type(both.received()) for _ in range(3)] == [Step, Shutdown, Step]
 
 
+def test_only_a_step_that_was_read_ahead_and_is_next_is_taken_at_once(both: Both) -> None:
+    assert both.ahead.take_step() is None
+    plan = Planner()
+    with both.ahead.busy(plan):
+        both.send(1)
+        both.controller.send(Shutdown("done"), peer=PEER)
+        both.send(2)
+        plan.wait_for(1, 2)
+    step = both.ahead.take_step()
+    assert step is not None
+    assert step.step_id == 1
+    assert both.ahead.take(step) is not None
+    assert both.ahead.take_step() is None, "the message before step 2 is handled first"
+    assert isinstance(both.received(), Shutdown)
+    assert both.ahead.take_step() is not None
+
+
 def test_nothing_is_lost_between_sending_and_reading_on_two_threads(both: Both) -> None:
     """Each step is answered while it runs, and after the answer the controller sends the step after the next."""
     plan = Planner()

@@ -104,6 +104,15 @@ class StepPrefetcher:
         finally:
             self._main_waits = False
 
+    def take_step(self) -> Step | None:
+        """Return the next message if it is a step that was read ahead; called from the main thread while it is not busy."""
+        with self._lock:
+            match self._received[0].message if self._received else None:
+                case Step() as step:
+                    self._received.popleft()
+                    return step
+        return None
+
     def take(self, step: Step) -> Prepared | None:
         """Return the result of preparing a received step, or None; results of earlier steps are dropped."""
         with self._planning:

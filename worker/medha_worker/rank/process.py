@@ -30,6 +30,7 @@ from medha.wire.messages import (
     DropGrammar,
     GrammarReady,
     KvTicket,
+    Message,
     RankFault,
     RankHello,
     RankOutOfMemory,
@@ -58,6 +59,7 @@ from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
 
 POLL_SECONDS = 0.25  # longest delay in noticing a signal while idle
+HOUSEKEEPING_SECONDS = 0.1  # longest time in which steps follow each other without anything else between them
 HELLO_SECONDS = 1.0  # interval between two hellos
 STUCK_SECONDS = 20.0  # longest turn of an idle loop before it counts as stuck
 MOST_DETAIL = 500  # characters of a reason that are reported to the supervisor
@@ -97,6 +99,7 @@ class Rank:
         )
         self._refused = ""  # reason why the controller does not let this process take part
         self._hello_at = float("-inf")
+        self._housekeeping_due = float("-inf")
         self._engine: Engine | None = None
         self._loaded: Loaded | None = None  # once it is
         self._recorder = StepRecorder(settings.rank)
@@ -131,13 +134,7 @@ class Rank:
         self._loading, self._loaded = False, loaded
         while not self._stopping:
             self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
-            self._process_link_events()
-            self._send_hello()
-            self._report_state()
-            self._send_trace()
-            self._reports.send_due(is_serving=self._engine is not None)
-            received = self._prefetcher.receive(POLL_SECONDS)
-            match received and received.message:
+            match self._next_message():
                 case Rendezvous() as rendezvous:
                     with self._surviving(rendezvous.epoch):
                         self._rendezvous(loaded, rendezvous)
@@ -155,6 +152,24 @@ class Rank:
                 case Shutdown() as shutdown:
                     _log.info("stopping: %s", shutdown.reason)
                     return
+
+    def _next_message(self) -> Message | None:
+        """Return the next message, or None if none comes for a while; do what is due between two steps before.
+
+        A step that was read while the last one ran goes first, for at most HOUSEKEEPING_SECONDS.
+        """
+        if time.monotonic() < self._housekeeping_due:
+            step = self._prefetcher.take_step()
+            if step is not None:
+                return step
+        self._process_link_events()
+        self._send_hello()
+        self._report_state()
+        self._send_trace()
+        self._reports.send_due(is_serving=self._engine is not None)
+        self._housekeeping_due = time.monotonic() + HOUSEKEEPING_SECONDS
+        received = self._prefetcher.receive(POLL_SECONDS)
+        return None if received is None else received.message
 
     def stop(self) -> None:
         """Stop after the running step, or at once while loading; called by a signal handler."""
