@@ -14,7 +14,7 @@ measured separately:
 
 * the time from the end of a step (on the last stage) to the start of the next (on the first): answer, decision, message,
   and all bookkeeping in between;
-* the part of a step that is neither the model's layers nor the wait for another stage;
+* the part of a step that is neither the model's layers, nor their preparation, nor the wait for another stage;
 * the bytes of the step's message, and of a request's first step, which admits it, also if the whole prompt is cached.
 
 None of them may grow with the context.
