@@ -249,6 +249,7 @@ REPLICA = Dashboard(
         "Memory": [
             Panel("KV in use", "Is the KV pool full?", "percentunit", {"{{pod}}": f"max by (pod) (medha_kv_used_ratio{_P})"}),
             Panel("KV blocks", "How many are free, cached, reserved and used?", "short", {"{{lane}} {{state}}": f"sum by (lane, state) (medha_kv_blocks{_P})"}),
+            Panel("Blocks of windows", "In layers that free KV before their windows: how many blocks are free, keep windows of cached prefixes, and are held?", "short", {"{{lane}} {{state}}": f"sum by (lane, state) (medha_kv_window_blocks{_P})"}),
             Panel("Held for growth", "How many free blocks are held for answers that outgrow the expected output?", "short", {"{{pod}}": f"max by (pod) (medha_kv_growth_blocks{_P})"}),
             Panel("Output, divided by expected", "Is KV reserved for about as much output as comes? Above 1, sequences need more than they reserved.", "short", _quantiles("medha_output_expected_ratio", _P, "service_class", (0.5, 0.9, 0.99))),
             Panel("Stepped aside", "How often does a sequence give its KV back, and compute it again, because others have outgrown theirs?", "short", {"{{service_class}}": _rate("medha_sequences_stepped_aside_total", _P, "service_class")}),

@@ -122,7 +122,7 @@ class Bytes(click.ParamType[int]):
 )  # fmt: skip
 @click.option(
     "--no-prefix-caching", "prefix_caching", is_flag=True, flag_value=False, default=True,
-    help="Plan for kvCache.prefixCaching false: one lane then frees the KV before sliding windows.",
+    help="Plan for kvCache.prefixCaching false: layers with sliding windows then keep none of cached prefixes.",
 )  # fmt: skip
 @click.option(
     "--rows", type=click.IntRange(1), default=8, show_default=True, help="Number of grids that are listed."
@@ -227,8 +227,12 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
         f"{model.name} on {hardware.name}: {wish.context_tokens:,} + {wish.output_tokens:,} tokens, "
         f"TTFT {wish.ttft_seconds:g} s, TPOT {1e3 * wish.tpot_seconds:g} ms"
     )
+    in_windows = ""
+    if model.window_share:
+        share = model.window_bytes_per_token
+        in_windows = f", {share:,} of them in layers with a window of {model.window_tokens:,} tokens"
     caption = (
-        f"A token takes {model.kv_bytes_per_token:,} bytes of KV. GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one behind "
+        f"A token takes {model.kv_bytes_per_token:,} bytes of KV{in_windows}. GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one behind "
         "the other, decodes in the largest batch."
     )
     if wish.draft is not None:

@@ -226,6 +226,11 @@ class ModelShape:
         return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
+    def window_bytes_per_token(self) -> int:
+        """Part of `kv_bytes_per_token` in layers with a window, in bytes."""
+        return round(self.window_share * self.kv_bytes_per_token)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token in all layers; a latent row is both."""
         rows = self.layers * self.kv_heads * self.kv_tensors

@@ -196,6 +196,7 @@ router carry `engine="router"`."""
 
 CONTROLLER_METRICS = (
     Metric("medha_kv_blocks", "gauge", "", "Blocks of a lane's KV pool by state: `free`, `cached` (kept for their content until they are needed), `reserved` (not yet written), `used`.", ("lane", "state")),
+    Metric("medha_kv_window_blocks", "gauge", "", "Blocks of a lane's pool of layers that free KV before their windows, by state: `free`, `cached` (windows of cached prefixes, kept until their blocks are needed), `held` (by running sequences). It does not exist where all layers keep their KV.", ("lane", "state")),
     Metric("medha_kv_used_ratio", "gauge", "ratio", "Reserved share of all KV pools, 0 to 1."),
     Metric("medha_kv_growth_blocks", "gauge", "", "Free blocks of all lanes that are held for running sequences that outgrow the output expected of them. Waiting sequences get none of these."),
     Metric("medha_sequences_stepped_aside", "counter", "sequences", "Times that a running sequence gave its KV back, because KV was short for another one. It waits, fetches or computes its KV again and goes on with the same text.", ("service_class",)),

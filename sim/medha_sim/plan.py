@@ -24,7 +24,7 @@ from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
-from medha.kv.window_tables import frees_windows, window_blocks
+from medha.kv.window_tables import CACHED_WINDOW_PART, frees_windows, window_blocks
 from medha.latent_shape import LatentShape
 from medha.linear_sizes import ExpertNames, LinearSizes, SparseBlock
 from medha.quantisation import LINEAR_METHODS, Quantisation, decode
@@ -95,7 +95,7 @@ class Wish:
     memory_fraction: float = 0.9  # of a GPU's memory, for weights, activations and KV
     max_gpus: int = 128
     draft: ModelShape | None = None  # a draft model, whose weights and KV one GPU of the last stage holds
-    prefix_caching: bool = True  # False: on one lane, KV before the windows of layers is freed
+    prefix_caching: bool = True  # False: layers with a window need no room for windows of cached prefixes
     host_bytes: int = 0  # of the host tier of each rank; 0: there is none
 
     def __post_init__(self) -> None:
@@ -249,11 +249,12 @@ def _kv_pool(
     """Return the tokens that KV of `room_bytes` on each GPU holds, and the bytes that the wish's requests take of it.
 
     A token whose KV is kept in all layers takes `token_bytes`, of which `in_windows_bytes` are in layers with a window. As
-    in a rank, these free KV before their windows if more tokens fit then; their windows are those of `maxRunning` sequences.
+    in a rank, these free KV before their windows if more tokens fit then; their windows are those of `maxRunning` sequences,
+    and of cached prefixes.
     """
     kept = int(room_bytes / token_bytes), wish.request_tokens * wish.concurrent * token_bytes
     windows = [model.window_tokens] if model.window_share else []
-    if not frees_windows(windows, lanes=topology.kv, prefix_caching=wish.prefix_caching):
+    if not frees_windows(windows, has_tiers=wish.host_bytes > 0):
         return kept
     scheduling = SchedulingSpec()
     running = max(scheduling.max_running, wish.concurrent)
@@ -265,12 +266,15 @@ def _kv_pool(
         max_model_len=wish.request_tokens,
         stages=topology.stream,
     )
-    window_bytes = blocks * _BLOCK_TOKENS * in_windows_bytes
+    window_bytes = (
+        blocks * _BLOCK_TOKENS * in_windows_bytes * topology.kv
+    )  # a window may lie on one lane alone
     whole_bytes = token_bytes - in_windows_bytes  # of a token, in layers without a window
     left_bytes = room_bytes - window_bytes
     if left_bytes < 0:
         return kept
-    tokens = int(left_bytes / whole_bytes) if whole_bytes else running * wish.request_tokens
+    cached_bytes = in_windows_bytes / CACHED_WINDOW_PART if wish.prefix_caching else 0.0
+    tokens = int(left_bytes / (whole_bytes + cached_bytes)) if whole_bytes else running * wish.request_tokens
     if tokens <= kept[0]:
         return kept
     return tokens, wish.request_tokens * wish.concurrent * whole_bytes + window_bytes
@@ -303,7 +307,7 @@ def bounds(
     rows = []
     for context in contexts:
         tokens = context + wish.output_tokens
-        kept_tokens = tokens if wish.prefix_caching else model.seen_tokens(tokens)
+        kept_tokens = tokens if wish.host_bytes else model.seen_tokens(tokens)
         kv_bytes = model.kv_bytes_per_token * kept_tokens * wish.concurrent
         read_bytes = model.kv_bytes_per_token * model.seen_tokens(tokens) * wish.concurrent
         memory = ceil((model.weights_bytes + kv_bytes) / usable)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
-from medha.kv.pools import KvPools, Placed
+from medha.kv.pools import KvPools, Placed, WindowPool
 from medha.kv.prefix_cache import PrefixHasher
 from medha.wire.messages import Admit, Extent, Grow, Sampling, Step, StepEntry
 
@@ -71,9 +71,8 @@ class Planner:
     chunks: tuple[
         int, ...
     ] = ()  # sizes of each prompt's chunks, one in each step; empty: random sizes in random steps
-    frees_windows: bool = (
-        False  # ranks free KV before windows: no cached prefixes, and forks of prompts that just ended
-    )
+    prefix_caching: bool = True
+    window_pool: WindowPool | None = None  # ranks free KV before windows: only prompts that just ended fork
     joined: int = 0  # number of grows that added a lane
     steps: list[Step] = field(default_factory=list)
     prompts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
@@ -87,8 +86,9 @@ class Planner:
             kv_blocks=self.kv_blocks,
             block_size_tokens=self.block_tokens,
             tokens_per_lane=self.tokens_per_lane,
-            prefix_caching=not self.frees_windows,
+            prefix_caching=self.prefix_caching,
             stripes_prompts=self.striped,
+            window_pool=self.window_pool,
         )
         self.hasher = PrefixHasher(self.block_tokens, b"secret")
 
@@ -158,7 +158,7 @@ class Planner:
         if parent is not None:
             asked = replace(
                 asked, prompt_tokens=parent.asked.prompt_tokens, family=parent.asked.family, own_tokens=0,
-                apart_tokens=1 if self.frees_windows else asked.apart_tokens,
+                apart_tokens=1 if self.window_pool else asked.apart_tokens,
             )  # fmt: skip
             ids = self.prompts[parent.name]
         else:
@@ -186,7 +186,7 @@ class Planner:
 
     def _can_fork(self, one: Running) -> bool:
         prompt_tokens = one.asked.prompt_tokens
-        return one.computed == prompt_tokens if self.frees_windows else one.computed >= prompt_tokens
+        return one.computed == prompt_tokens if self.window_pool else one.computed >= prompt_tokens
 
     def _grows(self) -> list[Grow]:
         """Reserve KV for the next output of requests that have used up theirs; ranks replay this before admits."""
@@ -238,6 +238,7 @@ class Planner:
                 state_hashes=self.pools.state_hashes(),
             )
         )  # fmt: skip
+        self.pools.sent(self.steps[-1])
 
     def _chunk(self, one: Running, left: int) -> int:
         if not self.chunks:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
+from medha.kv.pools import WindowPool
 from medha.kv.prefix_cache import PrefixHasher
 from medha.kv.window_tables import window_blocks
 from medha.scheduler.controller import ReplicaController
@@ -67,6 +68,7 @@ SHAPES = [
     pytest.param(((1, 2, 1), "mistral", 40), id="SPP2", marks=pytest.mark.long),
     pytest.param(((1, 2, 2), "qwen2", 3), id="SPP2 x KVP2"),
     pytest.param(((1, 1, 1), "mistral-window", 2), id="one rank, windows"),
+    pytest.param(((1, 1, 2), "mistral-window", 2), id="KVP2, windows"),
 ] + [
     pytest.param((shape, architecture, 40), id=f"{Topology(*shape)} long", marks=pytest.mark.long)
     for shape, architecture in [
@@ -80,6 +82,8 @@ SHAPES = [
         ((1, 2, 1), "gemma3_text-window"),
         ((2, 1, 1), "gemma3_text-window"),
         ((2, 2, 1), "mistral-window"),
+        ((1, 1, 3), "gemma3_text-window"),
+        ((1, 2, 2), "mistral-window"),
     ]
 ]
 
@@ -212,6 +216,7 @@ def pool_of_windows(config: ReplicaConfig, window_tokens: int) -> int:
         max_running=config.scheduling.max_running,
         max_chunk_tokens=config.scheduling.max_chunk_tokens,
         max_model_len=config.max_model_len,
+        stages=config.topology.stream,
     )
 
 
@@ -259,6 +264,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         steps_ahead=st.integers(0, 2),
         kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
         window=st.sampled_from([1, 3, 8, 20, 50]),
+        prefix_caching=st.booleans(),
     )
     @example(  # on every grid a request steps aside
         strategy=None,
@@ -272,6 +278,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         steps_ahead=1,
         kernels=None,
         window=8,
+        prefix_caching=True,
     )
     @settings(max_examples=examples, deadline=None)
     def run(
@@ -286,6 +293,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         steps_ahead: int,
         kernels: Kernels | None,
         window: int,
+        prefix_caching: bool,
     ) -> None:
         slide(ranks, reference, window)
         frees = any(ranks.windows)
@@ -308,10 +316,11 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
             kv_blocks=pool_tokens // block_tokens,
             long_threshold_tokens=60,
             tokens_per_lane=share_blocks * block_tokens,
-            prefix_caching=not frees,
-            frees_windows=frees,
+            prefix_caching=prefix_caching,
             context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if striped and strategy else None,
         )
+        if frees:
+            config = replace(config, window_pool=WindowPool(pool_of_windows(config, window), window))
         life, asked = Life(ReplicaController(config, PROFILE), Random(seed)), dict[str, Query]()
         live(life, GREEDY, asked)
         asides.extend(life.asides)
@@ -326,7 +335,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         samples, logits = ranks.run(
             life.steps, prompts,
             kv_blocks=config.kv_blocks, block_tokens=block_tokens, steps_ahead=steps_ahead,
-            kernels=kernels, window_blocks=pool_of_windows(config, window) if frees else 0,
+            kernels=kernels, window_blocks=config.window_pool.blocks if config.window_pool else 0,
         )  # fmt: skip
         for name, one in asked.items():
             sampled = [sample.token for sample in samples if sample.id == name]

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.pools import WindowPool
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Ended, Facts, History, OpenRequest
 from medha.scheduler.replica_config import ReplicaConfig
@@ -127,3 +128,20 @@ def test_swaps_are_counted_in_both_directions() -> None:
             seconds * blocks
         )
     assert registry.get_sample_value("medha_long_swaps_total") == 0
+
+
+def test_blocks_of_windows_are_shown_where_layers_free_what_is_before_them() -> None:
+    kept, freed = CollectorRegistry(), CollectorRegistry()
+    profile = StepProfile(1e-3, 1e-6, 1e-9, 1e-5)
+    Observer(kept).state(ReplicaController(CONFIG, profile, 0))
+    config = replace(CONFIG, topology=Topology(), window_pool=WindowPool(50, 64))
+    core = ReplicaController(config, profile, 0)
+    core.handle(Submit("r", "p", 100, 100, 0), 0.0)
+    Observer(freed).state(core)
+
+    def blocks(registry: CollectorRegistry, state: str) -> float | None:
+        return registry.get_sample_value("medha_kv_window_blocks", {"lane": "0", "state": state})
+
+    held = -(-100 // config.block_size_tokens)
+    assert [blocks(freed, state) for state in ("held", "cached", "free")] == [held, 0, 50 - held]
+    assert blocks(kept, "free") is None

@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.kv.window_tables import frees_windows, window_blocks
+from medha.kv.pools import WindowPool
+from medha.kv.window_tables import frees_windows, widest_window, window_blocks
 from medha.topology import Topology
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import Device, host_device
@@ -39,9 +40,6 @@ pytestmark = pytest.mark.timeout(400)  # an example may take seconds where other
 TOLERANCE = 1e-4
 BLOCK_TOKENS = 4
 KV_BLOCKS = 256
-WINDOW_BLOCKS = window_blocks(
-    150, block_size_tokens=BLOCK_TOKENS, max_running=5, max_chunk_tokens=5 * 150, max_model_len=160
-)
 
 ARCHITECTURES = ("llama", "llama-biased", "mistral", "qwen2", "qwen3")
 SPARSE = ("mixtral", "qwen3_moe", "qwen3_moe-mixed")
@@ -230,7 +228,7 @@ def check(
     everyone = planner.run(asked, strategies, one_by_one=one_by_one)
     samples, logits = ranks.run(
         planner.steps, planner.prompts, kv_blocks=planner.kv_blocks, block_tokens=BLOCK_TOKENS, steps_ahead=steps_ahead,
-        kernels=kernels, window_blocks=WINDOW_BLOCKS if planner.frees_windows else 0,
+        kernels=kernels, window_blocks=planner.window_pool.blocks if planner.window_pool else 0,
     )  # fmt: skip
     for name, one in everyone.items():
         sampled = [sample.token for sample in samples if sample.id == name]
@@ -291,6 +289,15 @@ def _is_certain(ranked: torch.Tensor, count: int) -> torch.Tensor:
     """True for each row whose `count` best numbers are clearly better than the others."""
     best = ranked.topk(count + 1, dim=-1).values
     return best[:, -2] - best[:, -1] > NEAR_TIE
+
+
+def smallest_window_pool(ranks: Ranks) -> WindowPool:
+    """Return the smallest pool in which five requests find their windows: little is left for those of cached prefixes."""
+    window = widest_window(ranks.windows)
+    blocks = window_blocks(
+        window, block_size_tokens=BLOCK_TOKENS, max_running=5, max_chunk_tokens=5 * 150, max_model_len=160
+    )
+    return WindowPool(blocks, window)
 
 
 def slide(ranks: Ranks, reference: Any, window_tokens: int) -> None:
@@ -381,7 +388,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
     Steps are planned while earlier ones run, as in a rank that is busy when they arrive. The pools are fragmented
     before the first request, so that a chunk has runs of blocks of all lengths, in any order. The kernels are those
     that this machine chooses, or would choose in another number format. A model with windows gets one of each size, and
-    on one lane it frees KV before them in half of the examples.
+    frees KV before them in two thirds of the examples, of which half keep windows of cached prefixes.
     """
     ranks, reference, examples, tolerance = replica
 
@@ -395,7 +402,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         crumbs=st.sampled_from([(1, 2, 3, 4, 5, 9), (1,), (1, 2, 3)]),
         kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
         window=st.sampled_from(WINDOWS),
-        frees=st.booleans(),
+        freeing=st.sampled_from(["", "cached prefixes", "no cached prefixes"]),
     )
     @settings(max_examples=examples)
     def run(
@@ -408,12 +415,19 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         crumbs: tuple[int, ...],
         kernels: Kernels | None,
         window: int,
-        frees: bool,
+        freeing: str,
     ) -> None:
         slide(ranks, reference, window)
         lanes = ranks.topology.kv
-        frees = frees and frees_windows(ranks.windows, lanes=lanes, prefix_caching=False)
-        planner = new_planner(lanes, tokens_per_lane, striped, seed, frees_windows=frees)
+        frees = bool(freeing) and frees_windows(ranks.windows, has_tiers=False)
+        planner = new_planner(
+            lanes,
+            tokens_per_lane,
+            striped,
+            seed,
+            prefix_caching=not frees or freeing == "cached prefixes",
+            window_pool=smallest_window_pool(ranks) if frees else None,
+        )
         planner.crumble(crumbs)
         check(
             ranks, reference, planner, requests, strategies, steps_ahead, kernels=kernels, tolerance=tolerance
@@ -549,3 +563,22 @@ def four_lanes(
     ranks = Ranks(Topology(kv=4, stream=2, tensor=1), directory)
     yield ranks, reference
     ranks.close()
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text-window", "gpt_oss"])
+def test_cached_prefixes_are_found_where_kv_before_windows_is_freed(
+    checkpoints: Callable[[str], tuple[Path, torch.nn.Module]], architecture: str
+) -> None:
+    """A prompt comes twice, another one parts from it in the middle, and one goes on behind it; on lanes, all are spread."""
+    directory, reference = checkpoints(architecture)
+    requests = [Query(100, 5), Query(100, 5), Query(70, 5, own_tokens=20), Query(120, 5)]
+    for shape in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        ranks = Ranks(Topology(*shape), directory)
+        try:
+            slide(ranks, reference, 16)
+            pool = smallest_window_pool(ranks)
+            planner = new_planner(ranks.topology.kv, 60, False, 0, window_pool=pool)
+            everyone = check(ranks, reference, planner, requests, [STRATEGIES[0]], 1, one_by_one=True)
+            assert [one.there for one in everyone.values()] == [0, 96, 48, 100]
+        finally:
+            ranks.close()

@@ -11,6 +11,8 @@ import pytest
 from medha.api.replica import SchedulingSpec, ServiceClass, SpeculationSpec
 from medha.errors import PartFailed
 from medha.kv.blocks import BlockLedger
+from medha.kv.pools import WindowPool
+from medha.kv.prefix_cache import PrefixHasher
 from medha.kv.window_tables import WindowTables
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
@@ -23,6 +25,7 @@ from medha_worker.rank.sampled_tokens import new_samplers
 from .test_controlled import GREEDY, PROFILE, VOCAB, Life, pool_of_windows
 
 WINDOW = 20
+HASHER = PrefixHasher(4, b"secret")
 CONFIG = ReplicaConfig(
     topology=Topology(1, 1, 1),
     scheduling=SchedulingSpec(
@@ -38,16 +41,16 @@ CONFIG = ReplicaConfig(
     kv_blocks=120,
     long_threshold_tokens=100,
     prefix_caching=False,
-    frees_windows=True,
 )
+CONFIG = replace(CONFIG, window_pool=WindowPool(pool_of_windows(CONFIG, WINDOW), WINDOW))
 
 
 class Rank:
     """The tables of a rank that computes nothing."""
 
     def __init__(self, config: ReplicaConfig) -> None:
-        self.tables = WindowTables(pool_of_windows(config, WINDOW), config.block_size_tokens, WINDOW)
         ledger = BlockLedger(config.kv_blocks, config.block_size_tokens)
+        self.tables = WindowTables(ledger, pool_of_windows(config, WINDOW), WINDOW)
         samplers = new_samplers(VOCAB, (), lambda _: None)
         self.state = LaneState(ledger, 0, 0, samplers, self.tables)
 
@@ -81,14 +84,17 @@ class Guessed(Life):
 def submit(life: Life, prompt: str, sample: int, tokens: int, max_tokens: int | None = None) -> str:
     name = f"{prompt}.{sample}"
     sampling = replace(GREEDY, max_tokens=max_tokens)
-    life.handle(Submit(name, prompt, tokens, tokens, seed=1, sample_index=sample, sampling=sampling))
+    hashes = HASHER.hashes(np.zeros(tokens, dtype=np.int32))
+    life.handle(Submit(name, prompt, tokens, tokens, 1, sample, sampling=sampling, block_hashes=hashes))
     return name
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_after_200_cancels_no_block_is_held(stages: int) -> None:
-    """Prompts have up to three samples, more than places allow; drafts are accepted in part."""
-    config = replace(CONFIG, topology=Topology(1, stages, 1))
+def test_after_200_cancels_no_block_is_held(stages: int, prefix_caching: bool) -> None:
+    """Prompts have up to three samples, more than places allow, and begin alike; drafts are accepted in part."""
+    config = replace(CONFIG, topology=Topology(1, stages, 1), prefix_caching=prefix_caching)
+    config = replace(config, window_pool=WindowPool(pool_of_windows(config, WINDOW), WINDOW))
     life, rank, random = Guessed(ReplicaController(config, PROFILE), Random(1)), Rank(config), Random(2)
     open_: list[str] = []
     cancelled = replayed = prompts = drafted = 0
@@ -115,6 +121,8 @@ def test_after_200_cancels_no_block_is_held(stages: int) -> None:
     assert rank.tables.held_blocks == 0
     forks = [admit for step in life.steps for admit in step.admits if admit.fork_of is not None]
     assert forks, "no prompt was shared"
+    hits = [admit for step in life.steps for admit in step.admits if admit.cached_tokens]
+    assert bool(hits) is prefix_caching
     assert drafted, "nothing was drafted"
 
 
@@ -128,7 +136,7 @@ def admits(life: Life) -> dict[str, Admit]:
 
 @pytest.mark.parametrize("frees", [False, True])
 def test_a_sample_shares_its_prompt_until_the_first_one_has_continued(frees: bool) -> None:
-    life = lives(replace(CONFIG, frees_windows=frees))
+    life = lives(replace(CONFIG, window_pool=CONFIG.window_pool if frees else None))
     first, second = submit(life, "p", 0, 60, 40), submit(life, "p", 1, 60, 40)
     while life.sampled.get(second, 0) < 3:
         life.move()
@@ -145,7 +153,7 @@ def test_a_sample_shares_its_prompt_until_the_first_one_has_continued(frees: boo
 
 
 def test_a_fork_of_a_window_that_is_gone_shows_that_rank_and_controller_disagree() -> None:
-    life = lives(replace(CONFIG, frees_windows=False))
+    life = lives(replace(CONFIG, window_pool=None))
     first = submit(life, "p", 0, 60, 60)
     while life.sampled.get(first, 0) < 30:
         life.move()
@@ -154,7 +162,7 @@ def test_a_fork_of_a_window_that_is_gone_shows_that_rank_and_controller_disagree
         life.move()
     assert admits(life)[second].fork_of == first
     rank = Rank(life.controller.config)
-    *before, last = life.steps
+    *before, last = (replace(step, state_hash=None) for step in life.steps)  # these show it, too
     for step in before:
         rank.replay(step)
     with pytest.raises(PartFailed, match=rf"{first} has freed the window that {second} is to share"):

@@ -27,6 +27,7 @@ from medha_worker.rank import warmup
 from medha_worker.rank.kv_pool_size import (
     MIB,
     PoolRequest,
+    PoolSizes,
     exchange_bytes,
     keeps_windows_alone,
     pool_blocks,
@@ -90,19 +91,38 @@ WINDOWED = replace(REQUEST, window_blocks=200, window_block_bytes=MIB // 2)
 @pytest.mark.parametrize(
     ("request_", "free_mib", "sizes"),
     [
-        pytest.param(REQUEST, 1040, (500, 0), id="no layer has a window"),
-        pytest.param(WINDOWED, 1040, (500, 800), id="the windows take a fifth of the pool"),
-        pytest.param(replace(WINDOWED, window_blocks=600), 1040, (500, 400), id="too many windows"),
-        pytest.param(replace(WINDOWED, window_blocks=2000), 1040, (500, 0), id="windows alone do not fit"),
-        pytest.param(replace(WINDOWED, window_block_bytes=MIB), 1040, (500, 6300), id="all layers have one"),
+        pytest.param(REQUEST, 1040, PoolSizes(500, 0), id="no layer has a window"),
+        pytest.param(WINDOWED, 1040, PoolSizes(500, 800, 200), id="the windows take a fifth of the pool"),
         pytest.param(
-            replace(WINDOWED, window_blocks=40), 150, (0, 70), id="the longest fits beside windows alone"
+            replace(WINDOWED, window_blocks=600), 1040, PoolSizes(500, 400, 600), id="too many windows"
         ),
-        pytest.param(replace(WINDOWED, max_running=4), 9000, (252, 252), id="no more than can be used"),
+        pytest.param(
+            replace(WINDOWED, window_blocks=2000), 1040, PoolSizes(500, 0), id="windows alone do not fit"
+        ),
+        pytest.param(
+            replace(WINDOWED, window_block_bytes=MIB), 1040, PoolSizes(500, 6300, 200), id="all layers have one"
+        ),
+        pytest.param(
+            replace(WINDOWED, window_blocks=40), 150, PoolSizes(0, 70, 40), id="the longest fits beside windows alone"
+        ),
+        pytest.param(
+            replace(WINDOWED, max_running=4), 9000, PoolSizes(252, 252, 200), id="no more than can be used"
+        ),
+        pytest.param(
+            replace(WINDOWED, caches_windows=True), 1040, PoolSizes(500, 711, 289), id="a block of windows for eight others"
+        ),
+        pytest.param(
+            replace(WINDOWED, window_block_bytes=MIB, caches_windows=True), 1040, PoolSizes(500, 6300, 500),
+            id="all layers have one, and the rest is for cached windows",
+        ),
+        pytest.param(
+            replace(WINDOWED, max_running=4, caches_windows=True), 9000, PoolSizes(252, 252, 252),
+            id="no more windows than can be used",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_pool_beside_windows_is_what_they_leave(
-    request_: PoolRequest, free_mib: int, sizes: tuple[int, int]
+    request_: PoolRequest, free_mib: int, sizes: PoolSizes
 ) -> None:
     assert pool_sizes(request_, free_mib * MIB) == sizes
 
@@ -114,7 +134,7 @@ def test_a_length_that_fits_in_neither_form_names_the_size_of_whole_requests() -
 
 def test_a_size_that_exceeds_what_is_free_is_refused_also_where_windows_could_be_freed() -> None:
     request = replace(WINDOWED, size_bytes=800 * MIB)
-    assert pool_sizes(request, 840 * MIB) == (800, 1400)
+    assert pool_sizes(request, 840 * MIB) == PoolSizes(800, 1400, 200)
     with pytest.raises(OutOfMemory, match=r"kvCache\.size asks for 800 MiB, but 799 MiB are free"):
         pool_sizes(request, 839 * MIB)
 

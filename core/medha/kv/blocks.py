@@ -245,6 +245,14 @@ class BlockLedger:
                 self._idle_blocks -= int(np.count_nonzero(unheld))
                 self._free(first, unheld)
 
+    def free_runs(self, runs: Iterable[Run]) -> list[Run]:
+        """Return those of these blocks that are free."""
+        found: list[Run] = []
+        for first, length in runs:
+            busy = self._remembered[first : first + length] | (self._holders[first : first + length] > 0)
+            found += runs_in(~busy, first)
+        return found
+
     def state_hash(self, also: bytes = b"") -> int:
         """Return a 53-bit digest of all tables, the remembered blocks, and `also`, which is related state.
 
@@ -300,10 +308,8 @@ class BlockLedger:
 
     def _free(self, first: int, freed: npt.NDArray[np.bool_]) -> None:
         """Free the blocks `first + i` for which `freed[i]` is set."""
-        inside = np.concatenate(([False], freed, [False]))
-        borders = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
-        for start, stop in zip(borders[::2], borders[1::2], strict=True):
-            self._free_runs.give(first + start, stop - start)
+        for run in runs_in(freed, first):
+            self._free_runs.give(*run)
 
 
 class FreeRuns:
@@ -406,3 +412,15 @@ def cut_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
         if position >= stop:
             break
     return found
+
+
+def as_blocks(runs: Sequence[Run]) -> npt.NDArray[np.int64]:
+    """Return all blocks of some runs, int64, in order."""
+    return np.concatenate([np.arange(0), *(np.arange(first, first + length) for first, length in runs)])
+
+
+def runs_in(flags: npt.NDArray[np.bool_], first: int = 0) -> list[Run]:
+    """Return the blocks `first + i` for which `flags[i]` is set, as runs."""
+    inside = np.concatenate(([False], flags, [False]))
+    borders = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
+    return [(first + start, stop - start) for start, stop in zip(borders[::2], borders[1::2], strict=True)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from medha.kv.blocks import Run
+from medha.kv.blocks import Run, as_blocks, runs_in
 from medha.wire.messages import Eviction
 
 NO_BLOCK = -1
@@ -49,7 +49,11 @@ class CachedPaths:
     def lock(self, sequence: str, last: int, count: int) -> None:
         """Lock the prefix that a new sequence uses; a `count` of 0 if it uses none yet."""
         self._locked[sequence] = (last, count)
-        self._locks[_blocks(self.runs(last, count))] += 1
+        self._locks[as_blocks(self.runs(last, count))] += 1
+
+    def depth(self, sequence: str) -> int:
+        """Return the number of blocks of the prefix that a sequence locks."""
+        return self._locked[sequence][1]
 
     def publish(self, sequence: str, runs: Sequence[Run], start: int, after: int) -> None:
         """Insert the blocks `runs` of a sequence behind block `after`, and lock the whole prefix for it.
@@ -67,24 +71,17 @@ class CachedPaths:
             last = stop - 1
             depth += length
         _, known = self._locked[sequence]
-        self._locks[_blocks(self.runs(last, depth - known))] += 1
+        self._locks[as_blocks(self.runs(last, depth - known))] += 1
         self._locked[sequence] = (last, depth)
 
     def release(self, sequence: str) -> None:
         """Unlock the prefix of a sequence that has ended: blocks that only it used become evictable."""
         self._clock += 1
-        blocks = _blocks(self.runs(*self._locked.pop(sequence)))
+        blocks = as_blocks(self.runs(*self._locked.pop(sequence)))
         self._locks[blocks] -= 1
         self._used_at[blocks] = self._clock
 
     def evicted(self, eviction: Eviction, remembered: npt.NDArray[np.bool_]) -> list[Run]:
         """Return the blocks that the controller has evicted; `remembered` flags the remembered blocks."""
         old = remembered & (self._locks == 0) & (self._used_at < eviction.used_before)
-        inside = np.concatenate(([False], old, [False]))
-        borders = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
-        runs = [(start, stop - start) for start, stop in zip(borders[::2], borders[1::2], strict=True)]
-        return runs + self.runs(eviction.last, eviction.count)
-
-
-def _blocks(runs: Sequence[Run]) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.arange(0), *(np.arange(first, first + length) for first, length in runs)])
+        return runs_in(old) + self.runs(eviction.last, eviction.count)

@@ -7,14 +7,15 @@ It needs no token ids, no hashes and no eviction policy, so it cannot decide dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from medha.errors import LedgerMismatch
-from medha.kv.blocks import BlockCopy, BlockLedger, Run, append_run
+from medha.kv.blocks import BlockCopy, BlockLedger, Run, append_run, as_blocks
 from medha.kv.cached_paths import NO_BLOCK, CachedPaths
 from medha.kv.host_tier import HostLedger, TierCopy, tier_copies
 from medha.kv.prefix_cache import hash_count
+from medha.kv.window_tables import WindowTables
 from medha.shards import Segment, ShardMap, digest_of, segments_of
 from medha.wire.messages import (
     Admit,
@@ -28,6 +29,8 @@ from medha.wire.messages import (
     HostLoad,
     KvServe,
     Publish,
+    Step,
+    StepEntry,
 )
 
 
@@ -82,13 +85,25 @@ class HostTierWork:
 class LaneReplay:
     """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
-    Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, writes.
+    Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, writes. If
+    layers free KV before their windows, `begin_step` comes behind the releases, and `place_windows` comes last.
     """
 
-    def __init__(self, ledger: BlockLedger, lane: int = 0, host_blocks: int = 0) -> None:
-        """`host_blocks` is the size of the lane's host tier; 0: it has none."""
+    def __init__(
+        self,
+        ledger: BlockLedger,
+        lane: int = 0,
+        host_blocks: int = 0,
+        windows: WindowTables | None = None,
+    ) -> None:
+        """`host_blocks` is the size of the lane's host tier; 0: it has none.
+
+        `windows` has the blocks of layers whose KV before the window is freed, if any layer's is.
+        """
         self.ledger = ledger
         self.lane = lane
+        self.windows = windows
+        self._windows_digest = b""
         self.host = HostLedger(host_blocks) if host_blocks else None
         self._tier_copies: list[TierCopy] = []
         self._drops: list[HostDrop] = []
@@ -104,9 +119,17 @@ class LaneReplay:
         return self._shards[sequence]
 
     def state_hash(self) -> int:
-        """Return a 53-bit digest of the ledger and all shard maps, to compare with `KvPools.state_hashes`."""
-        maps = digest_of(self._shards)
+        """Return a 53-bit digest of the ledger and all shard maps, to compare with `KvPools.state_hashes`.
+
+        It covers the blocks of layers with a window as they were before the step (`note_windows`).
+        """
+        maps = digest_of(self._shards) + self._windows_digest
         return self.ledger.state_hash(maps if self.host is None else maps + self.host.digest())
+
+    def note_windows(self) -> None:
+        """Note the state of the blocks of layers with a window, before a step that is compared with the controller's."""
+        if self.windows is not None:
+            self._windows_digest = self.windows.digest()
 
     def take_tier_copies(self) -> tuple[TierCopy, ...]:
         """Take the copies between KV pool and host tier that grows and admits have decided, in order.
@@ -177,7 +200,16 @@ class LaneReplay:
         for publish in publishes:
             if publish.lane == self.lane:
                 runs = self.ledger.remember(publish.id, publish.start, publish.count)
+                known = self._paths.depth(publish.id)
                 self._paths.publish(publish.id, runs, publish.start, publish.after)
+                if self.windows is not None and publish.start > known:
+                    self._publish_windows(self.windows, publish, known)
+
+    def _publish_windows(self, windows: WindowTables, publish: Publish, known: int) -> None:
+        """Keep windows that a sequence has computed for blocks which another one had inserted, from number `known` on."""
+        own = as_blocks(self.ledger.runs(publish.id, known, publish.start))
+        cached = as_blocks(self._paths.runs(publish.after, publish.start - known))
+        windows.published(publish.id, own, cached, publish.start)
 
     def release(self, sequence: str) -> None:
         """Release a sequence; it is ignored if it has nothing on this lane.
@@ -186,7 +218,14 @@ class LaneReplay:
         used.
         """
         if self._shards.pop(sequence, None) is not None and sequence in self.ledger:
-            self.ledger.release(sequence)
+            windows = self.windows
+            if windows is not None:
+                windows.release(sequence)
+                held = self.ledger.runs(sequence)
+                self.ledger.release(sequence)
+                windows.forget(self.ledger.free_runs(held))
+            else:
+                self.ledger.release(sequence)
             self._paths.release(sequence)
 
     def grow(self, grow: Grow) -> bool:
@@ -226,13 +265,97 @@ class LaneReplay:
         self._evict(admit.evictions)
         if tokens == 0:
             return []
+        copies: list[BlockCopy] | None = []
         if admit.fork_of is not None:
             shared = shards.local_lengths(admit.shared_tokens).get(self.lane, 0)
-            return fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
-        if not self.ledger.reserve(admit.id, tokens, cached):
+            copies = fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
+        elif self.ledger.reserve(admit.id, tokens, cached):
+            self._fetch(admit, count)
+        else:
             return None
-        self._fetch(admit, count)
-        return []
+        if self.windows is not None and copies is not None:
+            self._admit_windows(self.windows, admit, shards, cached)
+        return copies
+
+    # --- layers that free KV before their windows -----------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Let go of windows that no row behind the last step sees."""
+        if self.windows is not None:
+            self.windows.begin_step()
+
+    def _admit_windows(
+        self, windows: WindowTables, admit: Admit, shards: ShardMap, cached: Sequence[Run]
+    ) -> None:
+        size, before = self.ledger.block_size_tokens, windows.window_tokens - 1
+        if admit.fork_of is not None:
+            shared = self._local(shards, admit.shared_tokens)
+            seen = self._local(shards, admit.shared_tokens - before)
+            windows.fork(admit.fork_of, admit.id, seen, shared)
+        elif cached:
+            windows.share(admit.id, self._local(shards, admit.cached_tokens - before), cached)
+        end = admit.tokens // size * size
+        again = (admit.tokens - 1) // size * size  # who has the same prompt computes its last token again
+        windows.will_end(admit.id, self._local(shards, again - before), self._local(shards, end))
+
+    def place_windows(self, entries: Iterable[StepEntry]) -> list[BlockCopy]:
+        """Give the entries of a step their blocks of layers with a window; return the copies that forks need there.
+
+        Raises:
+            LedgerMismatch: a window is not here, or no block is free.
+        """
+        windows = self.windows
+        if windows is None:
+            return []
+        copies, window_tokens = windows.copy_forks(), windows.window_tokens
+        # First position of each sequence on several lanes, and the one behind its last that is no draft.
+        spread: dict[str, tuple[int, int]] = {}
+        drafted: dict[str, int] = {}
+        for entry in entries:
+            shards = self._shards.get(entry.id)
+            if shards is None or not entry.extents:
+                continue  # the plan of the step reports it
+            start, stop = entry.extents[0].start, entry.extents[-1].last + 1
+            if len(shards.segments) > 1:  # other entries may compute other positions of it
+                known = stop - len(entry.drafts)
+                first, last = spread.get(entry.id, (start, known))
+                spread[entry.id] = min(start, first), max(known, last)
+                drafted[entry.id] = len(entry.drafts)
+            elif shards.segments[0].lane == self.lane:
+                first_kept = stop - len(entry.drafts) - window_tokens
+                windows.place(entry.id, start - window_tokens + 1, start, stop, first_kept)
+        for name, (start, stop) in spread.items():
+            if name in self.ledger:
+                places = start - window_tokens + 1, start, stop + drafted[name], stop - window_tokens
+                shards = self._shards[name]
+                windows.place(name, *(self._local(shards, position) for position in places))
+        return copies
+
+    def _local(self, shards: ShardMap, position: int) -> int:
+        """Return how many of a sequence's first `position` tokens lie on this lane."""
+        if len(shards.segments) == 1:
+            return max(position, 0)
+        return shards.local_lengths(position).get(self.lane, 0)
+
+    def replay(self, step: Step) -> None:
+        """Apply all of a step, as a rank does; for lanes without tiers.
+
+        Raises:
+            LedgerMismatch: the step does not fit this state.
+        """
+        self.publish(step.publishes)
+        for name in step.releases:
+            self.release(name)
+        self.begin_step()
+        for grow in step.grows:
+            if not self.grow(grow):
+                raise LedgerMismatch(f"no KV is left to grow {grow.id} to {grow.reserved_tokens} tokens")
+        for admit in step.admits:
+            if self.admit(admit) is None:
+                raise LedgerMismatch(f"no KV is left to admit {admit.id} with {admit.reserved_tokens} tokens")
+        self.place_windows(step.entries)
+
+    # --- cached blocks ----------------------------------------------------------------------------------
 
     def _evict(self, evictions: Iterable[Eviction]) -> None:
         for eviction in evictions:
@@ -240,6 +363,8 @@ class LaneReplay:
                 evicted = self._paths.evicted(eviction, self.ledger.remembered)
                 self._demote(eviction)
                 self.ledger.evict(evicted)
+                if self.windows is not None:
+                    self.windows.forget(evicted)
 
     def _demote(self, eviction: Eviction) -> None:
         self._drop(eviction.drops)

@@ -16,6 +16,9 @@ If lanes have a host tier, blocks that are evicted may be demoted to it, and a p
 If they have a disk tier, too, it may go on in files, from where it is loaded before its request is admitted
 (`medha.kv.disk_tier`). Other replicas may have it, too: lanes load what these offer in the same way, and let them read
 what they themselves have.
+
+If layers free KV before their windows, each lane also replays all steps that are sent, as its ranks do. So it knows
+which windows they have (`medha.kv.window_tables`), and a cached prefix counts up to a place whose window is there.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from medha.kv.blocks import BlockLedger, Run, cut_runs
 from medha.kv.disk_tier import FILE_BLOCKS, DiskCounts, DiskPrices, DiskTier, OnDisk
 from medha.kv.host_tier import Held, HostTier, Prices, TierCounts
-from medha.kv.lane_replay import fork_on
-from medha.kv.prefix_cache import PrefixCache, hash_count, hash_range
+from medha.kv.lane_replay import LaneReplay, fork_on
+from medha.kv.prefix_cache import Match, PrefixCache, hash_count, hash_range
 from medha.kv.rank_loads import Loaded, RankLoads
+from medha.kv.window_tables import WindowTables, usable_blocks
 from medha.shards import (
     MAX_SEGMENTS_SENT,
     PROMPT_STRIPE_TOKENS,
@@ -55,6 +62,7 @@ from medha.wire.messages import (
     KvPart,
     KvServe,
     Publish,
+    Step,
 )
 
 Reach = Literal["device", "host", "disk"]
@@ -123,6 +131,14 @@ class PeerCounts:
     served_blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class WindowPool:
+    """The pool of the layers of a lane that free KV before their windows."""
+
+    blocks: int
+    window_tokens: int  # the widest window of a layer
+
+
 @dataclass(slots=True)
 class _Lane:
     ledger: BlockLedger
@@ -130,10 +146,27 @@ class _Lane:
     tier: HostTier | None = None
     disk: DiskTier | None = None
     peer_loads: RankLoads | None = None  # loads from other replicas
+    replay: LaneReplay | None = None  # of the steps that were sent; None: no layer frees KV before its window
 
-    def find(self, hashes: str, stop: int, *, reach: Reach = "host") -> _Found:
-        """Return what this lane has of the first `stop` of `hashes`, without a gap."""
-        match = self.cache.match(hashes, stop)
+    @property
+    def windows(self) -> WindowTables | None:
+        return None if self.replay is None else self.replay.windows
+
+    def match(self, hashes: str, stop: int) -> Match:
+        """Return the longest cached prefix of the first `stop` of `hashes`, those of a whole prompt, that it can share."""
+        match, windows = self.cache.match(hashes, stop), self.windows
+        if windows is None or not match.blocks:
+            return match
+        are_here = windows.are_here(match.runs)
+        usable = usable_blocks(are_here, windows.window_tokens, windows.block_size_tokens)
+        return match if usable == match.blocks else self.cache.match(hashes, usable)
+
+    def find(self, hashes: str, stop: int, *, reach: Reach = "host", is_part: bool = False) -> _Found:
+        """Return what this lane has of the first `stop` of `hashes`, without a gap.
+
+        `is_part`: other lanes have other parts of the prompt, and the caller looks for its last window.
+        """
+        match = self.cache.match(hashes, stop) if is_part else self.match(hashes, stop)
         if self.tier is None or reach == "device" or match.blocks == stop:
             return _Found(match.blocks, match.runs, match.unlocked, chain=hashes)
         if reach == "host":
@@ -317,12 +350,14 @@ class KvPools:
         disk_blocks: int = 0,
         lane_ranks: Sequence[Iterable[int]] = (),
         has_peers: bool = False,
+        window_pool: WindowPool | None = None,
     ) -> None:
         """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane.
 
         Each lane has a host tier of `host_blocks` blocks, if `prices` of its copies are given. If `disk_blocks` is above 0,
         each also has a disk tier of so many, whose files are on all ranks that `lane_ranks` has for it. `has_peers`: these
-        ranks also read blocks of other replicas, and give them theirs.
+        ranks also read blocks of other replicas, and give them theirs. `window_pool` is what ranks have if they free KV before
+        the windows of layers; they have no tiers then.
         """
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
@@ -347,6 +382,13 @@ class KvPools:
         if self.has_peers:
             for lane, ranks in zip(self._lanes, lane_ranks, strict=True):
                 lane.peer_loads = RankLoads(frozenset(ranks))
+        self._window_pool = window_pool
+        if window_pool is not None:
+            assert prices is None, "a tier keeps blocks of all layers alike"
+            for number, lane in enumerate(self._lanes):
+                copy = BlockLedger(kv_blocks, block_size_tokens)
+                windows = WindowTables(copy, window_pool.blocks, window_pool.window_tokens)
+                lane.replay = LaneReplay(copy, number, windows=windows)
         self.peer_counts = PeerCounts()
         self._loads: list[HostLoad] = []
         self._serves: list[KvServe] = []
@@ -440,6 +482,10 @@ class KvPools:
     def ledger(self, lane: int = 0) -> BlockLedger:
         return self._lanes[lane].ledger
 
+    def windows(self, lane: int = 0) -> WindowTables | None:
+        """Return the blocks of a lane's layers with a window, as of the last step sent; None: these free nothing."""
+        return self._lanes[lane].windows
+
     def free_blocks_on(self, lane: int) -> int:
         here = self._lanes[lane]
         return here.ledger.free_blocks + here.cache.evictable_blocks
@@ -490,15 +536,19 @@ class KvPools:
             matches = self._striped_matches(prompt_tokens, block_hashes, reach=reach)[0][1]
             tokens = sum(match.all_blocks for match in matches.values()) * self.block_size_tokens
             return tokens, sum(match.blocks - match.unlocked for match in matches.values())
+        parts: list[tuple[int, _Found]] = []
         for found in self._shards_found(block_hashes, is_long=is_long, reach=reach):
-            match = found[_best(found)]
+            best = _best(found)
+            match = found[best]
+            parts.append((best, match))
             tokens += match.all_blocks * self.block_size_tokens
             held_blocks += match.blocks - match.unlocked
             if match.all_blocks < self._tokens_per_lane // self.block_size_tokens:
                 break  # anything cached of the next shard would lie behind a gap
-        return min(
-            tokens, (prompt_tokens - 1) // self.block_size_tokens * self.block_size_tokens
-        ), held_blocks
+        most = (prompt_tokens - 1) // self.block_size_tokens
+        if is_long and self._window_pool is not None:
+            most = min(most, self._usable(self._window_pool, self._in_order(parts)))
+        return min(tokens, most * self.block_size_tokens), held_blocks
 
     # --- operations -----------------------------------------------------------------------------------
 
@@ -888,12 +938,22 @@ class KvPools:
         These are the state that the lane's ranks replay.
         """
         maps = digest_of({name: held.shards for name, held in self._held.items()})
-        return tuple(
-            [
-                lane.ledger.state_hash(maps if lane.tier is None else maps + lane.tier.ledger.digest())
-                for lane in self._lanes
-            ]
-        )
+        digests: list[int] = []
+        for lane in self._lanes:
+            also = maps if lane.windows is None else maps + lane.windows.digest()
+            digests.append(
+                lane.ledger.state_hash(also if lane.tier is None else also + lane.tier.ledger.digest())
+            )
+        return tuple(digests)
+
+    def sent(self, step: Step) -> None:
+        """Note that a step is on its way to all ranks, which comes before any further change here.
+
+        If ranks free KV before windows, this replays it.
+        """
+        for lane in self._lanes:
+            if lane.replay is not None:
+                lane.replay.replay(step)
 
     # --- placing --------------------------------------------------------------------------------------
 
@@ -972,7 +1032,7 @@ class KvPools:
         step = self._tokens_per_lane // self.block_size_tokens if is_long else blocks
         for shard in range(0, blocks, max(step, 1)):
             chain = hash_range(hashes, shard, shard + step) if is_long else hashes
-            yield [lane.find(chain, hash_count(chain), reach=reach) for lane in self._lanes]
+            yield [lane.find(chain, hash_count(chain), reach=reach, is_part=is_long) for lane in self._lanes]
 
     def _chains(self, shards: ShardMap, prompt_tokens: int, hashes: str) -> dict[int, str]:
         """Return the hashes of each lane's part of the prompt, in order; empty if there are none to use.
@@ -1023,17 +1083,59 @@ class KvPools:
         self, prompt_tokens: int, chains: dict[int, str], *, reach: Reach = "host"
     ) -> dict[int, _Found]:
         """Return what each lane has of the prompt: a prefix without gaps, without the last token."""
-        matches: dict[int, _Found] = {}
         if self._stripes_prompts and len(chains) > 1:
             return self._without_gap(prompt_tokens, chains, reach=reach)
         usable = (prompt_tokens - 1) // self.block_size_tokens
+        if len(chains) == 1:
+            ((lane, chain),) = chains.items()
+            return {lane: self._lanes[lane].find(chain, min(usable, hash_count(chain)), reach=reach)}
+        matches = self._parts_found(chains, usable, reach)
+        if self._window_pool is None:
+            return matches
+        kept = self._usable(self._window_pool, self._in_order(matches.items()))
+        return self._parts_found(chains, min(usable, kept), reach)
+
+    def _parts_found(self, chains: dict[int, str], usable: int, reach: Reach) -> dict[int, _Found]:
+        """Return what lanes have of the first `usable` blocks of a prompt whose parts lie on the lanes of `chains` in turn."""
+        matches: dict[int, _Found] = {}
         for lane, chain in chains.items():
             stop = min(usable, hash_count(chain))
-            matches[lane] = self._lanes[lane].find(chain, stop, reach=reach)
+            matches[lane] = self._lanes[lane].find(chain, stop, reach=reach, is_part=True)
             usable -= stop
             if matches[lane].all_blocks < hash_count(chain):
                 break
         return matches
+
+    def _usable(self, pool: WindowPool, are_here: npt.NDArray[np.bool_]) -> int:
+        return usable_blocks(are_here, pool.window_tokens, self.block_size_tokens)
+
+    def _in_order(self, parts: Iterable[tuple[int, _Found]]) -> npt.NDArray[np.bool_]:
+        """Return for each block of a cached prefix whether its window is here; `parts` follow one another."""
+        return np.concatenate([np.zeros(0, np.bool_), *(self._are_here(*part) for part in parts)])
+
+    def _in_stripes(
+        self, parts: Sequence[tuple[int, _Found]], blocks: int, step: int
+    ) -> npt.NDArray[np.bool_]:
+        """Do the same for parts in stripes of `step` blocks; `blocks` are here at most, and fewer if a part ends before.
+
+        The last stripe is longer than others where the other lanes are full.
+        """
+        at, lanes = np.arange(blocks), len(parts)
+        turns, places = at // step % lanes, at // (step * lanes) * step + at % step
+        are_here = np.zeros(blocks, dtype=np.bool_)
+        for turn, part in enumerate(parts):
+            there = self._are_here(*part)
+            mine = at[turns == turn]
+            within = mine[places[mine] < len(there)]
+            are_here[within] = there[places[within]]
+            if len(within) < len(mine):
+                blocks = min(blocks, int(mine[len(within)]))
+        return are_here[:blocks]
+
+    def _are_here(self, lane: int, found: _Found) -> npt.NDArray[np.bool_]:
+        windows = self._lanes[lane].windows
+        assert windows is not None
+        return windows.are_here(found.runs)
 
     # A striped prompt may begin on any lane.
 
@@ -1084,15 +1186,20 @@ class KvPools:
         """Return the prefix that is there of a prompt that is striped over the lanes of `chains` in their order."""
         lanes, step = len(chains), self._stripe_tokens // self.block_size_tokens
         usable = (prompt_tokens - 1) // self.block_size_tokens
+        parts: list[tuple[int, _Found]] = []
         for turn, (lane, chain) in enumerate(chains.items()):
-            blocks = self._lanes[lane].find(chain, hash_count(chain), reach=reach).all_blocks
+            found = self._lanes[lane].find(chain, hash_count(chain), reach=reach, is_part=True)
+            parts.append((lane, found))
+            blocks = found.all_blocks
             if blocks < hash_count(chain):  # the first block that is missing on a lane ends the prefix
                 usable = min(usable, (blocks // step * lanes + turn) * step + blocks % step)
+        if self._window_pool is not None and parts:
+            usable = self._usable(self._window_pool, self._in_stripes(parts, usable, step))
         matches = {}
         for turn, (lane, chain) in enumerate(chains.items()):
             whole, rest = divmod(usable, lanes * step)
             stop = whole * step + min(max(rest - turn * step, 0), step)
-            matches[lane] = self._lanes[lane].find(chain, stop, reach=reach)
+            matches[lane] = self._lanes[lane].find(chain, stop, reach=reach, is_part=True)
         return matches
 
     def _whole_blocks(self, shards: ShardMap, tokens: int) -> dict[int, int]:
@@ -1165,7 +1272,7 @@ class KvPools:
         runs: tuple[Run, ...] = ()
         evictions: tuple[Eviction, ...] = ()
         if hashes:
-            match = here.cache.match(hashes, min((prompt - 1) // size, hash_count(hashes)))
+            match = here.match(hashes, min((prompt - 1) // size, hash_count(hashes)))
             blocks, runs, unlocked = match.blocks, match.runs, match.unlocked
         missing = here.ledger.blocks_for(reserved) - blocks
         free = here.ledger.free_blocks

@@ -1,33 +1,58 @@
 """The block tables of layers with a sliding window: a rank keeps no more of a sequence there than later rows can see.
 
 A row at position p of such a layer sees the positions p - W + 1 to p, so KV before the window of the next row is
-never read again. These layers share a pool of their own, beside that of the layers that see the whole context. Before a
-step runs, its sequences get blocks for the positions that it computes, and blocks that lie before the windows of
-all later rows become free.
+never read again by its sequence. These layers share a pool of their own, beside that of the layers that see the whole
+context. Before a step runs, its sequences get blocks for the positions that it computes, and let go of blocks that
+lie before the windows of all later rows.
 
-Each rank decides this alone, from the positions that steps name: no message has a block of this pool, and the
-controller needs no copy of the tables. That works because the pool is large enough for every step that a controller may
-send (`window_blocks`): lack of these blocks never delays or ends a request.
+**Cached windows.** Every window block belongs to the block of the other layers, its *key*, that holds the same
+positions. As long as a sequence holds the key or the prefix cache remembers it, the window block is kept, too, and
+evicted when its place is needed. A cached prefix can be used up to any position whose window is still here (`usable_blocks`). So this pool needs no
+hashes: where the prefix cache knows the keys of a prefix, it finds their windows.
+
+Blocks from inside a prompt are evicted first, in the order in which the windows passed them. Those where another prompt may
+continue go last: the windows before the ends of prompts and sequences, and before a place where two prompts have parted.
+
+**Agreement.** No message has a block of this pool. Every rank, and the controller for each lane, replay all steps on
+tables of their own (`medha.kv.lane_replay`), so that all of them agree. Within a step blocks are given out last, so a window
+that the controller has found here is still here when a rank admits the request that is to share it.
+
+The pool is large enough for every step that a controller may send (`window_blocks`): lack of these blocks never
+delays or ends a request.
+
+Positions are those of one lane: the n-th token of a sequence that lies there has position n - 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from medha.kv.blocks import BlockCopy, FreeRuns
+from medha.errors import LedgerMismatch
+from medha.kv.blocks import BlockCopy, BlockLedger, FreeRuns, Run, as_blocks
+
+CACHED_WINDOW_PART = 8
+"""Blocks of layers without a window for which the others get one more, to keep the windows of cached prefixes."""
+
+_NONE = -1
 
 
-def frees_windows(windows: Sequence[int | None], *, lanes: int, prefix_caching: bool) -> bool:
+def frees_windows(windows: Sequence[int | None], *, has_tiers: bool) -> bool:
     """Return whether KV before the windows of layers can be freed, given these windows of all layers of the model.
 
-    Two things need it whole. A cached prefix is shared by block, and whoever shares it needs the window before its end,
-    wherever that is. And lanes that share a request find its positions by their order in its whole table.
+    Tiers need it whole: they keep blocks of all layers alike.
     """
-    return any(window is not None for window in windows) and lanes == 1 and not prefix_caching
+    return any(window is not None for window in windows) and not has_tiers
+
+
+def widest_window(windows: Sequence[int | None]) -> int:
+    """Return the widest of the windows of layers, in tokens; there is one."""
+    return max(window for window in windows if window is not None)
 
 
 def window_blocks(
@@ -50,92 +75,321 @@ def window_blocks(
     return min(-(-tokens // block_size_tokens) + 2 * max_running, max_running * longest_blocks)
 
 
+def usable_blocks(are_here: npt.NDArray[np.bool_], window_tokens: int, block_size_tokens: int) -> int:
+    """Return the most blocks of a cached prefix whose last window is here, given which of its blocks are.
+
+    A request that shares so many computes the row behind them next.
+    """
+    missing = np.flatnonzero(~are_here)
+    if not len(missing):
+        return len(are_here)
+    # Between two missing blocks, and behind the last, lie blocks that are here. Enough of them hold a window.
+    edges = np.concatenate(([-1], missing, [len(are_here)]))
+    needed = -(-(window_tokens - 1) // block_size_tokens)
+    is_enough = np.diff(edges) - 1 >= needed
+    is_enough[0] = True  # a prefix that is here from its beginning on
+    return int(edges[1 + int(np.flatnonzero(is_enough)[-1])])
+
+
 class WindowTable(NamedTuple):
     """The blocks that hold the positions `first_token ..` of one sequence; they are int64, in the order of positions."""
 
     first_token: int
     blocks: npt.NDArray[np.int64]
 
+    def from_start(self, block_size_tokens: int) -> npt.NDArray[np.int64]:
+        """Return a table in which positions count from 0 on; positions before the first one lead to block 0."""
+        before = np.zeros(self.first_token // block_size_tokens, dtype=np.int64)
+        return np.concatenate([before, self.blocks])
+
 
 class WindowTables:
-    """Assigns the blocks of layers whose rows see `window_tokens` tokens at most."""
+    """Assigns the blocks of layers whose rows see `window_tokens` tokens at most, beside the `ledger` of the others."""
 
-    def __init__(self, blocks: int, block_size_tokens: int, window_tokens: int) -> None:
+    def __init__(self, ledger: BlockLedger, blocks: int, window_tokens: int) -> None:
         self.blocks = blocks
-        self.block_size_tokens = block_size_tokens
+        self.block_size_tokens = ledger.block_size_tokens
         self.window_tokens = window_tokens
+        self._ledger = ledger
         self._free = FreeRuns(blocks)
+        self._holders = [0] * blocks  # sequences that hold each block
+        self._keys = [_NONE] * blocks
+        self._window_of = np.full(ledger.blocks, _NONE, dtype=np.int64)  # key -> block
+        # Blocks that no sequence holds, kept for their content; the first one of each is evicted first.
+        self._inner: dict[int, None] = {}
+        self._ends: dict[int, None] = {}
         self._tables: dict[str, _Table] = {}
-        self._unsettled: dict[str, int] = {}  # sequences of the last step, and their least next position
+        self._unsettled: dict[
+            str, int
+        ] = {}  # sequences of the last step, and the first position that they keep
+        self._forked: list[tuple[str, int]] = []  # sequence, and the block of which it is to get a copy
 
     @property
     def held_blocks(self) -> int:
-        return self.blocks - self._free.blocks
+        """Blocks that sequences hold."""
+        return self.blocks - self.free_blocks - self.cached_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are neither held nor cached."""
+        return self._free.blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that no sequence holds, kept for their content alone."""
+        return len(self._inner) + len(self._ends)
+
+    def table(self, sequence: str) -> WindowTable:
+        """Return the blocks of a sequence."""
+        table = self._tables[sequence]
+        return WindowTable(table.first * self.block_size_tokens, np.array(table.blocks, dtype=np.int64))
+
+    # --- cached prefixes ------------------------------------------------------------------------------
+
+    def are_here(self, keys: Sequence[Run]) -> npt.NDArray[np.bool_]:
+        """Return for each of some blocks of the ledger whether a block of this pool is kept for it."""
+        return np.asarray(self._window_of[as_blocks(keys)] != _NONE)
+
+    def share(self, sequence: str, first_seen: int, cached: Sequence[Run]) -> None:
+        """Let a new sequence hold the window at the end of the cached prefix `cached`, from position `first_seen` on.
+
+        Raises:
+            LedgerMismatch: a part of that window is not here.
+        """
+        keys = as_blocks(cached)
+        first = first_seen // self.block_size_tokens
+        blocks = self._window_of[keys[first:]].tolist()
+        if _NONE in blocks:
+            raise LedgerMismatch(
+                f"{sequence} shares {len(keys)} cached blocks, and their last window is not here"
+            )
+        table = _Table(first, blocks)
+        table.ends.append((first, len(keys)))
+        for block in blocks:
+            self._hold(block)
+        self._tables[sequence] = table
+
+    def will_end(self, sequence: str, first_seen: int, stop: int) -> None:
+        """Note that the prompt of a sequence ends at position `stop`; who shares it sees positions from `first_seen` on."""
+        size = self.block_size_tokens
+        table = self._tables.setdefault(sequence, _Table())
+        table.ends.append((first_seen // size, stop // size))
+
+    def published(
+        self, sequence: str, own: npt.NDArray[np.int64], cached: npt.NDArray[np.int64], stop: int
+    ) -> None:
+        """Keep what a sequence has computed for blocks `cached`, which were remembered before its own blocks `own`.
+
+        Both hold the same tokens. They are the blocks before number `stop` of the sequence, where it parts from what
+        was cached.
+        """
+        mine = self._window_of[own]
+        moves = (mine != _NONE) & (self._window_of[cached] == _NONE)
+        self._window_of[own[moves]] = _NONE
+        self._window_of[cached[moves]] = mine[moves]
+        for block, key in zip(mine[moves].tolist(), cached[moves].tolist(), strict=True):
+            self._keys[block] = key
+        window = -(-self.window_tokens // self.block_size_tokens)
+        for block in self._window_of[cached[-window:]].tolist():
+            self._keep_longer(block)
+        if sequence in self._tables:
+            self._tables[sequence].ends.append((stop - window, stop))
+
+    def forget(self, keys: Iterable[Run]) -> None:
+        """Forget what is kept for blocks of the ledger whose content is forgotten."""
+        for first, length in keys:
+            windows = self._window_of[first : first + length]
+            for block in windows[windows != _NONE].tolist():
+                self._keys[block] = _NONE
+                if self._holders[block] == 0:
+                    self._inner.pop(block, None)
+                    self._ends.pop(block, None)
+                    self._free.give(block, 1)
+            windows[:] = _NONE
+
+    # --- steps ----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Free what no row behind the last step sees, and the first row of a fork of such a sequence neither."""
-        for sequence, position in self._unsettled.items():
-            self._tables[sequence].drop((position - self.window_tokens) // self.block_size_tokens, self._free)
+        """Let go of what no row behind the last step sees, and the first row of a fork of such a sequence neither."""
+        size = self.block_size_tokens
+        for sequence, first_kept in self._unsettled.items():
+            table, first = self._tables[sequence], first_kept // size
+            if first > table.first:
+                self._drop(table, first)
         self._unsettled.clear()
 
-    def place(self, sequence: str, start: int, stop: int, drafted: int = 0) -> WindowTable | None:
-        """Give a sequence blocks for positions `start .. stop` (exclusive), which the next step computes.
+    def fork(self, parent: str, child: str, first_seen: int, shared_tokens: int) -> None:
+        """Let `child` share `parent`'s window before position `shared_tokens`, from position `first_seen` on.
 
-        The last `drafted` of them may be computed again. Return None if the window of the first one is not here, or if
-        no block is free: then this rank and the controller have diverged.
-        """
-        table = self._tables.setdefault(sequence, _Table())
-        size = self.block_size_tokens
-        if not table.covers(start - self.window_tokens + 1, start, size):
-            return None
-        if not table.extend(-(-stop // size), self._free):
-            return None
-        self._unsettled[sequence] = stop - drafted
-        return WindowTable(table.first * size, np.array(table.blocks, dtype=np.int64))
+        A block that is shared only in part is copied (`copy_forks`).
 
-    def fork(self, parent: str, child: str, shared_tokens: int) -> list[BlockCopy] | None:
-        """Give `child` blocks for the window before position `shared_tokens`; return the copies of `parent`'s to make.
-
-        Return None if the parent keeps only a part of that window, or if no block is free.
+        Raises:
+            LedgerMismatch: the parent keeps only a part of that window.
         """
         assert child not in self._tables, f"{child} already holds KV"
         if shared_tokens == 0:
-            return []
-        size, first_token = self.block_size_tokens, max(0, shared_tokens - self.window_tokens + 1)
+            return
+        size = self.block_size_tokens
         source = self._tables.get(parent, _Table())
-        if not source.covers(first_token, shared_tokens, size):
-            return None
-        table = _Table(first_token // size)
-        if not table.extend(-(-shared_tokens // size), self._free):
-            return None
+        if not source.covers(first_seen, shared_tokens, size):
+            raise LedgerMismatch(f"{parent} has freed the window that {child} is to share")
+        whole, partial_tokens = divmod(shared_tokens, size)
+        first = min(first_seen // size, whole)
+        table = _Table(first, source.blocks[first - source.first : whole - source.first])
+        for block in table.blocks:
+            self._hold(block)
         self._tables[child] = table
-        shared = source.blocks[table.first - source.first :]
-        return [
-            BlockCopy(one, other, in_windows=True) for one, other in zip(shared, table.blocks, strict=False)
-        ]
+        if partial_tokens:
+            self._forked.append((child, source.blocks[whole - source.first]))
+
+    def copy_forks(self) -> list[BlockCopy]:
+        """Give forks their own blocks for those that they share in part; return the copies to make.
+
+        Raises:
+            LedgerMismatch: no block is free.
+        """
+        copies: list[BlockCopy] = []
+        for child, source in self._forked:
+            table = self._tables[child]
+            self._extend(child, table, table.stop + 1)
+            copies.append(BlockCopy(source, table.blocks[-1], in_windows=True))
+        self._forked.clear()
+        return copies
+
+    def place(self, sequence: str, first_seen: int, start: int, stop: int, first_kept: int) -> None:
+        """Give a sequence blocks for positions `start .. stop` (exclusive), which the next step computes.
+
+        Its first row sees the positions from `first_seen` on. Those before `first_kept` are let go before the step after.
+
+        Raises:
+            LedgerMismatch: the window of the first row is not here, or no block is free.
+        """
+        table = self._tables.get(sequence)
+        if table is None:
+            table = self._tables[sequence] = _Table()
+        size, first = self.block_size_tokens, table.first
+        held_stop = (first + len(table.blocks)) * size
+        if max(first_seen, 0) // size < first or start > held_stop:
+            raise LedgerMismatch(
+                f"{sequence}: positions {start} to {stop} see positions of layers with a window that have been freed"
+            )
+        if stop > held_stop:
+            self._extend(sequence, table, -(-stop // size))
+        self._unsettled[sequence] = first_kept
 
     def release(self, sequence: str) -> None:
-        """Free the blocks of a sequence; one that holds none here is ignored."""
+        """Let go of the blocks of a sequence; one that holds none here is ignored.
+
+        They stay cached until the content of their keys is forgotten.
+        """
         self._unsettled.pop(sequence, None)
         table = self._tables.pop(sequence, None)
         if table is not None:
-            table.drop(table.stop, self._free)
+            if table.first > 0:  # the window before its last whole block may begin there
+                [(key, _)] = self._ledger.runs(sequence, table.first - 1, table.first)
+                self._keep_longer(int(self._window_of[key]))
+            table.ends.append((table.first, table.stop))
+            self._drop(table, table.stop)
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    def digest(self) -> bytes:
+        """Return a digest of all tables and all that is cached; it is equal on all copies of these tables."""
+        tables = [f"{name}:{table.first}:{table.blocks}" for name, table in sorted(self._tables.items())]
+        state = f"{tables}{list(self._inner)}{list(self._ends)}".encode()
+        return blake2b(state + self._window_of.tobytes(), digest_size=8).digest()
 
     def check(self) -> None:
-        """Assert that no block is lost or held twice; O(blocks), for tests."""
-        held = [block for table in self._tables.values() for block in table.blocks]
+        """Assert that no block is lost, held wrongly or cached without a key; O(blocks), for tests."""
+        holders = [0] * self.blocks
+        for table in self._tables.values():
+            assert len(set(table.blocks)) == len(table.blocks)
+            for block in table.blocks:
+                holders[block] += 1
+        assert holders == self._holders
+        cached = [*self._inner, *self._ends]
+        assert not any(holders[block] for block in cached)
+        assert all(self._keys[block] != _NONE for block in cached)
         free = [first + offset for first, length in self._free for offset in range(length)]
-        assert sorted(held + free) == list(range(self.blocks)), "a block is lost"
+        held = [block for block, count in enumerate(holders) if count]
+        assert sorted(held + cached + free) == list(range(self.blocks)), "a block is lost"
+        keyed = {key: block for block, key in enumerate(self._keys) if key != _NONE}
+        assert keyed == {
+            int(key): int(self._window_of[key]) for key in np.flatnonzero(self._window_of != _NONE)
+        }
+        assert not self._forked
+
+    def _hold(self, block: int) -> None:
+        if self._holders[block] == 0:
+            self._inner.pop(block, None)
+            self._ends.pop(block, None)
+        self._holders[block] += 1
+
+    def _keep_longer(self, block: int) -> None:
+        """Evict a block that is cached from inside a prompt as late as one at its end."""
+        if block in self._inner:
+            del self._inner[block]
+            self._ends[block] = None
+
+    def _drop(self, table: _Table, first: int) -> None:
+        """Let go of the blocks of a table before the number `first`."""
+        unseen = min(first - table.first, len(table.blocks))
+        if unseen <= 0:
+            return
+        for number, block in enumerate(islice(table.blocks, unseen), table.first):
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if self._keys[block] == _NONE:
+                self._free.give(block, 1)
+            elif table.is_end(number):
+                self._ends[block] = None
+            else:
+                self._inner[block] = None
+        del table.blocks[:unseen]
+        table.first += unseen
+
+    def _extend(self, sequence: str, table: _Table, stop: int) -> None:
+        """Take blocks for a sequence up to the number `stop` (exclusive), and evict cached ones if need be.
+
+        Raises:
+            LedgerMismatch: too few are free; nothing has changed then.
+        """
+        start, needed = table.stop, stop - table.stop
+        lacking = needed - self._free.blocks
+        if lacking > self.cached_blocks:
+            raise LedgerMismatch(
+                f"{sequence} needs {needed} blocks of layers with a window, and {self.held_blocks} of {self.blocks} are held"
+            )
+        for _ in range(lacking):
+            cached = self._inner or self._ends
+            block = next(iter(cached))
+            del cached[block]
+            self._window_of[self._keys[block]] = _NONE
+            self._keys[block] = _NONE
+            self._free.give(block, 1)
+        for first, length in self._free.take(needed, table.blocks[-1] + 1 if table.blocks else None):
+            table.blocks += range(first, first + length)
+        taken = table.blocks[start - table.first :]
+        for block in taken:
+            self._holders[block] = 1
+        keys = as_blocks(self._ledger.runs(sequence, start, stop))
+        self._window_of[keys] = taken
+        for block, key in zip(taken, keys.tolist(), strict=True):
+            self._keys[block] = key
 
 
 class _Table:
     """Consecutive blocks of one sequence, from its block number `first` on."""
 
-    __slots__ = ("blocks", "first")
+    __slots__ = ("blocks", "ends", "first")
 
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, first: int = 0, blocks: Sequence[int] = ()) -> None:
         self.first = first
-        self.blocks: list[int] = []
+        self.blocks: list[int] = list(blocks)
+        self.ends: list[
+            tuple[int, int]
+        ] = []  # numbers of blocks that hold windows where prompts may continue
 
     @property
     def stop(self) -> int:
@@ -145,22 +399,5 @@ class _Table:
         """Return whether the positions `start .. stop` (exclusive) have blocks here, as far as they exist."""
         return max(start, 0) // block_size_tokens >= self.first and stop <= self.stop * block_size_tokens
 
-    def extend(self, stop: int, free: FreeRuns) -> bool:
-        """Take blocks up to the number `stop` (exclusive); return False, and change nothing, if too few are free."""
-        needed = stop - self.stop
-        if needed > free.blocks:
-            return False
-        if needed > 0:
-            for first, length in free.take(needed, self.blocks[-1] + 1 if self.blocks else None):
-                self.blocks += range(first, first + length)
-        return True
-
-    def drop(self, first: int, free: FreeRuns) -> None:
-        """Free the blocks before the number `first`."""
-        unseen = first - self.first
-        if unseen <= 0:
-            return
-        for block in self.blocks[:unseen]:
-            free.give(block, 1)
-        del self.blocks[:unseen]
-        self.first = first
+    def is_end(self, number: int) -> bool:
+        return any(first <= number < stop for first, stop in self.ends)

@@ -166,7 +166,7 @@ class ReplicaController:
             self._admission,
             self.predictor,
             config.block_size_tokens,
-            frees_windows=config.frees_windows,
+            frees_windows=config.window_pool is not None,
         )
         self._lanes = Lanes(config.topology.kv, config.topology.stream)
         self._attained = AttainedService()
@@ -468,6 +468,7 @@ class ReplicaController:
         )
         self._next_step_id += 1
         self._sharing.forgets = {}
+        self._pools.sent(step)
         return step
 
     def _grow(self, lanes: tuple[int, ...]) -> tuple[list[Grow], list[Request], list[Request]]:

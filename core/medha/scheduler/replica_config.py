@@ -10,6 +10,7 @@ from medha.cost.crossover import crossover_tokens
 from medha.cost.predictor import TOKENS_PER_LANE
 from medha.errors import ConfigInvalid
 from medha.kv.context_parallel import ContextParallel, RingCosts
+from medha.kv.pools import WindowPool
 from medha.topology import Topology
 from medha.wire.messages import DiskTierFigures, DraftCosts, HostTierFigures, RankReady
 
@@ -28,7 +29,7 @@ class ReplicaConfig:
     long_threshold_tokens: int  # KV length from which a request is long
     tokens_per_lane: int = TOKENS_PER_LANE  # prompt tokens of one request, before the next lane joins
     prefix_caching: bool = True
-    frees_windows: bool = False  # ranks free KV before the windows of layers
+    window_pool: WindowPool | None = None  # of each lane; None: no layer frees KV before its window
     context_parallel: ContextParallel | None = None  # None: owner-compute
     draft_costs: DraftCosts | None = None  # of the guesses of a draft model; None: none draws any
     host_tier: HostTierFigures | None = None  # of each lane; None: evicted KV is forgotten
@@ -80,7 +81,9 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         long_threshold_tokens=spec.scheduling.long_threshold_tokens or max(crossover, 1),
         tokens_per_lane=spec.kv_cache.tokens_per_lane,
         prefix_caching=spec.kv_cache.prefix_caching,
-        frees_windows=ready.window_blocks > 0,
+        window_pool=WindowPool(ready.window_blocks, ready.widest_window_tokens)
+        if ready.window_blocks
+        else None,
         context_parallel=_context_parallel(spec, topology, ready),
         draft_costs=ready.draft_costs if spec.scheduling.speculation.draws else None,
         host_tier=ready.host_tier,

@@ -145,7 +145,10 @@ class Sharing:
         else:
             self._awaited.pop(prompt.name, None)
         for request in prompt.waiting.values() if changed else (newcomer,) if newcomer else ():
-            self._needs(request, prompt.tokens - 1 if sharing is not None or prefilling else 0)
+            if frees_windows and sharing is None and not prefilling:
+                self.update(request)  # it may find cached what it can no longer fork
+            else:
+                self._needs(request, prompt.tokens - 1 if sharing is not None or prefilling else 0)
 
     # --- what a waiting request needs -----------------------------------------------------------------
 

@@ -818,6 +818,7 @@ class RankReady:
     draft_costs: DraftCosts | None = None  # of the rank that draws guesses; None: it has no draft model
     window_blocks: int = 0
     """Blocks of the pool of layers that free KV before their window; 0: all layers keep the whole context."""
+    widest_window_tokens: int = 0  # of these layers
     host_tier: HostTierFigures | None = None  # None: evicted KV is forgotten
     disk_tier: DiskTierFigures | None = None  # None: the host tier's KV ends with the epoch
     peer: PeerFigures | None = None  # None: it gives no KV to other replicas, and takes none

@@ -112,6 +112,17 @@ class Observer:
         for lane, kv in enumerate(kv_by_lane(core, list(core.requests()))):
             for state in ("free", "cached", "used", "reserved"):
                 self._gauges["medha_kv_blocks"].labels(lane=str(lane), state=state).set(getattr(kv, state))
+        for lane in range(pools.lanes):
+            windows = pools.windows(lane)
+            if windows is None:
+                continue
+            states = {
+                "free": windows.free_blocks,
+                "cached": windows.cached_blocks,
+                "held": windows.held_blocks,
+            }
+            for state, blocks in states.items():
+                self._gauges["medha_kv_window_blocks"].labels(lane=str(lane), state=state).set(blocks)
         self._gauges["medha_kv_used_ratio"].set(pools.held_blocks / max(pools.blocks, 1))
         self._gauges["medha_kv_growth_blocks"].set(core.growth_blocks)
         self._count_up("medha_prefix_cache_queried_tokens", pools.queried_tokens)

@@ -160,6 +160,7 @@ def implausible(ready: RankReady) -> str | None:
         ("block_size_tokens", ready.block_size_tokens, 1, MOST_TOKENS),
         ("kv_blocks", ready.kv_blocks, 1, MOST_BLOCKS),
         ("window_blocks", ready.window_blocks, 0, MOST_BLOCKS),
+        ("widest_window_tokens", ready.widest_window_tokens, min(ready.window_blocks, 1), MOST_TOKENS),
         ("max_model_len", ready.max_model_len, 1, MOST_TOKENS),
         ("vocab_size", ready.vocab_size, 1, MOST_TOKENS),
         ("query_heads", ready.query_heads, 0, MOST_HEADS),

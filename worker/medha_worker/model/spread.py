@@ -111,7 +111,8 @@ class SpreadPlan:
     """The work of this lane in a step of several lanes; parts are in the order of the step's entries.
 
     `local` is all attention of own rows to what this lane holds; `sequences` are the own rows of each
-    sequence. `windowed` has the plans of layers whose rows see a window alone, by its tokens. They land the same rows.
+    sequence. `windowed` has the plans of layers whose rows see a window alone, by its tokens. They land the same rows,
+    in other blocks if these layers free KV before their windows.
     """
 
     local: Rows
@@ -157,13 +158,13 @@ class SpreadStep:
         self.sequences, self._cache = plan.sequences, cache
         self._windows = windows or [None] * len(cache.keys)
         attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out)
-        placed = _Placed(plan.landing, cache.device, kernels.writer)
-        self._attention = {
-            window: _SpreadAttention(
-                plan if window is None else plan.windowed[window], placed, links, cache, attending
-            )
-            for window in dict.fromkeys(self._windows)
-        }
+        whole = _Placed(plan.landing, cache.device, kernels.writer)
+        self._attention = {}
+        for window in dict.fromkeys(self._windows):
+            there = plan if window is None else plan.windowed[window]
+            is_apart = window is not None and cache.window_blocks > 0
+            placed = _Placed(there.landing, cache.device, kernels.writer) if is_apart else whole
+            self._attention[window] = _SpreadAttention(there, placed, links, cache, attending)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None

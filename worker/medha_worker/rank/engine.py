@@ -22,7 +22,7 @@ from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
 from medha.errors import OutOfMemory
 from medha.hardware import ModelShape
-from medha.kv.window_tables import frees_windows, window_blocks
+from medha.kv.window_tables import frees_windows, widest_window, window_blocks
 from medha.kv_dtype import kv_element_bytes
 from medha.topology import Topology
 from medha.wire.messages import (
@@ -246,6 +246,7 @@ class Loaded:
             link_bytes_per_second=self._link_rate(grid),
             draft_costs=self._draft_costs,
             window_blocks=kv_cache.window_blocks,
+            widest_window_tokens=widest_window(config.windows) if kv_cache.window_blocks else 0,
             host_tier=host_tier,
             disk_tier=disk_tier,
             peer=peer,
@@ -403,15 +404,18 @@ class Loaded:
         if blocks == _NO_POOL:
             request = self._pool_request(warm)
             free_bytes = self._free_bytes()
-            whole, beside_windows = map(smallest, pool_sizes(request, free_bytes))
+            sizes = pool_sizes(request, free_bytes)
+            whole, beside_windows = smallest(sizes.whole), smallest(sizes.beside_windows)
+            beside = smallest(sizes.windows)
             frees = keeps_windows_alone(whole, beside_windows)
-            blocks, windows = (beside_windows, request.window_blocks) if frees else (whole, 0)
+            blocks, windows = (beside_windows, beside) if frees else (whole, 0)
             if blocks == 0:
                 raise OutOfMemory("no size of the KV pool fits all ranks; lower model.maxModelLen")
             if request.window_blocks:
                 _log.info(
-                    "layers %s KV before their windows: a pool of %d blocks if they keep it, of %d if they do not",
-                    "free" if frees else "keep", whole, beside_windows,
+                    "layers %s KV before their windows: a pool of %d blocks if they keep it; if they do not, of %d, and "
+                    "of %d in layers with a window%s", "free" if frees else "keep", whole, beside_windows, beside,
+                    "" if frees else "; a lower scheduling.maxRunning leaves more room beside these",
                 )  # fmt: skip
         if held is None or (held.num_blocks, held.window_blocks) != (blocks, windows):
             size_tokens = self._settings.spec.kv_cache.block_size_tokens
@@ -561,9 +565,9 @@ class Loaded:
         spec, config, model = self._settings.spec, self._config, self._model
         cache, scheduling = spec.kv_cache, spec.scheduling
         window_pool = 0
-        if frees_windows(config.windows, lanes=spec.parallelism.kv, prefix_caching=cache.prefix_caching):
+        if frees_windows(config.windows, has_tiers=cache.host_bytes > 0):
             window_pool = window_blocks(
-                max(window for window in config.windows if window is not None),
+                widest_window(config.windows),
                 block_size_tokens=cache.block_size_tokens,
                 max_running=scheduling.max_running,
                 max_chunk_tokens=scheduling.max_chunk_tokens,
@@ -580,6 +584,7 @@ class Loaded:
             weights_bytes=self._weights_bytes,
             activation_bytes=warm.activation_bytes,
             window_blocks=window_pool,
+            caches_windows=cache.prefix_caching,
             window_block_bytes=_block_bytes(config, model, cache.block_size_tokens, len(model.window_layers)),
         )
 

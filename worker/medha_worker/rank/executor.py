@@ -26,7 +26,7 @@ from torch import Tensor
 from medha.kv.blocks import BlockLedger
 from medha.kv.host_tier import TierCopy
 from medha.kv.lane_replay import HostTierWork
-from medha.kv.window_tables import WindowTables
+from medha.kv.window_tables import WindowTables, widest_window
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, Tokens
 from medha_worker.device import Device
@@ -141,8 +141,8 @@ class Executor:
         new_sampler = new_samplers(vocab_size, tuple(eos_token_ids), mask_for)
         self.window_tables: WindowTables | None = None
         if kv_cache.window_blocks:
-            widest = max(window for window in model.windows if window is not None)
-            self.window_tables = WindowTables(kv_cache.window_blocks, kv_cache.block_tokens, widest)
+            widest = widest_window(model.windows)
+            self.window_tables = WindowTables(self.ledger, kv_cache.window_blocks, widest)
         self._host_blocks, self._disk, self._peers = tuple(host_blocks), disk, peers
         self._state = LaneState(
             self.ledger,

@@ -39,7 +39,8 @@ class SpreadEntry:
 
     `stop` is the position to which the whole step brings the request: other entries may compute other
     positions of it. `table` is the request's block table on the planning lane, int64; empty if it holds
-    nothing there.
+    nothing there. `window_table` replaces it in layers that free KV before their windows; None: there are none. Its
+    blocks before the windows are of no meaning.
     """
 
     shards: ShardMap
@@ -49,6 +50,7 @@ class SpreadEntry:
     table: Ids
     strategy: str = OWNER
     request: str = ""
+    window_table: Ids | None = None
 
     @property
     def count(self) -> int:
@@ -156,12 +158,18 @@ def plan_spread(
     if not (is_shared or foreign):
         return None
     whole = _plan_layers(lane, own, foreign, block_tokens, None)
+    own, foreign = [[_in_windows(entry) for entry in entries] for entries in (own, foreign)]
     windowed = {
         window: _plan_layers(lane, own, foreign, block_tokens, window)
         for window in dict.fromkeys(windows)
         if window is not None
     }
     return replace(whole, windowed=windowed)
+
+
+def _in_windows(entry: SpreadEntry) -> SpreadEntry:
+    """Return an entry as layers with a window see it."""
+    return entry if entry.window_table is None else replace(entry, table=entry.window_table)
 
 
 def _plan_layers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from medha.errors import OutOfMemory
+from medha.kv.window_tables import CACHED_WINDOW_PART
 
 MIB = 2**20
 
@@ -23,24 +24,32 @@ class PoolRequest:
     activation_bytes: int
     window_blocks: int = 0  # that layers with a window need if they free the KV before it; 0: they cannot
     window_block_bytes: int = 0  # part of `block_bytes` in such layers
+    caches_windows: bool = False  # these layers get room for windows of cached prefixes, too
 
 
-def pool_sizes(request: PoolRequest, free_bytes: int) -> tuple[int, int]:
-    """Return the blocks of the pool if every layer keeps the whole context, and if layers free KV before their windows.
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """Blocks of a pool, or of two."""
 
-    Either is 0 where a sequence of `max_model_len` tokens would not fit; `pool_blocks` has the arguments.
+    whole: int  # if every layer keeps the whole context; 0: the longest sequence does not fit
+    beside_windows: int  # of the layers without a window, if the others free KV before it; 0: it does not fit
+    windows: int = 0  # of the layers with one, in this case
+
+
+def pool_sizes(request: PoolRequest, free_bytes: int) -> PoolSizes:
+    """Return the sizes of the pool; `pool_blocks` has the arguments.
 
     Raises:
-        OutOfMemory: both are 0, or `kvCache.size` exceeds the free memory.
+        OutOfMemory: no form of it holds a sequence of `max_model_len` tokens, or `kvCache.size` exceeds the free memory.
     """
     _require_free(request, free_bytes)
-    beside_windows = _beside_windows(request, _pool_bytes(request, free_bytes))
+    beside_windows, windows = _beside_windows(request, _pool_bytes(request, free_bytes))
     try:
-        return pool_blocks(request, free_bytes), beside_windows
+        return PoolSizes(pool_blocks(request, free_bytes), beside_windows, windows)
     except OutOfMemory:
         if beside_windows == 0:
             raise
-        return 0, beside_windows
+        return PoolSizes(0, beside_windows, windows)
 
 
 def keeps_windows_alone(whole_blocks: int, blocks_beside_windows: int) -> bool:
@@ -52,18 +61,29 @@ def keeps_windows_alone(whole_blocks: int, blocks_beside_windows: int) -> bool:
     return blocks_beside_windows > whole_blocks
 
 
-def _beside_windows(request: PoolRequest, pool_bytes: int) -> int:
-    """Return the blocks of the layers without a window beside the windows of the others; 0 if the longest does not fit."""
+def _beside_windows(request: PoolRequest, pool_bytes: int) -> tuple[int, int]:
+    """Return the blocks of the layers without a window, and those of the others; 0 if the longest sequence does not fit.
+
+    For cached prefixes, the latter get one block in addition for `CACHED_WINDOW_PART` blocks of the former, and what no
+    sequence could use of these.
+    """
     left_bytes = pool_bytes - request.window_blocks * request.window_block_bytes
     if request.window_blocks == 0 or left_bytes < 0:
-        return 0
+        return 0, 0
     longest_blocks = -(-request.max_model_len // request.block_size_tokens)
-    most_blocks, block_bytes = (
-        longest_blocks * request.max_running,
-        request.block_bytes - request.window_block_bytes,
-    )
-    blocks = min(left_bytes // block_bytes, most_blocks) if block_bytes else most_blocks
-    return blocks if blocks >= longest_blocks else 0
+    most_blocks = longest_blocks * request.max_running
+    block_bytes, window_bytes = request.block_bytes - request.window_block_bytes, request.window_block_bytes
+    part = CACHED_WINDOW_PART
+    shared_bytes = part * block_bytes + (window_bytes if request.caches_windows else 0)
+    blocks = min(left_bytes * part // shared_bytes, most_blocks) if block_bytes else most_blocks
+    if blocks < longest_blocks:
+        return 0, 0
+    if not request.caches_windows:
+        return blocks, request.window_blocks
+    left_bytes -= blocks * block_bytes
+    more_blocks = max(most_blocks - request.window_blocks, 0)
+    cached = min(left_bytes // window_bytes, more_blocks) if window_bytes else more_blocks
+    return blocks, request.window_blocks + cached
 
 
 def _pool_bytes(request: PoolRequest, free_bytes: int) -> int:

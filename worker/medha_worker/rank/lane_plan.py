@@ -73,9 +73,10 @@ class PlannedEntry:
             return 0
         return self.entry.token_count - (extents[-1].last + 1 >= prompt_tokens)
 
-    @property
-    def spread(self) -> SpreadEntry:
-        return _spread_entry(self.entry, self.shards, self.stop, self.table)
+    def spread(self, block_tokens: int) -> SpreadEntry:
+        """Return the entry as several lanes share it."""
+        window = None if self.window is None else self.window.from_start(block_tokens)
+        return _spread_entry(self.entry, self.shards, self.stop, self.table, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,9 @@ def lay_out(
     """Return the entries as one batch, in which `lane` also serves the `foreign` entries of other lanes."""
     spread, spans, window_spans = None, [], []
     if foreign or any(one.entry.strategy != LOCAL for one in entries):
-        spread = plan_spread(lane, [one.spread for one in entries], foreign, block_tokens, windows)
+        spread = plan_spread(
+            lane, [one.spread(block_tokens) for one in entries], foreign, block_tokens, windows
+        )
     if spread is None:
         row = 0
         for one in entries:
@@ -266,14 +269,19 @@ def _can_draft(entry: StepEntry, run: _Run) -> bool:
 def _foreign_entry(entry: StepEntry, run: _Run, step: Step, state: LaneState) -> SpreadEntry | None:
     """Return an entry that another lane runs if it concerns this lane."""
     sequence, shards = state.sequence(entry.id, step), state.shards(entry, step)
-    asked = _spread_entry(entry, shards, run.stop, sequence.table)
+    window = None
+    if sequence.window is not None:
+        window = sequence.window.from_start(state.ledger.block_size_tokens)
+    asked = _spread_entry(entry, shards, run.stop, sequence.table, window)
     # A ring needs all of its lanes, whatever they hold of one request.
     concerns = entry.strategy != OWNER or state.lane in asked.holders
     return asked if concerns and sequence.fault is None else None
 
 
-def _spread_entry(entry: StepEntry, shards: ShardMap, stop: int, table: Ids) -> SpreadEntry:
-    return SpreadEntry(shards, entry.lane, entry.extents, stop, table, entry.strategy, entry.id)
+def _spread_entry(
+    entry: StepEntry, shards: ShardMap, stop: int, table: Ids, window: Ids | None
+) -> SpreadEntry:
+    return SpreadEntry(shards, entry.lane, entry.extents, stop, table, entry.strategy, entry.id, window)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,12 +134,11 @@ class LaneState:
         `host_blocks` is the size of the lane's host tier.
         """
         self.ledger = ledger
-        self.window_tables = window_tables
         self.lane = lane
         self.epoch = epoch
         self.prompts: dict[str, _Prompt] = {}
         self.sequences: dict[str, SequenceState] = {}
-        self.replica = LaneReplay(ledger, lane, host_blocks)
+        self.replica = LaneReplay(ledger, lane, host_blocks, window_tables)
         self._new_sampler = new_sampler
 
     # --- prompts ------------------------------------------------------------------------------------
@@ -178,14 +177,14 @@ class LaneState:
         """
         if step.epoch != self.epoch:
             raise PartFailed(f"step {step.step_id} is of epoch {step.epoch}; this rank is in {self.epoch}")
+        if step.state_hash is not None or step.state_hashes:
+            self.replica.note_windows()
         for publish in step.publishes:
             self.sequence(publish.id, step)
         self.replica.publish(step.publishes)
         for name in step.releases:
             self.sequence(name, step)
             self.replica.release(name)
-            if self.window_tables is not None:
-                self.window_tables.release(name)
             del self.sequences[name]
         for name in step.forgets:
             self.prompts.pop(name, None)  # absent if its requests were cancelled before admission
@@ -199,8 +198,7 @@ class LaneState:
             PartFailed: this state and the controller's have diverged.
         """
         copies: list[BlockCopy] = []
-        if self.window_tables is not None:
-            self.window_tables.begin_step()
+        self.replica.begin_step()
         for entry in step.entries:
             if entry.lane == self.lane and entry.id in self.sequences and entry.extents:
                 self.sequences[entry.id].settle(entry.extents[0].start)
@@ -220,23 +218,13 @@ class LaneState:
                 step,
                 f"the ledgers differ, or the shard maps ({self.ledger.held_blocks} blocks are held here)",
             )
-        if self.window_tables is not None:
-            self._place_windows(step, self.window_tables)
+        copies += self.replica.place_windows(step.entries)
+        windows = self.replica.windows
+        if windows is not None:
+            for entry in step.entries:
+                if entry.extents and entry.id in self.ledger:
+                    self.sequences[entry.id].window = windows.table(entry.id)
         return tuple(copies)
-
-    def _place_windows(self, step: Step, tables: WindowTables) -> None:
-        for entry in step.entries:
-            sequence = self.sequences.get(entry.id)
-            if entry.lane != self.lane or not entry.extents or sequence is None:
-                continue  # the plan of the step reports it
-            start, stop = entry.extents[0].start, entry.extents[-1].last + 1
-            sequence.window = tables.place(entry.id, start, stop, len(entry.drafts))
-            if sequence.window is None:
-                raise diverged(
-                    step,
-                    f"{entry.id}: positions {start} to {stop} have no blocks in layers with a window, or positions "
-                    f"that they see have been freed ({tables.held_blocks} of {tables.blocks} blocks are held)",
-                )
 
     def _admit(self, admit: Admit, step: Step) -> list[BlockCopy]:
         if admit.id in self.sequences:
@@ -251,11 +239,6 @@ class LaneState:
         copies = self.replica.admit(admit)
         if copies is None:
             raise diverged(step, f"no KV is left to admit {admit.id} with {admit.reserved_tokens} tokens")
-        if admit.fork_of is not None and self.window_tables is not None:
-            windows = self.window_tables.fork(admit.fork_of, admit.id, admit.shared_tokens)
-            if windows is None:
-                raise diverged(step, f"{admit.fork_of} has freed the window that {admit.id} is to share")
-            copies = [*copies, *windows]
         ids = prompt.ids[: admit.tokens]
         sampler = self._new_sampler(admit, ids)
         if is_ours and isinstance(sampler, SequenceSampler) and sampler.mask is not None:
