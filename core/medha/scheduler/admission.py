@@ -79,6 +79,7 @@ class Admission:
             disk_blocks=0 if config.disk_tier is None else config.disk_tier.blocks,
             lane_ranks=[config.topology.ranks_of_lane(lane) for lane in range(config.topology.kv)],
             has_peers=config.peer_block_seconds is not None,
+            object_blocks=0 if config.store_block_seconds is None else config.object_blocks,
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))
