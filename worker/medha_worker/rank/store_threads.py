@@ -5,7 +5,7 @@ The core decides which blocks go where (`medha.kv.store_tier`), and `kv_objects`
 hold the bytes of an object themselves while they talk to the store, and take the lock only to copy them from or to host blocks.
 
 A store may fail or hang for as long as it likes. After an error, work fails at once for some seconds. Work that takes far too
-long is given up by a thread that watches the others: its report is sent, and whatever it may still read reaches no host block.
+long is ended by a thread that watches the others: its report is sent, and whatever it may still read reaches no host block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PIECE_BYTES = 4 * 2**20
 _REST_SECONDS = 2.0
 """Time after an error in which nothing is asked of the store; the controller leaves it alone for longer."""
 _HUNG_SECONDS = 30.0
-"""Time after which work is given up: no request to the store should take as long."""
+"""Time after which work is ended: no request to the store should take as long."""
 _WATCH_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _MOST_EARLY = 64
@@ -276,7 +276,7 @@ class StoreThreads:
                 return
             job.is_told = job.is_off = True
             send = self._send
-        # Without the lock: whoever sends may have to handle a look that has arrived.
+        # Without the lock: whoever sends may have to handle a `StoreLook` that has arrived.
         send(replace(job.report, **fields))  # type: ignore[arg-type]
 
     # --- the thread that watches ----------------------------------------------------------------------
