@@ -78,6 +78,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
         ["http://minio:9000", "https://s3.example"],
         ["minio:9000", "https://key:secret@s3.example", "https://s3.example/path?x"],
     ),
+    "kvCache.tiers.store.secretName": (["s3", "s3-kv"], ["S3", ""]),
     "kvCache.tiers.store.region": (["eu-central-1", "us-east-1"], ["", "EU central"]),
     "kvCache.tiers.store.bandwidth": (["2Gi", "512Mi"], ["1GB", "0"]),
     "router.maxBodyBytes": (["1Mi", "8M"], ["1MB"]),
