@@ -50,6 +50,11 @@ def _drafts(**source: Any) -> Fields:
     return {"scheduling": {"speculation": {"method": "draftModel", "draftModel": source}}}
 
 
+def _store(**fields: Any) -> Fields:
+    """Return the fields of a store beside a host tier."""
+    return {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "store": fields}}}
+
+
 _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     # field -> (valid values, invalid values)
     "model.aliases": ([["chat"], ["chat", "org/chat"]], ["chat", [""], ["a", "a"], ["m"]]),
@@ -65,6 +70,17 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "kvCache.tiers.disk.size": (["8Gi", "9Gi"], ["1GB", "0"]),
     "kvCache.tiers.peers.bandwidth": (["2Gi", "512Mi"], ["1GB", "0"]),
     "kvCache.tiers.disk.hostPath": (["/kv/a", "/kv/b"], ["kv", ""]),
+    "kvCache.tiers.store.url": (
+        ["s3://bucket/a", "s3://bucket", "file:///mnt/kv"],
+        ["bucket", "s3://", "file://kv", "https://bucket", "s3://key:secret@bucket", ""],
+    ),
+    "kvCache.tiers.store.endpoint": (
+        ["http://minio:9000", "https://s3.example"],
+        ["minio:9000", "https://key:secret@s3.example", "https://s3.example/path?x"],
+    ),
+    "kvCache.tiers.store.secretName": (["s3", "s3-kv"], ["S3", ""]),
+    "kvCache.tiers.store.region": (["eu-central-1", "us-east-1"], ["", "EU central"]),
+    "kvCache.tiers.store.bandwidth": (["2Gi", "512Mi"], ["1GB", "0"]),
     "router.maxBodyBytes": (["1Mi", "8M"], ["1MB"]),
     "router.allowedHosts": ([["chat.example", "::1"], ["a"]], ["chat.example", ["a b"], ["https://x"]]),
     "router.allowedOrigins": (
@@ -142,6 +158,8 @@ _BESIDE: dict[str, Fields] = {
     "model.source.image": {"model": {"source": {"image": {"reference": "r/m:1"}}}},
     "kvCache.tiers.disk": {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "8Gi"}}}},
     "kvCache.tiers.peers": {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "peers": {"bandwidth": "2Gi"}}}},
+    "kvCache.tiers.store": _store(url="s3://bucket/kv"),
+    "kvCache.tiers.store.claimName": _store(url="file:///mnt/kv"),
     "scheduling.speculation.predictionHead": {
         "scheduling": {"speculation": {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}}
     },

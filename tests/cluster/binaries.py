@@ -107,6 +107,8 @@ MODULES = (
         },
         is_for_long_tests=True,
     ),
+    # An S3-compatible service on a directory: three minutes of processor time.
+    Module("object-store", {"versitygw": "github.com/versity/versitygw/cmd/versitygw"}),
     Module("send", {"send": "medha.dev/tests/cluster/send"}, sources=("go.mod", "main.go")),
     # The last version of the extension that has a picker of its own, beside one for tests of gateways.
     Module(

@@ -172,6 +172,34 @@ def test_pods_have_a_volume_for_their_ranks_disk_tiers(
     assert "kv-files" not in [one["name"] for one in without["volumes"]]
 
 
+@pytest.mark.parametrize(
+    ("store", "expected"),
+    [
+        ({"url": "s3://bucket/kv"}, None),
+        ({"url": "file:///mnt/kv"}, {"hostPath": {"path": "/mnt/kv", "type": "Directory"}}),
+        ({"url": "file:///x", "claimName": "kv"}, {"persistentVolumeClaim": {"claimName": "kv"}}),
+    ],
+    ids=["S3", "directory of the node", "claim"],
+)
+def test_pods_mount_a_store_of_files(store: dict[str, str], expected: dict[str, Any] | None) -> None:
+    spec = pod({"accelerator": "none"}, kvCache={"tiers": {"host": {"size": "1Gi"}, "store": store}})
+    found = [one for one in spec["volumes"] if one["name"] == "kv-store"]
+    assert found == ([] if expected is None else [{"name": "kv-store"} | expected])
+    mounts = [one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "kv-store"]
+    assert mounts == ([] if expected is None else [{"name": "kv-store", "mountPath": "/kv-store"}])
+
+
+def test_pods_get_the_credentials_of_a_store_from_its_secret_alone() -> None:
+    store = {"url": "s3://bucket/kv", "secretName": "s3"}
+    spec = pod({"accelerator": "none"}, kvCache={"tiers": {"host": {"size": "1Gi"}, "store": store}})
+    found = {one["name"]: one for one in spec["containers"][0]["env"] if one["name"].startswith("AWS_")}
+    assert {name: one["valueFrom"]["secretKeyRef"] for name, one in found.items()} == {
+        "AWS_ACCESS_KEY_ID": {"name": "s3", "key": "AWS_ACCESS_KEY_ID"},
+        "AWS_SECRET_ACCESS_KEY": {"name": "s3", "key": "AWS_SECRET_ACCESS_KEY"},
+        "AWS_SESSION_TOKEN": {"name": "s3", "key": "AWS_SESSION_TOKEN", "optional": True},
+    }
+
+
 def test_other_replicas_reach_the_ports_at_which_ranks_give_kv_and_no_others() -> None:
     tiers = {"host": {"size": "1Gi"}, "peers": {}}
     fields = {"parallelism": {"tensor": 2}, "kvCache": {"tiers": tiers}}

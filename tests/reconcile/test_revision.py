@@ -39,6 +39,7 @@ def test_live_fields_keep_the_revision(change: dict[str, Any]) -> None:
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}}}},
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "8Gi"}}}},
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "peers": {"bandwidth": "1Gi"}}}},
+        {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "store": {"url": "s3://bucket"}}}},
         {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}},
         {"image": "worker:2"},
         {"routerRef": {"name": "router"}},  # its address and its Secret stand in the pods' template

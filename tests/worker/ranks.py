@@ -38,6 +38,7 @@ from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.mesh import Mesh
 from medha_worker.rank.peer_reader import PeerBlocks
 from medha_worker.rank.plane_choice import choose_plane
+from medha_worker.rank.store_threads import StoreThreads
 
 from .models import kernels_of_a_rank, load_head, load_model
 
@@ -182,6 +183,7 @@ class Ranks:
         host_blocks: int = 0,
         disk: Path | None = None,
         peers: Callable[[int, HostBlocks], PeerBlocks] | None = None,
+        store: Callable[[int, HostBlocks], StoreThreads] | None = None,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
         """Run all steps on new KV pools; return the samples, and the logits of every position, by request and position.
 
@@ -190,7 +192,8 @@ class Ranks:
         replaces those that a rank chooses on this machine. With `window_blocks`, KV before windows is freed, and none
         of these blocks may be held once all requests have been released. `host_blocks` is the size of the host tier,
         and `disk` the directory of the files behind it: all that a step asks of them is done before the next one.
-        `peers` returns what hands KV over, by rank; that outlives the run, and the caller closes it.
+        `peers` returns what hands KV over, by rank; that outlives the run, and the caller closes it. `store` returns what
+        reads and writes the store, by rank; the run closes it.
         """
 
         if not self._grids:
@@ -223,6 +226,7 @@ class Ranks:
                 files.begin_epoch(DiskReport(rank, grid.lane), "00" * 32, self.disk_reports.append)
                 assert files.drain(60)
             handed = None if peers is None else peers(rank, host[0])
+            shared = None if store is None else store(rank, host[0])
             executor = Executor(
                 recording,
                 pool,
@@ -235,6 +239,7 @@ class Ranks:
                 host_blocks=host,
                 disk=files,
                 peers=handed,
+                store=shared,
             )
             samples: list[Sample] = []
             self.scored[rank] = []
@@ -250,6 +255,7 @@ class Ranks:
                 done = executor.run(planned.popleft())
                 assert files is None or files.drain(60)
                 assert handed is None or handed.reader.drain(60)
+                assert shared is None or shared.drain(60)
                 if done is not None:
                     assert done.failures == (), done.failures
                     samples += done.samples if rank == grid.sampling_rank else ()
@@ -257,6 +263,8 @@ class Ranks:
                     self.drafts += done.drafts
             if files is not None:
                 files.close()
+            if shared is not None:
+                shared.close()
             executor.learn_all()  # tokens of the last steps are still on their way
             if executor.window_tables is not None:
                 executor.window_tables.check()

@@ -44,6 +44,7 @@ from medha.wire.messages import (
     Step,
     SteppedAside,
     StepProfile,
+    StoreLook,
     Submit,
 )
 from medha_worker.device import host_device
@@ -108,6 +109,7 @@ class Life:
     ends: dict[str, FinishReason | str] = field(default_factory=dict)
     asides: dict[str, SteppedAside] = field(default_factory=dict)  # by the prompt with which each comes back
     messages: list[KvAsk | KvTicket | KvDone] = field(default_factory=list)  # for other replicas
+    looks: list[StoreLook] = field(default_factory=list)
 
     def handle(self, event: ControllerEvent) -> None:
         for command in self.controller.handle(event, self.now):
@@ -125,6 +127,8 @@ class Life:
                     self.asides[command.prompt] = command
                 case KvAsk() | KvTicket() | KvDone():
                     self.messages.append(command)
+                case StoreLook():
+                    self.looks.append(command)
 
     def end(self, name: str, reason: str) -> None:
         assert name not in self.ends, f"{name} ends twice"

@@ -280,11 +280,91 @@ class PeersSpec(Model):
     @field_validator("bandwidth")
     @classmethod
     def _bandwidth_is_above_zero(cls, bandwidth: str) -> str:
-        if quantity_bytes(bandwidth) == 0:
-            raise ValueError(
-                f"must be above 0 (found {bandwidth}); give bytes per second such as 256Mi, or leave peers out"
-            )
-        return bandwidth
+        return _above_zero(bandwidth, "peers")
+
+
+_STORE_NEEDS_HOST = "kvCache.tiers.store is filled from the host tier, and read into it; add kvCache.tiers.host, or leave store out"
+_ONLY_S3 = "kvCache.tiers.store: endpoint, region and secretName are of an s3:// url; remove them, or give such a url"
+_ONLY_FILES = (
+    "kvCache.tiers.store: claimName is of a file:// url; remove it, or give a url such as file:///mnt/kv"
+)
+_STORE_URL = r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._=-]+)*/?|file://(/[A-Za-z0-9._=-]+)+/?)$"
+
+
+class StoreSpec(Model):
+    """A store of KV that replicas share: objects of an S3-compatible service, or files on a volume that all of them mount.
+    Nothing deletes what is in it, so give the bucket a rule that deletes old objects."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.url.startsWith('s3://') || !(has(self.endpoint) || has(self.region) || has(self.secretName))",
+                _ONLY_S3,
+            ),
+            ("self.url.startsWith('file://') || !has(self.claimName)", _ONLY_FILES),
+        )
+    )
+
+    url: str = Field(min_length=8, max_length=1024, pattern=_STORE_URL, json_schema_extra=restart())
+    """Place of the objects: `s3://bucket/prefix`, or `file:///path`. In pods, a path is a directory of each node, which must
+    exist there and belong to the pods' user (65532), unless `claimName` is given. The chart's `admission.writableHostPaths`
+    lists the paths that are allowed."""
+    endpoint: str | None = Field(
+        default=None, max_length=1024, pattern=r"^https?://[^/@?#\s]+/?$", json_schema_extra=restart()
+    )
+    """Address of an S3-compatible service, e.g. `https://minio.example:9000`. Default: that of AWS."""
+    region: str | None = Field(
+        default=None, min_length=1, max_length=64, pattern=r"^[a-z0-9-]+$", json_schema_extra=restart()
+    )
+    """Region of the bucket. Default: that of the variable `AWS_REGION`, else `us-east-1`."""
+    secret_name: Name | None = Field(default=None, json_schema_extra=restart())
+    """Secret in the replica's namespace with the keys `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and, if needed,
+    `AWS_SESSION_TOKEN`. Default: the credentials that the pod has otherwise. `medha up` ignores it, and takes these variables
+    from its environment."""
+    claim_name: Name | None = Field(default=None, json_schema_extra=restart())
+    """PersistentVolumeClaim in the replica's namespace that holds the files of a `file://` url. All pods of all replicas that
+    share the store must be able to write to its volume (`ReadWriteMany`). `medha up` ignores it."""
+    bandwidth: Quantity = Field(default="256Mi", json_schema_extra=restart())
+    """Bytes per second that a rank reads from the store, e.g. `256Mi`: by this the first reads are predicted. Measured reads
+    correct it."""
+
+    @property
+    def is_files(self) -> bool:
+        """True if the store is a directory."""
+        return self.url.startswith("file://")
+
+    @property
+    def directory(self) -> str:
+        """Path of a store of files."""
+        return self.url.removeprefix("file://").rstrip("/")
+
+    @field_validator("bandwidth")
+    @classmethod
+    def _bandwidth_is_above_zero(cls, bandwidth: str) -> str:
+        return _above_zero(bandwidth, "store")
+
+    @model_validator(mode="after")
+    def _fields_of_the_url(self) -> StoreSpec:
+        if self.is_files and (self.endpoint or self.region or self.secret_name):
+            raise ValueError(f"{_ONLY_S3} (found url {self.url})")
+        if self.claim_name is not None and not self.is_files:
+            raise ValueError(f"{_ONLY_FILES} (found url {self.url})")
+        if ".." in self.url.split("/"):
+            raise ValueError(f"url must not contain '..' (found {self.url}); give the path itself")
+        return self
+
+
+def _above_zero(bandwidth: str, field: str) -> str:
+    """Return a bandwidth, if it is one.
+
+    Raises:
+        ValueError: it is 0.
+    """
+    if quantity_bytes(bandwidth) == 0:
+        raise ValueError(
+            f"must be above 0 (found {bandwidth}); give bytes per second such as 256Mi, or leave {field} out"
+        )
+    return bandwidth
 
 
 class KvTiersSpec(Model):
@@ -295,6 +375,7 @@ class KvTiersSpec(Model):
         json_schema_extra=rules(
             ("!has(self.disk) || has(self.host)", _DISK_NEEDS_HOST),
             ("!has(self.peers) || has(self.host)", _PEERS_NEED_HOST),
+            ("!has(self.store) || has(self.host)", _STORE_NEEDS_HOST),
         )
     )
 
@@ -304,6 +385,8 @@ class KvTiersSpec(Model):
     """Files behind the memory of the host. Default: none, so KV of the host tier is lost with it."""
     peers: PeersSpec | None = None
     """Other replicas that have the KV. Default: none, so each replica computes what it lacks."""
+    store: StoreSpec | None = None
+    """Objects or files that replicas share. Default: none."""
 
     @model_validator(mode="after")
     def _others_have_a_host_tier(self) -> KvTiersSpec:
@@ -311,6 +394,8 @@ class KvTiersSpec(Model):
             raise ValueError(_DISK_NEEDS_HOST)
         if self.peers is not None and self.host is None:
             raise ValueError(_PEERS_NEED_HOST)
+        if self.store is not None and self.host is None:
+            raise ValueError(_STORE_NEEDS_HOST)
         return self
 
 
@@ -369,6 +454,11 @@ class KvCacheSpec(Model):
     def peers(self) -> PeersSpec | None:
         """Settings of the exchange of KV with other replicas; None: this replica neither reads KV from others nor offers its own."""
         return None if self.tiers is None else self.tiers.peers
+
+    @property
+    def store(self) -> StoreSpec | None:
+        """The store that replicas share; None: there is none."""
+        return None if self.tiers is None else self.tiers.store
 
     @model_validator(mode="after")
     def _tiers_keep_prefixes(self) -> KvCacheSpec:

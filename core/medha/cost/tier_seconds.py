@@ -3,7 +3,7 @@
 The warm-up measures both directions of the host tier (`HostTierFigures`). One factor corrects them by the copies of the
 steps, as `medha.cost.correction` corrects the rest of a step. Reads of the disk tier take a time for each access and one
 for each block. Both follow the reads that ranks report, by least squares in which old reads count less and less. So do
-reads of other replicas' KV, whose first prediction follows from the manifest.
+reads of other replicas' KV, and of the store, whose first predictions follow from the manifest.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ _LEAST_SLOW_SECONDS = 0.01
 _PEER_ACCESS_SECONDS = 0.02
 """Time of a read of another replica, however small, until some were measured: its step begins, then a connection."""
 
+PARALLEL_READS = 4
+"""Objects of the store that a rank reads at a time."""
+_STORE_ACCESS_SECONDS = 0.03
+"""Time of a read of an object, however small, until some were measured."""
+
 
 class TierSeconds:
     """The times that decide about the host tier of a replica's lanes (`medha.kv.host_tier.Prices`)."""
@@ -36,11 +41,17 @@ class TierSeconds:
         predictor: Predictor,
         disk: DiskTierFigures | None = None,
         peer_block_seconds: float = 0.0,
+        store_block_seconds: float = 0.0,
     ) -> None:
-        """`disk` has the figures of the disk tier, if there is one; a block of another replica takes `peer_block_seconds`."""
+        """`disk` has the figures of the disk tier, if there is one.
+
+        A block of another replica takes `peer_block_seconds`, and one of the store `store_block_seconds`.
+        """
         self.figures = figures
         self._reads = None if disk is None else ReadSeconds(disk.access_seconds, disk.read_seconds_per_block)
         self._peer_reads = ReadSeconds(_PEER_ACCESS_SECONDS, peer_block_seconds)
+        # Ranks read several objects at a time: each takes as many times as long as it would alone.
+        self._store_reads = ReadSeconds(_STORE_ACCESS_SECONDS, PARALLEL_READS * store_block_seconds)
         self._predictor = predictor
         self._correction = Correction()
 
@@ -73,6 +84,15 @@ class TierSeconds:
     def observe_peer_load(self, blocks: int, seconds: float) -> None:
         """Learn from a read of another replica's blocks that took so long."""
         self._peer_reads.observe(blocks, seconds)
+
+    def store_seconds(self, blocks: int, objects: int) -> float:
+        """Return the predicted time to look for so many objects of the store, and to read so many blocks of them."""
+        reads_seconds = self._store_reads.seconds(blocks, objects) / PARALLEL_READS
+        return self._store_reads.access_seconds + reads_seconds
+
+    def observe_store_load(self, blocks: int, seconds: float) -> None:
+        """Learn from a read of one object that took so long."""
+        self._store_reads.observe(blocks, seconds)
 
     def compute_seconds(self, context: int, tokens: int) -> float:
         """Return the predicted time to bring a prompt from `context` to `tokens` tokens of KV, alone."""

@@ -24,6 +24,7 @@ from medha.wire.messages import (
     DiskFile,
     DiskWrite,
     Eviction,
+    Fetch,
     Grow,
     HostDrop,
     HostLoad,
@@ -31,6 +32,7 @@ from medha.wire.messages import (
     Publish,
     Step,
     StepEntry,
+    StoreWrite,
 )
 
 
@@ -46,6 +48,7 @@ class ReadBlocks:
     extent: int
     slots: tuple[Run, ...]
     ticket: str = ""
+    is_stored: bool = False  # `file` is an object of the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,15 @@ class WriteBlocks:
     file: DiskFile
     extent: int
     first: int
+    slots: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBlocks:
+    """Host blocks `slots` are written to an object of the store; `extents` says up to which block of which extents they are."""
+
+    object: DiskFile
+    extents: tuple[tuple[int, int], ...]
     slots: tuple[Run, ...]
 
 
@@ -80,6 +92,7 @@ class HostTierWork:
     deletes: tuple[str, ...] = ()
     writes: tuple[WriteBlocks, ...] = ()
     serves: tuple[ServeBlocks, ...] = ()
+    stores: tuple[StoreBlocks, ...] = ()
 
 
 class LaneReplay:
@@ -112,6 +125,7 @@ class LaneReplay:
         self._writes: list[WriteBlocks] = []
         self._serves: list[ServeBlocks] = []
         self._unserves: tuple[str, ...] = ()
+        self._stores: list[StoreBlocks] = []
         self._paths = CachedPaths(ledger.blocks)
         self._shards: dict[str, ShardMap] = {}
 
@@ -148,9 +162,10 @@ class LaneReplay:
             tuple(self._deletes),
             tuple(self._writes),
             tuple(self._serves),
+            tuple(self._stores),
         )
         self._drops, self._reads, self._deletes, self._writes = [], [], [], []
-        self._serves, self._unserves = [], ()
+        self._serves, self._unserves, self._stores = [], (), []
         return work
 
     def load(self, loads: Iterable[HostLoad]) -> None:
@@ -167,7 +182,9 @@ class LaneReplay:
                 self._copy_in(Demotion(load.last, load.count))
             elif load.count:
                 extent, slots = self._tier().store(load.count)
-                self._reads.append(ReadBlocks(load.file, load.start, extent, tuple(slots), load.ticket))
+                self._reads.append(
+                    ReadBlocks(load.file, load.start, extent, tuple(slots), load.ticket, load.is_stored)
+                )
 
     def serve(self, serves: Iterable[KvServe], unserves: tuple[str, ...]) -> None:
         """Find the host blocks that another replica may read, and note which ones it may read no longer.
@@ -178,11 +195,15 @@ class LaneReplay:
         self._unserves += unserves
         for one in serves:
             if one.lane == self.lane:
-                slots: list[Run] = []
-                for part in one.blocks:
-                    for run in self._tier().runs(part.extent, part.start, part.count):
-                        append_run(slots, run)
-                self._serves.append(ServeBlocks(one.ticket, tuple(slots)))
+                self._serves.append(ServeBlocks(one.ticket, self._slots(one.blocks)))
+
+    def _slots(self, parts: Iterable[Fetch]) -> tuple[Run, ...]:
+        """Return the host blocks of parts of extents, in order."""
+        slots: list[Run] = []
+        for part in parts:
+            for run in self._tier().runs(part.extent, part.start, part.count):
+                append_run(slots, run)
+        return tuple(slots)
 
     def write(self, deletes: Iterable[DiskDelete], writes: Iterable[DiskWrite]) -> None:
         """Find the host blocks that are written to files.
@@ -195,6 +216,17 @@ class LaneReplay:
             if write.lane == self.lane:
                 slots = self._tier().runs(write.extent, write.first, hash_count(write.file.hashes))
                 self._writes.append(WriteBlocks(write.file, write.extent, write.first, tuple(slots)))
+
+    def store(self, stores: Iterable[StoreWrite]) -> None:
+        """Find the host blocks that are written to the store.
+
+        Raises:
+            LedgerMismatch: the host tier has diverged.
+        """
+        for one in stores:
+            if one.lane == self.lane:
+                ends = tuple((part.extent, part.start + part.count) for part in one.blocks)
+                self._stores.append(StoreBlocks(one.object, ends, self._slots(one.blocks)))
 
     def publish(self, publishes: Iterable[Publish]) -> None:
         for publish in publishes:

@@ -15,7 +15,7 @@ Three rules keep cached blocks correct:
 If lanes have a host tier, blocks that are evicted may be demoted to it, and a prefix may go on there (`medha.kv.host_tier`).
 If they have a disk tier, too, it may go on in files, from where it is loaded before its request is admitted
 (`medha.kv.disk_tier`). Other replicas may have it, too: lanes load what these offer in the same way, and let them read
-what they themselves have.
+what they themselves have. Or it goes on in a store that replicas share (`medha.kv.store_tier`).
 
 If layers free KV before their windows, each lane also replays all steps that are sent, as its ranks do. So it knows
 which windows they have (`medha.kv.window_tables`), and a cached prefix counts up to a place whose window is there.
@@ -36,6 +36,7 @@ from medha.kv.host_tier import Held, HostTier, Prices, TierCounts
 from medha.kv.lane_replay import LaneReplay, fork_on
 from medha.kv.prefix_cache import Match, PrefixCache, hash_count, hash_range
 from medha.kv.rank_loads import Loaded, RankLoads
+from medha.kv.store_tier import StoreTier
 from medha.kv.window_tables import WindowTables, usable_blocks
 from medha.shards import (
     MAX_SEGMENTS_SENT,
@@ -53,16 +54,19 @@ from medha.shards import (
 from medha.wire.messages import (
     CachedPrefix,
     DiskDelete,
+    DiskFile,
     DiskReport,
     DiskWrite,
     Eviction,
     Fetch,
     Grow,
+    HostDrop,
     HostLoad,
     KvPart,
     KvServe,
     Publish,
     Step,
+    StoreWrite,
 )
 
 Reach = Literal["device", "host", "disk"]
@@ -79,6 +83,10 @@ class TierPrices(Prices, DiskPrices, Protocol):
 
     def peer_seconds(self, blocks: int) -> float:
         """Return the predicted time to read so many blocks of another replica into the host tier."""
+        ...
+
+    def store_seconds(self, blocks: int, objects: int) -> float:
+        """Return the predicted time to look for so many objects of the store, and to read so many blocks of them."""
         ...
 
 
@@ -137,6 +145,30 @@ class WindowPool:
 
     blocks: int
     window_tokens: int  # the widest window of a layer
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLoads:
+    """Loads that have ended: from files, from other replicas and from the store; and the objects that it did not give."""
+
+    from_files: Sequence[Loaded] = ()
+    from_peers: Sequence[Loaded] = ()
+    from_store: Sequence[Loaded] = ()
+    lacks: Sequence[str] = ()
+
+    @property
+    def extents(self) -> list[int]:
+        return [one.extent for one in (*self.from_files, *self.from_peers, *self.from_store)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """Objects of the store that would continue a prompt on a lane, whose blocks are `chain`: all from the `first`-th on."""
+
+    lane: int
+    chain: str
+    first: int
+    objects: tuple[DiskFile, ...]
 
 
 @dataclass(slots=True)
@@ -230,9 +262,22 @@ class _Lane:
         """
         assert self.tier is not None
         stop = min(found.all_blocks, self.tier.ledger.blocks // _SERVED_PART - self.tier.served_blocks)
+        loads, held = self.take_in(found, 0, stop, lane)
+        if held:
+            self.tier.serve(ticket, held)
+        else:
+            self.tier.unpin()
+        return loads, held
+
+    def take_in(self, found: _Found, start: int, stop: int, lane: int) -> tuple[list[HostLoad], list[Held]]:
+        """Copy to the host tier what it lacks of the blocks `start .. stop` that were found; return as `share` does.
+
+        The blocks are pinned there. They end at the first one that has no place.
+        """
+        assert self.tier is not None
         loads: list[HostLoad] = []
         held: list[Held] = []
-        at = 0
+        at = start
         while at < stop:
             there = self.tier.match(found.chain, at, stop)
             if not there:
@@ -247,10 +292,6 @@ class _Lane:
             self.tier.pin(there)
             held += there
             at += sum(one.count for one in there)
-        if held:
-            self.tier.serve(ticket, held)
-        else:
-            self.tier.unpin()
         return loads, held
 
     def load_from_peer(
@@ -260,12 +301,44 @@ class _Lane:
 
         These are the blocks of the ticket from `before` on. What is awaited may also be read from elsewhere.
         """
+        peer_loads = self.peer_loads
+        assert peer_loads is not None
+
+        def begin(extent: int, at: int, count: int, drops: tuple[HostDrop, ...]) -> HostLoad:
+            peer_loads.begin(extent, count)
+            return HostLoad("", before + at, count, lane, drops, ticket)
+
+        return self._load_lacking(chain, hash_count(chain), lane, begin, hash_count(chain))
+
+    def load_from_store(
+        self, chain: str, objects: int, lane: int, store: StoreTier
+    ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
+        """Begin to load what this lane lacks of the first `objects` objects of its blocks; return as `load_from_peer` does."""
+        size = store.object_blocks
+
+        def begin(extent: int, at: int, count: int, drops: tuple[HostDrop, ...]) -> HostLoad:
+            name = store.object(chain, at // size).name
+            store.begin_load(name, lane, extent, count)
+            return HostLoad(name, at % size, count, lane, drops, is_stored=True)
+
+        return self._load_lacking(chain, objects * size, lane, begin, size)
+
+    def _load_lacking(
+        self,
+        chain: str,
+        stop: int,
+        lane: int,
+        begin: Callable[[int, int, int, tuple[HostDrop, ...]], HostLoad],
+        piece: int,
+    ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
+        """Begin to load what this lane lacks of the blocks before `stop`, each time up to the next multiple of `piece`.
+
+        `begin` gets an extent, the first of its blocks, their number, and what is dropped for them.
+        """
         assert self.tier is not None
-        assert self.peer_loads is not None
         loads: list[HostLoad] = []
         awaited: set[tuple[int, int]] = set()
         read: set[tuple[int, int]] = set()
-        stop = hash_count(chain)
         at = self.cache.match(chain, stop).blocks
         while at < stop:
             there = self.tier.match(chain, at, stop, with_loading=True)
@@ -274,13 +347,12 @@ class _Lane:
                 awaited |= {(lane, one.extent) for one in there if self.tier.is_loading(one.extent)}
                 at += sum(one.count for one in there)
                 continue
-            wanted = self.tier.lacks(chain, at, stop)
+            wanted = self.tier.lacks(chain, at, min(stop, (at // piece + 1) * piece))
             began = self.tier.begin_load(chain, at, wanted)
             if began is None:
                 break
             extent, count, drops = began
-            self.peer_loads.begin(extent, count)
-            loads.append(HostLoad("", before + at, count, lane, drops, ticket))
+            loads.append(begin(extent, at, count, drops))
             read.add((lane, extent))
             at += count
             if count < wanted:
@@ -331,6 +403,8 @@ class _SequenceKv:
     chains: dict[int, str]  # lane -> hashes of the prompt's whole blocks there, in order
     unpublished: int  # whole prompt blocks that are not computed, or not yet in the cache
     outputs: list[str] = field(default_factory=list)  # hashes of the blocks after those of the prompt
+    objects: dict[int, int] = field(default_factory=dict)  # by lane: how many the store was offered
+    is_stored: bool | None = None  # whether the store takes the prompt; None: this was not decided
 
 
 class KvPools:
@@ -351,13 +425,15 @@ class KvPools:
         lane_ranks: Sequence[Iterable[int]] = (),
         has_peers: bool = False,
         window_pool: WindowPool | None = None,
+        object_blocks: int = 0,
     ) -> None:
         """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane.
 
         Each lane has a host tier of `host_blocks` blocks, if `prices` of its copies are given. If `disk_blocks` is above 0,
         each also has a disk tier of so many, whose files are on all ranks that `lane_ranks` has for it. `has_peers`: these
-        ranks also read blocks of other replicas, and give them theirs. `window_pool` is what ranks have if they free KV before
-        the windows of layers; they have no tiers then.
+        ranks also read blocks of other replicas, and give them theirs. If `object_blocks` is above 0, there is a store, whose
+        objects have so many blocks. `window_pool` is what ranks have if they free KV before the windows of layers; they have
+        no tiers then.
         """
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
@@ -390,6 +466,10 @@ class KvPools:
                 windows = WindowTables(copy, window_pool.blocks, window_pool.window_tokens)
                 lane.replay = LaneReplay(copy, number, windows=windows)
         self.peer_counts = PeerCounts()
+        self.store: StoreTier | None = None
+        """The store that replicas share; None: there is none."""
+        if prices is not None and prefix_caching and object_blocks:
+            self.store = StoreTier(lane_ranks, object_blocks, max(host_blocks // _WRITING_PART, 1))
         self._loads: list[HostLoad] = []
         self._serves: list[KvServe] = []
         self._unserves: list[str] = []
@@ -611,6 +691,10 @@ class KvPools:
         load_seconds = self._prices.load_seconds(awaited + outstanding, files)
         from_peers = max((lane.peer_loads.blocks for lane in self._lanes if lane.peer_loads), default=0)
         load_seconds += self._prices.peer_seconds(min(awaited, from_peers)) if from_peers else 0.0
+        if self.store is not None:
+            stored = max(self.store.loading_blocks(lane) for lane in range(len(self._lanes)))
+            objects = -(-stored // self.store.object_blocks)
+            load_seconds += self._prices.store_seconds(min(awaited, stored), objects) if stored else 0.0
         compute = self._prices.compute_seconds
         saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
         fetched = max(one.fetched for _, one in found)
@@ -645,22 +729,23 @@ class KvPools:
                 break
         return found
 
-    def disk_report(self, report: DiskReport) -> tuple[list[Loaded], list[Loaded]]:
-        """Take a rank's report; return the loads that have ended with it: those from files, and those from other replicas."""
+    def disk_report(self, report: DiskReport) -> EndedLoads:
+        """Take a rank's report; return the loads that have ended with it."""
         if not 0 <= report.lane < len(self._lanes):
-            return [], []
+            return EndedLoads()
         here = self._lanes[report.lane]
         if here.tier is None:
-            return [], []
+            return EndedLoads()
         from_files = [] if here.disk is None else here.disk.report(report)
         from_peers = [] if here.peer_loads is None else here.peer_loads.report(report)
         self.peer_counts.loaded_blocks += sum(one.blocks for one in from_peers if one.is_there)
         self.peer_counts.failed_loads += sum(not one.is_there for one in from_peers)
-        for one in (*from_files, *from_peers):
+        from_store, lacks = ([], []) if self.store is None else self.store.report(report)
+        for one in (*from_files, *from_peers, *from_store):
             dropped = here.tier.end_load(one.extent, is_there=one.is_there)
             if dropped is not None:
                 self._loads.append(HostLoad("", 0, 0, report.lane, (dropped,)))
-        return from_files, from_peers
+        return EndedLoads(from_files, from_peers, from_store, lacks)
 
     # --- other replicas -------------------------------------------------------------------------------
 
@@ -676,13 +761,21 @@ class KvPools:
         size = self.block_size_tokens
         there_tokens = min(there_tokens, prompt_tokens - 1) // size * size
         here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
+        blocks = (there_tokens - here_tokens) // size
+        return self._saved(
+            prompt_tokens, here_tokens, there_tokens, blocks, self._prices.peer_seconds(max(blocks, 0))
+        )
+
+    def _saved(
+        self, prompt_tokens: int, here_tokens: int, there_tokens: int, blocks: int, read_seconds: float
+    ) -> float | None:
+        """Return half of the time that KV up to `there_tokens` saves, in seconds; None if to read and fetch it takes longer."""
+        assert self._prices is not None
         if there_tokens <= here_tokens:
             return None
-        blocks = (there_tokens - here_tokens) // size
-        seconds = self._prices.peer_seconds(blocks)
         compute = self._prices.compute_seconds
         saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
-        if seconds + self._prices.fetch_seconds(blocks) >= saved_seconds:
+        if read_seconds + self._prices.fetch_seconds(blocks) >= saved_seconds:
             return None
         return saved_seconds / 2
 
@@ -737,6 +830,93 @@ class KvPools:
             before[lane] += hash_count(part.hashes)
         self.peer_counts.hits += bool(extents)
         return frozenset(extents), frozenset(read)
+
+    # --- the store ------------------------------------------------------------------------------------
+
+    def sought(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> list[Sought]:
+        """Return the objects that would continue a prompt behind what lanes have of it.
+
+        Where long prompts are not striped, the first lane alone counts that lacks something: nobody knows the next one yet.
+        """
+        if self.store is None or not block_hashes:
+            return []
+        found = self._found_best(prompt_tokens, block_hashes, is_long=is_long, reach="disk")
+        if len(found) > 1 and not self._stripes_prompts:
+            found = found[-1:]
+        sought: list[Sought] = []
+        for lane, one in found:
+            first = one.all_blocks // self.store.object_blocks
+            objects = tuple(self.store.objects(one.chain, first))
+            if objects:
+                sought.append(Sought(lane, one.chain, first, objects))
+        return sought
+
+    def wait_for_store_seconds(
+        self,
+        prompt_tokens: int,
+        block_hashes: str,
+        counts: Sequence[int],
+        *,
+        is_long: bool = False,
+    ) -> float | None:
+        """Return what `wait_for_peer_seconds` does, if the store has so many further objects, on each lane that lacks some."""
+        if self._prices is None or self.store is None or not any(counts):
+            return None
+        here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
+        blocks = max(counts) * self.store.object_blocks
+        tokens = here_tokens + sum(counts) * self.store.object_blocks * self.block_size_tokens
+        seconds = self._prices.store_seconds(blocks, max(counts))
+        return self._saved(prompt_tokens, here_tokens, min(tokens, prompt_tokens - 1), blocks, seconds)
+
+    def begin_store_loads(
+        self, sought: Iterable[Sought], counts: Iterable[int]
+    ) -> frozenset[tuple[int, int]]:
+        """Load so many of the objects that are sought; return the extents that are awaited, each with its lane."""
+        assert self.store is not None
+        extents: set[tuple[int, int]] = set()
+        for one, count in zip(sought, counts, strict=True):
+            if count:
+                loads, awaits, _ = self._lanes[one.lane].load_from_store(
+                    one.chain, one.first + count, one.lane, self.store
+                )
+                self._loads += loads
+                extents |= awaits
+                for there in one.objects[:count]:
+                    self.store.know(there.name)
+        self.store.counts.hits += bool(extents)
+        return frozenset(extents)
+
+    def _offer_to_store(self, held: _SequenceKv, lane: int, chain: str, stop: int) -> None:
+        """Copy the whole objects among the first `stop` blocks of a prompt to the host tier, and write them to the store.
+
+        A prompt is written if reading all of it is predicted to be faster than to compute it.
+        """
+        here, store = self._lanes[lane], self.store
+        if store is None or here.tier is None or self._prices is None:
+            return
+        size = store.object_blocks
+        if held.is_stored is None:
+            blocks = max(map(hash_count, held.chains.values()))
+            tokens = sum(map(hash_count, held.chains.values())) * self.block_size_tokens
+            seconds = self._prices.store_seconds(blocks, -(-blocks // size)) + self._prices.fetch_seconds(
+                blocks
+            )
+            held.is_stored = seconds < self._prices.compute_seconds(0, max(tokens, 1))
+        first = held.objects.get(lane, 0)
+        held.objects[lane] = stop // size
+        if not held.is_stored or first == stop // size:
+            return
+        match: _Found | None = None
+        for at in range(first, stop // size):
+            one = store.object(chain, at)
+            if not store.takes(one, lane):
+                continue
+            match = match or here.find(chain, stop, reach="device")
+            loads, parts = here.take_in(match, at * size, (at + 1) * size, lane)
+            self._loads += loads
+            if sum(part.count for part in parts) < size:
+                store.call_off(one)
+        here.tier.unpin()
 
     def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, which has the same prompt.
@@ -925,11 +1105,27 @@ class KvPools:
                 deletes += lane.disk.take_deletes(number)
         return tuple(deletes), tuple(writes)
 
+    def take_stores(self) -> tuple[StoreWrite, ...]:
+        """Take what ranks write to the store."""
+        if self.store is None:
+            return ()
+        return self.store.take_writes(self._tier_of)
+
+    def _tier_of(self, lane: int) -> HostTier:
+        tier = self._lanes[lane].tier
+        assert tier is not None
+        return tier
+
     @property
     def has_changes(self) -> bool:
         """True if there are insertions, releases or changes of tiers that the ranks have not received."""
         return bool(
-            self._publishes or self._releases or self._loads or self._serves or self._unserves
+            self._publishes
+            or self._releases
+            or self._loads
+            or self._serves
+            or self._unserves
+            or (self.store is not None and self.store.has_changes)
         ) or any(lane.disk is not None and lane.disk.has_changes for lane in self._lanes)
 
     def state_hashes(self) -> tuple[int, ...]:
@@ -1300,6 +1496,8 @@ class KvPools:
             if new:
                 here.ledger.remember(sequence, stop - new, new)
             self._publishes.append(Publish(sequence, stop - new, new, lane, after))
+        if self.store is not None:
+            self._offer_to_store(self._held[sequence], lane, chain, stop)
 
     def _message_fields(
         self, segments: tuple[Segment, ...]

@@ -80,6 +80,7 @@ class Admission:
             lane_ranks=[config.topology.ranks_of_lane(lane) for lane in range(config.topology.kv)],
             has_peers=config.peer_block_seconds is not None,
             window_pool=config.window_pool,
+            object_blocks=0 if config.store_block_seconds is None else config.object_blocks,
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))

@@ -65,6 +65,7 @@ from medha.scheduler.request import Request
 from medha.scheduler.request_table import RequestTable
 from medha.scheduler.sharing import Sharing
 from medha.scheduler.step_builder import BuiltStep, StepBuilder
+from medha.scheduler.store_kv import StoreKv
 from medha.slo import Targets, targets
 from medha.wire.messages import (
     Admit,
@@ -93,6 +94,7 @@ from medha.wire.messages import (
     Step,
     SteppedAside,
     StepProfile,
+    StoreLook,
     Submit,
     TokenLogprob,
 )
@@ -133,6 +135,10 @@ class _Launched:
     ran_ahead: bool  # another step was in flight on its lanes
 
 
+ToRanksOrPeers = CompileGrammar | StoreLook | KvAsk
+"""Commands that an arriving request causes, before any step has it."""
+
+
 @dataclass(slots=True)
 class _Returning:
     """A request that has stepped aside, and as what it comes back."""
@@ -156,7 +162,11 @@ class ReplicaController:
             None
             if config.host_tier is None
             else TierSeconds(
-                config.host_tier, self.predictor, config.disk_tier, config.peer_block_seconds or 0.0
+                config.host_tier,
+                self.predictor,
+                config.disk_tier,
+                config.peer_block_seconds or 0.0,
+                config.store_block_seconds or 0.0,
             )
         )
         self._admission = Admission(config, self._table, self._tier_seconds)
@@ -187,6 +197,8 @@ class ReplicaController:
         self._grammars = Grammars(config.topology.kv, epoch)
         self._load_waits = LoadWaits()
         self._peer_kv = PeerKv(self._pools, self._load_waits)
+        lane_ranks = [tuple(config.topology.ranks_of_lane(lane)) for lane in range(config.topology.kv)]
+        self.store_kv = StoreKv(self._pools, self._load_waits, lane_ranks, epoch)
         self._returning: list[_Returning] = []
         self._in_flight: dict[int, _Launched] = {}
         floors_seconds = [one.ttft_floor_seconds for one in config.service_classes.values()]
@@ -225,7 +237,12 @@ class ReplicaController:
     @property
     def next_due(self) -> float | None:
         """Time at which a `Tick` must come, unless another event does before; None if there is no such time."""
-        dues = (self._grammars.next_due, self._load_waits.next_due, self._peer_kv.next_due)
+        dues = (
+            self._grammars.next_due,
+            self._load_waits.next_due,
+            self._peer_kv.next_due,
+            self.store_kv.next_due,
+        )
         return min((due for due in dues if due is not None), default=None)
 
     def knows_prompt(self, prompt: str) -> bool:
@@ -312,6 +329,7 @@ class ReplicaController:
         """Process an event at `now` (seconds, any monotonic origin) and return the commands, in order."""
         commands: list[ControllerCommand] = []
         self._table.owners.at(now)
+        self.store_kv.go_on(now)
         match event:
             case StageFree():
                 self._stage_free(event)
@@ -337,6 +355,7 @@ class ReplicaController:
         self._peer_kv.expire(now)
         late = self._load_waits.late(now)
         self._peer_kv.late(late, now)
+        self.store_kv.late(late)
         for request in late:
             self._go_on(request)
         for request in self._grammars.late(now):
@@ -465,6 +484,7 @@ class ReplicaController:
             writes=writes,
             serves=serves,
             unserves=unserves,
+            stores=self._pools.take_stores(),
         )
         self._next_step_id += 1
         self._sharing.forgets = {}
@@ -567,12 +587,12 @@ class ReplicaController:
             return "capacity", f"{self._table.waiting} requests already wait"
         return ("draining", "the replica is stopping") if self._draining else None
 
-    def _come_back(self, now: float) -> list[SteppedAside | CompileGrammar | KvAsk]:
+    def _come_back(self, now: float) -> list[SteppedAside | ToRanksOrPeers]:
         """Let requests that have stepped aside wait for KV again."""
         if not self._returning:
             return []
         returning, self._returning = self._returning, []
-        commands: list[SteppedAside | CompileGrammar | KvAsk] = []
+        commands: list[SteppedAside | ToRanksOrPeers] = []
         for one in returning:
             before, submit = one.request, one.submit
             commands.append(SteppedAside(submit.id, submit.prompt, before.submit.prompt, submit.tokens))
@@ -607,9 +627,7 @@ class ReplicaController:
             return self.config.max_model_len
         return max(expected, 2 * produced, 2 * reserved)
 
-    def _arrive(
-        self, submit: Submit, now: float, before: Request | None = None
-    ) -> list[CompileGrammar | KvAsk]:
+    def _arrive(self, submit: Submit, now: float, before: Request | None = None) -> list[ToRanksOrPeers]:
         """Add an accepted request, which then waits for KV; `before` is the same one as it stepped aside.
 
         Return what must be sent to ranks before a step with it.
@@ -656,11 +674,12 @@ class ReplicaController:
         )
         if before is None:
             self._attained.charge(submit.owner, submit.tokens, now)
-        asked: list[CompileGrammar | KvAsk] = [*self._grammars.arrive(request, now)]
+        asked: list[ToRanksOrPeers] = [*self._grammars.arrive(request, now)]
         if awaited is not None:
             self._load_waits.begin(request, awaited, now)
         elif before is None:
             asked += self._peer_kv.ask(request, now)
+            asked += self.store_kv.ask(request, now)
         self._sharing.arrive(request, work_seconds, left)
         return asked
 
@@ -755,21 +774,25 @@ class ReplicaController:
         self._grammars.leave(request)
         self._load_waits.leave(request)
         self._peer_kv.leave(request)
+        self.store_kv.leave(request)
 
     # --- progress of steps --------------------------------------------------------------------------
 
     def _disk_report(self, report: DiskReport, now: float) -> list[KvDone]:
-        from_files, from_peers = self._pools.disk_report(report)
-        if self._tier_seconds is not None:
-            for one in from_files:
-                if one.is_there:
-                    self._tier_seconds.observe_load(one.blocks, one.seconds)
-            for one in from_peers:
-                if one.is_there:
-                    self._tier_seconds.observe_peer_load(one.blocks, one.seconds)
-        done = self._peer_kv.loaded(report.lane, from_peers, now)
-        ended = [one.extent for one in (*from_files, *from_peers)]
-        for request in self._load_waits.loaded(report.lane, ended):
+        ended = self._pools.disk_report(report)
+        times = self._tier_seconds
+        if times is not None:
+            for loads, observe in (
+                (ended.from_files, times.observe_load),
+                (ended.from_peers, times.observe_peer_load),
+                (ended.from_store, times.observe_store_load),
+            ):
+                for one in loads:
+                    if one.is_there:
+                        observe(one.blocks, one.seconds)
+        done = self._peer_kv.loaded(report.lane, ended.from_peers, now)
+        self.store_kv.report(report, ended, now, self._go_on)
+        for request in self._load_waits.loaded(report.lane, ended.extents):
             self._go_on(request)
         return done
 

@@ -11,6 +11,7 @@ from medha.cost.predictor import TOKENS_PER_LANE
 from medha.errors import ConfigInvalid
 from medha.kv.context_parallel import ContextParallel, RingCosts
 from medha.kv.pools import WindowPool
+from medha.kv.store_tier import object_blocks
 from medha.topology import Topology
 from medha.wire.messages import DiskTierFigures, DraftCosts, HostTierFigures, RankReady
 
@@ -36,6 +37,9 @@ class ReplicaConfig:
     disk_tier: DiskTierFigures | None = None  # of each lane; None: KV of the host tier ends with the epoch
     peer_block_seconds: float | None = None
     """Time in which a rank reads a block of another replica, until some were measured; None: it takes no KV of others."""
+    store_block_seconds: float | None = None
+    """Time in which a rank reads a block of the store, until some were measured; None: there is none."""
+    object_blocks: int = 1  # of each object of the store
 
     @property
     def kv_tokens(self) -> int:
@@ -89,6 +93,8 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         host_tier=ready.host_tier,
         disk_tier=ready.disk_tier,
         peer_block_seconds=_peer_block_seconds(spec, ready),
+        store_block_seconds=_store_block_seconds(spec, ready),
+        object_blocks=1 if ready.host_tier is None else object_blocks(ready.host_tier.block_bytes),
     )
 
 
@@ -98,6 +104,14 @@ def _peer_block_seconds(spec: MedhaReplicaSpec, ready: RankReady) -> float | Non
     if peers is None or ready.peer is None or ready.host_tier is None:
         return None
     return ready.host_tier.block_bytes / quantity_bytes(peers.bandwidth)
+
+
+def _store_block_seconds(spec: MedhaReplicaSpec, ready: RankReady) -> float | None:
+    """Return the time in which a block comes from the store as the manifest says; None if this epoch goes without it."""
+    store = spec.kv_cache.store
+    if store is None or ready.store is None or ready.store.fault or ready.host_tier is None:
+        return None
+    return ready.host_tier.block_bytes / quantity_bytes(store.bandwidth)
 
 
 def _context_parallel(spec: MedhaReplicaSpec, topology: Topology, ready: RankReady) -> ContextParallel | None:

@@ -85,6 +85,23 @@ class DiskTierStatus(_Model):
     """Reason why the tier is off; empty: it is not."""
 
 
+class StoreStatus(_Model):
+    """The store that this replica shares with others (docs/kv-tiers.md); counts are of this epoch, and of all lanes."""
+
+    hits: int
+    """Requests that waited for KV from the store."""
+    loaded: int
+    """Blocks read into the host tiers."""
+    written: int
+    """Blocks written to the store."""
+    failures: int
+    """Objects that could not be read or written."""
+    rests: bool
+    """True while the store is left alone because it has failed."""
+    fault: str
+    """The last error since something succeeded; empty: none."""
+
+
 class LaneStatus(_Model):
     lane: int
     coupled_with: tuple[int, ...]
@@ -201,6 +218,8 @@ class CoreStatus(_Model):
     classes: tuple[ClassStatus, ...]
     requests: tuple[RequestStatus, ...]
     """The first requests in the requested order; `running` and `waiting` count them all."""
+    store: StoreStatus | None = None
+    """None: this replica shares no store with others."""
 
 
 def status(
@@ -233,6 +252,7 @@ def status(
         waiting=load.waiting,
         pending_prefill_seconds=load.pending_prefill_seconds,
         lanes=_lanes(core, requests),
+        store=_store(core),
         steps=tuple(_step(core, one, now) for one in history.launched.values() if one.step.entries),
         classes=_classes(core, requests, now),
         requests=tuple(_request(core, request, history, now) for request in first),
@@ -299,6 +319,20 @@ def _disk_tier(core: ReplicaController, lane: int) -> DiskTierStatus | None:
         written=disk.counts.written_blocks,
         failures=disk.counts.failed_loads + disk.counts.failed_writes,
         fault=disk.fault,
+    )
+
+
+def _store(core: ReplicaController) -> StoreStatus | None:
+    store = core.pools.store
+    if store is None:
+        return None
+    return StoreStatus(
+        hits=store.counts.hits,
+        loaded=store.counts.loaded_blocks,
+        written=store.counts.written_blocks,
+        failures=store.counts.failed_loads + store.counts.failed_writes,
+        rests=store.rests,
+        fault=core.store_kv.fault,
     )
 
 

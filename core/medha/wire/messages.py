@@ -450,7 +450,8 @@ class Fetch:
 class HostLoad:
     """`count` blocks become the next extent in the host tier of a lane, once it has carried out `drops`.
 
-    They are read from block `start` of a file on, or from block `start` of what another replica offers with a `ticket`.
+    They are read from block `start` of a file on, or from block `start` of what another replica offers with a `ticket`, or
+    from block `start` of an object in the store.
     Nothing is fetched from such an extent before all ranks of the lane have reported that it is there. Or they are copied
     from the device: the cached prefix that ends with block `last`. A `count` of 0 stands for drops alone.
     """
@@ -462,6 +463,7 @@ class HostLoad:
     drops: tuple[HostDrop, ...] = ()
     ticket: str = ""
     last: int = -1  # -1: they do not come from the device
+    is_stored: bool = False  # `file` is an object of the store that replicas share
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,6 +503,15 @@ class DiskDelete:
     """A file of a lane's disk tier is deleted, if it is there."""
 
     file: str
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreWrite:
+    """Write blocks of the host tier, in order, to an object of the store that replicas share, unless it is there."""
+
+    object: DiskFile
+    blocks: tuple[Fetch, ...]
     lane: int = 0
 
 
@@ -654,6 +665,20 @@ class Step:
     writes: tuple[DiskWrite, ...] = ()
     serves: tuple[KvServe, ...] = ()
     unserves: tuple[str, ...] = ()  # tickets that are void: their blocks may get other owners from here on
+    stores: tuple[StoreWrite, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLook:
+    """Ranks of a lane report how many of these objects, from the first on, the store has; the answer bears the `number`.
+
+    This is handled as soon as it arrives, also while a step runs.
+    """
+
+    number: int
+    objects: tuple[str, ...]
+    lane: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -781,6 +806,16 @@ class DiskTierFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreFigures:
+    """The store that a rank shares with other replicas."""
+
+    hash_key: str = ""
+    """Key of the hashes of its objects, hexadecimal. The controller removes it from what it records."""
+    fault: str = ""
+    """Reason why this epoch goes without it; empty: it does not."""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerFigures:
     """Place at which a rank gives KV to the same rank of another replica."""
 
@@ -822,6 +857,7 @@ class RankReady:
     host_tier: HostTierFigures | None = None  # None: evicted KV is forgotten
     disk_tier: DiskTierFigures | None = None  # None: the host tier's KV ends with the epoch
     peer: PeerFigures | None = None  # None: it gives no KV to other replicas, and takes none
+    store: StoreFigures | None = None  # None: it shares no store with them
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
@@ -907,6 +943,12 @@ class DiskReport:
     damaged: tuple[str, ...] = ()
     fault: str = ""
     """Reason why the rank uses its disk no more in this process; empty: it does."""
+    looked: tuple[tuple[int, int], ...] = ()
+    """Answers to `StoreLook`: number, and how many objects the store has."""
+    stored: tuple[str, ...] = ()  # objects that are in the store
+    not_stored: tuple[str, ...] = ()
+    store_fault: str = ""
+    """Error of the store because of which something of this report was not done; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1039,12 +1081,22 @@ ControllerEvent = (
     Submit | Cancel | StageFree | Done | GrammarReady | DiskReport | KvAsk | KvTicket | KvDone | Tick | Drain
 )
 ControllerCommand = (
-    Step | Emit | Refused | Failed | SteppedAside | CompileGrammar | DropGrammar | KvAsk | KvTicket | KvDone
+    Step
+    | Emit
+    | Refused
+    | Failed
+    | SteppedAside
+    | CompileGrammar
+    | DropGrammar
+    | StoreLook
+    | KvAsk
+    | KvTicket
+    | KvDone
 )
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | WatchProgress | RouterUse | RouterLost | Announce | ProgressReport | Heartbeat | BundlePart | Refused
-    | Emit | Failed | Rendezvous | Step | CompileGrammar | DropGrammar | DiskBegin | Trace | Shutdown | RankHello | RankReady | StageFree | Done
+    | Emit | Failed | Rendezvous | Step | CompileGrammar | DropGrammar | DiskBegin | StoreLook | Trace | Shutdown | RankHello | RankReady | StageFree | Done
     | GrammarReady | DiskReport | KvAsk | KvTicket | KvDone | RankFault | RankOutOfMemory | RankReport | RankXid | TracePart
 )  # fmt: skip
 """Every message that crosses a process border."""

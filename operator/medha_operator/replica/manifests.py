@@ -33,6 +33,9 @@ METRICS_PORT = 9400
 HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
 KV_FILES_DIRECTORY = "/kv-files"
+KV_STORE_DIRECTORY = "/kv-store"
+_STORE_CREDENTIALS = {"AWS_ACCESS_KEY_ID": False, "AWS_SECRET_ACCESS_KEY": False, "AWS_SESSION_TOKEN": True}
+"""Keys of a store's Secret, which are variables of the same names, and whether each may be missing."""
 DRAFT_DIRECTORY = "/draft-model"
 _CONFIG = "/etc/medha/config"
 _REPLICA_OPTIONS = ("--replica", f"{_CONFIG}/replica.json")
@@ -349,6 +352,7 @@ def _pod_template(
             *([model_volume] if model_volume else []),
             *([draft_volume] if draft_volume else []),
             *_kv_files_volume(spec),
+            *_kv_store_volume(spec),
             *_hub_token_volume(spec.model.source),
         ],
     }
@@ -392,6 +396,7 @@ def _worker(
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
             *_traces(spec.traces, settings),
             *_nccl(spec.resources),
+            *_store_credentials(spec),
         ],
         "ports": [
             _container_port("control", CONTROL_PORT),
@@ -416,6 +421,7 @@ def _worker(
             *_model_mounts(spec.model.source),
             *_draft_mounts(spec.scheduling.speculation.draft_model),
             *([{"name": "kv-files", "mountPath": KV_FILES_DIRECTORY}] if spec.kv_cache.disk else []),
+            *({"name": one["name"], "mountPath": KV_STORE_DIRECTORY} for one in _kv_store_volume(spec)),
         ],
     }
 
@@ -492,6 +498,28 @@ def _kv_files_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
         return [{"name": "kv-files", "hostPath": {"path": disk.host_path, "type": "Directory"}}]
     # The kubelet evicts a pod that exceeds the limit, and ranks never exceed their sizes by more than the spare bytes.
     return [{"name": "kv-files", "emptyDir": {"sizeLimit": str(_ephemeral_bytes(spec))}}]
+
+
+def _kv_store_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
+    """Return the volume of the store that replicas share, if it has files."""
+    store = spec.kv_cache.store
+    if store is None or not store.is_files:
+        return []
+    if store.claim_name is not None:
+        return [{"name": "kv-store", "persistentVolumeClaim": {"claimName": store.claim_name}}]
+    return [{"name": "kv-store", "hostPath": {"path": store.directory, "type": "Directory"}}]
+
+
+def _store_credentials(spec: MedhaReplicaSpec) -> list[Manifest]:
+    """Return the variables with the credentials of the store, if a Secret has them."""
+    store = spec.kv_cache.store
+    if store is None or store.secret_name is None:
+        return []
+    variables: list[Manifest] = []
+    for name, may_miss in _STORE_CREDENTIALS.items():
+        key = {"name": store.secret_name, "key": name} | ({"optional": True} if may_miss else {})
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": key}})
+    return variables
 
 
 def _ephemeral_bytes(spec: MedhaReplicaSpec) -> int:

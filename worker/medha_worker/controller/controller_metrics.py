@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from medha.kv.store_tier import StoreCounts
 from medha.metric_catalogue import CONTROLLER_METRICS, LOST_SPANS, Metric
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Completed, Facts, Launched, OpenRequest
@@ -130,6 +131,7 @@ class Observer:
         self._host_tier(core)
         self._disk_tier(core)
         self._peer_kv(core)
+        self._store_tier(core)
         self._gauges["medha_sequences_running"].set(load.running)
         self._gauges["medha_sequences_waiting"].set(load.waiting)
         self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
@@ -186,6 +188,18 @@ class Observer:
         self._count_up("medha_peer_kv_loaded_bytes", counts.loaded_blocks * block_bytes)
         self._count_up("medha_peer_kv_offered_bytes", counts.served_blocks * block_bytes)
         self._count_up("medha_peer_kv_failures", counts.failed_loads)
+
+    def _store_tier(self, core: ReplicaController) -> None:
+        figures, store = core.config.host_tier, core.pools.store
+        block_bytes = 0 if figures is None else figures.block_bytes
+        counts = StoreCounts() if store is None else store.counts
+        self._gauges["medha_store_tier_rests"].set(store is not None and store.rests)
+        self._count_up("medha_store_tier_looks", counts.looks)
+        self._count_up("medha_store_tier_hits", counts.hits)
+        self._count_up("medha_store_tier_loaded_bytes", counts.loaded_blocks * block_bytes)
+        self._count_up("medha_store_tier_written_bytes", counts.written_blocks * block_bytes)
+        self._count_up("medha_store_tier_skipped_bytes", counts.skipped_blocks * block_bytes)
+        self._count_up("medha_store_tier_failures", counts.failed_loads + counts.failed_writes)
 
     def _count_up(self, name: str, total: float, **labels: str) -> None:
         """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""

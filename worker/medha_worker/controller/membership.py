@@ -200,6 +200,8 @@ def implausible(ready: RankReady) -> str | None:
         ]
         if disk.hash_key and re.fullmatch("[0-9a-f]{64}", disk.hash_key) is None:
             return f"rank {ready.rank} has a hash_key of its files that is no key"
+    if ready.store is not None and re.fullmatch("([0-9a-f]{64})?", ready.store.hash_key) is None:
+        return f"rank {ready.rank} has a hash_key of the store that is no key"
     if ready.peer is not None:
         peer = ready.peer
         if not (peer.endpoint.startswith("tcp://") and is_key(peer.public_key.encode())):

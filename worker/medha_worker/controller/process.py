@@ -71,6 +71,8 @@ from medha.wire.messages import (
     Step,
     SteppedAside,
     StepProfile,
+    StoreFigures,
+    StoreLook,
     Submit,
     Tick,
     Tokens,
@@ -462,7 +464,7 @@ class Controller:
                 self._registry, self._inspection.questions, spec.metrics.host, spec.metrics.port
             )
             self._report_ready(config, ranks)
-        if config.disk_tier is not None:
+        if config.disk_tier is not None or config.store_block_seconds is not None:
             self._ranks.send(DiskBegin(slowest.epoch, hash_key))
         self._announce(force=True)
 
@@ -649,7 +651,7 @@ class Controller:
                 self._send_prompts(step)
                 if self._core is not None:  # else sending the ids has shown that a rank is gone
                     self._ranks.begin_step(step)
-            case CompileGrammar() | DropGrammar() as message:
+            case CompileGrammar() | DropGrammar() | StoreLook() as message:
                 if self._core is not None:
                     self._ranks.send(message)
             case KvAsk() | KvTicket() | KvDone() as about_kv:
@@ -855,13 +857,26 @@ def _slowest_disk(tiers: Sequence[DiskTierFigures]) -> DiskTierFigures | None:
 
 
 def without_hash_keys(ranks: Sequence[RankReady]) -> tuple[list[RankReady], str]:
-    """Return the reports without the secret keys that ranks keep for their files, and the first of these keys."""
-    found = [ready.disk_tier.hash_key for ready in ranks if ready.disk_tier is not None]
+    """Return the reports without the secret keys of hashes, and the key to use: that of the store, else of the ranks' files.
+
+    If the ranks do not all have the store, or found different keys there, all reports say why it is not used.
+    """
+    in_files = [ready.disk_tier.hash_key for ready in ranks if ready.disk_tier is not None]
+    stores = [ready.store for ready in ranks if ready.store is not None]
+    in_store = {store.hash_key for store in stores if not store.fault}
+    fault = next((store.fault for store in stores if store.fault), "")
+    if not fault and len(in_store) > 1:
+        fault = "ranks have found different keys of hashes in the store"
     without = [
-        ready if ready.disk_tier is None else replace(ready, disk_tier=replace(ready.disk_tier, hash_key=""))
+        replace(
+            ready,
+            disk_tier=None if ready.disk_tier is None else replace(ready.disk_tier, hash_key=""),
+            store=StoreFigures(fault=fault) if len(stores) == len(ranks) else None,
+        )
         for ready in ranks
     ]
-    return without, next((key for key in found if key), "")
+    keys = [*in_files, ""] if fault or len(stores) < len(ranks) else [*in_store, *in_files, ""]
+    return without, next((key for key in keys if key), "")
 
 
 def _slowest_tier(tiers: Sequence[HostTierFigures]) -> HostTierFigures | None:

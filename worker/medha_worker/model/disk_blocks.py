@@ -109,7 +109,9 @@ class DiskBlocks:
         if not (work.reads or work.deletes or work.writes):
             return
         with self._condition:
-            self._reads += [_Job(read, self._report) for read in work.reads if not read.ticket]
+            self._reads += [
+                _Job(read, self._report) for read in work.reads if not (read.ticket or read.is_stored)
+            ]
             self._others += [_Job(name, self._report) for name in work.deletes]
             self._others += [_Job(write, self._report) for write in work.writes]
             self._condition.notify()
@@ -239,7 +241,7 @@ class DiskBlocks:
             return
 
         def pieces() -> Iterator[Rows]:
-            for slot, count in _pieces(write.slots, self._piece_blocks):
+            for slot, count in run_pieces(write.slots, self._piece_blocks):
                 with self._condition:
                     if job.is_off:
                         raise CalledOff
@@ -273,7 +275,7 @@ def place_rows(
         CalledOff: they have got other owners, as `guard` says.
     """
     waiting: list[Rows] = []
-    for slot, count in _pieces(slots, piece_blocks):
+    for slot, count in run_pieces(slots, piece_blocks):
         taken = 0
         while taken < count:
             rows = waiting.pop() if waiting else next(pieces)
@@ -285,7 +287,7 @@ def place_rows(
                 waiting.append(rows[blocks:])
 
 
-def _pieces(runs: Iterable[Run], most: int) -> Iterator[Run]:
+def run_pieces(runs: Iterable[Run], most: int) -> Iterator[Run]:
     """Cut runs into pieces of at most `most` blocks."""
     for first, length in runs:
         for at in range(first, first + length, most):

@@ -23,8 +23,9 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from zlib import crc32
@@ -41,7 +42,8 @@ Rows = npt.NDArray[np.uint8]
 
 PAGE_BYTES = 4096
 _MAGIC = b"MEDHAKV1"
-_PREFIX = struct.Struct("<8sII")
+PREFIX = struct.Struct("<8sII")
+"""Magic, length of the header, CRC-32 of the header."""
 _MOST_HEADER_BYTES = 2**20
 _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
@@ -143,7 +145,7 @@ class KvFiles:
         Raises:
             OSError: it cannot be written.
         """
-        self._key_tag = blake2b(key.encode(), digest_size=8, person=b"medha kv files").hexdigest()
+        self._key_tag = key_tag(key)
         if self.kept_key() == key:
             return
         partial = self.directory / f"hash-key{_PARTIAL}"
@@ -193,7 +195,7 @@ class KvFiles:
             OSError: it cannot be written.
         """
         blocks = hash_count(content.hashes)
-        begin = _whole_pages(_PREFIX.size + len(self._header(content, [0] * blocks)))
+        begin = whole_pages(PREFIX.size + len(self._header(content, [0] * blocks)))
         partial = self._path(content.name).with_suffix(_PARTIAL)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -203,7 +205,7 @@ class KvFiles:
                 checksums += [crc32(row.data) for row in rows]
                 at += _write_all(descriptor, rows.reshape(-1).data, at)
             header = self._header(content, checksums)
-            _write_all(descriptor, memoryview(_PREFIX.pack(_MAGIC, len(header), crc32(header)) + header), 0)
+            _write_all(descriptor, memoryview(packed(header)), 0)
             os.fsync(descriptor)
             with suppress(OSError):  # what was written is not read soon: other files may have the page cache
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -229,9 +231,7 @@ class KvFiles:
                 blocks = min(piece_blocks, start + count - first)
                 rows = np.empty((blocks, self._block_bytes), dtype=np.uint8)
                 file.read_into(rows, file.begin + first * self._block_bytes)
-                for row, checksum in zip(rows, file.checksums[first : first + blocks], strict=True):
-                    if crc32(row.data) != checksum:
-                        raise FileDamaged("a block does not match its checksum")
+                verify(rows, file.checksums[first : first + blocks])
                 yield rows
 
     def delete(self, name: str) -> None:
@@ -268,65 +268,121 @@ class KvFiles:
         return _OpenFile(self._path(name), name, self._identity, self._key_tag, self._block_bytes)
 
     def _header(self, content: DiskFile, checksums: list[int]) -> bytes:
-        return json.dumps(
-            {
-                "identity": self._identity,
-                "key": self._key_tag,
-                "block_bytes": self._block_bytes,
-                "start": content.start,
-                "before": content.before,
-                "hashes": content.hashes,
-                "checksums": "".join(f"{checksum:08x}" for checksum in checksums),
-            }
-        ).encode()
+        return header_text(self._identity, self._key_tag, self._block_bytes, content, checksums)
+
+
+def key_tag(key: str) -> str:
+    """Return a digest of a key of hashes, by which files of another key are told apart."""
+    return blake2b(key.encode(), digest_size=8, person=b"medha kv files").hexdigest()
+
+
+def header_text(
+    identity: str, tag: str, block_bytes: int, content: DiskFile, checksums: Sequence[int]
+) -> bytes:
+    """Return the header of a file of KV; `tag` is that of the key of its hashes."""
+    return json.dumps(
+        {
+            "identity": identity,
+            "key": tag,
+            "block_bytes": block_bytes,
+            "start": content.start,
+            "before": content.before,
+            "hashes": content.hashes,
+            "checksums": "".join(f"{checksum:08x}" for checksum in checksums),
+        }
+    ).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a sound file: its content, a CRC-32 of each block, and the place of the first block in the file."""
+
+    content: DiskFile
+    checksums: list[int]
+    begin: int
+
+
+def prefix_length(prefix: bytes) -> int:
+    """Return the length of the header that follows the first bytes of a file.
+
+    Raises:
+        FileDamaged: they are those of no file of KV.
+    """
+    if len(prefix) < PREFIX.size:
+        raise FileDamaged("it is too short")
+    magic, length, _ = PREFIX.unpack(prefix)
+    if magic != _MAGIC or not 0 < length <= _MOST_HEADER_BYTES:
+        raise FileDamaged("it has another format")
+    return int(length)
+
+
+def parsed_header(
+    prefix: bytes, text: bytes, name: str, expected: Mapping[str, object], size_bytes: int
+) -> Header:
+    """Return the header of a file of `size_bytes` bytes and of this name, if its fields are those that are `expected`.
+
+    Raises:
+        FileDamaged: the file is another one, or is not whole.
+    """
+    if len(text) != prefix_length(prefix) or crc32(text) != PREFIX.unpack(prefix)[2]:
+        raise FileDamaged("its header does not match its checksum")
+    try:
+        header = json.loads(text)
+        for field, value in expected.items():
+            if header.get(field) != value:
+                raise FileDamaged(f"it is of another {field}")
+        content = DiskFile(name, header["start"], header["hashes"], header["before"])
+        sums: str = header["checksums"]
+        checksums = [int(sums[at : at + 8], 16) for at in range(0, len(sums), 8)]
+        begin = whole_pages(PREFIX.size + len(text))
+        if name != file_name(content.before, content.hashes):
+            raise FileDamaged("it has the name of another file")
+        if len(checksums) != hash_count(content.hashes) or (
+            size_bytes != begin + len(checksums) * header["block_bytes"]
+        ):
+            raise FileDamaged("it has another size")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileDamaged(f"its header has another form: {error!r}") from error
+    return Header(content, checksums, begin)
+
+
+def packed(header: bytes) -> bytes:
+    """Return a header with what comes before it in a file."""
+    return PREFIX.pack(_MAGIC, len(header), crc32(header)) + header
+
+
+def verify(rows: Rows, checksums: Sequence[int]) -> None:
+    """Compare blocks with their checksums.
+
+    Raises:
+        FileDamaged: one does not match.
+    """
+    for row, checksum in zip(rows, checksums, strict=True):
+        if crc32(row.data) != checksum:
+            raise FileDamaged("a block does not match its checksum")
 
 
 class _OpenFile:
     """A file that is open for reading, with a sound header."""
 
-    def __init__(self, path: Path, name: str, identity: str, key_tag: str, block_bytes: int) -> None:
+    def __init__(self, path: Path, name: str, identity: str, tag: str, block_bytes: int) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            self._read_header(name, {"identity": identity, "key": key_tag, "block_bytes": block_bytes})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            os.close(self._descriptor)
-            raise FileDamaged(f"its header has another form: {error!r}") from error
+            prefix = os.pread(self._descriptor, PREFIX.size, 0)
+            text = os.pread(self._descriptor, prefix_length(prefix), PREFIX.size)
+            expected = {"identity": identity, "key": tag, "block_bytes": block_bytes}
+            size_bytes = os.fstat(self._descriptor).st_size
+            header = parsed_header(prefix, text, name, expected, size_bytes)
         except BaseException:
             os.close(self._descriptor)
             raise
+        self.content, self.checksums, self.begin = header.content, header.checksums, header.begin
 
     def __enter__(self) -> _OpenFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
-
-    def _read_header(self, name: str, expected: dict[str, object]) -> None:
-        prefix = os.pread(self._descriptor, _PREFIX.size, 0)
-        if len(prefix) < _PREFIX.size:
-            raise FileDamaged("it is too short")
-        magic, length, checksum = _PREFIX.unpack(prefix)
-        if magic != _MAGIC or not 0 < length <= _MOST_HEADER_BYTES:
-            raise FileDamaged("it has another format")
-        text = os.pread(self._descriptor, length, _PREFIX.size)
-        if len(text) != length or crc32(text) != checksum:
-            raise FileDamaged("its header does not match its checksum")
-        header = json.loads(text)
-        for field, value in expected.items():
-            if header.get(field) != value:
-                raise FileDamaged(f"it is of another {field}")
-        self.content = DiskFile(name, header["start"], header["hashes"], header["before"])
-        sums: str = header["checksums"]
-        self.checksums = [int(sums[at : at + 8], 16) for at in range(0, len(sums), 8)]
-        self.begin = _whole_pages(_PREFIX.size + length)
-        if name != file_name(self.content.before, self.content.hashes):
-            raise FileDamaged("it has the name of another file")
-        size = os.fstat(self._descriptor).st_size
-        block_bytes = header["block_bytes"]
-        if len(self.checksums) != hash_count(self.content.hashes) or (
-            size != self.begin + len(self.checksums) * block_bytes
-        ):
-            raise FileDamaged("it has another size")
 
     def read_into(self, rows: Rows, at: int) -> None:
         """Fill `rows` with the bytes from `at` on."""
@@ -338,7 +394,8 @@ class _OpenFile:
             left, at = left[count:], at + count
 
 
-def _whole_pages(size_bytes: int) -> int:
+def whole_pages(size_bytes: int) -> int:
+    """Round a size up to whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

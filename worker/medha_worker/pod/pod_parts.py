@@ -41,6 +41,7 @@ ROUTER_CONTROL_PORT = 5700
 ROUTER_TOKENS_PORT = 5701
 MODEL_DIRECTORY = Path("/model")
 KV_FILES_DIRECTORY = Path("/kv-files")
+KV_STORE_DIRECTORY = Path("/kv-store")
 DRAFT_DIRECTORY = Path("/draft-model")
 
 _log = logging.getLogger("medha.pod")
@@ -221,10 +222,21 @@ def replica_name(replica: MedhaReplica) -> str:
 
 
 def _for_this_pod(spec: MedhaReplicaSpec) -> MedhaReplicaSpec:
-    """Return the spec with the threads per rank that this container can run, unless the spec sets them."""
+    """Return the spec with what this container has: its threads per rank, unless the spec sets them, and its store of files."""
+    spec = _with_mounted_store(spec)
     if spec.threads is not None:
         return spec
     return spec.model_copy(update={"threads": max(1, usable_cpus() // spec.parallelism.tensor)})
+
+
+def _with_mounted_store(spec: MedhaReplicaSpec) -> MedhaReplicaSpec:
+    """Return the spec with the place where a store of files is mounted, whatever its path is on the node."""
+    tiers = spec.kv_cache.tiers
+    if tiers is None or tiers.store is None or not tiers.store.is_files:
+        return spec
+    store = tiers.store.model_copy(update={"url": f"file://{KV_STORE_DIRECTORY}"})
+    tiers = tiers.model_copy(update={"store": store})
+    return spec.model_copy(update={"kv_cache": spec.kv_cache.model_copy(update={"tiers": tiers})})
 
 
 def _model_directory(place: Place, spec: MedhaReplicaSpec) -> Path:

@@ -33,6 +33,7 @@ from medha.wire.messages import (
     PeerFigures,
     RankReady,
     Rendezvous,
+    StoreFigures,
 )
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.draft_checkpoint import draft_config
@@ -62,12 +63,14 @@ from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.grammar_masks import GrammarMasks, masks_of
 from medha_worker.rank.head_drafter import HeadDrafter
+from medha_worker.rank.kv_objects import KvObjects, StoreFailed
 from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, keeps_windows_alone, pool_sizes
 from medha_worker.rank.mesh import Mesh
 from medha_worker.rank.peer_reader import PeerBlocks, PeerReader
 from medha_worker.rank.peer_server import PeerServer
 from medha_worker.rank.rank_reports import shape_of
 from medha_worker.rank.step_recorder import StepRecorder
+from medha_worker.rank.store_threads import StoreThreads, opened_within
 from medha_worker.rank.warmup import Progress, WarmUp, times, typical, warm_up
 
 RENDEZVOUS_SECONDS = 10.0  # bound of the rendezvous of ranks that have their weights
@@ -97,6 +100,7 @@ class Engine:
     grammars: GrammarMasks | None  # None on a rank that does not sample
     disk: DiskBlocks | None = None
     peers: PeerBlocks | None = None
+    store: StoreThreads | None = None
 
     def leave(self) -> None:
         """Let go of the captured steps, then of the groups that these were captured with."""
@@ -104,6 +108,8 @@ class Engine:
             self.disk.end_epoch()
         if self.peers is not None:
             self.peers.end_epoch()
+        if self.store is not None:
+            self.store.end_epoch()
         self.model.forget_captured()
         if self.grid is not None:
             self.grid.close()
@@ -140,6 +146,8 @@ class Loaded:
         self._disk: DiskBlocks | None = None  # the disk tier, if the manifest asks for one
         self._disk_seconds = (0.0, 0.0)  # measured: of an access, and of a block
         self._peers: PeerBlocks | None = None  # KV of other replicas, if the manifest asks for it
+        self._store: StoreThreads | None = None  # the store, if the manifest asks for one and it has answered
+        self._store_key = ""  # of its hashes
         self._eos_token_ids = eos_token_ids(settings.model_directory)
         self._masks = self._grammar_masks()
 
@@ -219,6 +227,7 @@ class Loaded:
         host_tier = self._host_tier(kv_cache, grid)
         disk_tier = self._disk_tier(model, grid)
         peer = self._peer_blocks(model)
+        store = self._store_figures(model)
         self._capture(model, kv_cache, grid)
         ready = RankReady(
             rank=settings.rank,
@@ -250,6 +259,7 @@ class Loaded:
             host_tier=host_tier,
             disk_tier=disk_tier,
             peer=peer,
+            store=store,
         )
         executor = Executor(
             model,
@@ -266,10 +276,11 @@ class Loaded:
             host_blocks=self._host_blocks,
             disk=self._disk,
             peers=self._peers,
+            store=self._store,
         )
         if self._masks is not None:
             self._masks.begin_epoch()
-        return Engine(executor, grid, ready, model, self._masks, self._disk, self._peers)
+        return Engine(executor, grid, ready, model, self._masks, self._disk, self._peers, self._store)
 
     def _drafter(self, model: Transformer, kv_cache: KVCache) -> Drafter | HeadDrafter | None:
         if isinstance(self._draft, PredictionHead):
@@ -511,8 +522,40 @@ class Loaded:
             _log.info("other replicas may read KV at %s", server.figures.endpoint)
         return self._peers.server.figures
 
-    def _kv_identity(self, model: Transformer, host: HostBlocks, weights: str) -> str:
-        """Return what the bytes of a block on this rank depend on; `weights` is the identity of the checkpoint."""
+    def _store_figures(self, model: Transformer) -> StoreFigures | None:
+        """Begin to use the store; return the key of its hashes or why it cannot be used, or None if there is to be none."""
+        settings = self._settings
+        spec = settings.spec.kv_cache.store
+        if spec is None or not self._host_blocks:
+            return None
+        host = self._host_blocks[0]
+        if self._store is not None and self._store.host is not host:
+            self._store.close()
+            self._store = None
+        if self._store is None:
+            identity = self._kv_identity(model, host, self._content, is_of_any_lane=True)
+            try:
+                if not self._content:
+                    raise StoreFailed(
+                        f"the checkpoint in {settings.model_directory} cannot be told from others"
+                    )
+                objects, self._store_key = opened_within(
+                    lambda: KvObjects(spec, identity, host.block_bytes), _STORE_SECONDS
+                )
+            except StoreFailed as error:
+                _log.warning("the store %s is not used in this epoch: %s", spec.url, error)
+                return StoreFigures(fault=f"{spec.url}: {error}"[:500])
+            self._store = StoreThreads(objects, host, time.perf_counter)
+            _log.info("KV is shared with other replicas in %s", spec.url)
+        return StoreFigures(self._store_key)
+
+    def _kv_identity(
+        self, model: Transformer, host: HostBlocks, weights: str, *, is_of_any_lane: bool = False
+    ) -> str:
+        """Return what the bytes of a block on this rank depend on; `weights` is the identity of the checkpoint.
+
+        With `is_of_any_lane`, it is the same on all lanes: they hold the same layers and heads.
+        """
         settings, cache, spec = self._settings, host.kv_cache, self._settings.spec.model
         at = settings.topology.coordinates(settings.rank)
         return repr(
@@ -530,7 +573,7 @@ class Loaded:
                 model.kv_scales_digest,
                 cache.block_tokens,
                 str(settings.topology),
-                (at.kv, at.stream, at.tensor),
+                (0 if is_of_any_lane else at.kv, at.stream, at.tensor),
                 [tuple(pool.shape[::2]) for pool in cache.pools()],
             )
         )
@@ -541,6 +584,8 @@ class Loaded:
             self._disk.close()
         if self._peers is not None:
             self._peers.close()
+        if self._store is not None:
+            self._store.close()
 
     def _free_bytes(self) -> int:
         """Return the memory that this rank may still take for its KV pool.
@@ -629,8 +674,8 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
 
 
 def _content_of(settings: RankSettings) -> str:
-    """Return the identity that all copies of the checkpoint have, if KV is handed over; empty if not, or if it cannot be read."""
-    if not settings.peer_endpoint:
+    """Return the identity that all copies of the checkpoint have, if replicas share KV; empty if not, or if it cannot be read."""
+    if not settings.peer_endpoint and settings.spec.kv_cache.store is None:
         return ""
     try:
         return content_identity(settings.model_directory)
@@ -641,7 +686,8 @@ def _content_of(settings: RankSettings) -> str:
 
 def _weights_of(settings: RankSettings) -> str:
     """Return the identity of the checkpoint, if a tier needs it; empty if not, or if it cannot be read."""
-    if settings.disk_directory is None and not settings.peer_endpoint:
+    has_store = settings.spec.kv_cache.store is not None
+    if settings.disk_directory is None and not settings.peer_endpoint and not has_store:
         return ""
     try:
         return weights_identity(settings.model_directory)
@@ -727,6 +773,8 @@ def _device(settings: RankSettings, dtype: torch.dtype) -> Device:
     return cuda_device(choose_gpu(settings.accelerator, here, settings.neighbours, cuda_facts(here)), dtype)
 
 
+_STORE_SECONDS = 20.0
+"""Time for which a rank waits at the start of an epoch for a store that does not answer."""
 _NO_POOL = 2**62
 
 

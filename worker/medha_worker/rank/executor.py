@@ -55,6 +55,7 @@ from medha_worker.rank.sampled_tokens import (
     last_hidden,
     new_samplers,
 )
+from medha_worker.rank.store_threads import StoreThreads
 
 _log = logging.getLogger("medha.executor")
 
@@ -127,11 +128,13 @@ class Executor:
         host_blocks: Sequence[HostBlocks] = (),
         disk: DiskBlocks | None = None,
         peers: PeerBlocks | None = None,
+        store: StoreThreads | None = None,
     ) -> None:
         """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model or a head.
 
         `host_blocks` are the host tier of `kv_cache` and of the drafter's pool, if there is one; `disk` has the files behind
-        the former, and `peers` reads those of other replicas into it and gives them its own.
+        the former, `peers` reads those of other replicas into it and gives them its own, and `store` exchanges objects with the
+        store that replicas share.
 
         `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` begins with the
         masks that sequences have asked for ahead.
@@ -143,7 +146,7 @@ class Executor:
         if kv_cache.window_blocks:
             widest = widest_window(model.windows)
             self.window_tables = WindowTables(self.ledger, kv_cache.window_blocks, widest)
-        self._host_blocks, self._disk, self._peers = tuple(host_blocks), disk, peers
+        self._host_blocks, self._disk, self._peers, self._store = tuple(host_blocks), disk, peers, store
         self._state = LaneState(
             self.ledger,
             lane,
@@ -238,6 +241,8 @@ class Executor:
         """
         if self._disk is not None:
             self._disk.drop(plan.host_tier_work.drops)
+        if self._store is not None:
+            self._store.drop(plan.host_tier_work.drops)
         if self._peers is not None and plan.host_tier_work.unserves:
             self._peers.server.void(plan.host_tier_work.unserves)
         copy_seconds = self._copy_tier(plan.tier_copies)
@@ -309,6 +314,8 @@ class Executor:
         if self._peers is not None and (work.reads or work.serves):
             self._peers.server.serve(work.serves)
             self._peers.reader.submit(work)
+        if self._store is not None:
+            self._store.submit(work)
 
     def learn_all(self) -> None:
         """Wait for all outstanding tokens of steps that have run and that another rank samples.

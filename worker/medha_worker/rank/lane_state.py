@@ -212,6 +212,7 @@ class LaneState:
         for admit in step.admits:
             copies += self._admit(admit, step)
         self.replica.write(step.deletes, step.writes)
+        self.replica.store(step.stores)
         state_hash = step.state_hashes[self.lane] if step.state_hashes else step.state_hash
         if state_hash is not None and state_hash != self.replica.state_hash():
             raise diverged(

@@ -38,6 +38,7 @@ from medha.wire.messages import (
     Shutdown,
     StageFree,
     Step,
+    StoreLook,
     Tokens,
     Trace,
 )
@@ -91,7 +92,17 @@ class Rank:
 
         control = opened(settings.control, CONTROL_FRAME_BYTES)
         tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
-        accepts = (Rendezvous, Step, CompileGrammar, DropGrammar, DiskBegin, KvTicket, Trace, Shutdown)
+        accepts = (
+            Rendezvous,
+            Step,
+            CompileGrammar,
+            DropGrammar,
+            DiskBegin,
+            StoreLook,
+            KvTicket,
+            Trace,
+            Shutdown,
+        )
         self._control = Link(control, "control", self._drops, accepts=accepts)
         self._tokens = Link(tokens, "tokens", self._drops, accepts=(Tokens,))
         self._hello = RankHello(
@@ -103,7 +114,7 @@ class Rank:
         self._engine: Engine | None = None
         self._loaded: Loaded | None = None  # once it is
         self._recorder = StepRecorder(settings.rank)
-        self._prefetcher = StepPrefetcher(self._control, at_once=self._handle_grammar)
+        self._prefetcher = StepPrefetcher(self._control, at_once=self._handle_urgent)
         self._reports = RankReports(settings.rank, incarnation, self._recorder, self._prefetcher.send)
         self._next_step = 0  # id of the next step to plan
         self._begun: Step | None = None  # step whose ids have not all arrived yet
@@ -328,10 +339,14 @@ class Rank:
         self._reports.send_due(is_serving=True, at_once=True)
 
     def _begin_disk(self, engine: Engine, begin: DiskBegin) -> None:
-        """Let the disk tier of this rank report what it has, once for each epoch."""
+        """Let the store begin, and the disk tier of this rank report what it has, once for each epoch."""
         executor = engine.executor
-        if engine.disk is not None and begin.epoch == executor.epoch:
-            report = DiskReport(self._settings.rank, executor.lane, executor.epoch)
+        if begin.epoch != executor.epoch:
+            return
+        report = DiskReport(self._settings.rank, executor.lane, executor.epoch)
+        if engine.store is not None:
+            engine.store.begin_epoch(report, begin.hash_key, self._prefetcher.send)
+        if engine.disk is not None:
             engine.disk.begin_epoch(report, begin.hash_key, self._prefetcher.send)
 
     def _learn_ticket(self, engine: Engine, ticket: KvTicket) -> None:
@@ -340,7 +355,15 @@ class Rank:
         if engine.peers is not None and rank < len(ticket.ranks):
             engine.peers.reader.learn(ticket.ticket, ticket.ranks[rank])
 
-    def _handle_grammar(self, message: Urgent) -> None:
+    def _handle_urgent(self, message: Urgent) -> None:
+        """Look for objects in the store, or handle a grammar; called on any thread."""
+        engine = self._engine
+        if not isinstance(message, StoreLook):
+            self._handle_grammar(message)
+        elif engine is not None and engine.store is not None:
+            engine.store.look(message)
+
+    def _handle_grammar(self, message: CompileGrammar | DropGrammar) -> None:
         """Compile or drop a grammar if this rank samples; called on any thread."""
         engine = self._engine
         if engine is None or engine.grammars is None or message.epoch != engine.executor.epoch:

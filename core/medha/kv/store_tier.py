@@ -1,0 +1,181 @@
+"""The store of a replica: objects with blocks of prompts, which replicas of the same model share.
+
+While a long prompt is computed, its blocks are copied to the host tier and written to the store (write-through). If a prompt
+continues in the store behind what its replica has, its blocks are *loaded* into the host tier, as those of files are. Other
+replicas write, too, and anything may vanish, so nobody knows what is there without asking: `medha.scheduler.store_kv` asks.
+
+An object has `object_blocks` blocks of one rank's part of the KV, at a multiple of that number in what a lane holds of a
+prompt. So all replicas of one grid cut equal prompts at the same places, and the hashes of the blocks name the object.
+
+`StoreTier` decides, at the controller, what is written, and counts. Nothing here deletes objects: the store does, by age.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from medha.kv.disk_tier import file_name
+from medha.kv.host_tier import HostTier
+from medha.kv.prefix_cache import hash_at, hash_count, hash_range
+from medha.kv.rank_loads import Loaded, RankLoads
+from medha.wire.messages import DiskFile, DiskReport, Fetch, StoreWrite
+
+_OBJECT_BYTES = 8 * 2**20
+_MOST_OBJECT_BLOCKS = 32
+_MOST_KNOWN = 2**16
+
+
+def object_blocks(block_bytes: int) -> int:
+    """Return how many blocks an object has: of some 8 MiB, so that a request for it takes longer than its latency."""
+    return max(1, min(_OBJECT_BYTES // block_bytes, _MOST_OBJECT_BLOCKS))
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """Requests, blocks and failures since the epoch began; of all lanes."""
+
+    hits: int = 0  # requests that waited for loads
+    looks: int = 0  # questions which objects are there
+    loaded_blocks: int = 0
+    written_blocks: int = 0
+    skipped_blocks: int = 0  # not written, because earlier ones were not finished, or the store rests
+    failed_loads: int = 0
+    failed_writes: int = 0
+
+
+@dataclass(slots=True)
+class _Write:
+    lane: int
+    blocks: int
+    ranks: set[int]  # that have not reported it
+    failed: bool = False
+
+
+class StoreTier:
+    """Chooses what a replica writes to its store, and follows what its ranks do there; the controller's part."""
+
+    def __init__(self, lane_ranks: Sequence[Iterable[int]], blocks: int, most_writing: int) -> None:
+        """`blocks` are those of an object. No more than `most_writing`, or one object, are written at a time on a lane."""
+        self.object_blocks = blocks
+        self.counts = StoreCounts()
+        self.rests = False
+        """Whether the store is left alone for a while, because it has failed."""
+        self._lane_ranks = [frozenset(ranks) for ranks in lane_ranks]
+        self._most_writing = max(most_writing, blocks)
+        self._loads = [RankLoads(ranks) for ranks in self._lane_ranks]
+        self._objects: dict[tuple[int, int], str] = {}  # (lane, extent) -> object that is read into it
+        self._writes: dict[str, _Write] = {}  # by object
+        self._pending: list[
+            tuple[int, DiskFile]
+        ] = []  # writes that ranks have not been sent, with their lanes
+        self._known: OrderedDict[str, None] = OrderedDict()  # objects that are there; the latest last
+
+    def objects(self, chain: str, first: int = 0) -> list[DiskFile]:
+        """Return the whole objects of a lane's blocks, from the `first`-th on."""
+        return [self.object(chain, at) for at in range(first, hash_count(chain) // self.object_blocks)]
+
+    def object(self, chain: str, number: int) -> DiskFile:
+        """Return the `number`-th object of a lane's blocks."""
+        start = number * self.object_blocks
+        hashes = hash_range(chain, start, start + self.object_blocks)
+        before = hash_at(chain, start - 1) if start else ""
+        return DiskFile(file_name(before, hashes), start, hashes, before)
+
+    def know(self, name: str) -> None:
+        """Note that an object is there."""
+        self._known[name] = None
+        self._known.move_to_end(name)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    # --- loads ----------------------------------------------------------------------------------------
+
+    def loading_blocks(self, lane: int) -> int:
+        """Return how many blocks are being read on a lane."""
+        return self._loads[lane].blocks
+
+    def begin_load(self, name: str, lane: int, extent: int, blocks: int) -> None:
+        """Note that ranks read so many blocks of an object into an extent of a lane's host tier."""
+        self._loads[lane].begin(extent, blocks)
+        self._objects[lane, extent] = name
+
+    # --- writes ---------------------------------------------------------------------------------------
+
+    def takes(self, one: DiskFile, lane: int) -> bool:
+        """Return whether an object is to be written now, and note it if so."""
+        if one.name in self._known or one.name in self._writes:
+            return False
+        writing = sum(write.blocks for write in self._writes.values() if write.lane == lane)
+        if self.rests or (writing and writing + self.object_blocks > self._most_writing):
+            self.counts.skipped_blocks += self.object_blocks
+            return False
+        self._writes[one.name] = _Write(lane, self.object_blocks, set(self._lane_ranks[lane]))
+        self._pending.append((lane, one))
+        return True
+
+    def call_off(self, one: DiskFile) -> None:
+        """Forget a write, because its blocks are not all in the host tier."""
+        self._writes.pop(one.name, None)
+        self._pending = [entry for entry in self._pending if entry[1] != one]
+
+    def take_writes(self, tier: Callable[[int], HostTier]) -> tuple[StoreWrite, ...]:
+        """Take the writes whose blocks are still in the host tiers, which `tier` returns by lane."""
+        pending, self._pending = self._pending, []
+        writes: list[StoreWrite] = []
+        for lane, one in pending:
+            held = tier(lane).match(one.hashes, 0, self.object_blocks)
+            if sum(part.count for part in held) < self.object_blocks:
+                self.call_off(one)
+                self.counts.skipped_blocks += self.object_blocks
+                continue
+            parts = tuple(Fetch(part.extent, part.start, part.count, lane) for part in held)
+            writes.append(StoreWrite(one, parts, lane))
+        return tuple(writes)
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._pending)
+
+    # --- reports --------------------------------------------------------------------------------------
+
+    def report(self, report: DiskReport) -> tuple[list[Loaded], list[str]]:
+        """Take a rank's report; return the loads that have ended with it, and the objects that the store turned out to lack."""
+        for name in report.stored:
+            self._end_write(name, report.rank, is_there=True)
+        for name in report.not_stored:
+            self._end_write(name, report.rank, is_there=False)
+        ended = self._loads[report.lane].report(report)
+        lacks: list[str] = []
+        for one in ended:
+            name = self._objects.pop((report.lane, one.extent))
+            if one.is_there:
+                self.counts.loaded_blocks += one.blocks
+            else:
+                self.counts.failed_loads += 1
+                self._known.pop(name, None)
+                lacks.append(name)
+        return ended, lacks
+
+    def _end_write(self, name: str, rank: int, *, is_there: bool) -> None:
+        """Note what a rank reports of a write; the object is there once all ranks of the lane have written it."""
+        write = self._writes.get(name)
+        if write is None or rank not in self._lane_ranks[write.lane]:
+            return
+        write.ranks.discard(rank)
+        write.failed = write.failed or not is_there
+        if write.ranks:
+            return
+        del self._writes[name]
+        if write.failed:
+            self.counts.failed_writes += 1
+        else:
+            self.counts.written_blocks += write.blocks
+            self.know(name)
+
+    def check(self) -> None:
+        """Assert that loads and objects agree, for tests."""
+        for lane, extent in self._objects:
+            assert extent in self._loads[lane]
+        assert all(one.name in self._writes for _, one in self._pending)

@@ -1,0 +1,191 @@
+"""Requests that ask whether the store has KV of their prompts, and what follows from the answers.
+
+The store (`medha.kv.store_tier`) is not known to the controller. If reading all that a prompt lacks is predicted to be faster
+than computing it, its request waits while ranks look which objects are there (`StoreLook`), and then for their loads. What was
+not there is remembered for a while, and not asked for again.
+
+A store that fails is left alone: for a few seconds first, then longer and longer, until something succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+
+from medha.kv.pools import Awaited, EndedLoads, KvPools, Sought
+from medha.scheduler.load_waits import LoadWaits
+from medha.scheduler.request import Request
+from medha.wire.messages import DiskReport, StoreLook
+
+_MISS_SECONDS = 30.0
+"""Time for which an object that was not there is not asked for."""
+_MOST_MISSES = 4096
+_MOST_OBJECTS = 4096
+"""Most objects of one question; those behind them are computed."""
+_MOST_LOOKS = 64
+"""Most prompts that are asked for at a time."""
+_FIRST_REST_SECONDS = 5.0
+_LONGEST_REST_SECONDS = 300.0
+_NOWHERE = -2  # lane of the answers that are awaited; those of peers have another one
+
+
+@dataclass(slots=True)
+class _Look:
+    sought: list[Sought]
+    counts: list[int]  # of the objects that each of them has
+    left: set[tuple[int, int]]  # (rank, lane) that have not answered
+    requests: list[Request] = field(default_factory=list)
+    has_failed: bool = False  # so that nobody knows what is not there
+
+
+class StoreKv:
+    """The questions of one replica to its store."""
+
+    def __init__(
+        self, pools: KvPools, waits: LoadWaits, lane_ranks: list[tuple[int, ...]], epoch: int
+    ) -> None:
+        self._pools, self._waits, self._lane_ranks, self._epoch = pools, waits, lane_ranks, epoch
+        self._looks: dict[int, _Look] = {}
+        self._by_prompt: dict[str, int] = {}
+        self._misses: dict[str, float] = {}  # object -> time until which it is not asked for
+        self._numbers = count()
+        self._rest_seconds = 0.0
+        self._rests_until = 0.0
+        self.fault = ""
+        """The last error because of which the store is left alone; empty: nothing has failed since something succeeded."""
+
+    @property
+    def next_due(self) -> float | None:
+        """Time at which the store is used again; None if it is in use."""
+        store = self._pools.store
+        return self._rests_until if store is not None and store.rests else None
+
+    def go_on(self, now: float) -> None:
+        """Use the store again once it has been left alone for long enough."""
+        store = self._pools.store
+        if store is not None and store.rests and now >= self._rests_until:
+            store.rests = False
+
+    # --- questions ------------------------------------------------------------------------------------
+
+    def ask(self, request: Request, now: float) -> list[StoreLook]:
+        """Let a new request wait for what the store has, if that is worth it; return what ranks look for."""
+        submit, store = request.submit, self._pools.store
+        if store is None or store.rests or request.awaits_load:
+            return []
+        is_long = request.may_spread
+        found = self._pools.sought(submit.tokens, submit.block_hashes, is_long=is_long)
+        sought = [one for one in (self._without_misses(one, now) for one in found) if one.objects]
+        counts = [len(one.objects) for one in sought]
+        seconds = self._pools.wait_for_store_seconds(
+            submit.tokens, submit.block_hashes, counts, is_long=is_long
+        )
+        number = self._by_prompt.get(submit.prompt)
+        if seconds is None or (number is None and len(self._looks) >= _MOST_LOOKS):
+            return []
+        asks: list[StoreLook] = []
+        if number is None:
+            number = self._by_prompt[submit.prompt] = next(self._numbers)
+            left = {(rank, one.lane) for one in sought for rank in self._lane_ranks[one.lane]}
+            self._looks[number] = _Look(sought, counts, left)
+            store.counts.looks += 1
+            asks = [
+                StoreLook(number, tuple(item.name for item in one.objects), one.lane, self._epoch)
+                for one in sought
+            ]
+        self._looks[number].requests.append(request)
+        self._waits.begin(request, Awaited(frozenset({(_NOWHERE, number)}), seconds), now)
+        return asks
+
+    def _without_misses(self, sought: Sought, now: float) -> Sought:
+        objects = takewhile(
+            lambda one: self._misses.get(one.name, now) <= now, sought.objects[:_MOST_OBJECTS]
+        )
+        return Sought(sought.lane, sought.chain, sought.first, tuple(objects))
+
+    # --- answers --------------------------------------------------------------------------------------
+
+    def report(
+        self, report: DiskReport, ended: EndedLoads, now: float, go_on: Callable[[Request], None]
+    ) -> None:
+        """Take a rank's report, with which loads have `ended`; requests that then wait for nothing go on."""
+        if self._pools.store is None:
+            return
+        if report.store_fault:
+            self._rest(report.store_fault, now)
+        elif report.looked or report.stored or ended.from_store:
+            self._has_succeeded(now)
+        for name in ended.lacks:
+            self._miss(name, now)
+        for name in report.stored:
+            self._misses.pop(name, None)
+        for number, there in report.looked:
+            look = self._looks.get(number)
+            if look is None or (report.rank, report.lane) not in look.left:
+                continue
+            look.left.discard((report.rank, report.lane))
+            look.has_failed = look.has_failed or bool(report.store_fault)
+            for at, one in enumerate(look.sought):
+                if one.lane == report.lane:
+                    look.counts[at] = max(min(look.counts[at], there), 0)
+            if not look.left:
+                self._answered(number, look, now, go_on)
+
+    def _answered(self, number: int, look: _Look, now: float, go_on: Callable[[Request], None]) -> None:
+        self._forget(number)
+        for one, there in zip(look.sought, look.counts, strict=True):
+            if there < len(one.objects) and not look.has_failed:
+                self._miss(one.objects[there].name, now)
+        waiting = [one for one in look.requests if one.awaits_load and one.waits and not one.ended]
+        awaited: frozenset[tuple[int, int]] = frozenset()
+        if waiting:
+            submit = waiting[0].submit
+            seconds = self._pools.wait_for_store_seconds(
+                submit.tokens, submit.block_hashes, look.counts, is_long=waiting[0].may_spread
+            )
+            if seconds is not None:
+                awaited = self._pools.begin_store_loads(look.sought, look.counts)
+        if awaited:
+            for request in waiting:
+                self._waits.follow(request, awaited)
+        else:
+            for request in self._waits.loaded(_NOWHERE, [number]):
+                go_on(request)
+
+    def late(self, requests: Iterable[Request]) -> None:
+        """Forget requests that wait for no answer any more."""
+        for request in requests:
+            self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that has left; an answer that nobody waits for begins no loads."""
+        look = self._looks.get(self._by_prompt.get(request.submit.prompt, -1))
+        if look is not None and request in look.requests:
+            look.requests.remove(request)
+
+    def _forget(self, number: int) -> None:
+        del self._looks[number]
+        self._by_prompt = {prompt: other for prompt, other in self._by_prompt.items() if other != number}
+
+    def _miss(self, name: str, now: float) -> None:
+        self._misses.pop(name, None)
+        self._misses[name] = now + _MISS_SECONDS
+        if len(self._misses) > _MOST_MISSES:
+            del self._misses[next(iter(self._misses))]
+
+    # --- faults ---------------------------------------------------------------------------------------
+
+    def _rest(self, fault: str, now: float) -> None:
+        """Leave the store alone, each time longer; what was under way when that began says nothing new."""
+        store = self._pools.store
+        if store is None or store.rests:
+            return
+        longer_seconds = min(2 * self._rest_seconds, _LONGEST_REST_SECONDS)
+        self._rest_seconds = max(longer_seconds, _FIRST_REST_SECONDS)
+        self._rests_until = now + self._rest_seconds
+        self.fault, store.rests = fault[:500], True
+
+    def _has_succeeded(self, now: float) -> None:
+        if now >= self._rests_until:
+            self._rest_seconds, self.fault = 0.0, ""

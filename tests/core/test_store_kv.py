@@ -1,0 +1,355 @@
+"""The store at the controller: who asks what is there, who waits for it, what is written, and what happens after faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.prefix_cache import PrefixHasher
+from medha.kv.store_tier import StoreTier, object_blocks
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
+from medha.topology import Topology
+from medha.wire.frames import decode, digest, encode
+from medha.wire.messages import (
+    Cancel,
+    ControllerEvent,
+    DiskReport,
+    Done,
+    HostTierFigures,
+    Sample,
+    Sampling,
+    StageFree,
+    Step,
+    StepProfile,
+    StoreLook,
+    StoreWrite,
+    Submit,
+    Tick,
+)
+
+SIZE, HOST_BLOCKS, OBJECT_BLOCKS = 4, 120, 5
+HASHER = PrefixHasher(SIZE, b"shared")
+SLOW = StepProfile(0.001, 0.01, 1e-7, 0.0001)
+FAST = StepProfile(0.001, 1e-6, 1e-9, 0.0001)
+Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+def ids(seed: int, tokens: int) -> Ids:
+    return np.random.default_rng(seed).integers(0, 1000, tokens).astype(np.int32)
+
+
+PROMPT = ids(1, 101)  # 25 whole blocks, five objects
+
+
+@dataclass
+class Replica:
+    """A controller with two ranks, which run each step at once; the tests play what they report of the store."""
+
+    profile: StepProfile = SLOW
+    host_blocks: int = HOST_BLOCKS
+    writes_at_once: bool = True
+    now: float = 0.0
+    looks: list[StoreLook] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    log: list[tuple[ControllerEvent, float, str]] = field(default_factory=list)
+    admitted: dict[str, int] = field(default_factory=dict)  # request -> cached tokens
+
+    def __post_init__(self) -> None:
+        self.core = self.new_core()
+
+    def new_core(self) -> ReplicaController:
+        config = ReplicaConfig(
+            topology=Topology(2, 1, 1),
+            scheduling=SchedulingSpec(),
+            service_classes={"default": ServiceClass(name="default", default_output_tokens=4)},
+            default_class="default",
+            max_model_len=2000,
+            block_size_tokens=SIZE,
+            kv_blocks=200,
+            long_threshold_tokens=10_000,
+            host_tier=HostTierFigures(self.host_blocks, 100, 1e-7, 1e-7),
+            store_block_seconds=1e-6,
+            object_blocks=OBJECT_BLOCKS,
+        )
+        return ReplicaController(config, self.profile)
+
+    def handle(self, event: ControllerEvent) -> None:
+        commands = self.core.handle(event, self.now)
+        self.log.append((event, self.now, digest(commands)))
+        for command in commands:
+            match command:
+                case Step() as step:
+                    self.steps.append(step)
+                    self.admitted |= {one.id: one.cached_tokens for one in step.admits}
+                    samples = tuple(Sample(one.id, 7, "length") for one in step.entries if one.samples)
+                    self.handle(StageFree(step.step_id, 0))
+                    self.handle(Done(step.step_id, samples, (), 0.001))
+                    if self.writes_at_once:
+                        self.report(stored=tuple(one.object.name for one in step.stores))
+                case StoreLook() as look:
+                    self.looks.append(look)
+                case _:
+                    pass
+
+    def report(self, **fields: object) -> None:
+        """Let both ranks report the same."""
+        if any(fields.values()):
+            for rank in range(2):
+                self.handle(DiskReport(rank, **fields))  # type: ignore[arg-type]
+
+    def submit(self, name: str, prompt: Ids = PROMPT, salt: str = "") -> None:
+        hashes = HASHER.hashes(prompt, salt)
+        count = len(prompt)
+        self.handle(
+            Submit(name, name, count, count, seed=1, sampling=Sampling(max_tokens=1), block_hashes=hashes)
+        )
+
+    @property
+    def store(self) -> StoreTier:
+        store = self.core.pools.store
+        assert store is not None
+        return store
+
+    @property
+    def stores(self) -> list[StoreWrite]:
+        return [one for step in self.steps for one in step.stores]
+
+    @property
+    def loads(self) -> list[tuple[str, int, int]]:
+        """Object, first block and number of blocks of every load from the store."""
+        return [
+            (load.file, load.start, load.count)
+            for step in self.steps
+            for load in step.loads
+            if load.is_stored and load.count
+        ]
+
+
+def written(prompt: Ids = PROMPT) -> list[str]:
+    """Return the objects that a replica writes of a prompt."""
+    replica = Replica()
+    replica.submit("a", prompt)
+    replica.report(looked=((0, 0),))
+    return [one.object.name for one in replica.stores]
+
+
+def test_a_prompt_waits_for_what_the_store_has_and_computes_the_rest() -> None:
+    reader = Replica()
+    reader.submit("q")
+    assert reader.admitted == {}, "it waits for the answer"
+    (look,) = reader.looks
+    assert list(look.objects) == written()
+    assert len(look.objects) == 5
+    reader.handle(DiskReport(0, looked=((look.number, 5),)))
+    assert reader.loads == [], "the other rank may have less"
+    reader.handle(DiskReport(1, looked=((look.number, 3),)))
+    assert reader.loads == [(name, 0, OBJECT_BLOCKS) for name in look.objects[:3]]
+    assert reader.admitted == {}
+    reader.report(loaded=((0, 0.01), (1, 0.01), (2, 0.01)))
+    assert reader.admitted == {"q": 3 * OBJECT_BLOCKS * SIZE}
+    assert reader.store.counts.hits == 1
+    assert reader.store.counts.loaded_blocks == 3 * OBJECT_BLOCKS
+    assert [one.object.name for one in reader.stores] == list(look.objects[3:]), "the others are there"
+    reader.store.check()
+
+
+@pytest.mark.parametrize(("later_seconds", "looks"), [(29.0, 1), (31.0, 2)])
+def test_what_was_not_there_is_not_asked_for_again_for_a_while(later_seconds: float, looks: int) -> None:
+    replica = Replica()
+    replica.submit("a")
+    replica.handle(Cancel("a"))
+    replica.report(looked=((0, 0),))
+    replica.now += later_seconds
+    replica.submit("b", np.concatenate([PROMPT[: OBJECT_BLOCKS * SIZE], ids(2, 81)]))
+    assert len(replica.looks) == looks
+    assert ("b" in replica.admitted) == (looks == 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"profile": FAST}, "computing is faster than reading"),
+        ({"host_blocks": 2}, "nothing"),
+    ],
+)
+def test_fast_models_neither_ask_nor_write(fields: dict[str, object], why: str) -> None:
+    replica = Replica(**fields)  # type: ignore[arg-type]
+    replica.submit("a")
+    if why == "nothing":  # there is hardly a host tier: it asks, and nothing can be loaded or written
+        replica.report(looked=((0, 5),))
+    else:
+        assert replica.looks == []
+    assert "a" in replica.admitted or replica.loads
+    assert replica.stores == []
+
+
+def test_an_object_that_vanished_is_computed_and_written_again() -> None:
+    reader = Replica()
+    reader.submit("q")
+    reader.report(looked=((0, 5),))
+    reader.report(loaded=((0, 0.01), (1, 0.01)), not_loaded=(2, 3, 4))
+    assert reader.admitted == {"q": 2 * OBJECT_BLOCKS * SIZE}
+    assert reader.store.counts.failed_loads == 3
+    assert [one.object.name for one in reader.stores] == list(reader.looks[0].objects[2:])
+    assert not reader.store.rests, "the store itself is sound"
+
+
+def test_equal_prompts_ask_once() -> None:
+    reader = Replica()
+    reader.handle(submit_of("one", "shared"))
+    reader.handle(submit_of("two", "shared"))
+    assert len(reader.looks) == 1
+    reader.report(looked=((0, 0),))
+    assert reader.admitted.keys() == {"one", "two"}
+
+
+def submit_of(name: str, prompt: str) -> Submit:
+    return Submit(
+        name, prompt, 101, 101, seed=1, sampling=Sampling(max_tokens=1), block_hashes=HASHER.hashes(PROMPT)
+    )
+
+
+def test_keys_with_a_salt_of_their_own_share_nothing() -> None:
+    reader = Replica()
+    reader.submit("q", salt="another key")
+    assert not set(reader.looks[0].objects) & set(written())
+
+
+def test_a_store_that_fails_is_left_alone_longer_and_longer_and_then_used_again() -> None:
+    replica = Replica()
+    rests: list[float] = []
+    for number in range(8):
+        replica.submit(f"a{number}", ids(10 + number, 101))
+        assert len(replica.looks) == number + 1
+        replica.report(looked=((number, 0),), store_fault="it answers 500")
+        assert f"a{number}" in replica.admitted, "it computes instead"
+        assert replica.store.rests
+        assert replica.core.store_kv.fault == "it answers 500"
+        replica.submit(f"b{number}", ids(30 + number, 101))
+        assert len(replica.looks) == number + 1, "nobody asks"
+        due = replica.core.store_kv.next_due
+        assert due is not None
+        rests.append(due - replica.now)
+        replica.now = due
+        replica.handle(Tick())
+        assert not replica.store.rests
+    assert rests == [5, 10, 20, 40, 80, 160, 300, 300]
+    assert replica.stores == []
+    replica.submit("c", ids(50, 101))
+    replica.report(looked=((8, 0),))
+    assert replica.core.store_kv.fault == ""
+    assert len(replica.stores) == 5
+    replica.now += 100
+    replica.submit("d", ids(51, 101))
+    replica.report(looked=((9, 0),), store_fault="again")
+    due = replica.core.store_kv.next_due
+    assert due is not None
+    assert due - replica.now == pytest.approx(5)
+
+
+def test_a_request_waits_only_for_so_long_and_one_that_leaves_begins_no_loads() -> None:
+    replica = Replica()
+    replica.submit("late")
+    due = replica.core.next_due
+    assert due is not None
+    replica.now = due
+    replica.handle(Tick())
+    assert replica.admitted == {"late": 0}
+    replica.report(looked=((0, 5),))
+    assert replica.loads == []
+    replica.submit("gone", ids(4, 101))
+    replica.handle(Cancel("gone"))
+    replica.report(looked=((1, 5),))
+    assert replica.loads == []
+
+
+def test_writes_that_are_not_finished_bound_further_ones() -> None:
+    replica = Replica(writes_at_once=False)
+    for number in range(4):
+        replica.submit(f"a{number}", ids(60 + number, 101))
+        replica.report(looked=((number, 0),))
+    most = HOST_BLOCKS // 4 // OBJECT_BLOCKS
+    assert len(replica.stores) == most
+    assert replica.store.counts.skipped_blocks == (20 - most) * OBJECT_BLOCKS
+    names = tuple(one.object.name for one in replica.stores)
+    replica.report(not_stored=names[:1], stored=names[1:])
+    assert replica.store.counts.failed_writes == 1
+    assert replica.store.counts.written_blocks == (most - 1) * OBJECT_BLOCKS
+    replica.submit("b", ids(70, 101))
+    replica.report(looked=((4, 0),))
+    assert len(replica.stores) == most + 5
+
+
+def test_reports_that_nobody_asked_for_change_nothing() -> None:
+    replica = Replica()
+    replica.submit("a")
+    before = digest([])
+    for report in (
+        DiskReport(7, looked=((0, 5),)),
+        DiskReport(0, lane=3, looked=((0, 5),)),
+        DiskReport(0, looked=((99, 5), (-1, 5))),
+        DiskReport(0, loaded=((17, 0.1),), not_loaded=(18,), stored=("x",), not_stored=("y",)),
+    ):
+        replica.handle(report)
+    assert replica.admitted == {}
+    assert before == digest([])
+    assert replica.store.counts.loaded_blocks == replica.store.counts.written_blocks == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_order_of_answers_is_replayed_and_leaves_a_sound_state(data: st.DataObject) -> None:
+    replica = Replica(host_blocks=data.draw(st.sampled_from([12, 30, 60])), writes_at_once=False)
+    told_stores = told_looks = told_loads = 0
+    for number in range(data.draw(st.integers(4, 14))):
+        replica.now += data.draw(st.sampled_from([0.0, 0.01, 0.4, 40.0]))
+        match data.draw(st.sampled_from(["submit", "look", "load", "store", "tick"])):
+            case "submit":
+                shared = data.draw(st.integers(0, 100))
+                prompt = np.concatenate([PROMPT[:shared], ids(data.draw(st.integers(0, 3)), 101 - shared)])
+                replica.submit(f"r{number}", prompt)
+            case "look" if told_looks < len(replica.looks):
+                look = replica.looks[told_looks]
+                told_looks += 1
+                there = data.draw(st.integers(-1, len(look.objects) + 1))
+                fault = data.draw(st.sampled_from(["", "", "it hangs"]))
+                replica.report(looked=((look.number, there),), store_fault=fault)
+            case "load":
+                tier = replica.core.pools.tiers[0]
+                extents = [number for number in range(200) if tier.is_loading(number)]
+                if extents:
+                    told_loads += 1
+                    extent = data.draw(st.sampled_from(extents))
+                    if data.draw(st.booleans()):
+                        replica.report(loaded=((extent, data.draw(st.sampled_from([0.001, 9.0]))),))
+                    else:
+                        replica.report(not_loaded=(extent,))
+            case "store" if told_stores < len(replica.stores):
+                name = replica.stores[told_stores].object.name
+                told_stores += 1
+                replica.report(**{data.draw(st.sampled_from(["stored", "not_stored"])): (name,)})
+            case _:
+                replica.handle(Tick())
+        replica.store.check()
+        replica.core.pools.tiers[0].check()
+    again = replica.new_core()
+    for event, now, commands in replica.log:
+        assert digest(again.handle(event, now)) == commands
+    for step in replica.steps:
+        assert decode(encode(step))[0] == step
+
+
+def test_objects_have_some_mebibytes_and_lie_at_equal_places_in_equal_prompts() -> None:
+    assert [object_blocks(size) for size in (1, 2**19, 2**20, 2**23, 2**25)] == [32, 16, 8, 1, 1]
+    tier = StoreTier([(0,)], OBJECT_BLOCKS, 100)
+    long, short = HASHER.hashes(PROMPT), HASHER.hashes(PROMPT[:70])
+    assert tier.objects(short) == tier.objects(long)[:3]
+    assert tier.objects(long, 2) == tier.objects(long)[2:]
+    assert len({one.name for one in tier.objects(long)}) == 5
+    assert replace(tier.objects(long)[0], name="") != tier.objects(long)[1]

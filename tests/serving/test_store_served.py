@@ -1,0 +1,74 @@
+"""Two `medha up` that share a store of files: the second reads what the first has computed, and the texts are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from medha_worker.model.model_config import ModelConfig
+
+from .conftest import MODEL, Served, free_port, start, stop, write_manifest
+from .test_host_tier_served import total
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.timeout(600)  # it starts everything two times
+
+DOCUMENT_TOKENS = 3000
+DOCUMENTS = [
+    [5 + (position * position * (3 + number) + position) % 91 for position in range(DOCUMENT_TOKENS)]
+    for number in range(4)
+]
+
+
+def answer(served: Served, number: int) -> tuple[str, int]:
+    """Return the text that follows a document, and how many of its tokens were cached."""
+    body = {
+        "model": MODEL, "prompt": DOCUMENTS[number], "max_tokens": 12, "ignore_eos": True, "seed": 1, "temperature": 0.9,
+    }  # fmt: skip
+    found = httpx.post(served.url + "/v1/completions", json=body, timeout=120).raise_for_status().json()
+    details = found["usage"].get("prompt_tokens_details") or {}
+    return found["choices"][0]["text"], details.get("cached_tokens", 0)
+
+
+def test_a_second_replica_reads_what_the_first_has_computed(checkpoint: Path, tmp_path: Path) -> None:
+    config = ModelConfig.from_directory(checkpoint)
+    token_bytes = 4 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    replicas: list[Served] = []
+    try:
+        for name in ("first", "second"):
+            port = free_port()
+            manifest = write_manifest(
+                tmp_path / f"{name}.yaml",
+                checkpoint,
+                port,
+                model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 4096},
+                kvCache={
+                    "size": str(4 * DOCUMENT_TOKENS * token_bytes),
+                    "blockSizeTokens": 8,
+                    "tiers": {
+                        "host": {"size": str(16 * DOCUMENT_TOKENS * token_bytes)},
+                        "store": {"url": f"file://{tmp_path}/shared", "bandwidth": "4Gi"},
+                    },
+                },
+            )
+            replicas.append(start(manifest, port, checkpoint))
+        texts = []
+        for served in replicas:
+            texts.append([answer(served, number) for number in range(4)])
+            served.wait_idle()
+        first, second = texts
+        assert [text for text, _ in second] == [text for text, _ in first]
+        assert [cached for _, cached in first] == [0] * 4
+        pages = [served.controller_page() for served in replicas]
+        assert total(pages[0], "medha_store_tier_written_bytes_total") > 0
+        assert total(pages[1], "medha_store_tier_looks_total") > 0
+        # On a slow machine, a request may not wait until its load ends.
+        assert total(pages[1], "medha_store_tier_loaded_bytes_total") > 0
+        assert [total(page, "medha_store_tier_failures_total") for page in pages] == [0, 0]
+        assert [total(page, "medha_store_tier_rests") for page in pages] == [0, 0]
+        assert len((tmp_path / "shared" / "hash-key").read_text()) == 64
+    finally:
+        for served in replicas:
+            stop(served)

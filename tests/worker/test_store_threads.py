@@ -1,0 +1,375 @@
+"""The threads of a rank's store: real files and a real S3-compatible service, and everything that goes wrong with them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.binaries import CannotBuild
+from medha.api.replica import StoreSpec
+from medha.kv.disk_tier import file_name
+from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
+from medha.wire.messages import DiskFile, DiskReport, HostDrop, StoreLook
+from medha_worker.device import host_device
+from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.kv_files import FileDamaged
+from medha_worker.rank.kv_objects import KvObjects, ObjectMissing, StoreFailed
+from medha_worker.rank.store_threads import StoreThreads, opened_within
+from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, object_store
+
+pytest.importorskip("obstore")
+
+BLOCKS, KEY, IDENTITY = 4, "22" * 32, "a model on a grid"
+SLOTS = ((0, 2), (4, 2))
+
+
+def content_of(number: int) -> DiskFile:
+    hashes = "".join(f"{number * BLOCKS + block:032x}" for block in range(BLOCKS))
+    return DiskFile(file_name("", hashes), 0, hashes)
+
+
+@pytest.fixture
+def host() -> HostBlocks:
+    cache = KVCache(
+        num_layers=2, kv_heads=2, head_dim=8, num_blocks=8, block_tokens=4, device=host_device(torch.float32)
+    )
+    return HostBlocks(cache, 32)
+
+
+@pytest.fixture(params=["files", "S3"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StoreSpec]:
+    if request.param == "files":
+        yield StoreSpec(url=f"file://{tmp_path}/shared")
+        return
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    try:
+        with object_store(tmp_path / "s3", tmp_path / "s3.log") as service:
+            yield StoreSpec(url=f"s3://{BUCKET}/prefix", endpoint=service.endpoint)
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+def files_of(place: StoreSpec, tmp_path: Path) -> list[Path]:
+    root = tmp_path / ("shared" if place.is_files else "s3")
+    return sorted(root.rglob("*.kv"))
+
+
+def opened(place: StoreSpec, host: HostBlocks, identity: str = IDENTITY, key: str = KEY) -> KvObjects:
+    objects = KvObjects(place, identity, host.block_bytes)
+    objects.use_key(key)
+    return objects
+
+
+class Rank:
+    """The threads of a rank, and what they have reported."""
+
+    def __init__(self, objects: KvObjects, host: HostBlocks, **limits: float) -> None:
+        self.reports: list[DiskReport] = []
+        self.threads = StoreThreads(objects, host, time.monotonic, **limits)
+        self.threads.begin_epoch(DiskReport(0, 0, 1), KEY, self.reports.append)
+
+    def close(self) -> None:
+        self.threads.close()
+
+    def write(self, number: int, slots: tuple[tuple[int, int], ...] = SLOTS) -> None:
+        one = StoreBlocks(content_of(number), ((number, BLOCKS),), slots)
+        self.threads.submit(HostTierWork(stores=(one,)))
+
+    def read(self, number: int, slots: tuple[tuple[int, int], ...], start: int = 0) -> None:
+        one = ReadBlocks(content_of(number).name, start, 100 + number, slots, is_stored=True)
+        self.threads.submit(HostTierWork(reads=(one,)))
+
+    def look(self, *numbers: int) -> None:
+        self.threads.look(StoreLook(7, tuple(content_of(number).name for number in numbers), 0, 1))
+
+    def told(self) -> list[DiskReport]:
+        """Wait until all is done; return the reports since the last call."""
+        assert self.threads.drain(60)
+        told = list(self.reports)
+        del self.reports[: len(told)]
+        return told
+
+
+def fill(host: HostBlocks, seed: int = 0) -> None:
+    rows = np.random.default_rng(seed).integers(0, 256, (32, host.block_bytes), dtype=np.uint8)
+    host.put_rows(0, rows)
+
+
+def test_another_replica_finds_and_reads_what_one_has_written(
+    place: StoreSpec, host: HostBlocks, tmp_path: Path
+) -> None:
+    fill(host)
+    with closing(Rank(opened(place, host), host)) as writer:
+        writer.look(0, 1)
+        assert [one.looked for one in writer.told()] == [((7, 0),)]
+        writer.write(0)
+        writer.write(1, ((8, 4),))
+        assert sorted(name for one in writer.told() for name in one.stored) == sorted(
+            content_of(number).name for number in (0, 1)
+        )
+        assert len(files_of(place, tmp_path)) == 2
+        writer.write(0)
+        assert [one.stored for one in writer.told()] == [(content_of(0).name,)], "it is there already"
+    with closing(Rank(opened(place, host), host)) as reader:
+        reader.look(0, 1, 2, 3)
+        assert [one.looked for one in reader.told()] == [((7, 2),)]
+        reader.read(0, ((16, 1), (20, 3)))
+        reader.read(1, ((24, 2),), start=1)
+        told = reader.told()
+        assert sorted(extent for one in told for extent, _ in one.loaded) == [100, 101]
+        assert (host.rows(16, 1) == host.rows(0, 1)).all()
+        assert (host.rows(20, 3) == np.concatenate([host.rows(1, 1), host.rows(4, 2)])).all()
+        assert (host.rows(24, 2) == host.rows(9, 2)).all()
+
+
+def append_key(keys: list[str], objects: KvObjects) -> None:
+    keys.append(objects.shared_key())
+
+
+def test_replicas_find_one_key_whoever_is_first(place: StoreSpec, host: HostBlocks) -> None:
+    keys: list[str] = []
+    stores = [opened(place, host, identity=str(number)) for number in range(6)]
+    threads = [threading.Thread(target=append_key, args=(keys, one)) for one in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(keys) == 6
+    assert len(set(keys)) == 1
+    assert len(bytes.fromhex(keys[0])) == 32
+
+
+@pytest.mark.parametrize(("identity", "key"), [("another grid", KEY), (IDENTITY, "33" * 32)])
+def test_objects_of_another_model_grid_or_key_are_not_found(
+    identity: str, key: str, place: StoreSpec, host: HostBlocks
+) -> None:
+    opened(place, host).write(content_of(0), host.rows(0, BLOCKS))
+    other = opened(place, host, identity, key)
+    assert not other.has(content_of(0).name)
+    with pytest.raises(ObjectMissing):
+        other.read(content_of(0).name, 0, 1)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "foreign", "moved", "gone", "header"])
+def test_a_damaged_object_is_a_miss_and_is_written_again(
+    damage: str, place: StoreSpec, host: HostBlocks, tmp_path: Path
+) -> None:
+    fill(host)
+    with closing(Rank(opened(place, host), host)) as rank:
+        rank.write(0)
+        rank.told()
+        (path,) = files_of(place, tmp_path)
+        data = path.read_bytes()
+        match damage:
+            case "truncated":
+                path.write_bytes(data[:-1])
+            case "flipped":
+                path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+            case "header":
+                path.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:])
+            case "empty":
+                path.write_bytes(b"")
+            case "foreign":
+                path.write_bytes(b"what somebody else has put here")
+            case "moved":  # a sound object of other blocks
+                rank.write(1)
+                rank.told()
+                (other,) = [one for one in files_of(place, tmp_path) if one != path]
+                path.write_bytes(other.read_bytes())
+            case "gone":
+                path.unlink()
+        before = host.rows(16, 4)
+        rank.read(0, ((16, 4),))
+        (told,) = rank.told()
+        assert told.not_loaded == (100,)
+        assert told.store_fault == "", "the store itself is sound"
+        assert (host.rows(16, 4) == before).all()
+        rank.write(0)
+        assert [one.stored for one in rank.told()] == [(content_of(0).name,)]
+        rank.read(0, ((16, 4),))
+        assert [len(one.loaded) for one in rank.told()] == [1]
+        assert (host.rows(16, 2) == host.rows(0, 2)).all()
+
+
+def test_writes_are_called_off_once_their_blocks_have_other_owners(host: HostBlocks, tmp_path: Path) -> None:
+    place = StoreSpec(url=f"file://{tmp_path}/shared")
+    entered, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(KvObjects):
+        def has(self, name: str) -> bool:
+            entered.set()
+            assert may_go_on.wait(60)
+            return super().has(name)
+
+    slow = Slow(place, IDENTITY, host.block_bytes)
+    with closing(Rank(slow, host)) as rank:
+        rank.write(0)
+        assert entered.wait(60)
+        rank.threads.drop([HostDrop(0, keep=BLOCKS - 1)])
+        may_go_on.set()
+        assert [one.not_stored for one in rank.told()] == [(content_of(0).name,)]
+        assert files_of(place, tmp_path) == []
+
+
+def test_a_store_that_refuses_credentials_is_a_fault_that_names_no_secret(
+    tmp_path: Path, host: HostBlocks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    try:
+        with object_store(tmp_path / "s3", tmp_path / "s3.log") as service:
+            place = StoreSpec(url=f"s3://{BUCKET}", endpoint=service.endpoint)
+            with closing(Rank(opened(place, host), host)) as rank:
+                rank.write(0)
+                (told,) = rank.told()
+            with pytest.raises(StoreFailed) as failed:
+                opened_within(lambda: opened(place, host), 60)
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    assert told.not_stored == (content_of(0).name,)
+    for text in (told.store_fault, str(failed.value), caplog.text):
+        assert "not-the-secret" not in text
+    assert told.store_fault
+
+
+def test_after_an_error_work_fails_at_once_and_later_the_store_is_used_again(
+    host: HostBlocks, tmp_path: Path
+) -> None:
+    place = StoreSpec(url=f"file://{tmp_path}/shared")
+    asked: list[str] = []
+    fails = True
+
+    class Failing(KvObjects):
+        def has(self, name: str) -> bool:
+            asked.append(name)
+            if fails:
+                raise StoreFailed("it answers 500")
+            return super().has(name)
+
+    now = 100.0
+    reports: list[DiskReport] = []
+    threads = StoreThreads(Failing(place, IDENTITY, host.block_bytes), host, lambda: now, rest_seconds=5.0)
+    threads.begin_epoch(DiskReport(0, 0, 1), KEY, reports.append)
+    try:
+        for number in range(3):
+            threads.look(StoreLook(number, (content_of(number).name,), 0, 1))
+            assert threads.drain(60)
+        assert [(one.looked, one.store_fault) for one in reports] == [
+            (((number, 0),), "it answers 500") for number in range(3)
+        ]
+        assert asked == [content_of(0).name]
+        fails, now = False, 106.0
+        threads.look(StoreLook(3, (content_of(3).name,), 0, 1))
+        assert threads.drain(60)
+        assert reports[-1].store_fault == ""
+    finally:
+        threads.close()
+
+
+def test_work_that_hangs_is_given_up_and_nothing_waits_for_it(host: HostBlocks, tmp_path: Path) -> None:
+    place = StoreSpec(url=f"file://{tmp_path}/shared")
+    entered, may_go_on = threading.Semaphore(0), threading.Event()
+
+    class Hanging(KvObjects):
+        def read(self, name: str, start: int, count: int) -> np.ndarray:
+            entered.release()
+            may_go_on.wait(60)
+            return np.full((count, host.block_bytes), 255, dtype=np.uint8)
+
+    reports: list[DiskReport] = []
+    now = 0.0
+    threads = StoreThreads(Hanging(place, IDENTITY, host.block_bytes), host, lambda: now, hung_seconds=30.0)
+    threads.begin_epoch(DiskReport(0, 0, 1), KEY, reports.append)
+    told = threading.Event()
+
+    def wait_for(extents: int) -> list[int]:
+        while sum(len(one.not_loaded) for one in reports) < extents:
+            assert not told.wait(0.01)
+        return sorted(extent for one in reports for extent in one.not_loaded)
+
+    try:
+        for extent in range(6):  # more than there are threads
+            read = ReadBlocks(content_of(0).name, 0, extent, ((0, 1),), is_stored=True)
+            threads.submit(HostTierWork(reads=(read,)))
+        for _ in range(4):
+            assert entered.acquire(timeout=60)
+        now = 31.0
+        assert wait_for(6) == list(range(6)), "also those that waited for a thread"
+        assert all("30 s" in one.store_fault for one in reports)
+        before = host.rows(0, 1)
+        may_go_on.set()
+        assert threads.drain(60)
+        assert (host.rows(0, 1) == before).all(), "its host block may have another owner"
+        assert not [one for one in reports if one.loaded]
+    finally:
+        may_go_on.set()
+        threads.close()
+
+
+def test_the_end_of_a_rank_does_not_wait_for_a_store_that_hangs(
+    host: HostBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    with socket.socket() as silent:  # it takes connections, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        place = StoreSpec(url="s3://bucket", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(StoreFailed, match="has not answered"):
+            opened_within(lambda: KvObjects(place, IDENTITY, host.block_bytes), 0.2)
+        rank = Rank(opened(place, host), host)
+        rank.look(0)
+        began = [thread for thread in threading.enumerate() if thread.name.startswith("medha-store")]
+        assert len(began) >= 7
+        rank.close()
+        assert rank.reports == []
+        assert all(thread.daemon for thread in began)
+
+
+def test_nothing_is_left_of_threads_and_handles(host: HostBlocks, tmp_path: Path) -> None:
+    place = StoreSpec(url=f"file://{tmp_path}/shared")
+    threads = {one for one in threading.enumerate() if one.name.startswith("medha-store")}
+
+    def live(number: int) -> None:
+        with closing(Rank(opened(place, host), host)) as rank:
+            rank.write(number)
+            rank.told()
+            rank.read(number, ((16, 4),))
+            rank.told()
+
+    live(0)  # what the library keeps for the process is opened once
+    handles = len(os.listdir("/proc/self/fd"))
+    for number in range(1, 5):
+        live(number)
+    assert len(os.listdir("/proc/self/fd")) <= handles
+    assert {one for one in threading.enumerate() if one.name.startswith("medha-store")} <= threads
+
+
+def test_a_look_of_an_epoch_that_begins_later_is_answered_then(host: HostBlocks, tmp_path: Path) -> None:
+    place = StoreSpec(url=f"file://{tmp_path}/shared")
+    with closing(Rank(opened(place, host), host)) as rank:
+        rank.threads.look(StoreLook(1, (content_of(0).name,), 0, 2))
+        rank.threads.look(StoreLook(2, (content_of(0).name,), 0, 0))
+        assert rank.told() == []
+        rank.threads.begin_epoch(DiskReport(0, 0, 2), KEY, rank.reports.append)
+        assert [(one.epoch, one.looked) for one in rank.told()] == [(2, ((1, 0),))]
+
+
+def test_a_block_that_an_object_lacks_is_no_block_of_it(host: HostBlocks, tmp_path: Path) -> None:
+    objects = opened(StoreSpec(url=f"file://{tmp_path}/shared"), host)
+    objects.write(content_of(0), host.rows(0, BLOCKS))
+    with pytest.raises(FileDamaged, match="4 blocks, and 3\\+2 are asked for"):
+        objects.read(content_of(0).name, 3, 2)

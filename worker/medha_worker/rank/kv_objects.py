@@ -1,0 +1,222 @@
+"""Objects of KV in a store that replicas share: an S3-compatible service, or a directory, through the library `obstore`.
+
+An object has the form of a file of the disk tier (`medha_worker.model.kv_files`), so everything in it is verified when it is
+read: the identity of the KV, the key of the hashes, the hashes themselves, and a CRC-32 of each block. Its path follows from
+identity and hashes, so replicas of another model or grid never find it. Puts are atomic: of files, by renaming.
+
+The store also has the key of the hashes, which whoever comes first makes.
+
+The library is imported when a store is opened: only ranks with a store need it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from zlib import crc32
+
+import numpy as np
+
+from medha.api.replica import StoreSpec
+from medha.wire.messages import DiskFile
+from medha_worker.model.kv_files import (
+    PREFIX,
+    FileDamaged,
+    Rows,
+    header_text,
+    key_tag,
+    packed,
+    parsed_header,
+    prefix_length,
+    verify,
+    whole_pages,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_CONNECT_SECONDS = 3
+_REQUEST_SECONDS = 10
+"""Time of one request, body included."""
+_RETRY_SECONDS = 3
+"""Time after which a request that has failed is not sent again."""
+Answer = TypeVar("Answer")
+_KEY_NAME = "hash-key"
+_KEY_BYTES = 32
+
+
+class StoreFailed(Exception):
+    """The store does not answer, or refuses what is asked of it."""
+
+
+class ObjectMissing(Exception):
+    """The store has no such object."""
+
+
+class KvObjects:
+    """The objects of one rank in a store. Any thread may use them."""
+
+    def __init__(self, spec: StoreSpec, identity: str, block_bytes: int) -> None:
+        """`identity` names everything that the content of blocks depends on.
+
+        Raises:
+            StoreFailed: the store cannot be opened.
+        """
+        self._identity = blake2b(identity.encode(), digest_size=16).hexdigest()
+        self._block_bytes = block_bytes
+        self._tag = ""
+        self._store: ObjectStore | None = None
+        self._store = _asking(lambda: _open(spec))
+
+    def shared_key(self) -> str:
+        """Return the key of the hashes of this store's objects, hexadecimal; make one if there is none.
+
+        Raises:
+            StoreFailed: it can be neither read nor written.
+        """
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        for _ in range(2):
+            with suppress(ObjectMissing):
+                key = bytes(self._get(_KEY_NAME)).decode("ascii", "replace").strip()
+                with suppress(ValueError):
+                    if len(bytes.fromhex(key)) == _KEY_BYTES:
+                        return key
+                raise StoreFailed(f"the object {_KEY_NAME} of the store is no key; delete it")
+            with suppress(AlreadyExistsError, PreconditionError):  # another replica was first
+                self._put(_KEY_NAME, secrets.token_hex(_KEY_BYTES).encode(), mode="create")
+        raise StoreFailed(f"the object {_KEY_NAME} can be neither read nor made")
+
+    def use_key(self, key: str) -> None:
+        """Count objects of another key of hashes as foreign from now on."""
+        self._tag = key_tag(key)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is an object of this name.
+
+        Raises:
+            StoreFailed: nobody knows.
+        """
+        import obstore
+
+        try:
+            _asking(lambda: obstore.head(self._opened, self._path(name)))
+        except ObjectMissing:
+            return False
+        return True
+
+    def read(self, name: str, start: int, count: int) -> Rows:
+        """Return blocks `start .. start + count` of an object, verified.
+
+        Raises:
+            ObjectMissing: there is no such object.
+            FileDamaged: it is not what was written.
+            StoreFailed: it cannot be read.
+        """
+        data = memoryview(self._get(self._path(name)))
+        prefix = bytes(data[: PREFIX.size])
+        text = bytes(data[PREFIX.size : PREFIX.size + prefix_length(prefix)])
+        expected = {"identity": self._identity, "key": self._tag, "block_bytes": self._block_bytes}
+        header = parsed_header(prefix, text, name, expected, len(data))
+        if start < 0 or count < 1 or start + count > len(header.checksums):
+            raise FileDamaged(f"it has {len(header.checksums)} blocks, and {start}+{count} are asked for")
+        begin = header.begin + start * self._block_bytes
+        found = np.frombuffer(data[begin : begin + count * self._block_bytes], dtype=np.uint8)
+        rows = found.reshape(count, self._block_bytes)
+        verify(rows, header.checksums[start : start + count])
+        return rows
+
+    def write(self, content: DiskFile, rows: Rows) -> None:
+        """Write an object of these blocks.
+
+        Raises:
+            StoreFailed: it cannot be written.
+        """
+        checksums = [crc32(row.data) for row in rows]
+        header = packed(header_text(self._identity, self._tag, self._block_bytes, content, checksums))
+        padding = bytes(whole_pages(len(header)) - len(header))
+        self._put(self._path(content.name), b"".join((header, padding, rows.reshape(-1).data)))
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there.
+
+        Raises:
+            StoreFailed: it cannot be deleted.
+        """
+        import obstore
+
+        with suppress(ObjectMissing):
+            _asking(lambda: obstore.delete(self._opened, self._path(name)))
+
+    @property
+    def _opened(self) -> ObjectStore:
+        assert self._store is not None
+        return self._store
+
+    def _path(self, name: str) -> str:
+        """Return the path of an object; those of one key and identity lie together."""
+        return f"{self._identity}/{self._tag}/{name[:2]}/{name}.kv"
+
+    def _get(self, path: str) -> Any:
+        import obstore
+
+        return _asking(lambda: obstore.get(self._opened, path).bytes())
+
+    def _put(self, path: str, data: bytes, mode: Literal["create", "overwrite"] = "overwrite") -> None:
+        import obstore
+
+        _asking(lambda: obstore.put(self._opened, path, data, mode=mode, use_multipart=False))
+
+
+def _open(spec: StoreSpec) -> ObjectStore:
+    from obstore.store import LocalStore, from_url
+
+    if spec.is_files:
+        Path(spec.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return LocalStore(spec.directory)
+    endpoint: dict[str, Any] = {"endpoint": spec.endpoint.rstrip("/")} if spec.endpoint else {}
+    region = spec.region or os.environ.get("AWS_REGION") or "us-east-1"
+    return from_url(
+        spec.url,
+        region=region,
+        client_options={
+            "allow_http": True,
+            "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
+            "timeout": timedelta(seconds=_REQUEST_SECONDS),
+        },
+        retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
+        **endpoint,
+    )
+
+
+def _asking(ask: Callable[[], Answer]) -> Answer:
+    """Return what the store answers.
+
+    Raises:
+        ObjectMissing: there is no such object.
+        AlreadyExistsError, PreconditionError: there is one already.
+        StoreFailed: everything else.
+    """
+    try:
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+        return ask()
+    except ImportError as error:
+        raise StoreFailed(f"the library obstore is not installed ({error}); install medha[worker]") from error
+    except (AlreadyExistsError, PreconditionError):
+        raise
+    except FileNotFoundError as error:
+        raise ObjectMissing(str(error)[:200]) from error
+    except (BaseError, OSError, ValueError) as error:
+        raise StoreFailed(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text: further ones repeat the settings of the client."""
+    return str(error).strip().partition("\n")[0][:300]
