@@ -12,10 +12,14 @@ from medha.errors import CheckpointInvalid, ConfigInvalid
 from medha.topology import Topology
 from medha.wire.messages import RankReady, Rendezvous
 from medha_process.part_settings import RankSettings
+from medha_worker.checkpoints.eagle3_preset import init_eagle3
+from medha_worker.checkpoints.head_checkpoint import eagle3_config
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.rank.engine import _samples, _shard, load
 from medha_worker.rank.step_recorder import StepRecorder
+
+from .eagle3_reference import change_head
 
 
 @pytest.mark.parametrize(
@@ -149,3 +153,49 @@ def test_a_head_that_is_not_there_is_refused_before_weights_are_read(tmp_path: P
     for rank in range(4):
         with pytest.raises(ConfigInvalid, match=r"predictionHead.kind is mtp, but .* without MTP layers"):
             load(plain.model_copy(update={"spec": asks, "rank": rank}), StepRecorder(0), lambda *_: None)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_an_eagle3_head_has_a_share_of_each_block_and_shares_the_embedding(
+    tmp_path: Path, kv_dtype: str
+) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    init_eagle3(tmp_path / "draft", tmp_path / "tiny", seed=0)
+
+    def ready(*, guesses: bool) -> RankReady:
+        settings = with_eagle3(tmp_path) if guesses else settings_of(tmp_path, drafts=False)
+        cache = settings.spec.kv_cache.model_copy(update={"dtype": kv_dtype})
+        settings = settings.model_copy(update={"spec": settings.spec.model_copy(update={"kv_cache": cache})})
+        loaded = load(settings, StepRecorder(0), lambda *_: None)
+        return loaded.rendezvous(Rendezvous(epoch=0, address="")).ready
+
+    plain, guessing = ready(guesses=False), ready(guesses=True)
+    block_bytes = plain.kv_bytes / plain.kv_blocks
+    assert guessing.kv_bytes / guessing.kv_blocks == block_bytes * 3 / 2, "three layers in the place of two"
+    config = ModelConfig.from_directory(tmp_path / "tiny")
+    head_bytes = eagle3_config(tmp_path / "draft", config).weights_bytes(4)
+    assert guessing.weights_bytes - plain.weights_bytes == pytest.approx(head_bytes, rel=0.03)
+    assert guessing.draft_costs is not None
+    assert guessing.draft_costs.round_seconds > 0
+    assert guessing.draft_costs.token_seconds == 0.0, "its steps compute the tokens before its guesses"
+
+
+def test_an_unfit_eagle3_head_is_refused_on_every_rank_before_weights_are_read(tmp_path: Path) -> None:
+    """Ranks of earlier stages collect what it takes, so they would take the wrong layers."""
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    init_eagle3(tmp_path / "draft", tmp_path / "tiny", seed=0)
+    (tmp_path / "tiny" / "model.safetensors").unlink()
+    change_head(tmp_path / "draft", {"vocab_size": 1000})
+    for rank in range(4):
+        with pytest.raises(ConfigInvalid, match=r"predictionHead\.source .*vocab_size is 1000, not 512"):
+            load(with_eagle3(tmp_path, rank=rank, tensor=2, stream=2), StepRecorder(0), lambda *_: None)
+
+
+def with_eagle3(folder: Path, rank: int = 0, **parallelism: int) -> RankSettings:
+    """Return the settings of a rank whose replica has the EAGLE-3 head in `draft`."""
+    plain = settings_of(folder, drafts=False, rank=rank, **parallelism)
+    head = {"kind": "eagle3", "source": {"path": str(folder / "draft")}}
+    speculation = SpeculationSpec.model_validate({"method": "predictionHead", "predictionHead": head})
+    scheduling = plain.spec.scheduling.model_copy(update={"speculation": speculation})
+    spec = plain.spec.model_copy(update={"scheduling": scheduling})
+    return plain.model_copy(update={"spec": spec, "draft_directory": folder / "draft"})
