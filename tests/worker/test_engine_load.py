@@ -16,6 +16,7 @@ from medha_worker.checkpoints.eagle3_preset import init_eagle3
 from medha_worker.checkpoints.head_checkpoint import eagle3_config
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.stage_split import guessing_layers
 from medha_worker.rank.engine import _samples, _shard, load
 from medha_worker.rank.step_recorder import StepRecorder
 
@@ -51,6 +52,19 @@ def test_the_last_stage_has_fewer_layers_where_its_output_head_weighs_in_chunks_
     assert first + last == 24
     assert first > last
     assert abs(first - last - head_layers) <= 1
+
+
+def test_the_last_stage_has_fewer_layers_beside_a_prediction_head(tmp_path: Path) -> None:
+    """One of four tensor ranks computes the whole of it, which takes as long as four layers of the others."""
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    config = replace(ModelConfig.from_directory(tmp_path / "tiny"), num_layers=24)
+    grid = Topology(tensor=4, stream=2)
+    shards = [
+        _shard(config, grid, rank, 2048, guessing_layers(with_eagle3(tmp_path, tensor=4).spec))
+        for rank in (0, 4)
+    ]
+    assert [shard.last_layer - shard.first_layer for shard in shards] == [14, 10]
+    assert guessing_layers(settings_of(tmp_path, drafts=True, tensor=4).spec) == 0
 
 
 def settings_of(folder: Path, *, drafts: bool, rank: int = 0, **parallelism: int) -> RankSettings:
@@ -176,7 +190,7 @@ def test_an_eagle3_head_has_a_share_of_each_block_and_shares_the_embedding(
     head_bytes = eagle3_config(tmp_path / "draft", config).weights_bytes(4)
     assert guessing.weights_bytes - plain.weights_bytes == pytest.approx(head_bytes, rel=0.03)
     assert guessing.draft_costs is not None
-    assert guessing.draft_costs.round_seconds > 0
+    assert guessing.draft_costs.round_seconds + guessing.draft_costs.row_seconds > 0
     assert guessing.draft_costs.token_seconds == 0.0, "its steps compute the tokens before its guesses"
 
 

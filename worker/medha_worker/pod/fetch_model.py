@@ -30,7 +30,13 @@ from medha_process.part_process import configure_logging
 from medha_worker.checkpoints.head_checkpoint import head_config
 from medha_worker.checkpoints.tokenizer_files import TOKENIZER_FILES
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.stage_split import EMBEDDING, split_layers, tensors_of_stage, text_names
+from medha_worker.model.stage_split import (
+    EMBEDDING,
+    guessing_layers,
+    split_layers,
+    tensors_of_stage,
+    text_names,
+)
 from medha_worker.pod.fetched_files import Digest, FetchedFiles, HubFile, Listing
 from medha_worker.pod.pod_parts import read_replica
 from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
@@ -105,7 +111,7 @@ def layers_read(
         ConfigInvalid: the checkpoint lacks the head that the spec asks for.
     """
     stages = spec.parallelism.stream
-    layers = split_layers(config, stages, spec.scheduling.max_chunk_tokens)[stage]
+    layers = split_layers(config, stages, spec.scheduling.max_chunk_tokens, guessing_layers(spec))[stage]
     head = spec.scheduling.speculation.prediction_head
     if head is None or head.kind != "mtp":
         return layers, config

@@ -55,7 +55,7 @@ from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.mtp_head import MtpHead
 from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.sampler import TokenMask
-from medha_worker.model.stage_split import split_layers
+from medha_worker.model.stage_split import guessing_layers, split_layers
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard, load_embedding
@@ -605,7 +605,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     eagle = _eagle3_config(settings, config)
     device = _device(settings, DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, device.dtype)
-    shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
+    shard = _shard(config, topology, settings.rank, spec.scheduling.max_chunk_tokens, guessing_layers(spec))
     weights = _weights_of(settings)
     draft: Transformer | None = None
     if headed is not None:  # before the model: what is wrong with its tensors is reported at once
@@ -774,10 +774,10 @@ def _device(settings: RankSettings, dtype: torch.dtype) -> Device:
 _NO_POOL = 2**62
 
 
-def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int) -> Shard:
-    """Return the layers and slices of a rank."""
+def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int, guessing: int = 0) -> Shard:
+    """Return the layers and slices of a rank; `guessing` is the time of a prediction head, in that of a layer."""
     here = topology.coordinates(rank)
-    layers = split_layers(config, topology.stream, chunk_tokens)[here.stream]
+    layers = split_layers(config, topology.stream, chunk_tokens, guessing)[here.stream]
     return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
 
 
