@@ -93,7 +93,12 @@ class Eagle3Head(PredictionHead):
 
     @torch.inference_mode()
     def taken(self, model: Transformer, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        collected = hidden[:, self._target_hidden_size :].contiguous()
+        return self._reduced(hidden[:, self._target_hidden_size :].contiguous())
+
+    def _taken_of_nothing(self, embedded: torch.Tensor) -> torch.Tensor:
+        return self._reduced(embedded.new_zeros(embedded.shape[0], self._head.reduction.shape[0]))
+
+    def _reduced(self, collected: torch.Tensor) -> torch.Tensor:
         return self._products.product(collected, self._head.reduction, self._head.reduction_bias)
 
     def onward(self, hidden: torch.Tensor) -> torch.Tensor:

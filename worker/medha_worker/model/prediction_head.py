@@ -62,13 +62,17 @@ class PredictionHead(Transformer, ABC):
         Args:
             tokens_or_hidden: Ids of the tokens behind the positions of the rows, int64 [rows].
             step: The step.
-            before: What `taken` or `onward` has returned for these positions. None, to measure time: it is 0 then.
+            before: What `taken` or `onward` has returned for these positions. None, to measure time.
 
         Returns:
             Hidden states, [rows, hidden_size], before the head's norm.
         """
         embedded = F.embedding(self.device.place(tokens_or_hidden), self._embedding)
-        return self._run_head(embedded, torch.zeros_like(embedded) if before is None else before, step)
+        return self._run_head(embedded, self._taken_of_nothing(embedded) if before is None else before, step)
+
+    def _taken_of_nothing(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return what `taken` would for as many rows, in as much time, without hidden states of the served model."""
+        return torch.zeros_like(embedded)
 
     def _run_layer(self, entering: torch.Tensor, step: PreparedStep) -> torch.Tensor:
         """Run the layer as one of the served model's is run."""

@@ -345,9 +345,13 @@ class Loaded:
         if self._draft is not None:
             drafted = self._warm_up_draft(self._draft, warm)
             rows = scheduling.max_chunk_tokens + scheduling.max_running
-            hidden_bytes = rows * self._model.leaving_size * self._draft.dtype.itemsize
+            is_head = isinstance(self._draft, PredictionHead)
+            copies = (
+                3 if is_head else 1
+            )  # of a step's hidden states: a head joins those it computes, and norms or reduces them
+            hidden_bytes = copies * rows * self._model.leaving_size * self._draft.dtype.itemsize
             activation_bytes = max(activation_bytes, drafted.activation_bytes + hidden_bytes)
-            if isinstance(self._draft, PredictionHead):
+            if is_head:
                 profile = with_head(warm, drafted)
         return replace(warm, activation_bytes=activation_bytes, profile=profile)
 
