@@ -139,6 +139,19 @@ def embed_itself(found: Tensors) -> None:
     found["embed_tokens.weight"] = torch.randn(VOCAB, 128, generator=torch.Generator().manual_seed(2))
 
 
+def narrower(found: Tensors) -> None:
+    """Have half of the model's width, and an embedding of that."""
+    embed_itself(found)
+    for name, tensor in found.items():
+        part = [slice(size // 2) if size in (128, 256) else slice(None) for size in tensor.shape]
+        if name == "lm_head.weight":
+            part = [slice(None), slice(64)]
+        elif ".k_proj" in name or ".v_proj" in name:
+            part = [slice(32), slice(128)]
+        if tensor.is_floating_point():
+            found[name] = tensor[tuple(part)].contiguous()
+
+
 def more_heads(found: Tensors) -> None:
     """Have as many heads of K and V as of queries, which the model has not."""
     for name in "kv":
@@ -155,6 +168,7 @@ def more_heads(found: Tensors) -> None:
         ("gemma3_text", {"attention_bias": True}, add_biases, False),
         ("deepseek_v3", {}, embed_itself, False),
         ("gpt_oss", {"num_key_value_heads": 4}, more_heads, False),
+        ("llama", {"target_hidden_size": 128, "hidden_size": 64, "head_dim": 16}, narrower, False),
     ],
 )
 def test_logits_are_those_of_the_reference(

@@ -346,9 +346,8 @@ class Loaded:
             drafted = self._warm_up_draft(self._draft, warm)
             rows = scheduling.max_chunk_tokens + scheduling.max_running
             is_head = isinstance(self._draft, PredictionHead)
-            copies = (
-                3 if is_head else 1
-            )  # of a step's hidden states: a head joins those it computes, and norms or reduces them
+            # A head joins hidden states of a step beside them, and then norms or reduces them.
+            copies = 3 if is_head else 1
             hidden_bytes = copies * rows * self._model.leaving_size * self._draft.dtype.itemsize
             activation_bytes = max(activation_bytes, drafted.activation_bytes + hidden_bytes)
             if is_head:
