@@ -114,12 +114,14 @@ def model_directory(replica: MedhaReplica) -> Path:
 
 
 def draft_directory(replica: MedhaReplica) -> Path | None:
-    """Return the directory of the checkpoint of the replica's draft model; None if it has none.
+    """Return the directory of the checkpoint of the replica's draft model or prediction head; None if it has none.
 
     Raises:
         ConfigInvalid: there is no checkpoint.
     """
-    source, field = replica.spec.scheduling.speculation.draft_model, "spec.scheduling.speculation.draftModel"
+    speculation, field = replica.spec.scheduling.speculation, "spec.scheduling.speculation"
+    field += ".draftModel" if speculation.prediction_head is None else ".predictionHead.source"
+    source = speculation.source
     if source is None:
         return None
     if source.path is None:
@@ -138,10 +140,15 @@ def draft_directory(replica: MedhaReplica) -> Path | None:
 def _with_absolute_paths(replica: MedhaReplica, folder: Path) -> MedhaReplica:
     model, scheduling = replica.spec.model, replica.spec.scheduling
     source = model.source.model_copy(update={"path": _absolute(model.source.path, folder)})
-    speculation, draft = scheduling.speculation, scheduling.speculation.draft_model
-    if draft is not None:
-        draft = draft.model_copy(update={"path": _absolute(draft.path, folder)})
-        speculation = speculation.model_copy(update={"draft_model": draft})
+    speculation, head = scheduling.speculation, scheduling.speculation.prediction_head
+    if speculation.source is not None:
+        path = _absolute(speculation.source.path, folder)
+        draft = speculation.source.model_copy(update={"path": path})
+        if head is None:
+            speculation = speculation.model_copy(update={"draft_model": draft})
+        else:
+            head = head.model_copy(update={"source": draft})
+            speculation = speculation.model_copy(update={"prediction_head": head})
     absolute = {"profile": _absolute(scheduling.profile, folder), "speculation": speculation}
     spec = replica.spec.model_copy(
         update={

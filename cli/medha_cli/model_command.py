@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from medha.errors import ConfigInvalid
+
 
 @click.group("model")
 def command() -> None:
@@ -55,10 +57,20 @@ def command() -> None:
     help="Layers of a deepseek_v3 that predict further tokens; the others are the same with and without them.",
 )
 @click.option(
+    "--eagle3-of",
+    "target",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Make a random EAGLE-3 head for the checkpoint in this directory instead; of the other options, only --seed and "
+    "--force apply.",
+)
+@click.option(
     "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."
 )
 @click.option("--force", is_flag=True, help="Replace an earlier checkpoint of this kind.")
+@click.pass_context
 def init(
+    context: click.Context,
     directory: Path,
     preset: str,
     architecture: str,
@@ -66,6 +78,7 @@ def init(
     window: int | None,
     quantisation: str,
     mtp_layers: int,
+    target: Path | None,
     seed: int,
     force: bool,
 ) -> None:
@@ -85,7 +98,11 @@ def init(
       medha model init /tmp/deepseek --architecture deepseek_v3 --quantisation fp8-block
       medha model init /tmp/mtp --architecture deepseek_v3 --mtp-layers 1
       medha model init /tmp/gpt-oss --architecture gpt_oss --quantisation mxfp4
+      medha model init /tmp/eagle3 --eagle3-of .medha/tiny
     """
+    if target is not None:
+        _init_eagle3(context, directory, target, seed, force)
+        return
     from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds
 
     init_checkpoint(
@@ -105,3 +122,17 @@ def init(
     click.echo(
         f"{directory}: a {preset} {architecture} checkpoint in {dtype}{quantised}, seed {seed}{sliding}{further}"
     )
+
+
+def _init_eagle3(context: click.Context, directory: Path, target: Path, seed: int, force: bool) -> None:
+    """Make an EAGLE-3 head, whose form follows from that of its target."""
+    for option in ("preset", "architecture", "dtype", "window", "quantisation", "mtp_layers"):
+        if context.get_parameter_source(option) is not click.core.ParameterSource.DEFAULT:
+            name = option.replace("_", "-")
+            raise ConfigInvalid(
+                f"--{name} does not apply to the EAGLE-3 head that --eagle3-of asks for; leave one of both out"
+            )
+    from medha_worker.checkpoints.eagle3_preset import init_eagle3  # imports torch, which takes seconds
+
+    init_eagle3(directory, target, seed=seed, force=force)
+    click.echo(f"{directory}: an EAGLE-3 head for {target}, seed {seed}")

@@ -23,6 +23,7 @@ from medha.kv_dtype import KvDtype, kv_element_bytes
 from medha_cli.options import FILE, Number
 from medha_cli.result_files import require_writable, write_page
 from medha_cli.simulate_command import require_plotly
+from medha_sim.head_shape import HeadShape, mtp_shape, read_eagle3_shape
 from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
@@ -82,6 +83,12 @@ class Bytes(click.ParamType[int]):
     help="A draft model, as --model: its weights and KV take memory of the GPU that samples. Times do not count it.",
 )
 @click.option(
+    "--prediction-head",
+    "head_name",
+    help="`mtp`, or the folder of an EAGLE-3 head or its config.json: its weights and KV take memory of the GPU that samples. "
+    "Times do not count it.",
+)
+@click.option(
     "--hardware", "hardware_name", default="H100", show_default=True, help=f"One of {', '.join(HARDWARE)}."
 )
 @click.option(
@@ -132,6 +139,7 @@ class Bytes(click.ParamType[int]):
 def command(
     model_name: str,
     draft_name: str | None,
+    head_name: str | None,
     hardware_name: str,
     context: int,
     output: int,
@@ -173,7 +181,7 @@ def command(
         gpu_hour_price=price,
         memory_fraction=memory_fraction,
         max_gpus=max_gpus,
-        draft=None if draft_name is None else _model("--draft-model", draft_name),
+        draft=_drafter(model, draft_name, head_name),
         prefix_caching=prefix_caching,
         host_bytes=host_bytes or 0,
     )
@@ -197,6 +205,18 @@ def command(
             console.print(f"plots: {plot}", markup=False)
     if not ratings[0].fits:
         raise ConfigInvalid(shortfall(model, hardware, wish, ratings[0]))
+
+
+def _drafter(
+    model: ModelShape, draft_name: str | None, head_name: str | None
+) -> ModelShape | HeadShape | None:
+    if draft_name is not None and head_name is not None:
+        raise ConfigInvalid("--draft-model and --prediction-head exclude each other; leave one of both out")
+    if draft_name is not None:
+        return _model("--draft-model", draft_name)
+    if head_name is None:
+        return None
+    return mtp_shape(model) if head_name == "mtp" else read_eagle3_shape(Path(head_name), model)
 
 
 def _model(option: str, name: str) -> ModelShape:

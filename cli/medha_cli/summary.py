@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from medha.api.replica import MedhaReplica
+from medha.api.replica import MedhaReplica, PredictionHeadSpec
 from medha.wire.messages import RankReady, Readiness
 
 
@@ -53,7 +53,7 @@ def start_table(
         ("URL", url),
         ("Model", f"{spec.model.name} ({spec.model.source.path})"),
         *([] if draft is None else [("Draft model", f"{draft.path}")]),
-        *([] if head is None else [("Prediction head", head.kind)]),
+        *([] if head is None else [("Prediction head", _head(head))]),
         (
             "Shape",
             f"tensor {shape.tensor} x stream {shape.stream} x kv {shape.kv} on {_devices(ranks)}",
@@ -74,6 +74,10 @@ def start_table(
     ):
         table.add_row(Text(what), Text(value))
     return table
+
+
+def _head(head: PredictionHeadSpec) -> str:
+    return head.kind if head.source is None else f"{head.kind} ({head.source.path})"
 
 
 def examples(url: str, replica: MedhaReplica, *, needs_key: bool) -> str:

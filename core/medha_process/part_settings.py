@@ -71,7 +71,7 @@ class RankSettings(ReplicaPartSettings):
     """Device resource that this rank has one of, e.g. `nvidia.com/gpu`: it computes there or not at all. `none`: it
     computes on the CPU. `spec.resources.accelerator` does not decide that: it has a default, for pods."""
     draft_directory: Path | None = None
-    """Directory of the draft model's checkpoint, which the rank that samples loads, too; None: there is none."""
+    """Directory of the checkpoint of a draft model or head, which the rank that samples loads, too; None: there is none."""
     disk_directory: Path | None = None
     """Directory in which each rank of the replica keeps the files of its disk tier; None: there is none."""
     peer_endpoint: str = ""

@@ -29,6 +29,7 @@ from medha.latent_shape import LatentShape
 from medha.linear_sizes import ExpertNames, LinearSizes, SparseBlock
 from medha.quantisation import LINEAR_METHODS, Quantisation, decode
 from medha.topology import Topology
+from medha_sim.head_shape import HeadShape
 
 _LARGEST_CHUNK = 8192
 _CHUNKS = tuple(
@@ -94,7 +95,8 @@ class Wish:
     gpu_hour_price: float = 2.5
     memory_fraction: float = 0.9  # of a GPU's memory, for weights, activations and KV
     max_gpus: int = 128
-    draft: ModelShape | None = None  # a draft model, whose weights and KV one GPU of the last stage holds
+    # What guesses: one GPU of the last stage holds its weights and KV.
+    draft: ModelShape | HeadShape | None = None
     prefix_caching: bool = True  # False: layers with a window need no room for windows of cached prefixes
     host_bytes: int = 0  # of the host tier of each rank; 0: there is none
 
@@ -118,7 +120,7 @@ class Wish:
         return self.context_tokens + self.output_tokens
 
     def allows(self, topology: Topology) -> bool:
-        """Return whether a replica may have this grid: a draft model computes on one lane."""
+        """Return whether a replica may have this grid: a draft model or head computes on one lane."""
         return self.draft is None or topology.kv == 1
 
 
@@ -186,12 +188,12 @@ def grids(model: ModelShape, hardware: Hardware, max_gpus: int) -> Iterator[Topo
 
 
 def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) -> Rating:
-    """Rate how `topology` serves `wish`. Bytes are those of the GPU that samples, which also holds a draft model."""
+    """Rate how `topology` serves `wish`. Bytes are those of the GPU that samples, which also holds a draft model or head."""
     pace = _Pace(model, hardware, Topology(topology.tensor, topology.stream, topology.kv))
     ranks_of_lane = topology.tensor * topology.stream
     copies = max(1, topology.tensor // model.kv_heads)  # KV heads are replicated if there are more ranks
     token_bytes = model.kv_bytes_per_token * copies / (ranks_of_lane * topology.kv)
-    in_windows_bytes = model.window_share * token_bytes  # a draft model keeps all of its KV
+    in_windows_bytes = model.window_share * token_bytes  # a draft model or head keeps all of its KV
     copied = model.copied_bytes * (topology.tensor - 1)
     weights = (model.weights_bytes + copied) / ranks_of_lane
     if wish.draft is not None:

@@ -55,6 +55,12 @@ def _store(**fields: Any) -> Fields:
     return {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "store": fields}}}
 
 
+def _guesses_by_a_head(**source: Any) -> Fields:
+    """Return the fields of an EAGLE-3 head with this source."""
+    head = {"kind": "eagle3", "source": source}
+    return {"scheduling": {"speculation": {"method": "predictionHead", "predictionHead": head}}}
+
+
 _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     # field -> (valid values, invalid values)
     "model.aliases": ([["chat"], ["chat", "org/chat"]], ["chat", [""], ["a", "a"], ["m"]]),
@@ -91,7 +97,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "scheduling.maxChunkTokens": ([64, 4096], [0]),
     "scheduling.maxSwaps": ([0, 3], [-1, 4]),
     "scheduling.speculation.method": (["promptLookup", "none"], ["guess", "draftModel", "predictionHead"]),
-    "scheduling.speculation.predictionHead.kind": (["mtp"], ["eagle"]),
+    "scheduling.speculation.predictionHead.kind": (["mtp"], ["eagle", "eagle3"]),
     "resources.accelerator": (["nvidia.com/gpu", "amd.com/gpu"], ["gpu", "NVIDIA/gpu!"]),
     "resources.devices": (
         [{"rdma/hca": 1}, {"rdma/hca": 2, "example.com/nic": 1}],
@@ -163,6 +169,9 @@ _BESIDE: dict[str, Fields] = {
     "scheduling.speculation.predictionHead": {
         "scheduling": {"speculation": {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}}
     },
+    "scheduling.speculation.predictionHead.source": _guesses_by_a_head(path="h"),
+    "scheduling.speculation.predictionHead.source.pvc": _guesses_by_a_head(pvc={"claimName": "c"}),
+    "scheduling.speculation.predictionHead.source.image": _guesses_by_a_head(image={"reference": "r/m:1"}),
     "scheduling.speculation.draftModel": _drafts(path="d"),
     "scheduling.speculation.draftModel.pvc": _drafts(pvc={"claimName": "c"}),
     "scheduling.speculation.draftModel.image": _drafts(image={"reference": "r/m:1"}),

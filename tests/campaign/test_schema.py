@@ -20,7 +20,7 @@ def test_every_field_has_valid_and_invalid_values() -> None:
     found = trials()
     assert len(found) > 80
     for mutation in found:
-        only_one = mutation.path.endswith("predictionHead.kind")  # there is one kind of head
+        only_one = mutation.path.endswith("predictionHead.kind")  # the other kind needs a source
         assert len(mutation.valid) >= (1 if only_one else 2), mutation.path
         assert mutation.invalid, mutation.path
 

@@ -134,21 +134,35 @@ def test_the_path_of_a_profile_starts_at_the_manifests_folder(
     assert read_manifest(manifest).spec.scheduling.profile == str(tmp_path / "p.json")
 
 
-def test_a_draft_model_is_looked_for_in_the_manifests_folder_before_anything_starts(
+def test_a_draft_model_or_head_is_looked_for_in_the_manifests_folder_before_anything_starts(
     checkpoint_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
     monkeypatch.setattr("medha_cli.up_command.supervise", lambda *_, **__: pytest.fail("parts were started"))
     written, folder = checkpoint_manifest.read_text(), checkpoint_manifest.parent
-    for source, said in (
-        ("path: small", f"draftModel.path: {folder}/small has no config.json"),
-        ("pvc: {claimName: c}", "draftModel: only a cluster's pods can mount this kind of source"),
+    draft, head = "draftModel: {%s}", "predictionHead: {kind: eagle3, source: {%s}}"
+    for form, source, said in (
+        (draft, "path: small", f"draftModel.path: {folder}/small has no config.json"),
+        (draft, "pvc: {claimName: c}", "draftModel: only a cluster's pods can mount this kind of source"),
+        (head, "path: small", f"predictionHead.source.path: {folder}/small has no config.json"),
+        (head, "pvc: {claimName: c}", "predictionHead.source: only a cluster's pods can mount this kind"),
     ):
-        speculation = f"{{method: draftModel, draftModel: {{{source}}}}}"
+        speculation = f"{{method: {form.partition(':')[0]}, {form % source}}}"
         checkpoint_manifest.write_text(f"{written}  scheduling: {{speculation: {speculation}}}\n")
         result = medha("up", checkpoint_manifest, "--port", "0")
         assert result.exit_code == 2
         assert f"spec.scheduling.speculation.{said}" in result.stderr
+
+
+def test_an_eagle3_head_is_made_for_a_checkpoint(tmp_path: Path) -> None:
+    assert medha("model", "init", tmp_path / "tiny").exit_code == 0
+    made = medha("model", "init", tmp_path / "head", "--eagle3-of", tmp_path / "tiny", "--seed", "3")
+    assert made.exit_code == 0
+    assert f"an EAGLE-3 head for {tmp_path / 'tiny'}, seed 3" in made.output
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 256
+    refused = medha("model", "init", tmp_path / "b", "--eagle3-of", tmp_path / "tiny", "--preset", "small")
+    assert refused.exit_code == 2
+    assert "--preset does not apply to the EAGLE-3 head" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,11 @@ def test_the_template_has_the_last_word() -> None:
     assert spec["runtimeClassName"] == "kata"
 
 
-def test_a_draft_model_is_mounted_from_its_own_volume() -> None:
+@pytest.mark.parametrize("method", ["draftModel", "predictionHead"])
+def test_a_draft_model_or_head_is_mounted_from_its_own_volume(method: str) -> None:
     def mounted(source: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        speculation = {"method": "draftModel", "draftModel": source}
+        drafter = source if method == "draftModel" else {"kind": "eagle3", "source": source}
+        speculation = {"method": method, method: drafter}
         spec = pod(scheduling={"speculation": speculation})
         mounts = spec["containers"][0]["volumeMounts"]
         return (

@@ -13,7 +13,9 @@ import httpx
 import openai
 import pytest
 
+from medha_worker.checkpoints.eagle3_preset import init_eagle3
 from medha_worker.checkpoints.presets import init_checkpoint
+from worker.eagle3_reference import make_always_right, make_target_forget
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
@@ -138,9 +140,7 @@ def test_answers_are_those_of_a_replica_that_does_not_guess(
         assert drafted >= accepted
     else:
         assert drafted > accepted > 0
-    command = [sys.executable, "-m", "medha_cli.main", "replay", str(record)]
-    replayed = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert_replays(record)
 
 
 @pytest.mark.long
@@ -249,6 +249,68 @@ def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(
         assert served.interrupt() == 0
     finally:
         stop(served)
+    assert_replays(record)
+
+
+@pytest.fixture(scope="module")
+def with_eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, `tiny`, and an EAGLE-3 head that knows its texts, `head`."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    init_checkpoint(folder / "tiny", preset="tiny", seed=3, architecture="qwen3")
+    init_eagle3(folder / "head", folder / "tiny", seed=3)
+    make_target_forget(folder / "tiny")
+    make_always_right(folder / "head", folder / "tiny")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def without_eagle3(with_eagle3: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
+    """The answers of a replica that does not use the head, and a streamed chat."""
+    plain = small(with_eagle3 / "tiny", tmp_path_factory.mktemp("plain"))
+    try:
+        return answers(plain), chat(plain)
+    finally:
+        stop(plain)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("shape", [{}, {"tensor": 2, "stream": 2}], ids=["one rank", "grid"])
+def test_answers_with_an_eagle3_head_are_those_of_a_replica_that_does_not_use_it(
+    with_eagle3: Path, without_eagle3: tuple[list[Any], str], tmp_path: Path, shape: dict[str, int]
+) -> None:
+    expected, expected_chat = without_eagle3
+    head = {"kind": "eagle3", "source": {"path": str(with_eagle3 / "head")}}
+    speculation = {"method": "predictionHead", "predictionHead": head, "maxDraftTokens": 3}
+    record = tmp_path / "record.jsonl"
+    served = small(
+        with_eagle3 / "tiny",
+        tmp_path,
+        "--record",
+        str(record),
+        scheduling={"speculation": speculation},
+        parallelism=shape,
+    )
+    try:
+        assert_same(answers(served), expected)
+        assert chat(served) == expected_chat
+        drafted, accepted = (
+            counted(served, name) for name in ("medha_drafted_tokens", "medha_accepted_draft_tokens")
+        )
+        assert accepted >= 0.5 * drafted  # how much is drawn depends on the time that it takes
+        log = "".join(served.lines)
+        assert "a guess of the prediction head takes" in log
+        assert re.search(r"Prediction head\W+eagle3", log)
+        assert log.count("loading the prediction head") == 1, "on the rank that samples"
+        served.wait_idle()
+        assert served.interrupt() == 0
+    finally:
+        stop(served)
+    assert_replays(record)
+
+
+def assert_replays(record: Path) -> None:
+    """Check that a record replays to the same decisions."""
     command = [sys.executable, "-m", "medha_cli.main", "replay", str(record)]
     replayed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

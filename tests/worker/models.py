@@ -8,16 +8,18 @@ from pathlib import Path
 import torch
 
 from medha.determinism import Determinism
+from medha_worker.checkpoints.head_checkpoint import eagle3_config
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.eagle3_head import Eagle3Head
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.prediction_head import PredictionHead
+from medha_worker.model.mtp_head import MtpHead
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import DTYPES, Shard
+from medha_worker.model.weights import DTYPES, Shard, load_embedding
 
 
 def kernels_of_a_rank(
@@ -35,6 +37,7 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     kernels: Kernels | None = None,
+    collected: Sequence[int] = (),
 ) -> Transformer:
     """Load a checkpoint on the CPU: by default all of it, in its own dtype and with plain torch."""
     device = host_device(dtype or DTYPES[config.dtype])
@@ -44,13 +47,28 @@ def load_model(
         shard or Shard.whole(config),
         device=device,
         kernels=kernels or torch_kernels(device),
+        collected=collected,
     )
 
 
-def load_head(directory: Path, config: ModelConfig) -> PredictionHead:
+def load_eagle3(
+    directory: Path, config: ModelConfig, model_directory: Path, kernels: Kernels | None = None
+) -> Eagle3Head:
+    """Load an EAGLE-3 head for the model of `config` on the CPU, in its dtype and with plain torch."""
+    device = host_device(DTYPES[config.dtype])
+    return Eagle3Head.read(
+        directory,
+        eagle3_config(directory, config),
+        device=device,
+        kernels=kernels or torch_kernels(device),
+        embedding=lambda: load_embedding(model_directory, config, device=device),
+    )
+
+
+def load_head(directory: Path, config: ModelConfig) -> MtpHead:
     """Load the prediction head of a checkpoint on the CPU, in its own dtype and with plain torch."""
     device = host_device(DTYPES[config.dtype])
-    return PredictionHead.read(directory, config.with_head(), device=device, kernels=torch_kernels(device))
+    return MtpHead.read(directory, config.with_head(), device=device, kernels=torch_kernels(device))
 
 
 def run_step(

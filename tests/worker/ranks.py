@@ -20,12 +20,14 @@ from medha.determinism import Determinism
 from medha.kv_dtype import KvDtype
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import DiskReport, PromptLogprobs, Sample, Step, Tokens
+from medha_worker.checkpoints.head_checkpoint import eagle3_config
 from medha_worker.device import host_device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.disk_blocks import DiskBlocks
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import KvFiles
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
@@ -40,7 +42,7 @@ from medha_worker.rank.peer_reader import PeerBlocks
 from medha_worker.rank.plane_choice import choose_plane
 from medha_worker.rank.store_threads import StoreThreads
 
-from .models import kernels_of_a_rank, load_head, load_model
+from .models import kernels_of_a_rank, load_eagle3, load_head, load_model
 
 Result = TypeVar("Result")
 
@@ -87,8 +89,12 @@ class Ranks:
         kv_dtype: KvDtype = "auto",
         draft: Path | None = None,
         has_head: bool = False,
+        eagle3: Path | None = None,
     ) -> None:
-        """`draft` is the checkpoint of a draft model, for the rank that samples; `has_head` gives it the model's own head."""
+        """`draft` is the checkpoint of a draft model, for the rank that samples; `has_head` gives it the model's own head.
+
+        `eagle3` is the checkpoint of an EAGLE-3 head in its place.
+        """
         self.topology, self._new_plane, self._determinism = topology, new_plane, determinism
         self._config = config = ModelConfig.from_directory(directory, kv_dtype=kv_dtype)
         self._pool = ThreadPoolExecutor(topology.ranks, initializer=torch.set_num_threads, initargs=(1,))
@@ -102,13 +108,17 @@ class Ranks:
         def load(rank: int) -> Transformer:
             shard = shard_of(rank)
             kernels = kernels_of_a_rank(config, shard, determinism)
-            return load_model(directory, config, shard, kernels=kernels)
+            collects = eagle3 is not None and shard.tensor_rank == 0
+            collected = eagle3_config(eagle3, config).collected if eagle3 and collects else ()
+            return load_model(directory, config, shard, kernels=kernels, collected=collected)
 
         kernels_of_a_rank(config, shard_of(0), determinism)  # compiled once, not on each thread
 
         self._models = self.on_all(load)
         self._draft = None if draft is None else load_model(draft, ModelConfig.from_directory(draft))
-        self._head = load_head(directory, config) if has_head else None
+        self._head: PredictionHead | None = load_head(directory, config) if has_head else None
+        if eagle3 is not None:
+            self._head = load_eagle3(eagle3, config, directory)
         self.drafts: list[tuple[str, tuple[int, ...]]] = []
         """Guesses of the draft model that ranks have reported in the last run."""
         self._grids: list[Mesh] = []
@@ -131,7 +141,7 @@ class Ranks:
         return self._config.windows
 
     def _rendezvous(self) -> None:
-        endpoint, size = free_endpoint(), self._config.hidden_size
+        endpoint = free_endpoint()
 
         def rendezvous(rank: int) -> Mesh:
             # Threads may wait for their turn on a busy machine; a rank that fails ends the waits of others.
@@ -141,7 +151,7 @@ class Ranks:
                 endpoint,
                 address="127.0.0.1",
                 epoch=0,
-                hidden_size=size,
+                hidden_size=self._models[rank].entering_size,
                 device=host_device(torch.float32),
                 rendezvous_seconds=60.0,
                 wait_seconds=60.0,
@@ -214,7 +224,7 @@ class Ranks:
             )
             drafter = self._drafter(kv_blocks, block_tokens) if samples_here else None
             if head is not None:
-                drafter = HeadDrafter(head, pool.last_layer(), model.normed)
+                drafter = HeadDrafter(head, pool.last_layer(), model)
             host = [HostBlocks(pool, host_blocks)] if host_blocks else []
             files = None
             if disk is not None:

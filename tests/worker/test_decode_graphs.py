@@ -186,6 +186,24 @@ def test_a_captured_step_equals_an_eager_one(model: Transformer, runtime: Repeat
         torch.testing.assert_close(of_sequences(captured), of_sequences(eager), **CLOSE)
 
 
+def test_a_captured_step_collects_hidden_states_as_an_eager_one(
+    model: Transformer, runtime: Repeating
+) -> None:
+    size, layers = model.config.hidden_size, model.config.num_layers
+    collecting = Transformer(
+        model.config, model.shard, model._weights, kernels=model.kernels, collected=(0, 1, layers)
+    )
+    eager, captured = filled(model), filled(model)
+    collecting.capture_decodes(captured, SIZES)
+    batch = decodes([33, 20, 8])
+    plain, found = run_step(model, *batch, eager), run_step(collecting, *batch, captured)
+    assert runtime.replays == 1
+    assert found.shape == (3, 4 * size)
+    torch.testing.assert_close(found[:, :size], plain, **CLOSE)
+    torch.testing.assert_close(found[:, 3 * size :], plain, **CLOSE)  # behind the last layer
+    torch.testing.assert_close(found, run_step(collecting, *batch, filled(model)), **CLOSE)
+
+
 def test_the_next_step_may_be_prepared_before_this_one_runs(model: Transformer) -> None:
     eager, captured = filled(model), filled(model)
     model.capture_decodes(captured, SIZES)

@@ -39,7 +39,9 @@ from medha_worker.rank.executor import Executor
 from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.lane_plan import LanePlan
 
+from .eagle3_reference import make_always_right, make_target_forget
 from .models import load_head, load_model
+from .test_eagle3_head import headed, make
 from .test_executor import VOCAB, random_ids
 from .test_prediction_head import make_right
 
@@ -108,7 +110,7 @@ class Replica:
         kv_cache = self.model.new_kv_cache(BLOCKS, BLOCK_TOKENS, head=head)
         drafter: Drafter | HeadDrafter | None = None
         if head is not None:
-            drafter = HeadDrafter(head, kv_cache.last_layer(), self.model.normed)
+            drafter = HeadDrafter(head, kv_cache.last_layer(), self.model)
         elif self.draft is not None:
             drafter = Drafter(self.draft, self.draft.new_kv_cache(BLOCKS, BLOCK_TOKENS), VOCAB)
         self.executor = Executor(
@@ -223,7 +225,23 @@ def test_texts_with_a_head_are_the_same_and_a_record_replays(tmp_path: Path, *, 
     if is_right:
         make_right(directory)
     config = ModelConfig.from_directory(directory, max_model_len=256)
-    model, head = load_model(directory, config), load_head(directory, config)
+    assert_served(load_model(directory, config), load_head(directory, config), is_right=is_right)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_right", [True, False], ids=["always right", "random"])
+def test_texts_with_an_eagle3_head_are_the_same_and_a_record_replays(
+    tmp_path: Path, *, is_right: bool
+) -> None:
+    make(tmp_path, "qwen3")
+    if is_right:
+        make_target_forget(tmp_path / "tiny")
+        make_always_right(tmp_path / "head", tmp_path / "tiny")
+    one = headed(tmp_path, max_model_len=256)
+    assert_served(one.model, one.head, is_right=is_right)
+
+
+def assert_served(model: Transformer, head: PredictionHead, *, is_right: bool) -> None:
     plain, found = served(model, None), served(model, head)
     assert len(plain.texts) == 5
     assert found.texts == plain.texts

@@ -67,7 +67,7 @@ class Engine:
         """`head` draws the guesses that entries ask for."""
         kv_cache = model.new_kv_cache(64, BLOCK_TOKENS, head=head)
         if head is not None:
-            more["drafter"] = HeadDrafter(head, kv_cache.last_layer(), model.normed)
+            more["drafter"] = HeadDrafter(head, kv_cache.last_layer(), model)
         self.executor = Executor(
             model,
             kv_cache,

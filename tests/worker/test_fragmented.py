@@ -89,7 +89,7 @@ class Replica:
         pool = self.pool = model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS, head=head)
         self.executor = Executor(
             self._model, pool, vocab_size=model.config.vocab_size, eos_token_ids=(), clock=lambda: 0.0,
-            drafter=None if head is None else HeadDrafter(head, pool.last_layer(), model.normed),
+            drafter=None if head is None else HeadDrafter(head, pool.last_layer(), model),
             host_blocks=[HostBlocks(pool, host_blocks)] if host_blocks else (),
         )  # fmt: skip
         self._hasher, self._outputs = PrefixHasher(BLOCK_TOKENS, b"secret"), OutputHasher()

@@ -12,6 +12,7 @@ import pytest
 from medha.api.replica import MedhaReplicaSpec
 from medha.wire.messages import PeerFigures, Rendezvous
 from medha_process.part_settings import RankSettings
+from medha_worker.checkpoints.eagle3_preset import init_eagle3
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.weights_identity import content_identity
 from medha_worker.rank.engine import Loaded, load
@@ -26,10 +27,13 @@ def loaded(folder: Path, **speculation: object) -> Loaded:
         "scheduling": {"maxChunkTokens": 32, "maxRunning": 4, "speculation": speculation},
         "threads": 1,
     }
+    spec = MedhaReplicaSpec.model_validate(document)
+    source = spec.scheduling.speculation.source
     settings = RankSettings(
         rank=0,
-        spec=MedhaReplicaSpec.model_validate(document),
+        spec=spec,
         model_directory=folder,
+        draft_directory=None if source is None or source.path is None else Path(source.path),
         peer_endpoint="tcp://127.0.0.1:*",
         control="",
         tokens="",
@@ -78,6 +82,19 @@ def test_replicas_with_and_without_a_prediction_head_exchange_no_kv(tmp_path: Pa
     plain, looking_up, headed, alike = (identity(loaded(tmp_path / "mtp", **one)) for one in asked)
     assert plain == looking_up
     assert plain != headed == alike
+
+
+def test_replicas_with_different_eagle3_heads_exchange_no_kv(folder: Path) -> None:
+    """Their blocks have the same shape."""
+    for name, seed in (("a", 1), ("b", 2), ("c", 1)):
+        init_eagle3(folder / name, folder / "one", seed=seed)
+
+    def of(name: str) -> str:
+        head = {"kind": "eagle3", "source": {"path": str(folder / name)}}
+        return identity(loaded(folder / "one", method="predictionHead", predictionHead=head))
+
+    a, b, c = map(of, "abc")
+    assert a == c != b
 
 
 def test_weights_that_are_replaced_behind_a_rank_are_not_those_of_its_kv(folder: Path) -> None:

@@ -188,7 +188,7 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     def full(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("medha_worker.checkpoints.presets.save_file", full)
+    monkeypatch.setattr("medha_worker.checkpoints.new_checkpoint.save_file", full)
     with pytest.raises(OSError, match="No space"):
         init_checkpoint(tmp_path / "model", preset="tiny", seed=0)
     assert list(tmp_path.iterdir()) == []

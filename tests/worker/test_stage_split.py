@@ -118,3 +118,14 @@ def test_the_last_stage_fetches_the_prediction_head_where_it_is_asked_for(tmp_pa
     assert files(0, **asks) == files(0)
     assert files(1) == ["1.safetensors", "lm_head.weight.safetensors", "model.norm.weight.safetensors"]
     assert sorted({*files(1, **asks)} - {*files(1)}) == ["2.safetensors"]
+
+
+def test_an_eagle3_head_needs_the_embedding_on_the_last_stage(tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    names = load_file(tmp_path / "tiny" / "model.safetensors")
+    (tmp_path / "tiny" / INDEX).write_text(json.dumps({"weight_map": {name: f"{name}.st" for name in names}}))
+    config = ModelConfig.from_directory(tmp_path / "tiny")
+    plain, embeds = (
+        needed_files(tmp_path / "tiny", range(1, 2), config, embeds=one) for one in (False, True)
+    )
+    assert set(embeds) - set(plain) == {"model.embed_tokens.weight.st"}

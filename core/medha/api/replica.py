@@ -85,11 +85,13 @@ class ModelSource(Model):
 
 
 _DRAFT_SOURCES = ("path", "pvc", "image")
-_ONE_DRAFT_SOURCE = f"draftModel needs exactly one of {', '.join(_DRAFT_SOURCES)}"
+_ONE_DRAFT_SOURCE = (
+    f"the checkpoint that drafts needs exactly one of {', '.join(_DRAFT_SOURCES)}; name where it lies"
+)
 
 
-class DraftModelSource(Model):
-    """Source of a draft model's checkpoint; exactly one field must be set."""
+class DraftSource(Model):
+    """Source of the checkpoint of a draft model or of a prediction head; exactly one field must be set."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -107,7 +109,7 @@ class DraftModelSource(Model):
     image: ImageSource | None = None
 
     @model_validator(mode="after")
-    def _one_source(self) -> DraftModelSource:
+    def _one_source(self) -> DraftSource:
         given = [name for name in _DRAFT_SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"{_ONE_DRAFT_SOURCE} (found {' and '.join(given) or 'none'})")
@@ -479,12 +481,32 @@ _HEAD_BY_METHOD = (
 )
 
 
+_HEAD_SOURCE_BY_KIND = (
+    "predictionHead.source is given if, and only if, kind is eagle3; name the head's checkpoint, or set kind to mtp for "
+    "the layer that the model's own checkpoint has"
+)
+
+
 class PredictionHeadSpec(Model):
     """Layers behind the model's last one that predict further tokens of its hidden states."""
 
-    kind: Literal["mtp"] = Field(json_schema_extra=restart())
+    model_config = ConfigDict(
+        json_schema_extra=rules(("has(self.source) == (self.kind == 'eagle3')", _HEAD_SOURCE_BY_KIND))
+    )
+
+    kind: Literal["mtp", "eagle3"] = Field(json_schema_extra=restart())
     """Kind of the head. `mtp` is the first MTP layer that the checkpoint itself has, as DeepSeek-V3's does
-    (`num_nextn_predict_layers`)."""
+    (`num_nextn_predict_layers`). `eagle3` is an EAGLE-3 head, which has a checkpoint of its own and was trained for this
+    model."""
+    source: DraftSource | None = Field(default=None, json_schema_extra=restart())
+    """Checkpoint of the head. `kind` must be `eagle3`."""
+
+    @model_validator(mode="after")
+    def _kind_has_its_source(self) -> PredictionHeadSpec:
+        if (self.source is not None) != (self.kind == "eagle3"):
+            found = "without" if self.source is None else "with"
+            raise ValueError(f"{_HEAD_SOURCE_BY_KIND} (found kind {self.kind} {found} source)")
+        return self
 
 
 class SpeculationSpec(Model):
@@ -505,7 +527,7 @@ class SpeculationSpec(Model):
     the prompt or the output already, so it pays for texts that quote or repeat; it loads nothing. `draftModel` takes
     what a smaller model would write. `predictionHead` goes on from the model's own hidden states, with layers that were
     trained for it. `none` guesses nothing."""
-    draft_model: DraftModelSource | None = Field(default=None, json_schema_extra=restart())
+    draft_model: DraftSource | None = Field(default=None, json_schema_extra=restart())
     """Checkpoint of the smaller model, with the served model's tokenizer. The rank that samples loads it, too; its
     memory and that of its KV count there. `method` must be `draftModel`, and `parallelism.kv` 1."""
     prediction_head: PredictionHeadSpec | None = Field(default=None, json_schema_extra=restart())
@@ -519,6 +541,17 @@ class SpeculationSpec(Model):
     def draws(self) -> bool:
         """True if the rank that samples draws guesses, as many as steps ask for."""
         return self.method in ("draftModel", "predictionHead")
+
+    @property
+    def source(self) -> DraftSource | None:
+        """The source of the checkpoint of the draft model or head; None without one."""
+        head = self.prediction_head
+        return self.draft_model if head is None else head.source
+
+    @property
+    def eagle3(self) -> bool:
+        """True if guesses are drawn by an EAGLE-3 head."""
+        return self.prediction_head is not None and self.prediction_head.kind == "eagle3"
 
     @model_validator(mode="after")
     def _method_has_its_model(self) -> SpeculationSpec:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from medha.api.cluster import NO_ACCELERATOR, HubCache, HuggingFaceSource, ResourcesSpec
 from medha.api.fields import quantity_bytes
-from medha.api.replica import DraftModelSource, MedhaReplicaSpec, ModelSource, TracesSpec
+from medha.api.replica import DraftSource, MedhaReplicaSpec, ModelSource, TracesSpec
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import MANAGER, Manifest
 from medha_operator.manifest_overlay import overlaid
@@ -328,7 +328,7 @@ def _pod_template(
 ) -> Manifest:
     image = spec.image or _default_image(spec.resources, settings)
     model_volume, fetch = _model(spec, image, settings)
-    draft = spec.scheduling.speculation.draft_model
+    draft = spec.scheduling.speculation.source
     draft_volume = None if draft is None else _volume_of("draft-model", draft)
     pod: Manifest = {
         "automountServiceAccountToken": False,
@@ -419,7 +419,7 @@ def _worker(
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a directory of the container's own
             *([{"name": "enrolment", "mountPath": _ENROLMENT, "readOnly": True}] if enrolment else []),
             *_model_mounts(spec.model.source),
-            *_draft_mounts(spec.scheduling.speculation.draft_model),
+            *_draft_mounts(spec.scheduling.speculation.source),
             *([{"name": "kv-files", "mountPath": KV_FILES_DIRECTORY}] if spec.kv_cache.disk else []),
             *({"name": one["name"], "mountPath": KV_STORE_DIRECTORY} for one in _kv_store_volume(spec)),
         ],
@@ -466,7 +466,7 @@ def _model(
     return {"name": "model"} | _fetched_to(wanted.cache), fetch
 
 
-def _volume_of(name: str, source: ModelSource | DraftModelSource) -> Manifest | None:
+def _volume_of(name: str, source: ModelSource | DraftSource) -> Manifest | None:
     """Return the volume of a checkpoint that lies in a claim or an image; None for a directory of the pods' image."""
     if source.pvc is not None:
         claim = {"claimName": source.pvc.claim_name, "readOnly": True}
@@ -551,13 +551,13 @@ def _model_mounts(source: ModelSource) -> list[Manifest]:
     return [_read_only("model", MODEL_DIRECTORY, below)]
 
 
-def _draft_mounts(source: DraftModelSource | None) -> list[Manifest]:
+def _draft_mounts(source: DraftSource | None) -> list[Manifest]:
     if source is None or source.path is not None:
         return []
     return [_read_only("draft-model", DRAFT_DIRECTORY, _folder_in(source))]
 
 
-def _folder_in(source: ModelSource | DraftModelSource) -> str:
+def _folder_in(source: ModelSource | DraftSource) -> str:
     """Return the folder of a checkpoint in its claim or image; empty: it is all of that."""
     return source.pvc.path if source.pvc else source.image.path if source.image else ""
 

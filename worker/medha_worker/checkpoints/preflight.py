@@ -8,7 +8,7 @@ from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplicaSpec
 from medha.errors import ConfigInvalid
 from medha.topology import stage_layers
-from medha_worker.checkpoints.head_checkpoint import head_config
+from medha_worker.checkpoints.head_checkpoint import eagle3_weights_bytes, head_config
 from medha_worker.model.model_config import ELEMENT_BYTES, ModelConfig
 
 RANK_BYTES = 128 * 2**20
@@ -20,7 +20,7 @@ def require_possible(
 ) -> None:
     """Refuse what cannot be served on a machine with `free_bytes` of memory, whatever ranks would measure.
 
-    `draft_directory` is that of the draft model's checkpoint, if there is one.
+    `draft_directory` is that of the checkpoint of a draft model or head, if there is one.
 
     Raises:
         MedhaError: the model is not supported, the checkpoint's configuration is wrong, the grid does not fit
@@ -33,12 +33,18 @@ def require_possible(
     dtype = config.dtype if spec.model.dtype == "auto" else spec.model.dtype
     ranks = shape.tensor * shape.stream * shape.kv
     needed = ranks * RANK_BYTES + shape.kv * config.weights_bytes(ELEMENT_BYTES[dtype])
-    if draft_directory is not None:
+    speculation = spec.scheduling.speculation
+    if draft_directory is not None and speculation.eagle3:
+        holds_embedding = shape.tensor * shape.stream == 1
+        needed += eagle3_weights_bytes(
+            draft_directory, config, ELEMENT_BYTES[dtype], holds_embedding=holds_embedding
+        )
+    elif draft_directory is not None:
         # Imported here: it needs the package tokenizers, and what is not installed is reported otherwise.
         from medha_worker.checkpoints.draft_checkpoint import draft_config
 
         needed += draft_config(draft_directory, directory, config).weights_bytes(ELEMENT_BYTES[dtype])
-    if spec.scheduling.speculation.prediction_head is not None:
+    elif speculation.prediction_head is not None:
         head_config(directory, config)
         needed += config.head_weights_bytes(ELEMENT_BYTES[dtype])
     if needed > free_bytes:

@@ -6,12 +6,8 @@ config), so that the whole system can be run, tested and measured without downlo
 becomes visible. `needle` finds passkeys in contexts of any length.
 """
 
-import json
 import math
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from medha.config_fields import TEXT_CONFIGS
 from medha.errors import ConfigInvalid
 from medha.quantisation import LINEAR_METHODS, MXFP4_BLOCK
 from medha_worker.checkpoints import latent_preset, needle_model
+from medha_worker.checkpoints.new_checkpoint import new_checkpoint, save_weights, write_json
 from medha_worker.checkpoints.quantised_checkpoint import (
     EXPERT_QUANTISATIONS,
     QUANTISATIONS,
@@ -178,10 +174,6 @@ _RMS_NORM_EPS = 1e-5
 # A family whose every so many layers has no window gets as many with one as without.
 _FULL_LAYER_INTERVAL, _WINDOW_TOKENS = 2, 512
 
-_FILES = frozenset(
-    ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-)
-
 
 def init_checkpoint(
     directory: Path | str,
@@ -203,9 +195,7 @@ def init_checkpoint(
     `mtp_layers` is the number of layers that predict further tokens, which a DeepSeek-V3 may have; all other tensors are the
     same with and without them.
 
-    The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left.
-    Their modes follow the umask. `force` replaces an earlier checkpoint of this kind; a directory that holds
-    anything else is never touched.
+    `directory` and `force` are those of `new_checkpoint`.
 
     Raises:
         ConfigInvalid: the preset, architecture, dtype or quantisation is unknown, the seed or the number of MTP layers is
@@ -241,14 +231,7 @@ def init_checkpoint(
         )
     if seed < 0:
         raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
-    # Resolved, so that a relative path such as "." has a parent and a name, and a link's target is replaced.
-    target = Path(directory).resolve()
-    _require_replaceable(target, force)
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
-        made = Path(scratch) / "new"
-        made.mkdir()
+    with new_checkpoint(directory, force=force) as made:
         sizes = PRESETS[preset]
         family = ARCHITECTURES[architecture]
         config = _model_config(sizes, family, dtype, window_tokens)
@@ -256,8 +239,8 @@ def init_checkpoint(
             config["num_nextn_predict_layers"] = mtp_layers
         if quantisation != "none":
             config["quantization_config"] = _quantisation_settings(family, quantisation)
-        _write_json(made / "config.json", config)
-        _write_json(made / "generation_config.json", _generation_config())
+        write_json(made / "config.json", config)
+        write_json(made / "generation_config.json", _generation_config())
         dialect = _DIALECTS.get(architecture, _ROLES)
         if preset == "needle":
             dialect = dialect._replace(template=_ANSWER_AT_ONCE_TEMPLATE)
@@ -272,15 +255,9 @@ def init_checkpoint(
                 weights, _ = quantise_experts(weights)
             elif quantisation != "none":
                 weights, _ = quantise(weights, QUANTISATIONS[quantisation], seed)
-        _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, dialect))
+        write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, dialect))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
-        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
-        # safetensors makes the file readable by its owner alone, but a pod runs as another user.
-        shutil.copymode(made / "config.json", made / "model.safetensors")
-        _require_replaceable(target, force)
-        if target.exists():
-            target.rename(Path(scratch) / "old")
-        made.rename(target)
+        save_weights(made, weights)
 
 
 def _quantisations_of(family: Family) -> tuple[str, ...]:
@@ -305,25 +282,6 @@ def _expert_width(sizes: Preset, family: Family) -> int:
     """Return the width of an expert: half of the dense MLP's, and of a gpt-oss a multiple of MXFP4's blocks."""
     half = sizes.intermediate // 2
     return half - half % MXFP4_BLOCK if family.experts and family.experts.is_interleaved else half
-
-
-def _require_replaceable(target: Path, force: bool) -> None:
-    if target.exists() and not target.is_dir():
-        raise ConfigInvalid(f"{target} is a file; name a directory that is new or empty")
-    found = sorted(os.listdir(target)) if target.exists() else []
-    foreign = [name for name in found if name not in _FILES]
-    if found and not force:
-        raise ConfigInvalid(
-            f"{target} is not empty (it holds {found[0]}); name a new one, or use force to replace a checkpoint"
-        )
-    if foreign:
-        raise ConfigInvalid(
-            f"{target} holds {foreign[0]}, which is no part of a checkpoint made here; name another directory"
-        )
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _model_config(sizes: Preset, family: Family, dtype: str, window_tokens: int | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
@@ -24,11 +25,21 @@ from medha_worker.device import Device
 from medha_worker.model.kv_scales import FP8, LayerScales, ScaledHeads
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """The shape of a layer whose KV is that of a prediction head: its heads, their width, and 2 tensors or 1."""
+
+    kv_heads: int
+    head_dim: int
+    tensors: int
+
+
 class KVCache:
     """The tensors of `num_layers` layers, with a scratch block behind the others; a slot holds one token.
 
     A layer has two tensors, K and V, or only one, whose rows are both. With `window_blocks`, the layers
-    `window_layers` have so many blocks instead, with numbers of their own: their KV before the window is freed.
+    `window_layers` have so many blocks instead, with numbers of their own: their KV before the window is freed. With
+    `head`, the layer of a prediction head follows behind the others.
     """
 
     def __init__(
@@ -44,6 +55,7 @@ class KVCache:
         scales: Sequence[LayerScales] | None = None,
         window_layers: Collection[int] = (),
         window_blocks: int = 0,
+        head: HeadLayer | None = None,
     ) -> None:
         """Allocate the tensors, of the device's data type, or of FP8 if there are `scales` of the layers."""
         self.device = device
@@ -60,9 +72,17 @@ class KVCache:
             (kv_heads, ((window_blocks if windowed else num_blocks) + 1) * block_tokens, head_dim)
             for windowed in self._in_windows
         ]
+        counts = [tensors] * num_layers
+        if head is not None:
+            self._in_windows.append(False)
+            shapes.append((head.kv_heads, (num_blocks + 1) * block_tokens, head.head_dim))
+            counts.append(head.tensors)
         # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN).
         self.keys = [_zeros(shape, self.dtype, device) for shape in shapes]
-        self.values = self.keys if tensors == 1 else [_zeros(shape, self.dtype, device) for shape in shapes]
+        self.values = [
+            keys if count == 1 else _zeros(shape, self.dtype, device)
+            for keys, count, shape in zip(self.keys, counts, shapes, strict=True)
+        ]
         self._scaled = None if scales is None else [ScaledHeads(one) for one in scales]
 
     def last_layer(self) -> KVCache:
@@ -76,9 +96,8 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Memory of all blocks that sequences can hold, K and V together."""
-        blocks = [self.window_blocks if windowed else self.num_blocks for windowed in self._in_windows]
-        row_bytes = self.keys[0].shape[0] * self.keys[0].shape[2] * self.dtype.itemsize
-        return self.tensors * sum(blocks) * self.block_tokens * row_bytes
+        scratch_bytes = [pool[:, : self.block_tokens].numel() * self.dtype.itemsize for pool in self.pools()]
+        return sum([pool.nbytes for pool in self.pools()]) - sum(scratch_bytes)
 
     def rounded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V, [rows, kv_heads, head_dim], as a layer's pool holds them: the same tensor twice if they are one."""
@@ -107,7 +126,10 @@ class KVCache:
 
     def pools(self) -> list[torch.Tensor]:
         """Return the tensors of all layers, [kv_heads, slots, head_dim] each: keys and values, or what is both."""
-        return self.keys if self.tensors == 1 else [*self.keys, *self.values]
+        return [
+            *self.keys,
+            *(values for keys, values in zip(self.keys, self.values, strict=True) if values is not keys),
+        ]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks' K and V in each layer that has them: copy-on-write, before a shared block is written.
@@ -122,8 +144,9 @@ class KVCache:
             slots = torch.tensor(moved).T[..., None] * self.block_tokens + torch.arange(self.block_tokens)
             sources, targets = self.device.place(slots.flatten(1))
             for layer in layers:
-                for pools in (self.keys, self.values)[: self.tensors]:
-                    pools[layer][:, targets] = pools[layer][:, sources]
+                keys, values = self.keys[layer], self.values[layer]
+                for pool in (keys,) if values is keys else (keys, values):
+                    pool[:, targets] = pool[:, sources]
 
 
 def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> torch.Tensor:

@@ -352,7 +352,19 @@ class ModelConfig:
             ModelUnsupported: the model needs something that is not implemented.
             ConfigInvalid: `max_model_len` is beyond the checkpoint's limit, or `rope_scaling` is wrong.
         """
-        values = _read_json(Path(directory) / "config.json")
+        return cls.from_values(
+            read_json(Path(directory) / "config.json"), max_model_len, rope_scaling, kv_dtype
+        )
+
+    @classmethod
+    def from_values(
+        cls,
+        values: Mapping[str, Any],
+        max_model_len: int | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        kv_dtype: KvDtype = "auto",
+    ) -> ModelConfig:
+        """Read the content of a `config.json`; arguments and errors are those of `from_directory`."""
         family = _family(_Fields(values))
         _require_text_config(_Fields(values), family)
         fields = _Fields(text_fields({**values, "model_type": family.model_type}))
@@ -514,7 +526,12 @@ class _Fields:
         return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a file of a checkpoint holds.
+
+    Raises:
+        CheckpointInvalid: there is none.
+    """
     require_readable(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,61 +1,57 @@
-"""A prediction head: a layer behind a model's last one that predicts the token after the next one (MTP, DeepSeek-V3).
+"""The base of prediction heads: layers that guess further tokens from the hidden states of the served model.
 
-At a position, it takes the model's hidden state there, as the output head does, and the embedding of the token that
-comes next. Both are normed and projected to one hidden state, which passes a decoder layer of the model's kind. Norm and
-output head behind it are the head's own, and its logits are of the token behind the one that was embedded. Its normed
-result takes the place of the model's hidden state where a further token is guessed.
-
-Reference: DeepSeek-V3 Technical Report, section 2.2, and the tensors of the published checkpoint.
+At a position, a head takes what it reads of the served model's hidden states there, and the embedding of the token that
+comes next. Its logits are of the token behind that one. To guess another one, it goes on from its own hidden states.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
-from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import PredictionWeights, Progress, Shard, Weights, load_head
+from medha_worker.model.weights import Shard, Weights
 
 
-class PredictionHead(Transformer):
-    """The layer of a prediction head, whole on one rank, with the part before it."""
+class PredictionHead(Transformer, ABC):
+    """One layer, whole on one rank, with the parts before and behind it."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, head: PredictionWeights, *, kernels: Kernels
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        embedding: torch.Tensor,
+        *,
+        kernels: Kernels,
     ) -> None:
-        """`config` is that of a model with a head (`ModelConfig.with_head`)."""
+        """The layer is the last one of `config`; `embedding` is [vocab, hidden_size]."""
         last = config.num_layers
         super().__init__(config, Shard(0, 1, last - 1, last, last), weights, kernels=kernels)
-        self._head = head
-
-    @classmethod
-    def read(
-        cls,
-        directory: Path | str,
-        config: ModelConfig,
-        *,
-        device: Device,
-        kernels: Kernels,
-        progress: Progress | None = None,
-    ) -> PredictionHead:
-        """Read the head of the model of `config`."""
-        return cls(config, *load_head(directory, config, device=device, progress=progress), kernels=kernels)
+        self._embedding = embedding
 
     @property
     def takes_ids(self) -> bool:
         return True
 
-    @property
-    def weights_bytes(self) -> int:
-        head = self._head
-        parts: list[torch.Tensor] = [head.embedding, head.token_norm, head.hidden_norm, head.projection]
-        return super().weights_bytes + sum([part.untyped_storage().nbytes() for part in parts])
+    @abstractmethod
+    def taken(self, model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what `forward` takes as `before` where the served model has been, [rows, hidden_size].
+
+        `hidden` are rows of the result of the served model's last stage, [rows, leaving_size].
+        """
+
+    @abstractmethod
+    def onward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what `forward` takes as `before` where only the head has been, of its own hidden states."""
+
+    @abstractmethod
+    def _run_head(self, embedded: torch.Tensor, before: torch.Tensor, step: PreparedStep) -> torch.Tensor:
+        """Return the head's hidden states; both inputs are [rows, hidden_size]."""
 
     @torch.inference_mode()
     def forward(
@@ -66,12 +62,18 @@ class PredictionHead(Transformer):
         Args:
             tokens_or_hidden: Ids of the tokens behind the positions of the rows, int64 [rows].
             step: The step.
-            before: Hidden states at these positions, normed, [rows, hidden_size]. None, to measure time: those are 0.
+            before: What `taken` or `onward` has returned for these positions. None, to measure time.
 
         Returns:
             Hidden states, [rows, hidden_size], before the head's norm.
         """
-        embedded = F.embedding(self.device.place(tokens_or_hidden), self._head.embedding)
-        before = torch.zeros_like(embedded) if before is None else before
-        both = [self._norm(embedded, self._head.token_norm), self._norm(before, self._head.hidden_norm)]
-        return super().forward(self._products.product(torch.cat(both, dim=1), self._head.projection), step)
+        embedded = F.embedding(self.device.place(tokens_or_hidden), self._embedding)
+        return self._run_head(embedded, self._taken_of_nothing(embedded) if before is None else before, step)
+
+    def _taken_of_nothing(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return what `taken` would for as many rows, in as much time, without hidden states of the served model."""
+        return torch.zeros_like(embedded)
+
+    def _run_layer(self, entering: torch.Tensor, step: PreparedStep) -> torch.Tensor:
+        """Run the layer as one of the served model's is run."""
+        return super().forward(entering, step)

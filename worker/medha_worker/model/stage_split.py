@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from medha.api.replica import MedhaReplicaSpec
 from medha.config_fields import TEXT_CONFIGS
 from medha.topology import stage_layers
 from medha_worker.model.model_config import ModelConfig
@@ -18,8 +19,12 @@ _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """Prefixes of a text model's tensors, as published and as `transformers` holds them, and what they stand for."""
 
 
-def split_layers(config: ModelConfig, stages: int, chunk_tokens: int) -> list[range]:
+def split_layers(
+    config: ModelConfig, stages: int, chunk_tokens: int, guessing_layers: int = 0
+) -> list[range]:
     """Return the layers of each stage.
+
+    `guessing_layers` is the time that a prediction head takes the last stage, in that of a layer of the model.
 
     Stages are balanced for a prefill chunk of `chunk_tokens`, which is what the pipeline is for. A chunk
     samples from one row at most, so the output head is a negligible part of the last stage. A decode passes
@@ -31,7 +36,12 @@ def split_layers(config: ModelConfig, stages: int, chunk_tokens: int) -> list[ra
     head_weights = config.vocab_size * config.hidden_size
     layer_weights = (config.linear_flops_per_token / 2 - head_weights) / config.num_layers
     head_cost = head_weights / layer_weights / chunk_tokens
-    return stage_layers(config.num_layers, stages, head_cost_layers=head_cost)
+    return stage_layers(config.num_layers, stages, head_cost_layers=head_cost + guessing_layers)
+
+
+def guessing_layers(spec: MedhaReplicaSpec) -> int:
+    """Return the time of a replica's prediction head, in that of a layer of the model: one rank computes the whole of it."""
+    return 0 if spec.scheduling.speculation.prediction_head is None else spec.parallelism.tensor
 
 
 def text_names(names: Iterable[str], config: ModelConfig) -> dict[str, str]:

@@ -15,7 +15,7 @@ from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.decode_graphs import DecodeGraphs
 from medha_worker.model.experts_mlp import Choice, add_shared, choose, experts_mlp
-from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.kv_cache import HeadLayer, KVCache
 from medha_worker.model.kv_scales import digest_of
 from medha_worker.model.latent_attention import LatentAttention
 from medha_worker.model.model_config import ModelConfig
@@ -61,7 +61,14 @@ class Transformer:
         group: TensorGroup | None = None,
         lanes: LaneLinks | None = None,
         ran_out: Callable[[], None] = lambda: None,
+        collected: Sequence[int] = (),
     ) -> None:
+        """`collected` are the layers, in ascending order, before which hidden states are collected for a prediction head.
+
+        The number of layers stands for the place behind the last one. A row of hidden states then has what was collected
+        behind it, side by side, also on its way between stages.
+        """
+        self._collected = tuple(collected)
         self._group = group or Alone()
         self._lanes = lanes
         self._ran_out = ran_out
@@ -102,15 +109,22 @@ class Transformer:
         group: TensorGroup | None = None,
         lanes: LaneLinks | None = None,
         progress: Progress | None = None,
+        collected: Sequence[int] = (),
     ) -> Transformer:
         """Read a rank's weights and build the model from them."""
         weights = load_weights(directory, config, shard, device=device, progress=progress)
-        return cls(config, shard, weights, kernels=kernels, group=group, lanes=lanes)
+        return cls(config, shard, weights, kernels=kernels, group=group, lanes=lanes, collected=collected)
 
     def with_kernels(self, kernels: Kernels) -> Transformer:
         """Return a model with the same weights and other kernels."""
         return Transformer(
-            self.config, self.shard, self._weights, kernels=kernels, group=self._group, lanes=self._lanes
+            self.config,
+            self.shard,
+            self._weights,
+            kernels=kernels,
+            group=self._group,
+            lanes=self._lanes,
+            collected=self._collected,
         )
 
     def in_grid(
@@ -128,12 +142,30 @@ class Transformer:
             group=group,
             lanes=lanes,
             ran_out=ran_out,
+            collected=self._collected,
         )
 
     @property
     def takes_ids(self) -> bool:
         """True if steps take token ids, and not hidden states of the stage before."""
         return self.shard.is_first_stage
+
+    @property
+    def entering_size(self) -> int:
+        """Values of a row that comes from the stage before: its hidden state, and what was collected so far."""
+        received = sum(layer < self.shard.first_layer for layer in self._collected)
+        return (1 + received) * self.config.hidden_size
+
+    @property
+    def leaving_size(self) -> int:
+        """Values of a row of this rank's result: its hidden state, and what was collected so far."""
+        last = self.shard.last_layer + self.shard.is_last_stage
+        return (1 + sum(layer < last for layer in self._collected)) * self.config.hidden_size
+
+    @property
+    def whole_embedding(self) -> torch.Tensor | None:
+        """The embedding, [vocab, hidden_size]; None on a rank that does not hold all of it."""
+        return self._weights.embedding if self.shard.tensor_size == 1 else None
 
     @property
     def windows(self) -> Sequence[int | None]:
@@ -178,7 +210,7 @@ class Transformer:
         if head is not None and scales is not None:
             scales = [*scales, *(head._weights.kv_scales or ())]
         return KVCache(
-            num_layers=self.shard.last_layer - self.shard.first_layer + (head is not None),
+            num_layers=self.shard.last_layer - self.shard.first_layer,
             kv_heads=self.shard.kv_heads(self.config),
             head_dim=self.config.head_dim,
             num_blocks=num_blocks,
@@ -188,7 +220,14 @@ class Transformer:
             scales=scales,
             window_layers=self.window_layers,
             window_blocks=window_blocks,
+            head=None if head is None else head.head_layer,
         )
+
+    @property
+    def head_layer(self) -> HeadLayer:
+        """The shape of a layer's KV, for the pool of a model whose prediction head this is."""
+        config = self.config
+        return HeadLayer(self.shard.kv_heads(config), config.head_dim, config.kv_tensors)
 
     @property
     def kv_scales_digest(self) -> str:
@@ -208,7 +247,7 @@ class Transformer:
         row = (
             torch.zeros(1, dtype=torch.int64)
             if is_first
-            else torch.zeros(1, self.config.hidden_size, dtype=self.dtype)
+            else torch.zeros(1, self.entering_size, dtype=self.dtype)
         )
         self._graphs = DecodeGraphs(
             self._run_layers,
@@ -216,7 +255,7 @@ class Transformer:
             self.device.place(row),
             kv_cache,
             self.kernels,
-            self.config.hidden_size,
+            self.leaving_size,
             sizes,
             copies,
         )
@@ -293,7 +332,7 @@ class Transformer:
             step: The step; it can be run once.
 
         Returns:
-            Hidden states, [rows, hidden_size], before the final norm. They may be overwritten two steps later.
+            Hidden states, [rows, leaving_size], before the final norm. They may be overwritten two steps later.
         """
         self._has_reported = False
         step.ready.wait()
@@ -315,17 +354,40 @@ class Transformer:
         return {rope: (cos.to(self.dtype), sin.to(self.dtype)) for rope, (cos, sin) in tables.items()}
 
     def _run_layers(self, entering: torch.Tensor, rotations: Rotations, step: LayerStep) -> torch.Tensor:
+        size, first = self.config.hidden_size, self.shard.first_layer
         if self._weights.embedding is not None:
             hidden = self._embed(entering, self._weights.embedding)
         else:
-            hidden = entering.clone()
+            hidden = entering[:, :size].clone(memory_format=torch.contiguous_format)
+        leaving = self._leaving(entering, hidden)
         normed = None
         layers = self._weights.layers
         for index, layer in enumerate(layers):
+            self._collect(leaving, first + index, hidden)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else None
             rotation = rotations[self._ropes[index]]
             normed = self._layer(index, layer, hidden, normed, following, rotation, step)
-        return hidden
+        if leaving is None:
+            return hidden
+        if self.shard.is_last_stage:
+            self._collect(leaving, self.shard.last_layer, hidden)
+        leaving[:, :size] = hidden
+        return leaving
+
+    def _leaving(self, entering: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the memory of a result with what earlier stages have collected; None if nothing is collected."""
+        if self.leaving_size == self.config.hidden_size:
+            return None
+        leaving = hidden.new_empty(hidden.shape[0], self.leaving_size)
+        if self._weights.embedding is None:
+            leaving[:, : self.entering_size] = entering
+        return leaving
+
+    def _collect(self, leaving: torch.Tensor | None, layer: int, hidden: torch.Tensor) -> None:
+        """Put hidden states before a layer of the model behind those in `leaving`, if they are collected."""
+        if leaving is not None and layer in self._collected:
+            start = (1 + self._collected.index(layer)) * self.config.hidden_size
+            leaving[:, start : start + self.config.hidden_size] = hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -344,7 +406,7 @@ class Transformer:
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return rows of the last stage's result as the output head takes them, [rows, hidden_size]."""
         assert self._weights.final_norm is not None, "only the last stage has the output head"
-        return self._norm(hidden, self._weights.final_norm)
+        return self._norm(hidden[:, : self.config.hidden_size].contiguous(), self._weights.final_norm)
 
     def _embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """Embed token ids as hidden states, [rows, hidden_size]; a rank holds a slice of the vocabulary."""

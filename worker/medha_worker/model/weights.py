@@ -204,6 +204,18 @@ def load_weights(
         return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head, scales)
 
 
+def load_embedding(directory: Path | str, config: ModelConfig, *, device: Device) -> torch.Tensor:
+    """Read the whole embedding of a model, [vocab, hidden], for a rank that does not hold it.
+
+    Raises:
+        CheckpointInvalid, ModelUnsupported: as in `load_weights`.
+    """
+    shard = Shard(0, 1, 0, 0, config.num_layers)
+    with ExitStack() as stack:
+        reader = _Reader(Path(directory), config, shard, device, None, stack)
+        return reader.vocabulary("model.embed_tokens.weight")
+
+
 def load_head(
     directory: Path | str,
     config: ModelConfig,

@@ -30,7 +30,13 @@ from medha_process.part_process import configure_logging
 from medha_worker.checkpoints.head_checkpoint import head_config
 from medha_worker.checkpoints.tokenizer_files import TOKENIZER_FILES
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.stage_split import split_layers, tensors_of_stage, text_names
+from medha_worker.model.stage_split import (
+    EMBEDDING,
+    guessing_layers,
+    split_layers,
+    tensors_of_stage,
+    text_names,
+)
 from medha_worker.pod.fetched_files import Digest, FetchedFiles, HubFile, Listing
 from medha_worker.pod.pod_parts import read_replica
 from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
@@ -76,7 +82,9 @@ def fetch(spec: MedhaReplicaSpec, stage: int, target: Path) -> list[str]:
             files.remove(name)  # of an earlier commit of a branch
         _complete(repository, files, listing, sorted(SMALL_FILES & listing.files.keys()))
         config = ModelConfig.from_directory(target, spec.model.max_model_len, spec.model.rope_scaling)
-        names = needed_files(target, *layers_read(target, spec, stage, config))
+        # An EAGLE-3 head on the last stage embeds tokens as the model does.
+        embeds = spec.scheduling.speculation.eagle3 and stage == stages - 1
+        names = needed_files(target, *layers_read(target, spec, stage, config), embeds=embeds)
         _log.info("stage %d of %d reads %d files with weights", stage, stages, len(names))
         _complete(repository, files, listing, names)
         _log.info("all of them are there, as the Hub has them")
@@ -97,21 +105,24 @@ def fetch(spec: MedhaReplicaSpec, stage: int, target: Path) -> list[str]:
 def layers_read(
     directory: Path, spec: MedhaReplicaSpec, stage: int, config: ModelConfig
 ) -> tuple[range, ModelConfig]:
-    """Return the layers that the ranks of a stage read, with a prediction head if there is one; and the model with them.
+    """Return the layers that the ranks of a stage read, with an MTP head if it is asked for; and the model with them.
 
     Raises:
         ConfigInvalid: the checkpoint lacks the head that the spec asks for.
     """
     stages = spec.parallelism.stream
-    layers = split_layers(config, stages, spec.scheduling.max_chunk_tokens)[stage]
-    if spec.scheduling.speculation.prediction_head is None:
+    layers = split_layers(config, stages, spec.scheduling.max_chunk_tokens, guessing_layers(spec))[stage]
+    head = spec.scheduling.speculation.prediction_head
+    if head is None or head.kind != "mtp":
         return layers, config
     headed = head_config(directory, config)
     return range(layers.start, headed.num_layers) if stage == stages - 1 else layers, headed
 
 
-def needed_files(directory: Path, layers: range, config: ModelConfig) -> list[str]:
+def needed_files(directory: Path, layers: range, config: ModelConfig, *, embeds: bool = False) -> list[str]:
     """Return the names of the files with what the ranks of a stage with `layers` read, by the index in `directory`.
+
+    `embeds` says that they read the embedding on any stage.
 
     Raises:
         CheckpointInvalid: the index cannot be read.
@@ -125,7 +136,8 @@ def needed_files(directory: Path, layers: range, config: ModelConfig) -> list[st
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointInvalid(f"{index}: has no readable weight_map ({error!r})") from error
     stored = text_names(file_of, config)
-    return sorted({file_of[stored[name]] for name in tensors_of_stage(stored, config, layers)})
+    names = tensors_of_stage(stored, config, layers) | ({EMBEDDING} if embeds else set())
+    return sorted({file_of[stored[name]] for name in names})
 
 
 class Progress:

@@ -246,7 +246,7 @@ def _model_directory(place: Place, spec: MedhaReplicaSpec) -> Path:
 
 
 def _draft_directory(spec: MedhaReplicaSpec) -> Path | None:
-    source = spec.scheduling.speculation.draft_model
+    source = spec.scheduling.speculation.source
     if source is None:
         return None
     return Path(source.path) if source.path is not None else DRAFT_DIRECTORY

@@ -137,7 +137,7 @@ class StepTimer:
             torch.arange(row)
             % model.config.vocab_size  # so that rows go to different experts, as in a real step
             if model.takes_ids
-            else torch.randn(row, model.config.hidden_size, generator=self._random).to(model.dtype)
+            else torch.randn(row, model.entering_size, generator=self._random).to(model.dtype)
         )
         last_rows = [span.row_start + span.row_count - 1 for span in spans]
         samplers = [_sampler(sampling, model.config.vocab_size) for _ in works]

@@ -38,7 +38,7 @@ from medha.wire.messages import (
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.draft_checkpoint import draft_config
 from medha_worker.checkpoints.end_of_text import eos_token_ids
-from medha_worker.checkpoints.head_checkpoint import head_config
+from medha_worker.checkpoints.head_checkpoint import eagle3_config, head_config
 from medha_worker.checkpoints.weights_identity import content_identity, weights_identity
 from medha_worker.cuda_device import cuda_device
 from medha_worker.device import Device, host_device
@@ -47,16 +47,19 @@ from medha_worker.host_memory import HostMemory, keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.disk_blocks import DiskBlocks
+from medha_worker.model.eagle3_config import Eagle3Config
+from medha_worker.model.eagle3_head import Eagle3Head
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.kv_files import PAGE_BYTES, KvFiles, blocks_within, measured_seconds
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.mtp_head import MtpHead
 from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.sampler import TokenMask
-from medha_worker.model.stage_split import split_layers
+from medha_worker.model.stage_split import guessing_layers, split_layers
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import DTYPES, Shard
+from medha_worker.model.weights import DTYPES, Shard, load_embedding
 from medha_worker.model.weights import Progress as ReadProgress
 from medha_worker.rank.draft_warmup import DraftWarmUp, warm_up_draft, with_head
 from medha_worker.rank.drafter import Drafter
@@ -188,7 +191,7 @@ class Loaded:
         Raises:
             PartFailed: not all ranks arrived.
         """
-        settings, config = self._settings, self._config
+        settings = self._settings
         topology = settings.topology
         grid = None
         if topology.ranks > 1:
@@ -198,7 +201,7 @@ class Loaded:
                 rendezvous.address,
                 address=settings.address,
                 epoch=rendezvous.epoch,
-                hidden_size=config.hidden_size,
+                hidden_size=self._model.entering_size,
                 device=self._model.device,
                 rendezvous_seconds=RENDEZVOUS_SECONDS,
             )
@@ -284,7 +287,7 @@ class Loaded:
 
     def _drafter(self, model: Transformer, kv_cache: KVCache) -> Drafter | HeadDrafter | None:
         if isinstance(self._draft, PredictionHead):
-            return HeadDrafter(self._draft, kv_cache.last_layer(), model.normed)
+            return HeadDrafter(self._draft, kv_cache.last_layer(), model)
         if self._draft is None or self._draft_cache is None:
             return None
         host_blocks = self._host_blocks[0].blocks if self._host_blocks else 0
@@ -354,9 +357,12 @@ class Loaded:
         if self._draft is not None:
             drafted = self._warm_up_draft(self._draft, warm)
             rows = scheduling.max_chunk_tokens + scheduling.max_running
-            hidden_bytes = rows * self._config.hidden_size * self._draft.dtype.itemsize
+            is_head = isinstance(self._draft, PredictionHead)
+            # A head joins hidden states of a step beside them, and then norms or reduces them.
+            copies = 3 if is_head else 1
+            hidden_bytes = copies * rows * self._model.leaving_size * self._draft.dtype.itemsize
             activation_bytes = max(activation_bytes, drafted.activation_bytes + hidden_bytes)
-            if isinstance(self._draft, PredictionHead):
+            if is_head:
                 profile = with_head(warm, drafted)
         return replace(warm, activation_bytes=activation_bytes, profile=profile)
 
@@ -649,9 +655,10 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     )
     drafted = _draft_config(settings, config)  # what is wrong with it is reported before minutes of reading
     headed = _head_config(settings, config)
+    eagle = _eagle3_config(settings, config)
     device = _device(settings, DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, device.dtype)
-    shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
+    shard = _shard(config, topology, settings.rank, spec.scheduling.max_chunk_tokens, guessing_layers(spec))
     weights = _weights_of(settings)
     draft: Transformer | None = None
     if headed is not None:  # before the model: what is wrong with its tensors is reported at once
@@ -663,9 +670,13 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         device=device,
         kernels=choose_kernels(shard.kernel_sizes(config), device, spec.determinism),
         progress=_every_few_seconds(progress, time.monotonic),
+        # Only tensor rank 0 of each stage: what it collects ends at the rank that samples.
+        collected=() if eagle is None or shard.tensor_rank else eagle.collected,
     )
     if drafted is not None:
         draft = _load_draft(*drafted, device, progress)
+    if eagle is not None and _samples(settings):
+        draft = _load_eagle3(settings, eagle, config, model)
     content = _content_of(settings) if weights else ""
     if weights != _weights_of(settings):
         _log.warning("the checkpoint in %s has changed while it was read", settings.model_directory)
@@ -673,12 +684,18 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     return Loaded(settings, config, model, recorder, time.monotonic() - started, draft, weights, content)
 
 
+def _kv_directories(settings: RankSettings) -> list[Path]:
+    """Return the checkpoints whose KV a block holds: the model's, and that of an EAGLE-3 head."""
+    head = settings.draft_directory if settings.spec.scheduling.speculation.eagle3 else None
+    return [settings.model_directory, *([] if head is None else [head])]
+
+
 def _content_of(settings: RankSettings) -> str:
     """Return the identity that all copies of the checkpoint have, if replicas share KV; empty if not, or if it cannot be read."""
     if not settings.peer_endpoint and settings.spec.kv_cache.store is None:
         return ""
     try:
-        return content_identity(settings.model_directory)
+        return " ".join(map(content_identity, _kv_directories(settings)))
     except (OSError, ValueError) as error:
         _log.warning("the checkpoint has no identity: %s", error)
         return ""
@@ -690,7 +707,7 @@ def _weights_of(settings: RankSettings) -> str:
     if settings.disk_directory is None and not settings.peer_endpoint and not has_store:
         return ""
     try:
-        return weights_identity(settings.model_directory)
+        return " ".join(map(weights_identity, _kv_directories(settings)))
     except OSError as error:
         _log.warning("the checkpoint has no identity: %s", error)
         return ""
@@ -703,21 +720,34 @@ def _draft_config(settings: RankSettings, config: ModelConfig) -> tuple[Path, Mo
         MedhaError: it cannot be served, or not beside the model of `config`; the text names its field.
     """
     directory = settings.draft_directory
-    if directory is None or not _samples(settings):
+    if directory is None or settings.spec.scheduling.speculation.eagle3 or not _samples(settings):
         return None
     return directory, draft_config(directory, settings.model_directory, config)
 
 
 def _head_config(settings: RankSettings, config: ModelConfig) -> ModelConfig | None:
-    """Return the configuration of the model with its prediction head on a rank that samples, if it is asked for.
+    """Return the configuration of the model with its MTP head on a rank that samples, if it is asked for.
 
     Raises:
         ConfigInvalid: the checkpoint has none.
     """
-    if settings.spec.scheduling.speculation.prediction_head is None:
+    head = settings.spec.scheduling.speculation.prediction_head
+    if head is None or head.kind != "mtp":
         return None
     found = head_config(settings.model_directory, config)
     return found if _samples(settings) else None
+
+
+def _eagle3_config(settings: RankSettings, config: ModelConfig) -> Eagle3Config | None:
+    """Return the configuration of an EAGLE-3 head, if it is asked for: all stages collect what it takes.
+
+    Raises:
+        MedhaError: there is none, or it does not fit the model; the text names the field.
+    """
+    directory = settings.draft_directory
+    if directory is None or not settings.spec.scheduling.speculation.eagle3:
+        return None
+    return eagle3_config(directory, config)
 
 
 def _load_draft(directory: Path, config: ModelConfig, device: Device, progress: Progress) -> Transformer:
@@ -738,14 +768,36 @@ def _load_draft(directory: Path, config: ModelConfig, device: Device, progress: 
     )
 
 
-def _load_head(directory: Path, config: ModelConfig, device: Device, progress: Progress) -> PredictionHead:
-    """Read the prediction head of the model of `config`.
+def _load_eagle3(
+    settings: RankSettings, head: Eagle3Config, config: ModelConfig, model: Transformer
+) -> Eagle3Head:
+    """Read the EAGLE-3 head of the model, which is that of `config`."""
+    directory = settings.draft_directory
+    assert directory is not None
+    _log.info("loading the prediction head of %s", directory)
+    sizes = Shard.whole(head.layer).kernel_sizes(head.layer)
+    embedding = model.whole_embedding
+
+    def embed() -> torch.Tensor:
+        return load_embedding(settings.model_directory, config, device=model.device)
+
+    return Eagle3Head.read(
+        directory,
+        head,
+        device=model.device,
+        kernels=choose_kernels(sizes, model.device, "bestEffort"),
+        embedding=embed if embedding is None else lambda: embedding,
+    )
+
+
+def _load_head(directory: Path, config: ModelConfig, device: Device, progress: Progress) -> MtpHead:
+    """Read the MTP head of the model of `config`.
 
     Raises:
         MedhaError: its tensors are incomplete.
     """
     _log.info("loading the prediction head of %s", directory)
-    return PredictionHead.read(
+    return MtpHead.read(
         directory,
         config,
         device=device,
@@ -778,10 +830,10 @@ _STORE_SECONDS = 20.0
 _NO_POOL = 2**62
 
 
-def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int) -> Shard:
-    """Return the layers and slices of a rank."""
+def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int, guessing: int = 0) -> Shard:
+    """Return the layers and slices of a rank; `guessing` is the time of a prediction head, in that of a layer."""
     here = topology.coordinates(rank)
-    layers = split_layers(config, topology.stream, chunk_tokens)[here.stream]
+    layers = split_layers(config, topology.stream, chunk_tokens, guessing)[here.stream]
     return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
 
 

@@ -13,7 +13,7 @@ overwritten once the tokens in their place are known.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.sampler import SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
+from medha_worker.model.transformer import Transformer
 from medha_worker.rank.guess_rounds import (
     Drawing,
     Followed,
@@ -65,15 +66,15 @@ class _Part:
 class HeadDrafter:
     """Computes a prediction head along with the steps of a lane, and draws guesses where steps ask for them."""
 
-    def __init__(self, head: PredictionHead, kv_cache: KVCache, normed: Callable[[Tensor], Tensor]) -> None:
-        """`kv_cache` is the head's layer of the pool; `normed` norms hidden states of the served model."""
+    def __init__(self, head: PredictionHead, kv_cache: KVCache, model: Transformer) -> None:
+        """`kv_cache` is the head's layer of the pool of the served model, which is `model`."""
         self._head = head
         self._kv_cache = kv_cache
-        self._normed = normed
+        self._model = model
         self._sampler = TokenSampler(head.kernels.race, head.device)
         self._standing_in: WeakKeyDictionary[SequenceSampler, SequenceSampler] = WeakKeyDictionary()
         self._last: dict[str, int] = {}  # rows of `_hidden`, by sequence
-        self._hidden: Tensor | None = None  # of the last rows that were computed of each entry, normed
+        self._hidden: Tensor | None = None  # the head's, of the last rows that were computed of each entry
 
     def copied(self, copies: Sequence[TierCopy]) -> None:
         """Do nothing: the pool's copies include the head's layer."""
@@ -96,7 +97,7 @@ class HeadDrafter:
             return ()
         try:
             rows = [one.computed.hidden[one.row : one.row + one.count] for one in parts]
-            before = self._normed(torch.cat(rows))
+            before = self._head.taken(self._model, torch.cat(rows))
             spans, row = [], 0
             for one in parts:
                 spans.append(SequenceSpan(row, one.count, one.start, one.computed.planned.table))
@@ -164,7 +165,7 @@ class HeadDrafter:
         for row, one in enumerate(going):
             one.row = row
             spans.append(SequenceSpan(row, 1, one.known + len(one.guesses) - 2, one.planned.table))
-        self._hidden = self._forward(ids, self._head.normed(before), spans)
+        self._hidden = self._forward(ids, self._head.onward(before), spans)
         return self._logits(self._hidden)
 
     def _forward(self, ids: TokenIds, before: Tensor, spans: Sequence[SequenceSpan]) -> Tensor:
