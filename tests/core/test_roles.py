@@ -43,7 +43,7 @@ CARD = Announce(
     service_classes=(ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 400),),
     prefill_points=POINTS,
     hands_kv_over=True,
-    read_seconds=0.5,  # so a prompt of 100 tokens is not worth a move, and one of 200 is
+    read_seconds=0.8,  # so a prompt of 100 tokens is not worth a move, and one of 200 is
     read_seconds_per_token=0.001,
 )
 LONG, SHORT = 640, 64
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_not_worth_a_move_is_computed_where_it_decodes(
 
 def test_where_reading_takes_longer_than_computing_nothing_moves() -> None:
     world = World(d="decode", p="prefill")
-    world.announce("d", read_seconds_per_token=0.006)  # more than half of what computing one takes
+    world.announce("d", read_seconds_per_token=0.008)  # computing one takes 10 ms
     assert [name for name, _ in world.ask("a", LONG)] == ["d"]
 
 

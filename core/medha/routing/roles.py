@@ -1,7 +1,7 @@
 """Roles of replicas: where a sequence's prompt is computed, and where its output, if that is another replica.
 
 A replica with the role `prefill` computes prompts, and one with `decode` computes outputs; one with `both` does either.
-A prompt goes to a `prefill` replica if another replica can read its KV in much less time than it can compute it. From the first
+A prompt goes to a `prefill` replica if another replica can read its KV in less time than it can compute it. From the first
 token on, the sequence *moves*: the router cancels it there and submits it, with what it has emitted, to a `decode`
 replica, naming the first one as the peer that has the KV (`medha.scheduler.peer_kv`). Other prompts are computed where they
 decode, since a move would compute them twice.
@@ -18,8 +18,9 @@ from medha.routing.open_sequences import OpenSequence
 
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 
-MOST_READ_SHARE = 0.5
-"""Largest share of the time of computing a prompt for which reading its KV is worth a move, which pauses the output, too."""
+MOST_READ_SHARE = 0.8
+"""Largest share of the time of computing a prompt for which reading its KV is worth a move: both times are predictions, and the
+replica that would read decides again."""
 
 
 def in_phase(sequence: OpenSequence, able: Sequence[KnownReplica]) -> list[KnownReplica]:
@@ -52,7 +53,7 @@ def needs_prefill(sequence: OpenSequence, able: Sequence[KnownReplica]) -> bool:
 
 
 def read_pays(replica: KnownReplica, tokens: int, cached_tokens: int) -> bool:
-    """Return whether a replica reads the KV of a prompt behind `cached_tokens` in much less time than it computes it."""
+    """Return whether a replica reads the KV of a prompt behind `cached_tokens` in clearly less time than it computes it."""
     card = replica.card
     read_seconds = card.read_seconds + card.read_seconds_per_token * (tokens - cached_tokens)
     return read_seconds < MOST_READ_SHARE * replica.own_seconds(tokens, cached_tokens)

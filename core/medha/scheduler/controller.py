@@ -781,6 +781,10 @@ class ReplicaController:
             return KvTicket(ask.id, ask.asker, reason="this replica gives no KV")
         return self._peer_kv.give(ask, self._tier_seconds.peer_seconds, now)
 
+    def reads_of(self, ticket: str) -> frozenset[tuple[int, int]]:
+        """Return the extents into which blocks of another replica's ticket are being read, each with its lane."""
+        return self._peer_kv.reads(ticket)
+
     @property
     def read_line(self) -> tuple[float, float]:
         """The predicted seconds of a read of another replica's KV, and of each token; 0 if it takes no KV."""
