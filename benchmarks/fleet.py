@@ -355,9 +355,10 @@ class Fleet:
         folder: Path,
         grids: Sequence[tuple[int, int, int]] = GRIDS,
         spec: Row | None = None,
+        roles: Sequence[str] = (),
         **settings: object,
     ) -> None:
-        """`settings` are those of the router; `spec` is added to the manifests of the replicas."""
+        """`settings` are those of the router; `spec`, and `roles` if given, are added to the manifests of the replicas."""
         from medha_worker.checkpoints.presets import (
             init_checkpoint,
         )  # supervisors run this file too, without torch
@@ -366,8 +367,10 @@ class Fleet:
         init_checkpoint(checkpoint, preset="tiny", seed=0)
         self.router = Router(folder / "router", **settings)
         self.replicas = [
-            Replica(folder / f"r{number}", grid, checkpoint, [self.router], spec=spec)
-            for number, grid in enumerate(grids)
+            Replica(
+                folder / f"r{number}", grid, checkpoint, [self.router], spec=(spec or {}) | {"role": role}
+            )
+            for number, (grid, role) in enumerate(zip(grids, roles or ["both"] * len(grids), strict=True))
         ]
 
     def start(self) -> None:

@@ -89,7 +89,7 @@ def heading(snapshot: Snapshot) -> list[Text]:
     state = {"serving": "green", "draining": "yellow", "gathering": "red"}[status.state]
     what: list[str | tuple[str, str]] = [
         (status.replica, "bold"),
-        f" ({status.model})  ",
+        f" ({status.model}{'' if status.role == 'both' else f', {status.role}'})  ",
         (status.state, state),
         f" for {span(status.up_seconds)}",
     ]

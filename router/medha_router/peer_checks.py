@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 from math import inf, isfinite, ulp
+from typing import get_args
 
 from medha.errors import WireInvalid
 from medha.kv.prefix_cache import HASH_CHARACTERS
+from medha.replica_role import ReplicaRole
 from medha.wire.messages import (
     BEATS,
     Announce,
@@ -169,9 +171,13 @@ def require_plausible(card: Announce) -> None:
         ("tokens_per_lane", card.tokens_per_lane, 0),
         ("order.demoted_share", card.order.demoted_share, POSITIVE),
         ("order.grace_seconds", card.order.grace_seconds, 0),
+        ("read_seconds", card.read_seconds, 0),
+        ("read_seconds_per_token", card.read_seconds_per_token, 0),
     ]
     for key, seconds in card.work_ahead:
         numbers += [("work_ahead", key, -inf), ("work_ahead", seconds, 0)]
+    if card.role not in get_args(ReplicaRole):
+        raise WireInvalid(f"replica {card.replica:.80} announces the role {card.role:.80}")
     for name, number, bound in numbers:
         if not (isfinite(number) and number >= bound):
             raise WireInvalid(f"replica {card.replica:.80} announces {name} {number}")

@@ -38,6 +38,8 @@ from medha.routing.router_events import (
     DropBundle,
     Fail,
     LinkLost,
+    Move,
+    Notice,
     Received,
     Reject,
     RouterEvent,
@@ -299,6 +301,10 @@ class ReplicaLink:
                     log.info("dropped bundle %s, which no replica has announced for long", digest[:12])
                 case Reject(replica=replica, reason=reason):
                     log.warning("replica %s is not used: %s", replica, reason)
+                case Notice(text=text, is_warning=is_warning):
+                    log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+                case Move():  # the history has it
+                    pass
 
     def _send_prompt(self, command: SendPrompt) -> None:
         ids, emitted = self._prompts[command.source], command.emitted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping
 from itertools import product
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
@@ -20,12 +21,20 @@ from medha.metric_catalogue import (
     Metric,
     prompt_length_label,
 )
+from medha.replica_role import ReplicaRole
 from medha.routing.key_limits import LIMITS
 from medha.routing.known_models import KnownModel
 from medha.routing.replica_demand import DemandReason, ModelWork
 from medha.routing.waiting_room import ROOM_REFUSALS, RoomRefusal
 from medha.wire.messages import Announce
-from medha_router.sequence_history import LEAVE_REASONS, Fact, ForwardedFirstToken, Resubmitted, Resumed
+from medha_router.sequence_history import (
+    LEAVE_REASONS,
+    Fact,
+    ForwardedFirstToken,
+    Moved,
+    Resubmitted,
+    Resumed,
+)
 
 _ENGINE = "router"
 """The `engine` label of metrics that the router measures itself."""
@@ -143,6 +152,9 @@ class Observer:
             case Resumed(model=model, reason=reason, is_elsewhere=is_elsewhere):
                 labels = (model, reason, _RESUMED[is_elsewhere])
                 self._observe("medha_stream_pause_seconds", fact.pause_seconds, *labels)
+            case Moved(model=model, tokens=tokens, read_tokens=read):
+                self._count("medha_router_moved_tokens", read, model, "read")
+                self._count("medha_router_moved_tokens", tokens - read, model, "computed")
             case ForwardedFirstToken(model=model, predicted_seconds=predicted, observed_seconds=observed):
                 self._observe("medha_forwarded_ttft_predicted_seconds", predicted, model)
                 self._observe("medha_forwarded_ttft_observed_seconds", observed, model)
@@ -272,6 +284,7 @@ class Observer:
         self._set("medha_router_large_bodies_waiting", large_bodies_waiting)
         self._set("medha_router_waiting_room_bytes", waiting_room_bytes)
         states = {(model, state): 0 for model in models for state in _STATES}
+        roles = {(model, role): 0 for model in models for role in get_args(ReplicaRole)}
         for model, known in models.items():
             self._begin(model, known)
             if known.desired_replicas is not None:
@@ -288,8 +301,11 @@ class Observer:
             self._set("vllm:kv_cache_usage_perc", used, *where)
             state = "draining" if card.draining else "ready" if card.ready else "starting"
             states[card.model, state] = states.get((card.model, state), 0) + 1
+            roles[card.model, card.role] = roles.get((card.model, card.role), 0) + (state == "ready")
         for (model, state), count in states.items():
             self._set("medha_router_replicas", count, model, state)
+        for (model, role), count in roles.items():
+            self._set("medha_router_replicas_by_role", count, model, role)
         for model in models:
             self._set("medha_router_waiting_room_requests", waiting_room_by_model.get(model, 0), model)
 
@@ -331,6 +347,8 @@ class Observer:
             self._count("medha_router_resubmissions", 0, model, reason)
             for where in _RESUMED.values():
                 pauses.labels(model, reason, where)
+        for source in ("read", "computed"):
+            self._count("medha_router_moved_tokens", 0, model, source)
         for endpoint in ("chat", "completions", "responses"):
             self._count("medha_requests", 0, model, endpoint, "unavailable")
         for service_class in known.service_classes:

@@ -20,6 +20,7 @@ from medha.routing.router_events import (
     Deliver,
     Fail,
     LinkLost,
+    Move,
     NewSequence,
     Received,
     Reject,
@@ -31,8 +32,9 @@ from medha.scheduler.request_progress import happenings_of
 from medha.timeline import Finished, Interrupted, Placed, Sampled, Timeline
 from medha.wire.messages import Announce, Failed, ProgressReport, Refused, Submit
 
-LeaveReason = Literal["refused", "rank_lost", "replica_lost"]
-"""Reason why a sequence left a replica before its end: refused there, or lost with a rank or with the replica."""
+LeaveReason = Literal["refused", "rank_lost", "replica_lost", "prefilled"]
+"""Reason why a sequence left a replica before its end: refused there, lost with a rank or with the replica, or because its
+prompt is computed and another replica decodes (`medha.routing.roles`)."""
 LEAVE_REASONS: tuple[LeaveReason, ...] = get_args(LeaveReason)
 
 
@@ -68,7 +70,18 @@ class ForwardedFirstToken:
     observed_seconds: float
 
 
-Fact = Resubmitted | Resumed | ForwardedFirstToken
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A sequence that moved from the replica that computed its prompt has its next token."""
+
+    model: str
+    tokens: int
+    """Tokens whose KV it needed there."""
+    read_tokens: int
+    """Those that it did not compute there again."""
+
+
+Fact = Resubmitted | Resumed | ForwardedFirstToken | Moved
 
 
 @dataclass(slots=True)
@@ -128,6 +141,8 @@ class SequenceHistory:
                     self._end(sequence_id, kind, now)
                 case Reject(replica=replica):
                     self._lose(replica, "replica_lost", now)
+                case Move(id=sequence_id, replica=replica):
+                    self._leave(replica, self._entries[sequence_id].wire_id, "prefilled", now)
         return facts
 
     def waiting(self) -> Counter[tuple[str, str, str]]:
@@ -215,7 +230,9 @@ class SequenceHistory:
                     began_before_its_end = replica.long_prefill_ended_at >= entry.arrived_at
                     own = entry.tokens >= LONG_PROMPT_TOKENS
                     entry.is_beside_long = not own and (replica.long_prefills > 0 or began_before_its_end)
-                if entry.new.sample_index == 0:  # the others share its prefill
+                if entry.left_because == "prefilled":
+                    facts.append(Moved(model, entry.tokens, min(command.cached_tokens, entry.tokens)))
+                elif entry.new.sample_index == 0:  # the others share its prefill
                     points = replica.card.prefill_points
                     cached = min(command.cached_tokens, entry.tokens - 1)
                     own_seconds = prefill_seconds(points, entry.tokens) - prefill_seconds(points, cached)

@@ -70,7 +70,7 @@ class PredictorCost:
             self._place(step)
         timing = self._computed(step)
         if self._host_tier is not None:
-            by_lane = copy_seconds(self._host_tier, step.admits, step.grows)
+            by_lane = copy_seconds(self._host_tier, step.admits, step.grows, step.loads)
             timing.copy_seconds = max((by_lane.get(lane, 0.0) for lane in step.lanes), default=0.0)
             timing.stage_seconds = tuple(seconds + timing.copy_seconds for seconds in timing.stage_seconds)
         return timing

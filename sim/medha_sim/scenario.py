@@ -20,6 +20,7 @@ from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
 from medha.kv_dtype import kv_element_bytes
+from medha.replica_role import ReplicaRole
 from medha.routing.replica_demand import DemandTerms
 from medha.routing.router_core import RouterCore
 from medha.scheduler.controller import ReplicaController
@@ -74,6 +75,8 @@ class Deployment:
     tokens_per_lane: int = TOKENS_PER_LANE
     prefix_caching: bool = True
     host_bytes: int = 0  # of the host tier of each rank; 0: evicted KV is forgotten
+    peer_bytes_per_second: float = 0.0  # that a rank reads of another replica's; 0: none reads
+    roles: tuple[ReplicaRole, ...] = ()  # of each replica in turn; empty: all do both
     replicas: int = 1
     message_seconds: float = 0.0002  # between a controller and its ranks, one way
     latencies: Latencies = field(default_factory=lambda: Latencies(replica_seconds=0.0005))
@@ -141,7 +144,13 @@ class Deployment:
             tokens_per_lane=self.tokens_per_lane,
             prefix_caching=self.prefix_caching,
             host_tier=self.host_tier(),
+            peer_block_seconds=self._peer_block_seconds(),
         )
+
+    def _peer_block_seconds(self) -> float | None:
+        if self.peer_bytes_per_second == 0:
+            return None
+        return self._rank_token_bytes * self.block_size_tokens / self.peer_bytes_per_second
 
     def predictor(self) -> Predictor:
         """Return a fresh predictor whose lone prefills are chunked as Medha's controller chunks them."""
@@ -206,6 +215,7 @@ class Deployment:
                     np.random.default_rng(child),
                 ),
                 message_seconds=self.message_seconds,
+                role=self.roles[index % len(self.roles)] if self.roles else "both",
             )
 
         return make
@@ -242,7 +252,7 @@ def deployment_of(
     Raises:
         ConfigInvalid: the profile cannot be read.
     """
-    size, profile = spec.kv_cache.size, spec.scheduling.profile
+    size, profile, peers = spec.kv_cache.size, spec.scheduling.profile, spec.kv_cache.peers
     if spec.kv_cache.dtype != "auto":
         model = replace(model, kv_dtype_bytes=kv_element_bytes(spec.kv_cache.dtype, model.dtype_bytes))
     return Deployment(
@@ -259,6 +269,8 @@ def deployment_of(
         tokens_per_lane=spec.kv_cache.tokens_per_lane,
         prefix_caching=spec.kv_cache.prefix_caching,
         host_bytes=spec.kv_cache.host_bytes,
+        peer_bytes_per_second=0.0 if peers is None else quantity_bytes(peers.bandwidth),
+        roles=(spec.role,),
         replicas=replicas,
     )
 
@@ -329,6 +341,7 @@ def medha_replica(
     *,
     cost: StepCost | None = None,
     message_seconds: float = 0.0,
+    role: ReplicaRole = "both",
 ) -> SimulatedReplica:
     """Return a replica with Medha's controller. `cost` is the ground truth, by default the profile."""
     controller = ReplicaController(config, profile)
@@ -344,10 +357,15 @@ def medha_replica(
     )
     points = [tokens for tokens in _POINTS if tokens <= config.max_model_len]
     times = [controller.predictor.prefill_seconds(0, tokens) for tokens in points]
+    read_seconds, read_seconds_per_token = controller.read_line
     announced = replace(
         card(name, config, tuple(zip(points, times, strict=True))),
         tokens_per_lane=config.tokens_per_lane if config.topology.kv > 1 else 0,
         order=controller.policy_terms,
+        hands_kv_over=config.peer_block_seconds is not None,
+        read_seconds=read_seconds,
+        read_seconds_per_token=read_seconds_per_token,
+        role=role,
     )
     block_size_tokens = config.block_size_tokens if config.prefix_caching else 0
     return SimulatedReplica(

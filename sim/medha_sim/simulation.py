@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from heapq import heappop, heappush
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 from medha.errors import ConfigInvalid
@@ -30,7 +31,7 @@ from medha.routing.router_events import (
     RouterEvent,
     Send,
 )
-from medha.scheduler.controller import Load
+from medha.scheduler.controller import Load, ReplicaController
 from medha.wire.messages import (
     Announce,
     Cancel,
@@ -40,6 +41,9 @@ from medha.wire.messages import (
     Emit,
     Failed,
     FetchBundle,
+    KvAsk,
+    KvDone,
+    KvTicket,
     Refused,
     Sampling,
     Step,
@@ -47,6 +51,7 @@ from medha.wire.messages import (
     Tick,
 )
 from medha_sim.executor import Executor, original_id
+from medha_sim.kv_reads import KvReads
 from medha_sim.run_log import Ending, RequestRecord, RunLog
 
 LOAD_SECONDS = 0.05
@@ -170,6 +175,7 @@ class Simulation:
         self._stopped = False
         self._router = None if router is None else _Router(router, self)
         self._replicas = {replica.card.replica: _Replica(replica, self) for replica in replicas}
+        self.kv_reads = KvReads(self._to_peer)
         self._kv_tokens = sum(replica.card.kv_tokens_total for replica in replicas)
 
     def run(self, until_seconds: float, progress: Progress | None = None) -> RunLog:
@@ -254,6 +260,15 @@ class Simulation:
                 hashes = block_hashes(conversation, event.tokens, replica.block_size_tokens)
                 event = replace(event, block_hashes=hashes)
         self.at(now + self._latencies.replica_seconds, replica.take, event)
+
+    def _to_peer(self, name: str, event: ControllerEvent, at: float) -> None:
+        replica = self._replicas.get(name)
+        if replica is not None:
+            self.at(at, replica.take, event)
+
+    def pass_on(self, sender: str, message: KvAsk | KvTicket | KvDone, now: float) -> None:
+        """Pass a replica's message on to another one."""
+        self.kv_reads.send(sender, message, now + 2 * self._latencies.replica_seconds)
 
     def hashed(self, done: Done, block_size_tokens: int) -> Done:
         """Return a `Done` with the hashes of the blocks that its samples filled."""
@@ -395,6 +410,7 @@ class _Replica:
         self._announced_at = 0.0
         self._announces = False
         self._ended = False
+        self._wakes_at = inf
         self.block_size_tokens = replica.block_size_tokens
         self._hashes_outputs = replica.hashes_outputs
         self.load = replica.controller.load
@@ -430,14 +446,34 @@ class _Replica:
                     simulation.log.stepped(command, max(launched.timing.stage_seconds), now)
                 for at, follows in launched.events:
                     simulation.at(at, self.take, follows)
+                if isinstance(self._controller, ReplicaController) and (command.serves or command.loads):
+                    done_at = max(at for at, _ in launched.events)
+                    simulation.kv_reads.launched(self.card.replica, self._controller, command, done_at)
+            elif isinstance(command, KvAsk | KvTicket | KvDone):
+                simulation.pass_on(self.card.replica, command, now)
             elif isinstance(command, Emit | Refused | Failed):  # its router does not notice the others
                 answers.append(command)
         if answers:
             simulation.from_replica(self.card.replica, answers, now)
+        self._wake()
         if self._announces and now - self._announced_at >= LOAD_SECONDS:
             load = self.load()
             if load != self._announced:
                 self._announce(load, now)
+
+    def _read_line(self) -> tuple[float, float]:
+        return self._controller.read_line if isinstance(self._controller, ReplicaController) else (0.0, 0.0)
+
+    def _wake(self) -> None:
+        """Schedule a `Tick` for when the controller is due to give something up, unless there is one by then."""
+        due = self._controller.next_due if isinstance(self._controller, ReplicaController) else None
+        if due is not None and due < self._wakes_at:
+            self._wakes_at = due
+            self._simulation.at(due, self._woken, None)
+
+    def _woken(self, _: None, now: float) -> None:
+        self._wakes_at = inf
+        self.take(Tick(), now)
 
     def _heartbeat(self, _: None, now: float) -> None:
         if self._ended:
@@ -449,8 +485,11 @@ class _Replica:
 
     def _announce(self, load: Load, now: float) -> None:
         self._announced, self._announced_at = load, now
+        read_seconds, read_seconds_per_token = self._read_line()
         card = replace(
             self.card,
+            read_seconds=read_seconds,
+            read_seconds_per_token=read_seconds_per_token,
             kv_tokens_free=load.kv_tokens_free,
             running=load.running,
             waiting=load.waiting,

@@ -175,6 +175,7 @@ _BESIDE: dict[str, Fields] = {
     "scheduling.speculation.draftModel": _drafts(path="d"),
     "scheduling.speculation.draftModel.pvc": _drafts(pvc={"claimName": "c"}),
     "scheduling.speculation.draftModel.image": _drafts(image={"reference": "r/m:1"}),
+    "role": {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "peers": {"bandwidth": "2Gi"}}}},
     "model.architecture": {"model": {"architecture": {"layers": 8, "queryHeads": 8}}},
     "resources.nccl": {"resources": {"accelerator": "nvidia.com/gpu"}},
     "placement.queue": {"placement": {"gang": "kueue", "queue": "q"}},

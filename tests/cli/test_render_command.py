@@ -53,6 +53,16 @@ def test_a_deployment_is_rendered_with_its_replicas_and_theirs(tmp_path: Path) -
     assert all(one["spec"]["template"]["metadata"]["labels"]["medha.dev/deployment"] == "d" for one in sets)
 
 
+def test_the_example_of_prefill_and_decode_replicas_is_rendered() -> None:
+    example = Path(__file__).parents[2] / "examples" / "prefill-and-decode.yaml"
+    roles = [one["spec"]["template"]["spec"]["role"] for one in yaml.safe_load_all(example.read_text())]
+    assert roles == ["prefill", "decode"]
+    result = CliRunner().invoke(main, ["render", str(example)])
+    assert result.exit_code == 0, result.output
+    sets = [one for one in yaml.safe_load_all(result.output) if one["kind"] == "StatefulSet"]
+    assert [one["metadata"]["name"] for one in sets] == ["tiny-prefill-0-l0", "tiny-decode-0-l0"]
+
+
 def test_several_manifests_of_one_file_are_rendered_in_their_order(tmp_path: Path) -> None:
     one, other = (manifest("MedhaReplica", name, model=MODEL) for name in ("one", "other"))
     found = list(yaml.safe_load_all(run(tmp_path, one, other).output))

@@ -145,6 +145,12 @@ def test_a_wide_terminal_shows_everything_that_is_known() -> None:
         assert expected in text
 
 
+def test_the_role_of_a_replica_is_shown_unless_it_does_both() -> None:
+    snapshot = new_snapshot()
+    status = snapshot.status.model_copy(update={"role": "prefill"})
+    assert "grid (tiny, prefill)  serving" in render(snapshot.model_copy(update={"status": status}))[0]
+
+
 def test_each_lane_shows_the_steps_in_its_stages_and_its_kv() -> None:
     assert row(render(new_snapshot()), "0 ").split() == [
         "0", "#42", "#41", "\u2588" * 4 + "\u2593" * 2 + "\u2592" + "\u2591" * 13,

@@ -295,6 +295,19 @@ BAD = [
         {"determinism": "batchInvariant", "parallelism": {"kv": 2}},
         ["determinism batchInvariant needs parallelism.kv 1", "set parallelism.kv to 1", "found 2"],
     ),
+    (
+        {"role": "prefill"},
+        [
+            "role prefill or decode needs kvCache.tiers.peers",
+            "set role to both",
+            "found prefill without peers",
+        ],
+    ),
+    (
+        {"role": "decode", "kvCache": {"tiers": {"host": {"size": "1Gi"}}}},
+        ["add kvCache.tiers.host and peers", "found decode without peers"],
+    ),
+    ({"role": "draft"}, ["spec.role", "'both', 'prefill' or 'decode'", "found 'draft'"]),
     ({"determinism": "exact"}, ["spec.determinism", "'bestEffort' or 'batchInvariant'", "found 'exact'"]),
     ({"resources": {"limits": {"cpu": "two"}}}, ["spec.resources.limits.cpu", "pattern", "found 'two'"]),
     (

@@ -163,6 +163,17 @@ def test_a_prompt_that_a_peer_has_is_read_and_then_fetched() -> None:
         side.core.pools.tiers[0].check()
 
 
+def test_a_request_that_waits_for_a_peer_counts_as_what_it_will_have_to_compute() -> None:
+    source, taker = source_with(), Side()
+    whole = taker.core.predictor.prefill_seconds(0, 101)
+    asked(taker)
+    assert 0 < taker.core.load().pending_prefill_seconds < whole / 10
+    taker.now = 60.0
+    taker.handle(Tick())
+    assert taker.admitted == {"q": 0}, "it has waited too long"
+    assert source.core.load().pending_prefill_seconds == 0
+
+
 def test_what_is_here_already_is_not_read_again() -> None:
     source, taker = source_with(), Side()
     taker.submit("own", PROMPT[:41])

@@ -989,12 +989,15 @@ class FakeReplica:
     policy: str = "lrs"
     lanes: tuple[LaneLoad, ...] = ()
     follows_grammars: bool = False
+    role: str = "both"
     running: dict[str, list[int]] = field(default_factory=dict)  # wire id -> [output so far, length]
 
     def card(self) -> Announce:
         card = replace(CARD, replica=self.name, epoch=self.epoch, ready=self.ready, waiting=len(self.running))
         work = ((-1.0, 0.4), (1.5, 0.4 + len(self.running))) if self.lanes and self.running else ()
         card = replace(card, follows_grammars=self.follows_grammars)
+        if self.role != "both":  # prompts of 10 tokens are worth a move
+            card = replace(card, role=self.role, hands_kv_over=True, prefill_points=POINTS)
         return replace(card, order=PolicyTerms(self.policy), lanes=self.lanes, work_ahead=work)
 
 
@@ -1011,6 +1014,9 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
     lanes = data.draw(st.sampled_from([(), (LaneLoad(1000, 0.0),), (LaneLoad(5, 0.0), LaneLoad(12, 2.0))]))
     replicas = {name: FakeReplica(name, policy=policy, lanes=lanes) for name in ("r0", "r1")}
     replicas["r1"].follows_grammars = True
+    replicas["r0"].role, replicas["r1"].role = data.draw(
+        st.sampled_from([("both", "both"), ("prefill", "decode"), ("decode", "prefill"), ("prefill", "both")])
+    )
     log: list[tuple[RouterEvent, float, list[RouterCommand]]] = []
     received: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
@@ -1085,7 +1091,9 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                 name = f"s{step}"
                 received[name] = []
                 fields = {"owner": data.draw(st.sampled_from("ab"))}
-                run(arrive(name, prompt=name, grammar=data.draw(st.sampled_from(["", "g"])), **fields))
+                asked = arrive(name, prompt=name, grammar=data.draw(st.sampled_from(["", "g"])), **fields)
+                marked = tuple(replace(one, prefix=((8, name),)) for one in asked.sequences)
+                run(replace(asked, sequences=marked))
             case "emit" if running:
                 emit(replica, data.draw(st.sampled_from(running)), data.draw(st.integers(1, 3)))
             case "refuse" if running:

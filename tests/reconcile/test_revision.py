@@ -56,6 +56,14 @@ def test_fields_that_restart_make_another_revision(change: dict[str, Any]) -> No
     assert begin(spec(**change), kept).number == 2
 
 
+def test_another_role_makes_another_revision() -> None:
+    tiers = {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "peers": {"bandwidth": "1Gi"}}}}
+    kept = [begin(spec(role="prefill", **tiers), [])]
+    assert find(spec(role="prefill", **tiers), kept) is not None
+    assert find(spec(role="decode", **tiers), kept) is None
+    assert find(spec(role="both", **tiers), [begin(spec(**tiers), [])]) is not None, "the default"
+
+
 def test_going_back_finds_the_revision_that_was() -> None:
     first = begin(spec(), [])
     second = begin(spec(image="worker:2"), [first])

@@ -42,6 +42,7 @@ from medha.wire.messages import (
 from medha_router.sequence_history import (
     Fact,
     ForwardedFirstToken,
+    Moved,
     Resubmitted,
     Resumed,
     SequenceHistory,
@@ -198,6 +199,27 @@ def test_a_stream_that_goes_on_elsewhere_has_paused_from_its_last_token_to_its_n
         return
     assert resumed == [Resumed("m", expected, is_elsewhere=True, pause_seconds=pytest.approx(now - 1.0))]  # type: ignore[arg-type]
     assert router.token("a", now + 3) == []  # it is counted once
+
+
+def test_a_sequence_that_moves_to_a_decode_replica_is_counted_with_what_was_read() -> None:
+    router = Followed()
+    fields = {"hands_kv_over": True, "read_seconds": 0.01}
+    router.announce(0.0, "d", role="decode", **fields)
+    router.announce(0.0, "p", role="prefill", **fields)
+    router.open.add("a")
+    request = asked("a", tokens=640)
+    marked = tuple(replace(one, prefix=((640, "all of it"),)) for one in request.sequences)
+    router(replace(request, sequences=marked), 1.0)
+    assert router.at["a"][0] == "p"
+    facts = router.token("a", 2.0)
+    assert [type(fact) for fact in facts] == [ForwardedFirstToken, Resubmitted]
+    assert facts[1] == Resubmitted("m", "prefilled")
+    assert router.at["a"] == ("d", "a~1")
+    assert router.token("a", 2.5, cached=624) == [
+        Moved("m", 641, 624),
+        Resumed("m", "prefilled", is_elsewhere=True, pause_seconds=0.5),
+    ]
+    assert router.token("a", 3.0, end=True) == []
 
 
 def test_a_stream_that_goes_on_at_the_same_replica_is_no_failover_to_another() -> None:

@@ -40,6 +40,7 @@ from medha.api.fields import (
 from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
 from medha.kv_dtype import KvDtype
+from medha.replica_role import ReplicaRole
 
 API_VERSION = "medha.dev/v1alpha1"
 KIND = "MedhaReplica"
@@ -742,6 +743,10 @@ _MERGES_LANES = (
     "determinism batchInvariant needs parallelism.kv 1, because lanes merge their parts of a context in an order that "
     "depends on the load; set parallelism.kv to 1, or determinism to bestEffort"
 )
+_ROLES_NEED_PEERS = (
+    "role prefill or decode needs kvCache.tiers.peers, because a request moves to where another replica can read its KV; add "
+    "kvCache.tiers.host and peers, or set role to both"
+)
 _DRAFTS_ON_ONE_LANE = (
     "scheduling.speculation.method draftModel or predictionHead needs parallelism.kv 1, because a draft model or head "
     "computes on one lane; set parallelism.kv to 1, or method to promptLookup"
@@ -779,10 +784,18 @@ class MedhaReplicaSpec(Model):
                 "!(self.scheduling.speculation.method in ['draftModel', 'predictionHead']) || self.parallelism.kv == 1",
                 _DRAFTS_ON_ONE_LANE,
             ),
+            (
+                "self.role == 'both' || (has(self.kvCache.tiers) && has(self.kvCache.tiers.peers))",
+                _ROLES_NEED_PEERS,
+            ),
         )
     )
 
     model: ModelSpec
+    role: ReplicaRole = Field(default="both", json_schema_extra=restart())
+    """Phases of requests that the replica serves. `prefill` computes prompts and draws the first token; then the router
+    moves the request to a replica that decodes, which reads its KV. `decode` takes such requests, and prompts that are
+    too short for a move. `both` does either. If no replica of a role is ready, the others do its work (docs/roles.md)."""
     parallelism: ParallelismSpec = ParallelismSpec()
     kv_cache: KvCacheSpec = KvCacheSpec()
     scheduling: SchedulingSpec = SchedulingSpec()
@@ -859,6 +872,12 @@ class MedhaReplicaSpec(Model):
     def _lanes_are_not_merged(self) -> MedhaReplicaSpec:
         if self.determinism == "batchInvariant" and self.parallelism.kv > 1:
             raise ValueError(f"{_MERGES_LANES} (found {self.parallelism.kv})")
+        return self
+
+    @model_validator(mode="after")
+    def _role_has_peers(self) -> MedhaReplicaSpec:
+        if self.role != "both" and self.kv_cache.peers is None:
+            raise ValueError(f"{_ROLES_NEED_PEERS} (found {self.role} without peers)")
         return self
 
     @model_validator(mode="after")

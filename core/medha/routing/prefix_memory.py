@@ -58,6 +58,12 @@ class PrefixMemory:
         while len(self._marks) > self._limit:
             self._marks.popitem(last=False)
 
+    def forget(self, prefix: Prefix, beyond_tokens: int) -> None:
+        """Forget the marks of a prompt behind its first `beyond_tokens` tokens: the replica did not take it."""
+        for tokens, mark in prefix:
+            if tokens > beyond_tokens:
+                self._marks.pop(mark, None)
+
     def known_tokens(self, prefix: Prefix) -> int:
         """Return the tokens up to the last mark that is remembered, 0 if none is."""
         for tokens, mark in reversed(prefix):

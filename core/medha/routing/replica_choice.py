@@ -9,6 +9,8 @@ replica attracts by its cache only while its load is at most `LOAD_FACTOR` times
 If another replica is thought to have more of a prompt, `Submit` names it to the chosen one, which may read the KV there.
 
 Where KV is short, a replica comes first in which the sequence's owner holds at most an equal share of it.
+
+If replicas have roles, those come into question that suit what the sequence needs next (`medha.routing.roles`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 
 from medha.routing.known_replicas import KnownReplica
 from medha.routing.open_sequences import OpenSequence
+from medha.routing.roles import PREFILL, in_phase
 from medha.slo import class_terms
 from medha.wire.messages import Announce
 
@@ -37,7 +40,26 @@ def able_replicas(sequence: OpenSequence, serving: Sequence[KnownReplica]) -> li
     # The others would cut the output short.
     able = able or [replica for replica in following if replica.card.longest_request_tokens > tokens]
     alike = [replica for replica in able if sequence.emitted and replica.card.kv_dtype == sequence.kv_dtype]
-    return alike or able
+    return in_phase(sequence, alike or able)
+
+
+def move_targets(
+    sequence: OpenSequence, source: KnownReplica, serving: Sequence[KnownReplica]
+) -> list[KnownReplica]:
+    """Return the replicas to which a sequence may move that has just got a token from `source`; none if it stays.
+
+    It goes where it has to wait neither for a place nor for KV. Until there is such a replica, it decodes where it is.
+    """
+    if source.card.role != PREFILL:
+        return []
+    able = able_replicas(sequence, serving)
+    if source in able:
+        return []
+    return [
+        one
+        for one in able
+        if one.has_place and one.berth(sequence.tokens, reservation_tokens(sequence, one.card)).has_kv
+    ]
 
 
 def ignored_grammar(model: str) -> str:

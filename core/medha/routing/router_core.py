@@ -7,7 +7,8 @@ has a finish reason, with one `Fail`, or because its client has gone.
 
 The parts: `ledgers` has the waiting sequences in the order of their replicas' policy, and answers when one could
 start. `known_replicas` is what replicas announce, and what was forwarded since. `replica_choice` chooses between
-them: the most urgent sequence chooses first, and samples of one prompt stay together. `lost_attempts` finds the
+them: the most urgent sequence chooses first, and samples of one prompt stay together. `roles` says which of them compute
+a prompt and which its output; once a sequence has a token, it moves from the former to the latter. `lost_attempts` finds the
 sequence that replicas are lost of. `attained_service` is the service of owners, which take turns when not all
 can be on time. A deadline is set once, when a sequence arrives, from the replicas' own targets (`medha.slo`) and
 prefill times; later announcements and losses do not change it.
@@ -41,10 +42,12 @@ from medha.routing.replica_choice import (
     able_replicas,
     choose,
     ignored_grammar,
+    move_targets,
     peer_with_kv,
     reservation_tokens,
 )
 from medha.routing.replica_demand import DemandReason, DemandTerms, ModelWork, replica_demand
+from medha.routing.roles import lone_role, read_pays
 from medha.routing.router_events import (
     Abandon,
     Arrive,
@@ -55,7 +58,9 @@ from medha.routing.router_events import (
     Fail,
     FailureKind,
     LinkLost,
+    Move,
     NewSequence,
+    Notice,
     Received,
     Reject,
     RouterCommand,
@@ -101,6 +106,7 @@ class RouterCore:
         self._fetch_requested_at: dict[str, float] = {}  # digest -> when it was last requested
         self._unserved_since: dict[_Kind, float] = {}
         self._models = KnownModels()
+        self._lone_roles: dict[str, str] = {}  # model -> role of the only replicas that serve it
         self._rejected: dict[str, str] = {}  # replica -> reason, so that each is reported once
         self._arrivals = 0
 
@@ -115,9 +121,10 @@ class RouterCore:
             case BundleKnown(digest=digest):
                 self._bundles.add(digest)
                 self._fetch_requested_at.pop(digest, None)
-                for key in {one.key for one in self._replicas.values() if one.card.digest == digest}:
-                    self._follow(key)
-                return self._dispatch(now)
+                commands: list[RouterCommand] = []
+                for key in sorted({one.key for one in self._replicas.values() if one.card.digest == digest}):
+                    commands += self._follow(key)
+                return commands + self._dispatch(now)
             case LinkLost(replica=replica):
                 self._rejected.pop(replica, None)
                 return self._lose(replica, now) + self._dispatch(now)
@@ -376,14 +383,23 @@ class RouterCore:
             if fetch_requested_at is None or now - fetch_requested_at >= self._limits.fetch_seconds:
                 self._fetch_requested_at[card.digest] = now
                 commands.append(Send(card.replica, FetchBundle(card.digest)))
-        self._follow(self._replicas[card.replica].key)
+        commands += self._follow(self._replicas[card.replica].key)
         return commands + self._dispatch(now)
 
-    def _follow(self, key: Key) -> None:
-        """Order by the policy of the replicas that now serve a model."""
-        serving = self._serving_key(key)
+    def _follow(self, key: Key) -> list[RouterCommand]:
+        """Order by the policy of the replicas that now serve a model; say so if a role that others should have has none."""
+        serving, model = self._serving_key(key), key[0]
         self._waiting.follow(key, serving)
-        self._works.follow(key[0], serving)
+        self._works.follow(model, serving)
+        lone, before = lone_role(serving), self._lone_roles.get(model, "")
+        if lone == before:
+            return []
+        self._lone_roles[model] = lone
+        if lone:
+            text = f"only replicas of the role `{lone}` serve the model {model!r}; until others come, they do all of its work"
+            return [Notice(text)]
+        del self._lone_roles[model]
+        return [Notice(f"the role `{before}` no longer serves the model {model!r} alone", is_warning=False)]
 
     def _unacceptable(self, card: Announce) -> str | None:
         for other in self._replicas.values():
@@ -408,16 +424,32 @@ class RouterCore:
             self._attained.charge(sequence.owner, len(emit.tokens), now)
         if emit.finish_reason is not None:
             self._forget(sequence, now)
-        return [
-            Deliver(
-                sequence.new.id,
-                emit.tokens,
-                emit.finish_reason,
-                emit.logprobs,
-                emit.cached_tokens,
-                emit.prompt_logprobs,
-            )
-        ]
+        delivered = Deliver(
+            sequence.new.id,
+            emit.tokens,
+            emit.finish_reason,
+            emit.logprobs,
+            emit.cached_tokens,
+            emit.prompt_logprobs,
+        )
+        moves = self._move(sequence, now) if emit.tokens and emit.finish_reason is None else []
+        return [delivered, *moves]
+
+    def _move(self, sequence: OpenSequence, now: float) -> list[RouterCommand]:
+        """Let a sequence with a new token go on at a replica that decodes, if its present one is for prompts."""
+        assert sequence.replica is not None
+        source, wire_id = self._replicas[sequence.replica], sequence.wire_id
+        serving = self._serving_key(sequence.key)
+        chosen = choose(sequence, move_targets(sequence, source, serving), serving)
+        if chosen is None:
+            return []
+        name = source.card.replica
+        self._unassign(sequence)
+        sequence.has_moved = True
+        self._wait(sequence)
+        sort_key = self._waiting.of(sequence.key).key(sequence, now)
+        sent = self._forward_samples(sequence, chosen, sort_key, now)
+        return [Move(sequence.new.id, name), Send(name, Cancel(wire_id)), *sent]
 
     def _refused(self, replica: str, refused: Refused, now: float) -> list[RouterCommand]:
         sequence = self._assigned(replica, refused.id)
@@ -426,6 +458,7 @@ class RouterCore:
         match refused.reason:
             case "capacity" | "draining" | "not_ready":
                 self._replicas[replica].full = True  # until its next announcement
+                self._replicas[replica].prefixes.forget(sequence.new.prefix, sequence.known_tokens)
                 self._unassign(sequence)
                 self._wait(sequence)
                 return self._dispatch(now)
@@ -463,8 +496,7 @@ class RouterCore:
             else:
                 count_loss(sequence, self._limits, now, computed=False)
                 commands += self._resume(sequence, now)
-        self._follow(lost.key)
-        return commands
+        return commands + self._follow(lost.key)
 
     def _tick(self, now: float) -> list[RouterCommand]:
         commands: list[RouterCommand] = []
@@ -660,9 +692,12 @@ class RouterCore:
         cached = replica.prefixes.known_tokens(new.prefix)
         peer, peer_tokens = peer_with_kv(sequence, replica, self._serving_key(sequence.key))
         replica.prefixes.add(new.prefix)
+        sequence.known_tokens = cached
         reserved = reservation_tokens(sequence, replica.card)
         replica.opens(wire_id, sequence, reserved)
         lanes = replica.berth(sequence.tokens, reserved).lanes
+        if peer and read_pays(replica, peer_tokens, cached):
+            cached = max(cached, peer_tokens)
         seconds = 0.0 if sequence.shares_prefill else replica.own_seconds(sequence.tokens, cached)
         replica.forwarded.append(Forwarded(sort_key, lanes, reserved, seconds))
 
@@ -674,7 +709,7 @@ class RouterCore:
             seed=new.seed,
             sample_index=new.sample_index,
             age_seconds=max(0.0, now - sequence.arrived_at),
-            deadline_after_seconds=request.deadline_after_seconds,
+            deadline_after_seconds=self._due_after_seconds(sequence, replica, now),
             tpot_target_seconds=request.tpot_target_seconds,
             service_class=request.service_class,
             sampling=new.sampling,
@@ -683,6 +718,16 @@ class RouterCore:
             peer=peer,
             peer_tokens=peer_tokens,
         )
+
+    def _due_after_seconds(self, sequence: OpenSequence, replica: KnownReplica, now: float) -> float | None:
+        """Return when a sequence is due, in seconds from its arrival; None: by its service class.
+
+        One that has moved has its first token already. Its client waits for the next one, so it is due as the shortest prompt.
+        """
+        if not sequence.has_moved:
+            return sequence.request.deadline_after_seconds
+        terms = class_terms(replica.card.service_classes, sequence.request.service_class)
+        return now - sequence.arrived_at + terms.ttft_floor_seconds
 
     def _usable(self, replica: KnownReplica) -> bool:
         return replica.serves and replica.card.digest in self._bundles

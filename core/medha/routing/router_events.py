@@ -177,4 +177,20 @@ class DropBundle:
     digest: str
 
 
-RouterCommand = SendPrompt | Send | Deliver | Fail | Reject | DropBundle
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A sequence leaves `replica`, which has computed its prompt, and goes on at another one; its `Submit` follows."""
+
+    id: str
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A change in who serves a model; goes to the log."""
+
+    text: str
+    is_warning: bool = True
+
+
+RouterCommand = SendPrompt | Send | Deliver | Fail | Reject | DropBundle | Move | Notice

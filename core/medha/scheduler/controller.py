@@ -679,6 +679,10 @@ class ReplicaController:
             self._load_waits.begin(request, awaited, now)
         elif before is None:
             asked += self._peer_kv.ask(request, now)
+            if request.awaits_load:  # it computes the rest only, so it keeps no other from this replica
+                left = predictor.uncorrected_prefill(
+                    min(submit.peer_tokens, submit.tokens - 1), submit.tokens
+                )
             asked += self.store_kv.ask(request, now)
         self._sharing.arrive(request, work_seconds, left)
         return asked
@@ -801,6 +805,18 @@ class ReplicaController:
             return KvTicket(ask.id, ask.asker, reason="this replica gives no KV")
         return self._peer_kv.give(ask, self._tier_seconds.peer_seconds, now)
 
+    def reads_of(self, ticket: str) -> frozenset[tuple[int, int]]:
+        """Return the extents into which blocks of another replica's ticket are being read, each with its lane."""
+        return self._peer_kv.reads(ticket)
+
+    @property
+    def read_line(self) -> tuple[float, float]:
+        """The predicted seconds of a read of another replica's KV, and of each token; 0 if it takes no KV."""
+        if self._tier_seconds is None or not self._pools.has_peers:
+            return 0.0, 0.0
+        access_seconds, block_seconds = self._tier_seconds.peer_line()
+        return access_seconds, block_seconds / self.config.block_size_tokens
+
     def _go_on(self, request: Request) -> None:
         """Let a request get KV that has waited for loads."""
         if request.waits and not request.ended:
@@ -909,7 +925,9 @@ class ReplicaController:
             tokens,
             finish_reason,
             logprobs,
-            request.served_from_cache if is_first and not request.has_output_in_prompt else 0,
+            request.served_from_cache
+            if is_first and not (request.has_output_in_prompt and request.asides)
+            else 0,
             self._prompt_logprobs(request) if is_first and request.scores_prompt else None,
         )
 

@@ -137,6 +137,11 @@ class PeerKv:
                     done.append(KvDone(ticket, taken.source))
         return done
 
+    def reads(self, ticket: str) -> frozenset[tuple[int, int]]:
+        """Return the extents into which blocks of a ticket are being read, each with its lane."""
+        taken = self._taken.get(ticket)
+        return frozenset() if taken is None else frozenset(taken.left)
+
     def late(self, requests: Iterable[Request], now: float) -> None:
         """Note which requests no longer wait: if their peer has not answered, it is left alone for a while."""
         for request in requests:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from medha.replica_role import ReplicaRole
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History, Launched, OpenPhase
 from medha.scheduler.request import Request
@@ -468,3 +469,5 @@ class ReplicaStatus(_Model):
     attainment: tuple[AttainmentStatus, ...]
     core: CoreStatus | None
     """Status of the controller; none while `state` is `gathering`."""
+    role: ReplicaRole = "both"
+    """Phases of requests that it serves (`spec.role`)."""

@@ -307,6 +307,9 @@ class Announce:
     ends_texts: bool = True  # the model has a token that ends a text, without which it can follow no grammar
     kv_dtype: str = "auto"  # spec.kvCache.dtype; a text goes on where it is the same, if it can
     hands_kv_over: bool = False  # it gives KV to other replicas of its model, and takes theirs (`KvAsk`)
+    read_seconds: float = 0.0  # predicted for each read of another replica's KV, however small
+    read_seconds_per_token: float = 0.0  # beyond that, until the tokens are on its device
+    role: str = "both"  # spec.role: `prefill`, `decode` or `both` (`medha.routing.roles`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +393,9 @@ class Emit:
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    cached_tokens: int = 0  # prompt tokens whose KV was cached; sent with the first output token
+    cached_tokens: int = (
+        0  # tokens whose KV was cached or read when it came; sent with its first output token here
+    )
     prompt_logprobs: PromptLogprobs | None = (
         None  # of all positions but the first; sent with the first output token
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from medha.replica_role import ReplicaRole
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Facts, History
 from medha.scheduler.replica_config import ReplicaConfig
@@ -25,10 +26,10 @@ FOREVER_SECONDS = 1e9
 class Inspection:
     """Keeps the status of one controller process, and takes at most one trace at a time."""
 
-    def __init__(self, replica: str, model: str, trace_file: Path | None) -> None:
+    def __init__(self, replica: str, model: str, trace_file: Path | None, role: ReplicaRole = "both") -> None:
         """If `trace_file` is given, a trace is written to it from the first epoch on."""
         self.questions = Questions()
-        self._watch = Watch(replica, model)
+        self._watch = Watch(replica, model, role)
         self._trace_file = trace_file
         self._tracing: Tracing | None = None
         self._config: ReplicaConfig | None = None  # of the latest epoch

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from medha.replica_role import ReplicaRole
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Facts, History
 from medha.scheduler.status_report import AttainmentStatus, Order, ReplicaStatus, status
@@ -28,8 +29,8 @@ class _Bucket:
 class Watch:
     """Adds up the facts of one controller's process."""
 
-    def __init__(self, replica: str, model: str) -> None:
-        self._replica, self._model = replica, model
+    def __init__(self, replica: str, model: str, role: ReplicaRole = "both") -> None:
+        self._replica, self._model, self._role = replica, model, role
         self._began: float | None = None  # when the first epoch began
         self._history = History()  # of the current epoch
         self._buckets: deque[_Bucket] = deque()
@@ -77,6 +78,7 @@ class Watch:
         return ReplicaStatus(
             replica=self._replica,
             model=self._model,
+            role=self._role,
             state=state,  # type: ignore[arg-type] # one of the three
             missing_ranks=tuple(missing_ranks) if core is None else (),
             up_seconds=up_seconds,

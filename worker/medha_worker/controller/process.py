@@ -174,7 +174,9 @@ class Controller:
         self._context = context
         self._poll_routers()
         self._traces = replica_traces(settings, self._observer.spans_lost)
-        self._inspection = Inspection(settings.replica, settings.spec.model.name, settings.trace_file)
+        self._inspection = Inspection(
+            settings.replica, settings.spec.model.name, settings.trace_file, settings.spec.role
+        )
         self._poller.register(self._inspection.questions.fileno(), zmq.POLLIN)
         self._core: ReplicaController | None = None  # of the current epoch
         self._config: ReplicaConfig | None = None  # of the current or the last epoch
@@ -727,6 +729,7 @@ class Controller:
         longest = config.max_model_len  # as the last point, so that routers never extrapolate
         lengths = np.array([*(tokens for tokens in PREFILL_POINTS if tokens < longest), longest], np.int64)
         seconds = core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
+        read_seconds, read_seconds_per_token = core.read_line
         return Announce(
             replica=self._settings.replica,
             model=self._settings.spec.model.name,
@@ -757,6 +760,9 @@ class Controller:
             ends_texts=any(one < self._vocab_size for one in self._bundle.eos_token_ids),
             kv_dtype=self._settings.spec.kv_cache.dtype,
             hands_kv_over=self._handover is not None,
+            read_seconds=read_seconds,
+            read_seconds_per_token=read_seconds_per_token,
+            role=self._settings.spec.role,
         )
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:

@@ -1,0 +1,153 @@
+"""A replica that computes prompts and one that decodes, behind a router: texts are those of a single replica.
+
+The texts to compare with are computed by the decoding replica alone, which does all of the work while the other one is away.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmark import benchmark
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+PROMPT_TOKENS = 3000
+SPEC = {"kvCache": {"size": "64Mi", "tiers": {"host": {"size": "96Mi"}, "peers": {"bandwidth": "1Gi"}}}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.9},
+    "samples": {"temperature": 0.9, "n": 3},
+    "log-probabilities": {"temperature": 0.9, "logprobs": 2},
+    "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "grammar": {"temperature": 0.9, "structured_outputs": {"regex": "[a-z]{4}( [a-z]{3})*"}, "ignore_eos": False},
+    "one token": {"temperature": 0.9, "max_tokens": 1},
+}  # fmt: skip
+
+
+class Site:
+    """A prefill replica and a decode replica of one grid, and clients."""
+
+    def __init__(self, folder: Path, grid: tuple[int, int, int]) -> None:
+        roles = ("prefill", "decode")
+        fleet = benchmark("fleet").Fleet
+        self.fleet = fleet(folder, (grid, grid), spec=SPEC, roles=roles, silence_seconds=6)
+        self.prefill, self.decode = self.fleet.replicas
+        self._clients = ThreadPoolExecutor(len(VARIANTS))
+
+    def close(self) -> None:
+        self._clients.shutdown(cancel_futures=True)
+        self.fleet.close()
+
+    def body(self, prompt: list[int], salt: str, **fields: Any) -> dict[str, Any]:
+        common = {"model": "m", "max_tokens": 24, "ignore_eos": True, "seed": 1}
+        return {**common, "prompt": prompt, "cache_salt": salt, **fields}
+
+    def ask(self, prompt: list[int], salt: str, **fields: Any) -> list[dict[str, Any]]:
+        body = self.body(prompt, salt, **fields)
+        answer = httpx.post(self.fleet.router.url + "/v1/completions", json=body, timeout=300)
+        choices: list[dict[str, Any]] = answer.raise_for_status().json()["choices"]
+        return choices
+
+    def ask_all(self, prompts: dict[str, list[int]], salt: str) -> dict[str, list[dict[str, Any]]]:
+        asked = {
+            name: self._clients.submit(self.ask, prompts[name], salt, **fields)
+            for name, fields in VARIANTS.items()
+        }
+        return {name: one.result() for name, one in asked.items()}
+
+    def alone(self, prompts: dict[str, list[int]], salt: str) -> dict[str, list[dict[str, Any]]]:
+        """Return what the decode replica answers without the other one."""
+        self.prefill.stop()
+        self.fleet.wait_ready(1)
+        answers = self.ask_all(prompts, salt)
+        self.prefill.start()
+        self.fleet.wait_ready()
+        return answers
+
+    def moves(self) -> float:
+        found: float = self.fleet.router.metric("medha_router_resubmissions_total", reason="prefilled")
+        return found
+
+
+def new_prompt(number: int) -> list[int]:
+    dice = random.Random(number)
+    return [dice.randrange(5, 96) for _ in range(PROMPT_TOKENS)]
+
+
+@pytest.fixture(scope="module", params=[(1, 1, 1), (2, 1, 2)], ids=["one rank", "TP2 KVP2"])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("roles"), request.param)
+    try:
+        site.fleet.start()
+        yield site
+    finally:
+        site.close()
+
+
+def outlines(answers: dict[str, list[dict[str, Any]]]) -> dict[str, list[tuple[str, str]]]:
+    return {name: [(one["text"], one["finish_reason"]) for one in each] for name, each in answers.items()}
+
+
+def test_texts_are_those_of_one_replica(site: Site) -> None:
+    prompts = {name: new_prompt(number) for number, name in enumerate(VARIANTS)}
+    moved = site.ask_all(prompts, "moved")
+    stop = moved["greedy"][0]["text"][5:8]
+    stopped = site.ask(prompts["greedy"], "stopped", temperature=0, stop=[stop])[0]
+    assert site.moves() >= len(VARIANTS)
+    assert site.fleet.router.metric("medha_router_moved_tokens_total", source="read") >= PROMPT_TOKENS
+    assert site.decode.metric("medha_peer_kv_loaded_bytes_total") > 0
+    assert site.prefill.metric("medha_peer_kv_offered_bytes_total") > 0
+    assert site.decode.metric("medha_peer_kv_failures_total") == 0
+    status = json.loads(httpx.get(_status_url(site)).content)
+    assert status["role"] == "prefill"
+    site.fleet.wait_idle()
+
+    alone = site.alone(prompts, "alone")
+    assert outlines(moved) == outlines(alone)
+    whole = alone["greedy"][0]["text"]
+    assert (stopped["text"], stopped["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    (left,), (right,) = moved["log-probabilities"], alone["log-probabilities"]
+    assert left["logprobs"]["tokens"] == right["logprobs"]["tokens"]
+    assert left["logprobs"]["token_logprobs"] == pytest.approx(right["logprobs"]["token_logprobs"], abs=1e-3)
+    assert "only replicas of the role `decode` serve the model 'm'" in site.fleet.router.log.read_text()
+
+
+def test_short_prompts_do_not_move(site: Site) -> None:
+    before, computed = site.moves(), site.prefill.metric("medha_prefix_cache_queried_tokens_total")
+    site.ask(new_prompt(50)[:20], "short", temperature=0)
+    assert site.moves() == before
+    assert site.prefill.metric("medha_prefix_cache_queried_tokens_total") == computed
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_a_prefill_replica_that_is_killed_as_its_kv_is_read_changes_no_text(
+    site: Site, temperature: float
+) -> None:
+    prompt = new_prompt(100 + round(temperature))
+    before, text = site.moves(), ""
+    body = site.body(prompt, "killed", temperature=temperature) | {"stream": True}
+    with httpx.stream("POST", site.fleet.router.url + "/v1/completions", json=body, timeout=300) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                if not text:  # the router has just let it move
+                    site.prefill.stop()
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    assert site.moves() == before + 1
+    site.fleet.wait_ready(1)
+    (expected,) = site.ask(prompt, "alone", temperature=temperature)
+    assert text == expected["text"]
+    site.prefill.start()
+    site.fleet.wait_ready()
+
+
+def _status_url(site: Site) -> str:
+    ready = json.loads((site.prefill.folder / "run" / "ranks-ready.json").read_text())
+    return str(ready["metrics_url"]).removesuffix("/metrics") + "/status"
