@@ -1192,16 +1192,16 @@ def test_a_popular_prefix_spreads_over_all_replicas_under_load() -> None:
 
 
 def test_a_replica_that_lacks_a_prefix_is_told_who_has_it_if_both_hand_kv_over() -> None:
-    for both, told in ((True, ("r0", 640)), (False, ("", 0))):
+    for both, identity, told in ((True, "a", ("r0", 640)), (False, "a", ("", 0)), (True, "b", ("", 0))):
         core = balanced("r0", "r1", hands_kv_over=both)
         assert ask(core, "first", 640, prefix=PREFIX) == "r0"
         card = {"prefill_points": POINTS, "longest_request_tokens": 10_000, "waiting_limit": 1000}
-        announce(core, replica="r0", pending_prefill_seconds=9.0, hands_kv_over=True, **card)
-        announce(core, replica="r1", hands_kv_over=both, **card)
+        announce(core, replica="r0", pending_prefill_seconds=9.0, hands_kv_over=True, kv_identity="a", **card)
+        announce(core, replica="r1", hands_kv_over=both, kv_identity=identity, **card)
         sequence = NewSequence("again", "again", 700, 7, Sampling(max_tokens=5), prefix=PREFIX)
         ((replica, submit),) = submits(core.handle(Arrive("m", "d", (sequence,)), 0.0))
         assert (replica, submit.peer, submit.peer_tokens) == ("r1", *told)
-        announce(core, replica="r1", hands_kv_over=both, **card)
+        announce(core, replica="r1", hands_kv_over=both, kv_identity=identity, **card)
         sequence = NewSequence("and again", "and again", 700, 7, Sampling(max_tokens=5), prefix=PREFIX)
         ((replica, submit),) = submits(core.handle(Arrive("m", "d", (sequence,)), 0.0))
         assert (replica, submit.peer) == ("r1", ""), "it is thought to have it by then"

@@ -70,6 +70,11 @@ class TierSeconds:
         """Return the predicted time to read so many blocks of another replica into the host tier."""
         return self._peer_reads.seconds(blocks, 1)
 
+    def peer_line(self) -> tuple[float, float]:
+        """Return the predicted time of a read of another replica, and that of each block until the device has it."""
+        block_seconds = self._peer_reads.seconds_per_block + self.fetch_seconds(1)
+        return self._peer_reads.access_seconds, block_seconds
+
     def observe_peer_load(self, blocks: int, seconds: float) -> None:
         """Learn from a read of another replica's blocks that took so long."""
         self._peer_reads.observe(blocks, seconds)

@@ -175,6 +175,7 @@ class Observer:
         self._count_up("medha_peer_kv_loaded_bytes", counts.loaded_blocks * block_bytes)
         self._count_up("medha_peer_kv_offered_bytes", counts.served_blocks * block_bytes)
         self._count_up("medha_peer_kv_failures", counts.failed_loads)
+        self._count_up("medha_peer_kv_resumed_tokens", core.resumed_tokens)
 
     def _count_up(self, name: str, total: float, **labels: str) -> None:
         """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""
