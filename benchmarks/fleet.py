@@ -355,24 +355,25 @@ class Fleet:
         folder: Path,
         grids: Sequence[tuple[int, int, int]] = GRIDS,
         spec: Row | None = None,
+        preset: str = "tiny",
         **settings: object,
     ) -> None:
-        """`settings` are those of the router; `spec` is added to the manifests of the replicas."""
+        """`settings` are those of the router; `spec` is added to the manifests of the replicas, which serve a `preset`."""
         from medha_worker.checkpoints.presets import (
             init_checkpoint,
         )  # supervisors run this file too, without torch
 
         checkpoint = folder / "checkpoint"
-        init_checkpoint(checkpoint, preset="tiny", seed=0)
+        init_checkpoint(checkpoint, preset=preset, seed=0)
         self.router = Router(folder / "router", **settings)
         self.replicas = [
             Replica(folder / f"r{number}", grid, checkpoint, [self.router], spec=spec)
             for number, grid in enumerate(grids)
         ]
 
-    def start(self) -> None:
+    def start(self, drain_seconds: float = 0.0) -> None:
         for replica in self.replicas:
-            replica.start()
+            replica.start(drain_seconds)
         self.wait_ready()
 
     def restart(self, replica: Replica, drain_seconds: float = 0.0) -> None:

@@ -43,11 +43,6 @@ class Site:
         self.fleet = benchmark("fleet").Fleet(folder, ((1, 1, 1), (1, 1, 1)), spec=SPEC, silence_seconds=6)
         self._clients = ThreadPoolExecutor(STREAMS)
 
-    def start(self) -> None:
-        for replica in self.fleet.replicas:
-            replica.start(DRAIN_SECONDS)
-        self.fleet.wait_ready()
-
     def close(self) -> None:
         self._clients.shutdown(cancel_futures=True)
         self.fleet.close()
@@ -92,7 +87,7 @@ def wait_for(done: Callable[[], bool]) -> None:
 def site(tmp_path: Path) -> Iterator[Site]:
     site = Site(tmp_path)
     try:
-        site.start()
+        site.fleet.start(DRAIN_SECONDS)
         yield site
     finally:
         site.close()
