@@ -989,12 +989,19 @@ class FakeReplica:
     policy: str = "lrs"
     lanes: tuple[LaneLoad, ...] = ()
     follows_grammars: bool = False
+    drains: bool = False
     running: dict[str, list[int]] = field(default_factory=dict)  # wire id -> [output so far, length]
+    moved: set[str] = field(default_factory=set)  # whose KV it is to keep
 
     def card(self) -> Announce:
         card = replace(CARD, replica=self.name, epoch=self.epoch, ready=self.ready, waiting=len(self.running))
         work = ((-1.0, 0.4), (1.5, 0.4 + len(self.running))) if self.lanes and self.running else ()
-        card = replace(card, follows_grammars=self.follows_grammars)
+        card = replace(card, follows_grammars=self.follows_grammars, prefill_points=POINTS)
+        if self.drains:
+            card = replace(
+                card, draining=True, drain_seconds=0.05
+            )  # less than an output is predicted to take
+        card = replace(card, hands_kv_over=True)
         return replace(card, order=PolicyTerms(self.policy), lanes=self.lanes, work_ahead=work)
 
 
@@ -1034,8 +1041,11 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                     assert submit.id not in replicas[name].running
                     assert replicas[name].follows_grammars or not submit.sampling.grammar
                     replicas[name].running[submit.id] = [submit.tokens - submit.prompt_length, 3]
-                case Send(replica=name, message=Cancel(id=wire_id)):
+                case Send(replica=name, message=Cancel(id=wire_id, moves=moves)):
                     replicas[name].running.pop(wire_id, None)
+                    replicas[name].moved.discard(wire_id)
+                    if moves:
+                        replicas[name].moved.add(wire_id)
                 case Deliver():
                     assert command.id not in ended
                     assert command.id not in gone
@@ -1073,6 +1083,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                     "stale",
                     "tick",
                     "lost",
+                    "drain",
                 ]
             )
         )
@@ -1103,6 +1114,8 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
             case "restart":
                 stale += [(replica.name, Emit(wire_id, (99,))) for wire_id in running]
                 replica.running.clear()
+                replica.moved.clear()
+                replica.drains = False
                 replica.epoch += 1
                 run(Received(replica.name, replica.card()))
             case "stale" if stale:
@@ -1116,6 +1129,9 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                     run(Abandon(name))
             case "lost":
                 run(LinkLost(replica.name))
+            case "drain":
+                replica.drains = True
+                run(Received(replica.name, replica.card()))
             case _:
                 run(Tick())
 
@@ -1123,7 +1139,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
         now += 1.0
         run(Tick())
         for replica in replicas.values():
-            replica.ready = True
+            replica.ready, replica.drains = True, False
             run(Received(replica.name, replica.card()))
             for wire_id in sorted(replica.running):
                 if wire_id in replica.running:
@@ -1132,6 +1148,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
             break
     assert set(ended) | gone == set(received), "each sequence ends, unless its client has gone"
     assert core.open == core.waiting == 0
+    assert not core._moved, "no replica keeps KV for nobody"
     for name, tokens in received.items():
         assert tokens == list(range(len(tokens)))
         if ended.get(name) == "finished":

@@ -39,8 +39,8 @@ class Text:
 class Site:
     """Two replicas, and clients that stream."""
 
-    def __init__(self, folder: Path) -> None:
-        self.fleet = benchmark("fleet").Fleet(folder, ((1, 1, 1), (1, 1, 1)), spec=SPEC, silence_seconds=6)
+    def __init__(self, folder: Path, grid: tuple[int, int, int]) -> None:
+        self.fleet = benchmark("fleet").Fleet(folder, (grid, grid), spec=SPEC, silence_seconds=6)
         self._clients = ThreadPoolExecutor(STREAMS)
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ def wait_for(done: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    site = Site(tmp_path)
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path, getattr(request, "param", (1, 1, 1)))
     try:
         site.fleet.start(DRAIN_SECONDS)
         yield site
@@ -100,6 +100,9 @@ def begun(site: Site, seeds: range) -> tuple[list[Text], Any]:
     return streams, max(site.fleet.replicas, key=site.fleet.running)
 
 
+@pytest.mark.parametrize(
+    "site", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=["one rank", "TP2", "KVP2"], indirect=True
+)
 def test_streams_of_a_replica_that_drains_go_on_where_their_kv_is_read(site: Site) -> None:
     seeds = range(STREAMS)
     streams, old = begun(site, seeds)
