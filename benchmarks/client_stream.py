@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import httpx
 from harness import Row
@@ -61,6 +62,11 @@ class Stream:
                         self.times.append(time.monotonic())
             except StreamFailed as failed:
                 self.error = str(failed)
+
+    def pause(self, since: float) -> float:
+        """Return the longest wait for a token (seconds) since then; 0 if the stream was over by then."""
+        times = [since, *(at for at in self.times if at >= since)]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
 
     def body(self) -> Row:
         """Return the body of the request."""

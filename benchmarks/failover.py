@@ -21,7 +21,6 @@ all texts are the same, that each loss made streams move, and that no stream pau
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -77,11 +76,6 @@ class Moved(Stream):
             self.ask(url, timeout_seconds=STREAM_SECONDS)
         except httpx.HTTPError as error:
             self.error = repr(error)
-
-    def pause(self, since: float) -> float:
-        """Return the longest wait for a token (seconds) since a loss; 0 if the stream was over by then."""
-        times = [since, *(at for at in self.times if at >= since)]
-        return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
 class Streams:

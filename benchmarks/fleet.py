@@ -356,15 +356,19 @@ class Fleet:
         grids: Sequence[tuple[int, int, int]] = GRIDS,
         spec: Row | None = None,
         roles: Sequence[str] = (),
+        preset: str = "tiny",
         **settings: object,
     ) -> None:
-        """`settings` are those of the router; `spec`, and `roles` if given, are added to the manifests of the replicas."""
+        """`settings` are those of the router; `spec`, and `roles` if given, are added to the manifests of the replicas.
+
+        These serve a `preset`.
+        """
         from medha_worker.checkpoints.presets import (
             init_checkpoint,
         )  # supervisors run this file too, without torch
 
         checkpoint = folder / "checkpoint"
-        init_checkpoint(checkpoint, preset="tiny", seed=0)
+        init_checkpoint(checkpoint, preset=preset, seed=0)
         self.router = Router(folder / "router", **settings)
         self.replicas = [
             Replica(
@@ -373,9 +377,9 @@ class Fleet:
             for number, (grid, role) in enumerate(zip(grids, roles or ["both"] * len(grids), strict=True))
         ]
 
-    def start(self) -> None:
+    def start(self, drain_seconds: float = 0.0) -> None:
         for replica in self.replicas:
-            replica.start()
+            replica.start(drain_seconds)
         self.wait_ready()
 
     def restart(self, replica: Replica, drain_seconds: float = 0.0) -> None:

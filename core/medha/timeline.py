@@ -89,7 +89,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The sequence has ended. `outcome` is a finish reason, the kind of a failure, or `cancelled`."""
+    """The sequence has ended. `outcome` is a finish reason, the kind of a failure, `cancelled`, or `moved` to another replica."""
 
     id: str
     outcome: str

@@ -35,7 +35,7 @@ _NAMES: Final[Mapping[SegmentKind, str]] = {
     "aside": names.ASIDE,
     "moved": names.QUEUE,
 }
-_GOOD_OUTCOMES = ("stop", "length", "cancelled")
+_GOOD_OUTCOMES = ("stop", "length", "cancelled", "moved")
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,7 @@ def require_plausible(card: Announce) -> None:
         ("order.grace_seconds", card.order.grace_seconds, 0),
         ("read_seconds", card.read_seconds, 0),
         ("read_seconds_per_token", card.read_seconds_per_token, 0),
+        ("drain_seconds", card.drain_seconds or 0.0, 0),
     ]
     for key, seconds in card.work_ahead:
         numbers += [("work_ahead", key, -inf), ("work_ahead", seconds, 0)]

@@ -30,11 +30,11 @@ from medha.routing.router_events import (
 )
 from medha.scheduler.request_progress import happenings_of
 from medha.timeline import Finished, Interrupted, Placed, Sampled, Timeline
-from medha.wire.messages import Announce, Failed, ProgressReport, Refused, Submit
+from medha.wire.messages import Announce, Cancel, Failed, ProgressReport, Refused, Submit
 
-LeaveReason = Literal["refused", "rank_lost", "replica_lost", "prefilled"]
-"""Reason why a sequence left a replica before its end: refused there, lost with a rank or with the replica, or because its
-prompt is computed and another replica decodes (`medha.routing.roles`)."""
+LeaveReason = Literal["refused", "rank_lost", "replica_lost", "moved", "prefilled"]
+"""Reason why a sequence left a replica before its end: refused there, lost with a rank or with the replica, because that drains,
+or because its prompt is computed and another replica decodes (`medha.routing.roles`)."""
 LEAVE_REASONS: tuple[LeaveReason, ...] = get_args(LeaveReason)
 
 
@@ -135,6 +135,8 @@ class SequenceHistory:
             match command:
                 case Send(replica=replica, message=Submit() as submit, ahead_seconds=ahead_seconds):
                     facts += self._sent(replica, submit, ahead_seconds, now)
+                case Send(replica=replica, message=Cancel(id=wire_id, moves=True)):
+                    self._leave(replica, wire_id, "moved", now)
                 case Deliver():
                     facts += self._delivered(command, now)
                 case Fail(id=sequence_id, kind=kind):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -53,11 +55,17 @@ class Side:
     host_blocks: int = HOST_BLOCKS
     kv_blocks: int = 200
     hands_over: bool = True
+    output_tokens: int = (
+        0  # after which steps that sample stay in flight until `end_steps`; 0: all outputs have one token
+    )
     now: float = 0.0
     steps: list[Step] = field(default_factory=list)
     messages: list[KvAsk | KvTicket | KvDone] = field(default_factory=list)
     log: list[tuple[ControllerEvent, float, str]] = field(default_factory=list)
     admitted: dict[str, int] = field(default_factory=dict)  # request -> cached tokens
+    in_flight: list[Step] = field(default_factory=list)
+    sampled: int = 0
+    _events: deque[ControllerEvent] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.core = self.new_core()
@@ -78,6 +86,14 @@ class Side:
         return ReplicaController(config, self.profile)
 
     def handle(self, event: ControllerEvent) -> None:
+        self._events.append(event)
+        if len(self._events) > 1:
+            return  # a call further up handles it
+        while self._events:
+            self._handle(self._events[0])
+            self._events.popleft()
+
+    def _handle(self, event: ControllerEvent) -> None:
         commands = self.core.handle(event, self.now)
         self.log.append((event, self.now, digest(commands)))
         for command in commands:
@@ -85,20 +101,40 @@ class Side:
                 case Step() as step:
                     self.steps.append(step)
                     self.admitted |= {one.id: one.cached_tokens for one in step.admits}
-                    samples = tuple(Sample(one.id, 7, "length") for one in step.entries if one.samples)
-                    self.handle(StageFree(step.step_id, 0))
-                    self.handle(Done(step.step_id, samples, (), 0.001))
+                    samples = any(one.samples for one in step.entries)
+                    if samples and self.output_tokens and self.sampled == self.output_tokens:
+                        self.in_flight.append(step)
+                    else:
+                        self._end_step(step)
                 case KvAsk() | KvTicket() | KvDone():
                     self.messages.append(command)
                 case _:
                     pass
 
+    def _end_step(self, step: Step) -> None:
+        reason: Literal["length"] | None = None if self.output_tokens else "length"
+        names = [one.id for one in step.entries if one.samples]
+        self.sampled += len(names)
+        tokens = len(PROMPT) + self.sampled
+        hashes = HASHER.hashes(with_output(self.sampled)) if self.output_tokens else ""
+        filled = [
+            (name, hash_at(hashes, tokens // SIZE - 1)) for name in names if hashes and tokens % SIZE == 0
+        ]
+        samples = tuple(Sample(name, 7, reason) for name in names)
+        self.handle(StageFree(step.step_id, 0))
+        self.handle(Done(step.step_id, samples, (), 0.001, block_hashes=tuple(filled)))
+
+    def end_steps(self) -> None:
+        """End the steps in flight."""
+        while self.in_flight:
+            self._end_step(self.in_flight.pop(0))
+
     def submit(self, name: str, prompt: np.ndarray[tuple[int], np.dtype[np.int32]], **fields: object) -> None:
         salt = str(fields.pop("salt", ""))
-        values: dict[str, object] = {"block_hashes": HASHER.hashes(prompt, salt), **fields}
-        self.handle(
-            Submit(name, name, len(prompt), len(prompt), seed=1, sampling=Sampling(max_tokens=1), **values)  # type: ignore[arg-type]
-        )
+        values: dict[str, object] = {
+            "block_hashes": HASHER.hashes(prompt, salt), "sampling": Sampling(max_tokens=1), **fields
+        }  # fmt: skip
+        self.handle(Submit(name, name, len(prompt), len(prompt), seed=1, **values))  # type: ignore[arg-type]
 
     def last(self) -> KvAsk | KvTicket | KvDone:
         return self.messages[-1]
@@ -115,6 +151,12 @@ class Side:
 
 
 PROMPT = ids(1, 101)  # 25 whole blocks
+
+
+def with_output(tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.concatenate([PROMPT, np.full(tokens, 7, np.int32)])
+
+
 HINT = {"peer": "r0", "peer_tokens": 100}
 
 
@@ -384,6 +426,88 @@ def test_blocks_of_a_ticket_stay_while_others_are_demoted() -> None:
     for seed in range(40, 60):
         source.submit(str(seed), ids(seed, 190))
     assert sum(one.count for one in tier.match(HASHER.hashes(PROMPT), 0, 25)) < 25
+
+
+# --- a replica that drains ----------------------------------------------------------------------------------
+
+
+def moved_from(source: Side, *, ends_steps: bool = True) -> KvAsk:
+    """Let a source sample 40 tokens of a request, which then moves; return what another replica asks."""
+    source.output_tokens = 40
+    source.submit("q", PROMPT, sampling=Sampling(max_tokens=500))
+    assert source.sampled == 40
+    source.handle(Drain())
+    source.handle(Cancel("q", moves=True))
+    if ends_steps:
+        source.end_steps()
+    whole = with_output(40)
+    return KvAsk("q~1", "r0", "", len(whole), HASHER.hashes(whole))
+
+
+def test_a_replica_that_drains_gives_prompt_and_output_of_a_request_that_moves() -> None:
+    source, taker = Side(), Side()
+    ask = moved_from(source)
+    assert source.core.idle
+    assert not source.core.is_drained, "the KV is still to be read"
+    offer = offered(source, ask)
+    assert [(part.lane, hash_count(part.hashes)) for part in offer.parts] == [(0, 35)]
+    taker.handle(
+        Submit(
+            "q~1", "q~1", 141, 101, seed=1, sampling=Sampling(max_tokens=41), peer="r0", peer_tokens=140,
+            block_hashes=ask.hashes,
+        )
+    )  # fmt: skip
+    taker.handle(offer)
+    assert taker.loads == [("t", 0, 35)]
+    taker.handle(DiskReport(0, loaded=((0, 0.01),)))
+    assert taker.admitted == {"q~1": 140}, "the last token is computed"
+    assert taker.core.resumed_tokens == 140
+    source.handle(replace(taker.last(), asker="r1"))
+    assert not source.core.is_drained, "its router has not said that it goes on"
+    source.handle(Cancel("q"))
+    assert source.core.is_drained
+    assert source.served_blocks == 0
+    for side in (source, taker):
+        side.core.pools.tiers[0].check()
+        assert side.core.pools.held_blocks == 0
+
+
+def test_a_replica_that_drains_waits_for_a_ticket_until_it_is_void() -> None:
+    source = Side()
+    offered(source, moved_from(source))
+    source.handle(Cancel("q"))
+    assert not source.core.is_drained
+    due = source.core.next_due
+    assert due is not None
+    source.now = due
+    source.handle(Tick())
+    assert source.core.is_drained
+
+
+def test_a_replica_that_drains_does_not_wait_for_what_ends_without_a_move() -> None:
+    source = Side(output_tokens=40)
+    source.submit("q", PROMPT, sampling=Sampling(max_tokens=500))
+    source.handle(Drain())
+    source.handle(Cancel("unknown", moves=True))
+    source.handle(Cancel("q"))
+    assert not source.core.is_drained
+    source.end_steps()
+    assert source.core.is_drained
+
+
+def test_output_can_be_read_while_a_step_with_its_request_is_in_flight() -> None:
+    source = Side()
+    ask = moved_from(source, ends_steps=False)
+    assert source.core.steps_in_flight
+    assert [hash_count(part.hashes) for part in offered(source, ask).parts] == [35]
+
+
+def test_tickets_of_a_replica_that_drains_get_all_of_its_host_tier() -> None:
+    source = source_with(host_blocks=40)
+    source.handle(Drain())
+    ask = KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT))
+    assert [hash_count(part.hashes) for part in offered(source, ask, "t1").parts] == [25]
+    assert [hash_count(part.hashes) for part in offered(source, ask, "t2").parts] == [15]
 
 
 class Fixed:

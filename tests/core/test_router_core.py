@@ -990,14 +990,18 @@ class FakeReplica:
     lanes: tuple[LaneLoad, ...] = ()
     follows_grammars: bool = False
     role: str = "both"
+    drains: bool = False
     running: dict[str, list[int]] = field(default_factory=dict)  # wire id -> [output so far, length]
+    moved: set[str] = field(default_factory=set)  # whose KV it is to keep
 
     def card(self) -> Announce:
         card = replace(CARD, replica=self.name, epoch=self.epoch, ready=self.ready, waiting=len(self.running))
         work = ((-1.0, 0.4), (1.5, 0.4 + len(self.running))) if self.lanes and self.running else ()
-        card = replace(card, follows_grammars=self.follows_grammars)
-        if self.role != "both":  # prompts of 10 tokens are worth a move
-            card = replace(card, role=self.role, hands_kv_over=True, prefill_points=POINTS)
+        card = replace(card, follows_grammars=self.follows_grammars, prefill_points=POINTS)
+        if self.drains:
+            # Less than an output is predicted to take.
+            card = replace(card, draining=True, drain_seconds=0.05)
+        card = replace(card, hands_kv_over=True, role=self.role)
         return replace(card, order=PolicyTerms(self.policy), lanes=self.lanes, work_ahead=work)
 
 
@@ -1040,8 +1044,11 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                     assert submit.id not in replicas[name].running
                     assert replicas[name].follows_grammars or not submit.sampling.grammar
                     replicas[name].running[submit.id] = [submit.tokens - submit.prompt_length, 3]
-                case Send(replica=name, message=Cancel(id=wire_id)):
+                case Send(replica=name, message=Cancel(id=wire_id, moves=moves)):
                     replicas[name].running.pop(wire_id, None)
+                    replicas[name].moved.discard(wire_id)
+                    if moves:
+                        replicas[name].moved.add(wire_id)
                 case Deliver():
                     assert command.id not in ended
                     assert command.id not in gone
@@ -1079,6 +1086,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                     "stale",
                     "tick",
                     "lost",
+                    "drain",
                 ]
             )
         )
@@ -1111,6 +1119,8 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
             case "restart":
                 stale += [(replica.name, Emit(wire_id, (99,))) for wire_id in running]
                 replica.running.clear()
+                replica.moved.clear()
+                replica.drains = False
                 replica.epoch += 1
                 run(Received(replica.name, replica.card()))
             case "stale" if stale:
@@ -1124,6 +1134,9 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                     run(Abandon(name))
             case "lost":
                 run(LinkLost(replica.name))
+            case "drain":
+                replica.drains = True
+                run(Received(replica.name, replica.card()))
             case _:
                 run(Tick())
 
@@ -1131,7 +1144,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
         now += 1.0
         run(Tick())
         for replica in replicas.values():
-            replica.ready = True
+            replica.ready, replica.drains = True, False
             run(Received(replica.name, replica.card()))
             for wire_id in sorted(replica.running):
                 if wire_id in replica.running:
@@ -1140,6 +1153,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
             break
     assert set(ended) | gone == set(received), "each sequence ends, unless its client has gone"
     assert core.open == core.waiting == 0
+    assert not core._moved, "no replica keeps KV for nobody"
     for name, tokens in received.items():
         assert tokens == list(range(len(tokens)))
         if ended.get(name) == "finished":
@@ -1200,16 +1214,16 @@ def test_a_popular_prefix_spreads_over_all_replicas_under_load() -> None:
 
 
 def test_a_replica_that_lacks_a_prefix_is_told_who_has_it_if_both_hand_kv_over() -> None:
-    for both, told in ((True, ("r0", 640)), (False, ("", 0))):
+    for both, identity, told in ((True, "a", ("r0", 640)), (False, "a", ("", 0)), (True, "b", ("", 0))):
         core = balanced("r0", "r1", hands_kv_over=both)
         assert ask(core, "first", 640, prefix=PREFIX) == "r0"
         card = {"prefill_points": POINTS, "longest_request_tokens": 10_000, "waiting_limit": 1000}
-        announce(core, replica="r0", pending_prefill_seconds=9.0, hands_kv_over=True, **card)
-        announce(core, replica="r1", hands_kv_over=both, **card)
+        announce(core, replica="r0", pending_prefill_seconds=9.0, hands_kv_over=True, kv_identity="a", **card)
+        announce(core, replica="r1", hands_kv_over=both, kv_identity=identity, **card)
         sequence = NewSequence("again", "again", 700, 7, Sampling(max_tokens=5), prefix=PREFIX)
         ((replica, submit),) = submits(core.handle(Arrive("m", "d", (sequence,)), 0.0))
         assert (replica, submit.peer, submit.peer_tokens) == ("r1", *told)
-        announce(core, replica="r1", hands_kv_over=both, **card)
+        announce(core, replica="r1", hands_kv_over=both, kv_identity=identity, **card)
         sequence = NewSequence("and again", "and again", 700, 7, Sampling(max_tokens=5), prefix=PREFIX)
         ((replica, submit),) = submits(core.handle(Arrive("m", "d", (sequence,)), 0.0))
         assert (replica, submit.peer) == ("r1", ""), "it is thought to have it by then"

@@ -167,7 +167,7 @@ def test_the_bar_of_a_sequence_shows_that_it_moved() -> None:
     assert [(bar.replica, bar.outcome) for bar in router.timeline] == [("r1", "stop")]
 
 
-@pytest.mark.parametrize("reason", ["refused", "rank_lost", "epoch", "replica_lost", "silent"])
+@pytest.mark.parametrize("reason", ["refused", "rank_lost", "epoch", "replica_lost", "silent", "moved"])
 def test_a_stream_that_goes_on_elsewhere_has_paused_from_its_last_token_to_its_next(reason: str) -> None:
     router = Followed()
     router(Tick(), 0.0)
@@ -177,12 +177,14 @@ def test_a_stream_that_goes_on_elsewhere_has_paused_from_its_last_token_to_its_n
         router.token("a", 2.0)
         assert router.token("a", 3.0) == []
     replica, wire_id = router.at["a"]
-    router.announce(3.0, "r1")
+    router.announce(3.0, "r1", hands_kv_over=True)
+    draining = replace(CARD, hands_kv_over=True, draining=True, drain_seconds=1.0)
     events: dict[str, tuple[RouterEvent, ...]] = {
         "refused": (Received(replica, Refused(wire_id, "capacity")),),
         "rank_lost": (Received(replica, Failed(wire_id, "rank_lost")),),
         "epoch": (Received(replica, replace(CARD, epoch=2, ready=False)),),
         "replica_lost": (LinkLost(replica),),
+        "moved": (Received(replica, draining),),
         "silent": (*(Received("r1", replace(CARD, replica="r1")), Tick()) * 30,),
     }
     facts: list[Fact] = []

@@ -640,6 +640,32 @@ def test_sigterm_drains_then_ends_the_ranks_and_the_process(stage: Stage) -> Non
     assert stage.process.wait(timeout=10) == 0
 
 
+def test_a_replica_that_drains_stays_until_its_router_says_that_a_request_goes_on_elsewhere(
+    stage: Stage,
+) -> None:
+    stage.ready()
+    stage.send_tokens()
+    stage.submit("a")
+    stage.finish(stage.step(), Sample("a", 7))
+    step = stage.step()
+    stage.process.send_signal(signal.SIGTERM)
+    while not stage.from_controller(Announce).draining:  # type: ignore[attr-defined]
+        pass
+    stage.router.send(Cancel("a", moves=True))
+    stage.finish(step, Sample("a", 8))
+    while (step := stage.step()).entries:  # it runs ahead
+        stage.finish(step, Sample("a", 9))
+    assert step.releases == ("a",)
+    stage.finish(step)
+    for _ in range(3):
+        announce = stage.from_controller(Announce)
+        assert isinstance(announce, Announce)
+        assert (announce.ready, announce.draining, announce.running) == (True, True, 0)
+    stage.router.send(Cancel("a"))
+    assert isinstance(stage._next(stage.rank, Shutdown).message, Shutdown)
+    assert stage.process.wait(timeout=10) == 0
+
+
 def test_what_has_not_ended_when_the_drain_does_is_returned_to_the_router(tmp_path: Path) -> None:
     """It continues on other replicas at once; no loss is counted against it."""
     spec = SPEC.model_copy(update={"lifecycle": LifecycleSpec(drain_seconds=0.0)})

@@ -255,13 +255,15 @@ class _Lane:
             self.disk.counts.hits += bool(awaited)
         return loads, awaited
 
-    def share(self, found: _Found, ticket: str, lane: int) -> tuple[list[HostLoad], list[Held]]:
+    def share(
+        self, found: _Found, ticket: str, lane: int, most_blocks: int
+    ) -> tuple[list[HostLoad], list[Held]]:
         """Let another replica read what was found; return the copies that this needs, and the blocks, in order.
 
-        Cached blocks that the host tier lacks are copied to it. Tickets get half of the tier together, at most.
+        Cached blocks that the host tier lacks are copied to it. All tickets together get `most_blocks` blocks of the tier.
         """
         assert self.tier is not None
-        stop = min(found.all_blocks, self.tier.ledger.blocks // _SERVED_PART - self.tier.served_blocks)
+        stop = min(found.all_blocks, most_blocks - self.tier.served_blocks)
         loads, held = self.take_in(found, 0, stop, lane)
         if held:
             self.tier.serve(ticket, held)
@@ -465,6 +467,7 @@ class KvPools:
                 copy = BlockLedger(kv_blocks, block_size_tokens)
                 windows = WindowTables(copy, window_pool.blocks, window_pool.window_tokens)
                 lane.replay = LaneReplay(copy, number, windows=windows)
+        self._served_part = _SERVED_PART
         self.peer_counts = PeerCounts()
         self.store: StoreTier | None = None
         """The store that replicas share; None: there is none."""
@@ -790,7 +793,10 @@ class KvPools:
         for lane, found in self._found_best(prompt_tokens, block_hashes, is_long=is_long, reach="host"):
             if not found.all_blocks:
                 continue
-            loads, held = self._lanes[lane].share(found, ticket, lane)
+            tier = self._lanes[lane].tier
+            assert tier is not None
+            most_blocks = tier.ledger.blocks // self._served_part
+            loads, held = self._lanes[lane].share(found, ticket, lane, most_blocks)
             self._loads += loads
             if held:
                 blocks.setdefault(lane, []).extend(
@@ -802,6 +808,10 @@ class KvPools:
         self._serves += [KvServe(ticket, tuple(each), lane) for lane, each in blocks.items()]
         self.peer_counts.served += bool(parts)
         return tuple(parts)
+
+    def share_all(self) -> None:
+        """Let tickets have all of the host tiers from now on: nothing else will need them."""
+        self._served_part = 1
 
     def unshare(self, ticket: str) -> None:
         """Let other replicas read nothing more of what a ticket offers."""
@@ -1025,6 +1035,15 @@ class KvPools:
         """Keep the output of a sequence out of the cache, because its KV may be wrong."""
         self._held[sequence].outputs.clear()
 
+    def publish_output(self, sequence: str, computed_tokens: int) -> None:
+        """Insert the whole output blocks among the first `computed_tokens` tokens of a sequence into the cache."""
+        held = self._held[sequence]
+        if held.outputs and len(held.chains) == len(held.shards.lanes) == 1:
+            chain = held.chains[held.shards.owner] + "".join(held.outputs)
+            stop = min(computed_tokens // self.block_size_tokens, hash_count(chain))
+            if stop > held.prompt_tokens // self.block_size_tokens:
+                self._publish(sequence, held.shards.owner, chain, stop)
+
     def release(self, sequence: str, computed_tokens: int = 0, *, swaps: bool = False) -> None:
         """Release the KV of a sequence that has ended and is in no step in flight.
 
@@ -1033,11 +1052,7 @@ class KvPools:
         until it is admitted again or `end_swap` is called.
         """
         held = self._held[sequence]
-        if held.outputs and len(held.chains) == len(held.shards.lanes) == 1:
-            chain = held.chains[held.shards.owner] + "".join(held.outputs)
-            stop = min(computed_tokens // self.block_size_tokens, hash_count(chain))
-            if stop > held.prompt_tokens // self.block_size_tokens:
-                self._publish(sequence, held.shards.owner, chain, stop)
+        self.publish_output(sequence, computed_tokens)
         if swaps and self._prices is not None:
             self._begin_swap(sequence, held, computed_tokens)
         for lane in self._held.pop(sequence).shards.lanes:

@@ -83,6 +83,11 @@ class KnownReplica:
     def serves(self) -> bool:
         return self.card.ready and not self.card.draining
 
+    def reads_from(self, other: KnownReplica) -> bool:
+        """Return whether it may read KV of another replica."""
+        both = self.card.hands_kv_over and other.card.hands_kv_over
+        return both and self is not other and self.card.kv_identity == other.card.kv_identity
+
     def follows(self, request: Arrive) -> bool:
         """Return whether the outputs of a request follow its grammar here, if it has one."""
         return self.card.follows_grammars or not request.has_grammar

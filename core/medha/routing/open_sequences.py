@@ -12,6 +12,17 @@ Key = tuple[str, str]
 """Name of a model, and digest of its bundle."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """A replica that keeps KV of a sequence which has left it, and gives it to the next one."""
+
+    replica: str
+    wire_id: str
+    """Name of the sequence there."""
+    tokens: int
+    """Its tokens whose KV is thought to be there."""
+
+
 @dataclass(slots=True, eq=False)
 class OpenSequence:
     """The state of a sequence in a router. Times are in seconds, on the clock of `now`."""
@@ -42,6 +53,9 @@ class OpenSequence:
     kv_dtype: str = ""  # of the KV with which its last token was sampled
     sent_at: float = 0.0  # when this attempt began
     known_tokens: int = 0  # of its prompt, which this attempt's replica was thought to have by then
+    first_token_at: float = 0.0  # of this attempt, if it has progress
+    first_tokens: int = 0  # length of `emitted` then
+    kv_source: KvSource | None = None  # until this attempt has progress
     replica: str | None = None
     wire_id: str = ""  # differs between attempts, so that a late message of an old attempt is recognised
 
@@ -53,6 +67,11 @@ class OpenSequence:
     def whole_tokens(self) -> int:
         """Tokens of its prompt and its longest output; without `max_tokens`, of one output token."""
         return self.new.prompt_length + (self.new.sampling.max_tokens or 1)
+
+    def token_seconds(self, now: float) -> float | None:
+        """Return the mean time from token to token of this attempt; None before its second one."""
+        more = len(self.emitted) - self.first_tokens
+        return (now - self.first_token_at) / more if self.has_progress and more > 0 else None
 
     @property
     def next_wire_id(self) -> str:

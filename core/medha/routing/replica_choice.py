@@ -110,11 +110,9 @@ def peer_with_kv(
 
     It must be thought to have more than the chosen one. Both must hand KV over.
     """
-    if not chosen.card.hands_kv_over:
-        return "", 0
     prefix, most, name = sequence.new.prefix, chosen.prefixes.known_tokens(sequence.new.prefix), ""
     for replica in serving:
-        if replica is not chosen and replica.card.hands_kv_over and replica.serves:
+        if chosen.reads_from(replica) and replica.serves:
             tokens = replica.prefixes.known_tokens(prefix)
             if tokens > most:
                 most, name = tokens, replica.card.replica
@@ -132,10 +130,15 @@ def reservation_tokens(sequence: OpenSequence, card: Announce) -> int:
 
     A replica that expects none reserves `max_tokens`, or else the default of the service class.
     """
+    whole = max(sequence.new.prompt_length + output_tokens(sequence, card), sequence.tokens + 1)
+    return min(whole, max(card.longest_request_tokens, sequence.tokens + 1))
+
+
+def output_tokens(sequence: OpenSequence, card: Announce) -> int:
+    """Return the output tokens that a replica expects of a sequence, from its beginning."""
     terms = class_terms(card.service_classes, sequence.request.service_class)
     most, expected = sequence.new.sampling.max_tokens, terms.expected_output_tokens
     output = terms.default_output_tokens if most is None else most
     if expected:
         output = expected if most is None else min(most, expected)
-    whole = max(sequence.new.prompt_length + output, sequence.tokens + 1)
-    return min(whole, max(card.longest_request_tokens, sequence.tokens + 1))
+    return output

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from medha.declared import DeclaredModel
 from medha.routing.deadline_ledger import Opening
+from medha.routing.drain_moves import moves
 from medha.routing.known_models import KnownModel, KnownModels
 from medha.routing.known_replicas import Forwarded, KnownReplica
 from medha.routing.ledgers import Ledgers, retry_after_seconds
@@ -36,7 +37,7 @@ from medha.routing.lost_attempts import (
     without_trial,
 )
 from medha.routing.model_work import ModelWorks
-from medha.routing.open_sequences import Key, OpenSequence
+from medha.routing.open_sequences import Key, KvSource, OpenSequence
 from medha.routing.prefix_memory import prefill_seconds
 from medha.routing.replica_choice import (
     able_replicas,
@@ -109,8 +110,15 @@ class RouterCore:
         self._lone_roles: dict[str, str] = {}  # model -> role of the only replicas that serve it
         self._rejected: dict[str, str] = {}  # replica -> reason, so that each is reported once
         self._arrivals = 0
+        self._moved: dict[str, OpenSequence] = {}  # sequences with a `kv_source`, by their names there
+        self._freed: list[RouterCommand] = []  # sources that are needed no longer
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
+        commands = self._handle(event, now)
+        freed, self._freed = self._freed, []
+        return commands + freed
+
+    def _handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
         match event:
             case Arrive():
                 return self._arrive(event, now)
@@ -375,6 +383,7 @@ class RouterCore:
             self._replicas[card.replica] = KnownReplica(card, self._listening.seconds(now), now)
         else:
             if known.card.ready and not card.ready:  # its epoch is lost; others may serve what is open there
+                self._lose_sources(card.replica)
                 for sequence in list(known.open.values()):
                     commands += self._resume(sequence, now)
             known.announce(card, now)
@@ -384,6 +393,7 @@ class RouterCore:
                 self._fetch_requested_at[card.digest] = now
                 commands.append(Send(card.replica, FetchBundle(card.digest)))
         commands += self._follow(self._replicas[card.replica].key)
+        commands += self._move_from(self._replicas[card.replica], now)
         return commands + self._dispatch(now)
 
     def _follow(self, key: Key) -> list[RouterCommand]:
@@ -413,11 +423,16 @@ class RouterCore:
 
     def _emit(self, replica: str, emit: Emit, now: float) -> list[RouterCommand]:
         sequence = self._assigned(replica, emit.id)
+        if sequence is None and emit.id in self._moved:
+            return []  # it has crossed the move, and another replica samples the same tokens
         if sequence is None:
             # This attempt was abandoned: its replica was silent, or the router has restarted.
             return [Send(replica, Cancel(emit.id))] if emit.finish_reason is None else []
         sequence.emitted.extend(emit.tokens)
         if emit.tokens:
+            if not sequence.has_progress:
+                sequence.first_token_at, sequence.first_tokens = now, len(sequence.emitted)
+                self._free_source(sequence)
             sequence.has_progress = True  # so it is not what kills its replicas
             sequence.kv_dtype = self._replicas[replica].card.kv_dtype
             sequence.losses, sequence.was_aboard = 0, False
@@ -432,24 +447,23 @@ class RouterCore:
             emit.cached_tokens,
             emit.prompt_logprobs,
         )
-        moves = self._move(sequence, now) if emit.tokens and emit.finish_reason is None else []
+        moves = self._decode_elsewhere(sequence, now) if emit.tokens and emit.finish_reason is None else []
         return [delivered, *moves]
 
-    def _move(self, sequence: OpenSequence, now: float) -> list[RouterCommand]:
+    def _decode_elsewhere(self, sequence: OpenSequence, now: float) -> list[RouterCommand]:
         """Let a sequence with a new token go on at a replica that decodes, if its present one is for prompts."""
         assert sequence.replica is not None
-        source, wire_id = self._replicas[sequence.replica], sequence.wire_id
+        source = self._replicas[sequence.replica]
         serving = self._serving_key(sequence.key)
         chosen = choose(sequence, move_targets(sequence, source, serving), serving)
         if chosen is None:
             return []
         name = source.card.replica
-        self._unassign(sequence)
+        leaves = self._leave_kv(sequence, name)
         sequence.has_moved = True
-        self._wait(sequence)
         sort_key = self._waiting.of(sequence.key).key(sequence, now)
         sent = self._forward_samples(sequence, chosen, sort_key, now)
-        return [Move(sequence.new.id, name), Send(name, Cancel(wire_id)), *sent]
+        return [Move(sequence.new.id, name), leaves, *sent]
 
     def _refused(self, replica: str, refused: Refused, now: float) -> list[RouterCommand]:
         sequence = self._assigned(replica, refused.id)
@@ -487,6 +501,7 @@ class RouterCore:
         lost = self._replicas.pop(replica, None)
         if lost is None:
             return []
+        self._lose_sources(replica)
         commands: list[RouterCommand] = []
         for sequence in list(lost.open.values()):
             if sequence.new.id not in self._sequences:
@@ -511,6 +526,8 @@ class RouterCore:
         self._forget_withdrawn()
         for key in self._waiting:
             self._waiting.refresh(key, self._serving_key(key))
+        for replica in self._replicas.values():
+            commands += self._move_from(replica, now)
         commands += self._dispatch(now)
         commands += self._end_hopeless(now)
         return commands + self._drop_unneeded(now)
@@ -690,7 +707,7 @@ class RouterCore:
         sequence.sent_at, sequence.has_progress = now, False
         self._by_wire_id[wire_id] = sequence
         cached = replica.prefixes.known_tokens(new.prefix)
-        peer, peer_tokens = peer_with_kv(sequence, replica, self._serving_key(sequence.key))
+        peer, peer_tokens = self._peer(sequence, replica)
         replica.prefixes.add(new.prefix)
         sequence.known_tokens = cached
         reserved = reservation_tokens(sequence, replica.card)
@@ -728,6 +745,58 @@ class RouterCore:
             return sequence.request.deadline_after_seconds
         terms = class_terms(replica.card.service_classes, sequence.request.service_class)
         return now - sequence.arrived_at + terms.ttft_floor_seconds
+
+    def _peer(self, sequence: OpenSequence, replica: KnownReplica) -> tuple[str, int]:
+        """Return the replica from which another one may read a sequence's KV, and of how many tokens."""
+        source = sequence.kv_source
+        if source is not None and replica.reads_from(self._replicas[source.replica]):
+            return source.replica, source.tokens
+        return peer_with_kv(sequence, replica, self._serving_key(sequence.key))
+
+    # Replicas that drain --------------------------------------------------------------------------
+
+    def _move_from(self, replica: KnownReplica, now: float) -> list[RouterCommand]:
+        """Move sequences from a replica that drains to others, as far as that is better for them."""
+        commands: list[RouterCommand] = []
+        card = replica.card
+        if not (card.ready and card.draining) or card.drain_seconds is None:
+            return commands
+        sources = [one.kv_source for one in self._moved.values() if one.kv_source is not None]
+        reading_tokens = sum(one.tokens for one in sources if one.replica == card.replica)
+        for sequence in list(replica.open.values()):
+            if is_suspect(sequence, self._limits):
+                continue
+            serving = self._serving_key(sequence.key)
+            if moves(sequence, replica, serving, reading_tokens, now):
+                reading_tokens += sequence.tokens
+                commands.append(self._leave_kv(sequence, card.replica))
+                commands += self._dispatch(now)
+        return commands
+
+    def _leave_kv(self, sequence: OpenSequence, name: str) -> Send:
+        """Let a sequence wait for another replica, which may read its KV from the one that it leaves; return what that is sent."""
+        self._free_source(sequence)
+        tokens = sequence.tokens - 1 if sequence.has_progress else sequence.tokens
+        sequence.kv_source = KvSource(name, sequence.wire_id, tokens)
+        self._moved[sequence.wire_id] = sequence
+        leaves = Send(name, Cancel(sequence.wire_id, moves=True))
+        self._unassign(sequence)
+        self._wait(sequence)
+        return leaves
+
+    def _free_source(self, sequence: OpenSequence) -> None:
+        """Let the replica that a sequence has left end, as far as it is concerned."""
+        source, sequence.kv_source = sequence.kv_source, None
+        if source is not None:
+            del self._moved[source.wire_id]
+            self._freed.append(Send(source.replica, Cancel(source.wire_id)))
+
+    def _lose_sources(self, replica: str) -> None:
+        """Note that a replica has no KV any more of sequences that have left it."""
+        for wire_id, sequence in list(self._moved.items()):
+            if sequence.kv_source is not None and sequence.kv_source.replica == replica:
+                sequence.kv_source = None
+                del self._moved[wire_id]
 
     def _usable(self, replica: KnownReplica) -> bool:
         return replica.serves and replica.card.digest in self._bundles
@@ -802,6 +871,7 @@ class RouterCore:
                 tokens, charged_at = sequence.new.prompt_length, sequence.arrived_at
                 self._attained.take_back(sequence.owner, tokens, charged_at, now)
         self._unassign(sequence)
+        self._free_source(sequence)
         self._works.ended(sequence.request.model, now)
         del self._sequences[sequence.new.id]
 

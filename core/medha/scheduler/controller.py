@@ -205,6 +205,7 @@ class ReplicaController:
         self._short_seconds = SHORT_STEP * min(floors_seconds)
         self._draining = False
         self._arrivals = 0
+        self._resumed_tokens = 0
         self._next_step_id = 0
         self._done_at: dict[tuple[int, ...], float] = {}  # when the last step of these lanes ended
 
@@ -218,6 +219,11 @@ class ReplicaController:
     def idle(self) -> bool:
         """True if no request waits or runs, no step is in flight, and nothing is to be sent to the ranks."""
         return self._table.is_empty and not (self._in_flight or self._has_changes)
+
+    @property
+    def is_drained(self) -> bool:
+        """True if it is idle, and no other replica may still read its KV."""
+        return self.idle and not self._peer_kv.gives
 
     @property
     def _has_changes(self) -> bool:
@@ -338,7 +344,7 @@ class ReplicaController:
             case Submit():
                 commands += self._submit(event, now)
             case Cancel():
-                self._cancel(event.id, now)
+                self._cancel(event, now)
             case GrammarReady():
                 for request in self._grammars.ready(event):
                     commands += self._give_up(request, "grammar", event.fault, now)
@@ -352,6 +358,7 @@ class ReplicaController:
                 self._peer_kv.end(event)
             case Drain():
                 self._draining = True
+                self._pools.share_all()
         self._peer_kv.expire(now)
         late = self._load_waits.late(now)
         self._peer_kv.late(late, now)
@@ -704,8 +711,12 @@ class ReplicaController:
             return replace(again, ttft_seconds=before.due_back - before.arrival)
         return replace(again, ttft_seconds=now - before.arrival + again.ttft_seconds)
 
-    def _cancel(self, request_id: str, now: float) -> None:
-        request = self._table.find(request_id)
+    def _cancel(self, cancel: Cancel, now: float) -> None:
+        request = self._table.find(cancel.id)
+        if not cancel.moves:
+            self._peer_kv.moved(cancel.id)
+        elif request is not None and (request.steps_aside or not request.ended):
+            self._peer_kv.moves(request)
         if request is not None:
             self._withdraw(request, now)
 
@@ -801,7 +812,7 @@ class ReplicaController:
         return done
 
     def _give_kv(self, ask: KvAsk, now: float) -> KvTicket:
-        if self._tier_seconds is None or self._draining or self.config.peer_block_seconds is None:
+        if self._tier_seconds is None or self.config.peer_block_seconds is None:
             return KvTicket(ask.id, ask.asker, reason="this replica gives no KV")
         return self._peer_kv.give(ask, self._tier_seconds.peer_seconds, now)
 
@@ -816,6 +827,11 @@ class ReplicaController:
             return 0.0, 0.0
         access_seconds, block_seconds = self._tier_seconds.peer_line()
         return access_seconds, block_seconds / self.config.block_size_tokens
+
+    @property
+    def resumed_tokens(self) -> int:
+        """KV of requests that began at another replica which was named as a peer, found or read here, tokens."""
+        return self._resumed_tokens
 
     def _go_on(self, request: Request) -> None:
         """Let a request get KV that has waited for loads."""
@@ -917,6 +933,8 @@ class ReplicaController:
             if is_first:
                 decodes.begin(request)
             decodes.add(request)
+        if is_first and request.submit.peer and request.has_output_in_prompt and not request.asides:
+            self._resumed_tokens += request.served_from_cache
         request.emitted += len(tokens)
         if request.paced_from == inf:
             request.paced_from, request.paced_length = now, request.known_tokens

@@ -34,6 +34,8 @@ from medha.wire.messages import (
     Submit,
 )
 
+EndReason = FinishReason | FailureReason | Literal["cancelled", "moved"]
+"""Reason why a request ended here. `moved`: it goes on at another replica."""
 OpenPhase = Literal["waiting", "prefill", "decode"]
 """Phase of a request that has not ended."""
 
@@ -123,7 +125,7 @@ class OpenRequest:
 class Ended(NamedTuple):
     """A request that has ended; `request` is None if it ended on arrival, because nothing was left to sample."""
 
-    reason: FinishReason | FailureReason | Literal["cancelled"]
+    reason: EndReason
     request: OpenRequest | None
 
     @property
@@ -183,7 +185,7 @@ class History:
             case Submit():
                 self._arrive(event, commands, core, facts)
             case Cancel():
-                self._end(event.id, "cancelled", facts)
+                self._end(event.id, "moved" if event.moves else "cancelled", facts)
         for command in commands:
             match command:
                 case Emit():
@@ -271,10 +273,9 @@ class History:
         else:
             self._end(emit.id, emit.finish_reason, facts)
 
-    def _end(
-        self, name: str, reason: FinishReason | FailureReason | Literal["cancelled"], facts: Facts
-    ) -> None:
+    def _end(self, name: str, reason: EndReason, facts: Facts) -> None:
         facts.moves.append((name, None, 0))
         request = self.open.pop(name, None)
-        if request is not None or reason != "cancelled":  # a cancellation may cross the end of its request
+        # A cancellation may cross the end of its request, and one that has moved is cancelled once more.
+        if request is not None or reason not in ("cancelled", "moved"):
             facts.ended.append(Ended(reason, request))

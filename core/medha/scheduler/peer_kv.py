@@ -59,6 +59,7 @@ class PeerKv:
         self._taken: dict[str, _Taken] = {}  # by ticket
         self._rests_until: dict[str, float] = {}  # by peer
         self._shares: dict[str, tuple[str, float]] = {}  # ticket -> who has it, and until when
+        self._moved: set[str] = set()  # requests that go on elsewhere, where their KV may be wanted
         self._numbers = count()
 
     @property
@@ -168,6 +169,21 @@ class PeerKv:
         self._rests_until[peer] = now + _REST_SECONDS
 
     # --- the replica that gives -----------------------------------------------------------------------
+
+    @property
+    def gives(self) -> bool:
+        """True if other replicas may still read what tickets offer, or ask for the KV of requests that have moved."""
+        return bool(self._shares or self._moved)
+
+    def moves(self, request: Request) -> None:
+        """Note that a request which ends here goes on at another replica; its KV can be found at once."""
+        if not request.waits:
+            self._pools.publish_output(request.id, request.computed)
+        self._moved.add(request.id)
+
+    def moved(self, request_id: str) -> None:
+        """Note that nobody will ask for the KV of a request any more; does nothing if it has not moved."""
+        self._moved.discard(request_id)
 
     def give(self, ask: KvAsk, seconds: Callable[[int], float], now: float) -> KvTicket:
         """Offer what is here of a prompt; `seconds` predicts the time to read so many blocks."""

@@ -88,4 +88,4 @@ def happenings(
             case Failed():
                 yield Finished(command.id, command.reason), now
     if isinstance(event, Cancel):
-        yield Finished(event.id, "cancelled"), now
+        yield Finished(event.id, "moved" if event.moves else "cancelled"), now

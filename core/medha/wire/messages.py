@@ -127,9 +127,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client has gone, or a stop string was found: end the request and free what it holds."""
+    """The client has gone, or a stop string was found: end the request and free what it holds.
+
+    If it `moves`, it goes on at another replica, which may ask for its KV. A replica that drains waits for that, until the
+    same request is cancelled once more.
+    """
 
     id: str
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +312,12 @@ class Announce:
     ends_texts: bool = True  # the model has a token that ends a text, without which it can follow no grammar
     kv_dtype: str = "auto"  # spec.kvCache.dtype; a text goes on where it is the same, if it can
     hands_kv_over: bool = False  # it gives KV to other replicas of its model, and takes theirs (`KvAsk`)
+    kv_identity: str = (
+        ""  # digest of all that the content of its KV depends on; where it differs, no KV is handed over
+    )
     read_seconds: float = 0.0  # predicted for each read of another replica's KV, however small
     read_seconds_per_token: float = 0.0  # beyond that, until the tokens are on its device
+    drain_seconds: float | None = None  # until it returns what has not ended; None: it gives no KV then
     role: str = "both"  # spec.role: `prefill`, `decode` or `both` (`medha.routing.roles`)
 
 

@@ -3,7 +3,7 @@
 export const LONG_PROMPT_TOKENS = 8192;
 export const SHORT_PROMPT_TOKENS = 1024;
 export const MOST_BARS = 5000;
-const ENDS_WELL = new Set(["stop", "length", "cancelled"]);
+const ENDS_WELL = new Set(["stop", "length", "cancelled", "moved"]);
 
 // Adds changes to bars by id. A change holds the fields that are new, and the segments from index `from` on.
 export class Bars {
@@ -142,7 +142,7 @@ function add(figures, bar, t) {
     if (bar.due !== null && bar.due > bar.arrived) figures.ttftShare.push((first - bar.arrived) / (bar.due - bar.arrived));
   }
   if (bar.tpot !== null) figures.tpotTargets.add(bar.tpot);
-  if (phase === "ended" && !failed(bar) && bar.outcome !== "cancelled") {
+  if (phase === "ended" && !failed(bar) && bar.outcome !== "cancelled" && bar.outcome !== "moved") {
     const tpot = tpotOf(bar);
     if (tpot !== null) {
       figures.tpot.push(tpot);

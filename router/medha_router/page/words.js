@@ -30,7 +30,7 @@ export function plural(number, one, many) {
   return `${count(number)} ${number === 1 ? one : many}`;
 }
 
-const OUTCOMES = { stop: "ended", length: "ended at its token limit", cancelled: "cancelled" };
+const OUTCOMES = { stop: "ended", length: "ended at its token limit", cancelled: "cancelled", moved: "moved to another replica" };
 
 export function stateOf(bar, t) {
   if (endedAt(bar, t) !== null) return OUTCOMES[bar.outcome] ?? `failed: ${bar.outcome}`;

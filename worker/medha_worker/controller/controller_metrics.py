@@ -188,6 +188,7 @@ class Observer:
         self._count_up("medha_peer_kv_loaded_bytes", counts.loaded_blocks * block_bytes)
         self._count_up("medha_peer_kv_offered_bytes", counts.served_blocks * block_bytes)
         self._count_up("medha_peer_kv_failures", counts.failed_loads)
+        self._count_up("medha_peer_kv_resumed_tokens", core.resumed_tokens)
 
     def _store_tier(self, core: ReplicaController) -> None:
         figures, store = core.config.host_tier, core.pools.store

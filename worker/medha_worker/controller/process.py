@@ -184,6 +184,7 @@ class Controller:
         self._handover: Handover | None = None  # of the current epoch; None: no KV is handed over
         self._notified: ReplicaController | None = None  # the core last reported to the supervisor
         self._stopping = False
+        self._drain_until: float | None = None
         self._record_file = settings.record_file  # None after a failed write
         self._record: TextIO | None = None
         self._lookup: PromptLookup | None = None  # of the current epoch, if it looks guesses up
@@ -203,8 +204,7 @@ class Controller:
         Raises:
             PartFailed: a rank failed before anything was served, or ranks did not come back in time.
         """
-        drain_until: float | None = None
-        while drain_until is None or not self._drained(drain_until):
+        while self._drain_until is None or not self._drained(self._drain_until):
             watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._beats.allow(self._routers.beats)
             self._poller.poll(POLL_MILLISECONDS)
@@ -220,11 +220,11 @@ class Controller:
                 self._step(Tick())
             self._be_inspected()
             self._apply_changed_settings()
-            if self._stopping and drain_until is None:
-                drain_until = time.monotonic() + self._settings.spec.lifecycle.drain_seconds
-                if self._core is not None:
-                    self._step(Drain())
-            self._announce()
+            begins_drain = self._stopping and self._drain_until is None
+            if begins_drain:
+                self._drain_until = time.monotonic() + self._settings.spec.lifecycle.drain_seconds
+                self._step(Drain())
+            self._announce(force=begins_drain)
             if self._core is None or self._core is not self._notified:
                 self._notified = self._core
                 watchdog.report(self._state())
@@ -287,7 +287,7 @@ class Controller:
         return PartState(phase=phase, epoch=self._ranks.epoch, detail=detail)
 
     def _drained(self, until: float) -> bool:
-        return self._core is None or self._core.idle or time.monotonic() >= until
+        return self._core is None or self._core.is_drained or time.monotonic() >= until
 
     def stop(self) -> None:
         """Ask the main loop to drain and end; safe in a signal handler."""
@@ -578,7 +578,7 @@ class Controller:
                     elif not self._prompts.hold(submit, sender):
                         yield self._prompts.hashed(submit)
                 case Cancel() as cancel:
-                    if self._routers.cancel(cancel.id, links):
+                    if self._routers.cancel(cancel, links):
                         self._prompts.withdraw(cancel.id)
                         self._end_output(cancel.id)
                         yield cancel
@@ -730,6 +730,9 @@ class Controller:
         lengths = np.array([*(tokens for tokens in PREFILL_POINTS if tokens < longest), longest], np.int64)
         seconds = core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
         read_seconds, read_seconds_per_token = core.read_line
+        drain_seconds = None
+        if self._drain_until is not None and self._handover is not None:
+            drain_seconds = max(self._drain_until - now, 0.0)
         return Announce(
             replica=self._settings.replica,
             model=self._settings.spec.model.name,
@@ -760,8 +763,10 @@ class Controller:
             ends_texts=any(one < self._vocab_size for one in self._bundle.eos_token_ids),
             kv_dtype=self._settings.spec.kv_cache.dtype,
             hands_kv_over=self._handover is not None,
+            kv_identity="" if self._handover is None else self._handover.identity,
             read_seconds=read_seconds,
             read_seconds_per_token=read_seconds_per_token,
+            drain_seconds=drain_seconds,
             role=self._settings.spec.role,
         )
 

@@ -12,6 +12,7 @@ import zmq
 
 from medha.wire.messages import (
     Announce,
+    Cancel,
     Emit,
     Failed,
     Message,
@@ -86,11 +87,15 @@ class RouterFleet:
         self._owners[request_id] = links.identity
         return True
 
-    def cancel(self, request_id: str, links: RouterLinks) -> bool:
-        """Forget a request that its router cancels; return False if it is not open there."""
-        if self._owners.get(request_id) != links.identity:
+    def cancel(self, cancel: Cancel, links: RouterLinks) -> bool:
+        """Forget a request that its router cancels, unless it moves; return False if it is not open there.
+
+        One that moves is cancelled once more, or ends with its router.
+        """
+        if self._owners.get(cancel.id) != links.identity:
             return False
-        del self._owners[request_id]
+        if not cancel.moves:
+            del self._owners[cancel.id]
         return True
 
     def links_of(self, request_id: str) -> RouterLinks | None:

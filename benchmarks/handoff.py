@@ -1,0 +1,282 @@
+"""Measure how fast a replica reads KV of another one, and how long a stream pauses that moves from a replica that drains.
+
+    python benchmarks/handoff.py --quick
+    python benchmarks/handoff.py --json benchmarks/results/handoff.json
+
+First, a process reads KV blocks from another process, as a rank reads those of another replica: encrypted, with checksums,
+over the loopback. In the same rounds, plain sockets pass as many bytes between the same two processes.
+
+Then, streams run on one of two replicas, which drains. If the replicas hand KV over, the stream moves and the other replica
+reads its KV; otherwise the other replica computes it when the first one ends. The pause of the stream is its longest wait for a token
+since the drain began. It is measured for several lengths of the prompt.
+
+The claims are that a read has a part of the rate of plain sockets, that the pause of the longest prompt is at most half as
+long if its KV is read, that all of these streams moved and had their KV read, and that all texts are the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import torch
+from client_stream import MODEL, Stream
+from fleet import Fleet, wait_for
+from harness import Row, claim, exit_with, in_turn, parser, ratio, report, table
+
+from medha.kv.lane_replay import HostTierWork, ReadBlocks, ServeBlocks
+from medha.wire.messages import DiskReport
+from medha_worker.device import host_device
+from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.rank.peer_reader import PeerReader
+from medha_worker.rank.peer_server import PeerServer
+
+IDENTITY, TICKET = "handoff", "handoff"
+PRESET = "small"
+ONE_RANK = (1, 1, 1)
+LEAST_RATE = 0.02  # of plain sockets, which neither encrypt nor verify
+MOST_PAUSE = 0.5
+FIRST_TOKENS = 32  # of a stream, before its replica drains
+OUTPUT_TOKENS = 400
+DRAIN_SECONDS = 3.0  # less than the output takes, so that the stream moves
+STREAM_SECONDS = 300.0
+IDS = 10, 500  # of ordinary tokens
+
+
+# --- reads -------------------------------------------------------------------------------------------------
+
+
+def host_blocks(blocks: int) -> HostBlocks:
+    """Return host blocks with random bytes, of the size of the preset's: 128 KiB each."""
+    pool = KVCache(
+        num_layers=8, kv_heads=2, head_dim=64, num_blocks=1, block_tokens=16, device=host_device(torch.float32)
+    )  # fmt: skip
+    host = HostBlocks(pool, blocks)
+    rng = np.random.default_rng(0)
+    for slot in range(blocks):
+        host.put_rows(slot, rng.integers(0, 256, (1, host.block_bytes), dtype=np.uint8))
+    return host
+
+
+def give(pipe: Connection, blocks: int) -> None:
+    """Be the replica that gives: with a ticket for all blocks, and with a plain socket for as many bytes, until told to end."""
+    host = host_blocks(blocks)
+    data = host.rows(0, blocks).tobytes()
+    server = PeerServer("tcp://127.0.0.1:*", host, IDENTITY)
+    server.serve([ServeBlocks(TICKET, ((0, blocks),))])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send((server.figures, listener.getsockname()))
+        while pipe.recv():
+            client, _ = listener.accept()
+            with client:
+                client.sendall(data)
+    server.close()
+
+
+class Taker:
+    """The replica that takes, and the process that gives."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks, self._host = blocks, host_blocks(blocks)
+        self.bytes = blocks * self._host.block_bytes
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=give, args=(theirs, blocks))
+        self._process.start()
+        figures, self._address = self._pipe.recv()
+        self._reader = PeerReader(self._host, IDENTITY, time.monotonic)
+        self._reports: list[DiskReport] = []
+        self._reader.begin_epoch(DiskReport(1), self._reports.append)
+        self._reader.learn(TICKET, figures)
+
+    def read(self) -> float:
+        """Return the bytes per second of a read of all blocks.
+
+        Raises:
+            RuntimeError: the read has failed.
+        """
+        started = time.perf_counter()
+        self._reader.submit(HostTierWork(reads=(ReadBlocks("", 0, 0, ((0, self._blocks),), TICKET),)))
+        if not (self._reader.drain(STREAM_SECONDS) and self._reports.pop().loaded):
+            raise RuntimeError("the read has failed")
+        return self.bytes / (time.perf_counter() - started)
+
+    def receive(self) -> float:
+        """Return the bytes per second of plain sockets."""
+        self._pipe.send(True)
+        started, left = time.perf_counter(), self.bytes
+        with socket.create_connection(self._address) as client:
+            piece = memoryview(bytearray(2**20))
+            while left:
+                received = client.recv_into(piece)
+                if not received:
+                    raise RuntimeError("the other process has gone")
+                left -= received
+        return self.bytes / (time.perf_counter() - started)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._pipe.send(False)
+        self._process.join()
+
+
+# --- pauses ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class IdStream(Stream):
+    """A stream whose prompt are token ids."""
+
+    ids: list[int] = field(default_factory=list)
+
+    def body(self) -> Row:
+        return super().body() | {"prompt": self.ids}
+
+
+@dataclass(frozen=True)
+class Pause:
+    """What a client saw of a drain, and how many tokens the other replica had not to compute."""
+
+    seconds: float
+    text: str
+    error: str
+    token_seconds: float  # median, before the drain
+    resumed_tokens: int
+
+
+def fleet(folder: Path, longest: int, *, hands_over: bool) -> Fleet:
+    """Return two replicas for streams of so many tokens."""
+    folder.mkdir()
+    kv_cache: Row = {"size": "192Mi"}
+    if hands_over:
+        kv_cache["tiers"] = {"host": {"size": "192Mi"}, "peers": {"bandwidth": "256Mi"}}
+    model = {"name": MODEL, "source": {"path": str(folder / "checkpoint")}, "maxModelLen": longest}
+    spec = {"model": model, "kvCache": kv_cache}
+    return Fleet(folder, (ONE_RANK, ONE_RANK), spec, PRESET, silence_seconds=10)
+
+
+def pause(found: Fleet, drain_seconds: float, length: int, number: int) -> Pause:
+    """Drain the replica that has a stream, and wait for its end; return what the client saw."""
+    for replica in found.replicas:
+        if not replica.is_alive:
+            found.restart(replica, drain_seconds)
+    found.wait_idle()
+    ids = np.random.default_rng((number, length)).integers(*IDS, length).tolist()
+    stream = IdStream("", seed=number, tokens=OUTPUT_TOKENS, temperature=number % 2, ids=ids)
+    thread = Thread(target=stream.ask, args=(found.router.url,), kwargs={"timeout_seconds": STREAM_SECONDS})
+    thread.start()
+    while len(stream.times) < FIRST_TOKENS:
+        if not thread.is_alive():
+            raise RuntimeError(f"the stream has ended too early: {stream.error}")
+        time.sleep(0.005)
+    victim = max(found.replicas, key=found.running)
+    (other,) = (one for one in found.replicas if one is not victim)
+    before = other.metric("medha_peer_kv_resumed_tokens_total")
+    since = time.monotonic()
+    victim.drain()
+    thread.join()
+    steps = np.diff([at for at in stream.times if at < since])
+    found.wait_idle()
+    resumed = other.metric("medha_peer_kv_resumed_tokens_total") - before
+    wait_for(lambda: not victim.is_alive, "end of the drain", victim.log)
+    return Pause(stream.pause(since), stream.text, stream.error, float(np.median(steps)), round(resumed))
+
+
+def rows_of(lengths: Sequence[int], pauses: dict[str, list[list[Pause]]]) -> list[Row]:
+    rows: list[Row] = []
+    for index, length in enumerate(lengths):
+        each = {name: [one[index] for one in found] for name, found in pauses.items()}
+        row: Row = {"prompt_tokens": length}
+        for name, found in each.items():
+            row[f"{name}_pause_seconds"] = round(statistics.median(one.seconds for one in found), 3)
+        row["token_seconds"] = round(statistics.median(one.token_seconds for one in each["read"]), 4)
+        row["read_tokens"] = min(one.resumed_tokens for one in each["read"])
+        rows.append(row)
+    return rows
+
+
+def claims(
+    rates: dict[str, list[float]], lengths: Sequence[int], pauses: dict[str, list[list[Pause]]]
+) -> list[Row]:
+    plain = statistics.median(rates["plain"]) / 2**20
+    longest = [[one[-1].seconds for one in pauses[name]] for name in ("read", "computed")]
+    pairs = [
+        (read, computed)
+        for reads, others in zip(pauses["read"], pauses["computed"], strict=True)
+        for read, computed in zip(reads, others, strict=True)
+    ]
+    same = sum(a.text == b.text and not (a.error or b.error) for a, b in pairs)
+    moved = sum(
+        one.resumed_tokens >= length
+        for found in pauses["read"]
+        for length, one in zip(lengths, found, strict=True)
+    )
+    name = f"pause of a stream of {lengths[-1]} tokens: KV read against computed"
+    computed = f"computed: {statistics.median(longest[1]):.2f} s"
+    return [
+        claim("rate of a read against plain sockets", ratio(rates["read"], rates["plain"]), "ratio", LEAST_RATE, "more", f"plain sockets: {plain:.0f} MiB/s"),
+        claim(name, ratio(*longest), "ratio", MOST_PAUSE, "less", computed),
+        claim("streams whose KV was read", 100 * moved / len(pairs), "%", 100, "more"),
+        claim("texts that are the same", 100 * same / len(pairs), "%", 100, "more"),
+    ]  # fmt: skip
+
+
+def main() -> int:
+    arguments = parser(__doc__, quick="one round, prompts of 1,024 tokens", rounds=3).parse_args()
+    lengths: Sequence[int] = (1024, 4096, 16_384)
+    rounds, blocks = arguments.rounds, 2048
+    if arguments.quick:
+        lengths, rounds, blocks = (1024,), 1, 256
+    taker = Taker(blocks)
+    try:
+        calls = {"plain": taker.receive, "read": taker.read}
+        in_turn(1, calls)  # touches all memory
+        rates = in_turn(max(rounds, 3), calls)
+    finally:
+        taker.close()
+    table(("transfer", "MiB/s"), [(name, statistics.median(each) / 2**20) for name, each in rates.items()])
+    with tempfile.TemporaryDirectory(prefix="handoff-") as folder:
+        longest = lengths[-1] + OUTPUT_TOKENS
+        drains = {"computed": 0.0, "read": DRAIN_SECONDS}
+        fleets = {
+            name: fleet(Path(folder) / name, longest, hands_over=seconds > 0)
+            for name, seconds in drains.items()
+        }
+        numbers = {name: iter(range(rounds)) for name in fleets}
+
+        def measure(name: str) -> list[Pause]:
+            number = next(numbers[name])
+            return [pause(fleets[name], drains[name], length, number) for length in lengths]
+
+        try:
+            for name, one in fleets.items():
+                for replica in one.replicas:
+                    replica.start(drains[name])
+            for one in fleets.values():
+                one.wait_ready()
+            pauses = in_turn(rounds, {name: partial(measure, name) for name in fleets})
+        finally:
+            for one in fleets.values():
+                one.close()
+    rows = rows_of(lengths, pauses)
+    table(rows[0], [row.values() for row in rows])
+    figures: Row = {
+        "model": PRESET, "output_tokens": OUTPUT_TOKENS, "rows": rows,
+        "mib_per_second": {name: round(statistics.median(each) / 2**20, 1) for name, each in rates.items()},
+    }  # fmt: skip
+    return report(claims(rates, lengths, pauses), arguments.json, figures)
+
+
+if __name__ == "__main__":
+    exit_with(main)
