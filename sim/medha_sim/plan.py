@@ -95,7 +95,7 @@ class Wish:
     gpu_hour_price: float = 2.5
     memory_fraction: float = 0.9  # of a GPU's memory, for weights, activations and KV
     max_gpus: int = 128
-    # What guesses: one GPU of the last stage holds its weights and KV.
+    # The draft model or head; one GPU of the last stage holds its weights and KV.
     draft: ModelShape | HeadShape | None = None
     prefix_caching: bool = True  # False: layers with a window need no room for windows of cached prefixes
     host_bytes: int = 0  # of the host tier of each rank; 0: there is none

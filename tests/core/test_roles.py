@@ -108,7 +108,7 @@ def test_a_long_prompt_is_computed_at_one_replica_and_moves_with_its_first_token
     delivered, move, cancel, prompt, sent = world.emit("p", "a", 9)
     assert delivered == Deliver("a", (9,))
     assert move == Move("a", "p")
-    assert cancel == Send("p", Cancel("a"))
+    assert cancel == Send("p", Cancel("a", moves=True))
     assert prompt == SendPrompt("d", "a~1/prompt", "a", (9,))
     assert isinstance(sent, Send)
     assert isinstance(sent.message, Submit)
@@ -116,15 +116,18 @@ def test_a_long_prompt_is_computed_at_one_replica_and_moves_with_its_first_token
     assert (sent.replica, resumed.id, resumed.tokens, resumed.prompt_length) == ("d", "a~1", 641, LONG)
     assert (resumed.peer, resumed.peer_tokens, resumed.seed) == ("p", LONG, 7)
     assert (resumed.age_seconds, resumed.deadline_after_seconds) == (1.0, 3.0), "due as the shortest prompt"
-    assert world.emit("d", "a~1", 8) == [Deliver("a", (8,))], "it moves once"
+    freed = Send("p", Cancel("a"))
+    assert world.emit("d", "a~1", 8) == [Deliver("a", (8,)), freed], (
+        "it moves once, and its KV there is needed no longer"
+    )
 
 
 def test_what_the_first_replica_samples_after_the_move_is_dropped_and_no_token_is_lost() -> None:
     world = World(d="decode", p="prefill")
     world.ask("a", LONG)
     world.emit("p", "a", 9)
-    assert world.emit("p", "a", 8) == [Send("p", Cancel("a"))]
-    assert world.emit("d", "a~1", 8) == [Deliver("a", (8,))]
+    assert world.emit("p", "a", 8) == [], "it has crossed the move"
+    assert world.emit("d", "a~1", 8) == [Deliver("a", (8,)), Send("p", Cancel("a"))]
     assert world.core.handle(Received("d", Emit("a~1", (7,), "stop")), 2.0) == [Deliver("a", (7,), "stop")]
     assert world.core.open == 0
 
