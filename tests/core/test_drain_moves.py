@@ -25,6 +25,7 @@ from medha.wire.messages import (
     Announce,
     Cancel,
     Emit,
+    Heartbeat,
     Refused,
     Sampling,
     ServiceClassTerms,
@@ -155,6 +156,16 @@ def test_a_sequence_that_ends_in_time_stays_until_it_is_late() -> None:
     assert cancels(router.moved(20)) == []
     router.now += 24.0
     router.emit("old", "a", 20)
+    assert cancels(router.handle(Tick())) == [("old", Cancel("a", moves=True))]
+
+
+def test_announcements_of_a_replica_that_drains_lead_to_no_decisions_between_ticks() -> None:
+    """It may announce twenty times a second, and each decision looks at all of its sequences."""
+    router = Router(max_tokens=60)
+    router.moved(20)
+    router.now += 24.0
+    router.emit("old", "a", 20)
+    assert router.announce(replace(DRAINING, drain_seconds=6.0)) == []
     assert cancels(router.handle(Tick())) == [("old", Cancel("a", moves=True))]
 
 
@@ -295,11 +306,35 @@ def test_a_sequence_that_is_refused_goes_elsewhere_and_reads_the_same_kv() -> No
 def test_a_sequence_that_moves_twice_frees_the_first_replica() -> None:
     router = Router()
     router.moved(20)
+    assert ("old", Cancel("a")) in cancels(router.emit("new", "a~1", 20))
     router.announce(replace(NEW, replica="newer"))
     commands = router.announce(replace(DRAINING, replica="new"))
-    assert set(cancels(commands)) == {("new", Cancel("a~1", moves=True)), ("old", Cancel("a"))}
+    assert cancels(commands) == [("new", Cancel("a~1", moves=True))]
     ((replica, submit),) = submits(commands)
-    assert (replica, submit.peer) == ("newer", "new")
+    assert (replica, submit.peer, submit.peer_tokens) == ("newer", "new", 1020)
+
+
+def test_a_sequence_that_moves_twice_without_a_token_between_reads_from_the_first_replica() -> None:
+    router = Router()
+    router.moved(20)
+    router.announce(replace(NEW, replica="newer"))
+    commands = router.announce(replace(DRAINING, replica="new"))
+    assert cancels(commands) == [("new", Cancel("a~1", moves=True)), ("new", Cancel("a~1"))]
+    ((replica, submit),) = submits(commands)
+    assert (replica, submit.peer, submit.peer_tokens) == ("newer", "old", 1019)
+    assert cancels(router.emit("newer", "a~2", 20)) == [("old", Cancel("a"))]
+    assert router.core._moved == {}
+
+
+def test_a_replica_that_was_silent_keeps_no_kv_for_those_that_have_left_it() -> None:
+    router = Router()
+    router.moved(20)
+    cancelled: list[tuple[str, Cancel]] = []
+    for _ in range(10):
+        router.now += 0.5
+        router.handle(Received("new", Heartbeat()))
+        cancelled += cancels(router.handle(Tick()))
+    assert cancelled == [("old", Cancel("a"))]
 
 
 def test_moves_count_neither_as_losses_nor_as_lost_attempts() -> None:

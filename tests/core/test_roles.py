@@ -77,7 +77,7 @@ class World:
         new = tuple(
             NewSequence(
                 f"{name}{at}" if at else name, name, tokens, 7,
-                Sampling(max_tokens=50, **sampling),  # type: ignore[arg-type]
+                Sampling(**{"max_tokens": 50, **sampling}),  # type: ignore[arg-type]
                 at, prefix_of(tokens, seed),
             )
             for at in range(samples)
@@ -245,6 +245,49 @@ def test_a_prompt_whose_kv_is_lost_is_computed_at_a_prefill_replica_again() -> N
     assert (replica, submit.tokens, submit.peer) == ("q", 641, "")
     ((replica, submit),) = submits(world.emit("q", "a~2", 8))
     assert (replica, submit.tokens, submit.peer) == ("e", 642, "q")
+
+
+def test_a_long_output_of_a_replica_that_drains_goes_on_where_outputs_are_decoded() -> None:
+    world = World(d="decode", p="prefill")
+    world.ask("a", LONG, max_tokens=2000)
+    world.emit("p", "a", 9)
+    world.emit("d", "a~1", *range(599))
+    world.cards["e"] = replace(CARD, replica="e", role="decode")
+    world.announce("e")
+    ((replica, submit),) = submits(world.announce("d", draining=True, drain_seconds=15.0))
+    assert (replica, submit.peer, submit.peer_tokens) == ("e", "d", LONG + 599)
+    assert world.emit("e", "a~2", 7) == [Deliver("a", (7,)), Send("d", Cancel("a~1"))]
+
+
+def test_a_long_output_moves_once_there_is_a_decode_replica() -> None:
+    world = World(p="prefill")
+    world.ask("a", LONG, max_tokens=2000)
+    world.emit("p", "a", *range(600))
+    world.cards["d"] = replace(CARD, replica="d", role="decode")
+    world.announce("d")
+    ((replica, submit),) = submits(world.emit("p", "a", 7))
+    assert (replica, submit.peer, submit.peer_tokens) == ("d", "p", LONG + 600)
+
+
+def test_replicas_that_cannot_read_the_kv_of_prefill_replicas_compute_prompts_too() -> None:
+    """Else each prompt would be computed twice in a rollout, and its stream would wait for the second time."""
+    world = World(d="decode", p="prefill")
+    world.announce("d", kv_identity="newer")
+    served = {name for seed in range(4) for name, _ in world.ask(f"a{seed}", LONG, seed=seed)}
+    assert served == {"d", "p"}
+    for name, replica in world.core._replicas.items():
+        for wire_id in list(replica.open):
+            assert submits(world.emit(name, wire_id, 9)) == [], "it stays"
+
+
+def test_a_sequence_moves_only_to_a_replica_that_reads_its_kv() -> None:
+    world = World(d="decode", e="decode", p="prefill")
+    world.announce("d", kv_identity="newer")
+    world.announce("e", waiting=100)
+    world.ask("a", LONG)
+    assert world.emit("p", "a", 9) == [Deliver("a", (9,))]
+    world.announce("e", waiting=0)
+    assert [name for name, _ in submits(world.emit("p", "a", 8))] == ["e"]
 
 
 def test_a_text_that_has_begun_stays_where_kv_is_rounded_alike() -> None:

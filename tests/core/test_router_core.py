@@ -990,6 +990,7 @@ class FakeReplica:
     lanes: tuple[LaneLoad, ...] = ()
     follows_grammars: bool = False
     role: str = "both"
+    kv_identity: str = ""
     drains: bool = False
     running: dict[str, list[int]] = field(default_factory=dict)  # wire id -> [output so far, length]
     moved: set[str] = field(default_factory=set)  # whose KV it is to keep
@@ -1001,7 +1002,7 @@ class FakeReplica:
         if self.drains:
             # Less than an output is predicted to take.
             card = replace(card, draining=True, drain_seconds=0.05)
-        card = replace(card, hands_kv_over=True, role=self.role)
+        card = replace(card, hands_kv_over=True, kv_identity=self.kv_identity, role=self.role)
         return replace(card, order=PolicyTerms(self.policy), lanes=self.lanes, work_ahead=work)
 
 
@@ -1021,11 +1022,12 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
     replicas["r0"].role, replicas["r1"].role = data.draw(
         st.sampled_from([("both", "both"), ("prefill", "decode"), ("decode", "prefill"), ("prefill", "both")])
     )
+    replicas["r1"].kv_identity = data.draw(st.sampled_from(["", "newer"]))
     log: list[tuple[RouterEvent, float, list[RouterCommand]]] = []
     received: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
     gone: set[str] = set()
-    stale: list[tuple[str, Emit]] = []
+    stale: list[tuple[str, Emit | Failed | Refused]] = []
     now = 0.0
 
     def run(event: RouterEvent) -> None:
@@ -1045,7 +1047,14 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                     assert replicas[name].follows_grammars or not submit.sampling.grammar
                     replicas[name].running[submit.id] = [submit.tokens - submit.prompt_length, 3]
                 case Send(replica=name, message=Cancel(id=wire_id, moves=moves)):
-                    replicas[name].running.pop(wire_id, None)
+                    if replicas[name].running.pop(wire_id, None) is not None:  # what may cross it
+                        stale.append((name, Emit(wire_id, (99,))))
+                        ends = [
+                            Emit(wire_id, (99,), "stop"),
+                            Failed(wire_id, "internal"),
+                            Refused(wire_id, "capacity"),
+                        ]
+                        stale.append((name, ends[len(stale) // 2 % 3]))
                     replicas[name].moved.discard(wire_id)
                     if moves:
                         replicas[name].moved.add(wire_id)
@@ -1133,6 +1142,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
                     gone.add(name)
                     run(Abandon(name))
             case "lost":
+                replica.moved.clear()  # its side of the connection has ended, too
                 run(LinkLost(replica.name))
             case "drain":
                 replica.drains = True
@@ -1153,7 +1163,8 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
             break
     assert set(ended) | gone == set(received), "each sequence ends, unless its client has gone"
     assert core.open == core.waiting == 0
-    assert not core._moved, "no replica keeps KV for nobody"
+    assert not core._moved
+    assert not any(replica.moved for replica in replicas.values()), "no replica keeps KV for nobody"
     for name, tokens in received.items():
         assert tokens == list(range(len(tokens)))
         if ended.get(name) == "finished":

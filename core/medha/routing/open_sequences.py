@@ -21,6 +21,8 @@ class KvSource:
     """Name of the sequence there."""
     tokens: int
     """Its tokens whose KV is thought to be there."""
+    has_decoded: bool
+    """The sequence got a token there, so all of that KV was computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,14 @@ class OpenSequence:
         """Return the mean time from token to token of this attempt; None before its second one."""
         more = len(self.emitted) - self.first_tokens
         return (now - self.first_token_at) / more if self.has_progress and more > 0 else None
+
+    @property
+    def kv_tokens(self) -> int:
+        """Its first tokens whose KV a replica has which decodes it, or did before it moved; 0 if there is no such replica."""
+        if self.replica is not None and self.has_progress:
+            return self.tokens - 1
+        source = self.kv_source
+        return source.tokens if source is not None and source.has_decoded else 0
 
     @property
     def next_wire_id(self) -> str:

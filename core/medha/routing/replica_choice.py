@@ -48,7 +48,8 @@ def move_targets(
 ) -> list[KnownReplica]:
     """Return the replicas to which a sequence may move that has just got a token from `source`; none if it stays.
 
-    It goes where it has to wait neither for a place nor for KV. Until there is such a replica, it decodes where it is.
+    It goes where its KV can be read, and where it has to wait neither for a place nor for KV. Until there is such a replica,
+    it decodes where it is.
     """
     if source.card.role != PREFILL:
         return []
@@ -58,7 +59,9 @@ def move_targets(
     return [
         one
         for one in able
-        if one.has_place and one.berth(sequence.tokens, reservation_tokens(sequence, one.card)).has_kv
+        if one.reads_from(source)
+        and one.has_place
+        and one.berth(sequence.tokens, reservation_tokens(sequence, one.card)).has_kv
     ]
 
 

@@ -6,7 +6,8 @@ token on, the sequence *moves*: the router cancels it there and submits it, with
 replica, naming the first one as the peer that has the KV (`medha.scheduler.peer_kv`). Other prompts are computed where they
 decode, since a move would compute them twice.
 
-Roles are preferences: if no replica of a role can serve a sequence, the others serve it.
+Roles are preferences: if no replica of a role can serve a sequence, the others serve it. If no replica can read the KV of those
+for prompts, roles say nothing: each replica decodes what it has computed.
 """
 
 from __future__ import annotations
@@ -25,10 +26,20 @@ replica that would read decides again."""
 
 def in_phase(sequence: OpenSequence, able: Sequence[KnownReplica]) -> list[KnownReplica]:
     """Return those of the replicas that can serve a sequence whose role is what it needs next; all, if none has that role."""
-    if all(one.card.role == BOTH for one in able):
+    if all(one.card.role == BOTH for one in able) or not _hand_over(able):
         return list(able)
     role = PREFILL if needs_prefill(sequence, able) else DECODE
     return [one for one in able if one.card.role in (BOTH, role)] or list(able)
+
+
+def _hand_over(able: Sequence[KnownReplica]) -> bool:
+    """Return whether replicas for prompts have others that read their KV, if there are both kinds.
+
+    In a rollout there may be none, because replicas of two versions exchange no KV.
+    """
+    computing = [one for one in able if one.card.role == PREFILL]
+    others = [one for one in able if one.card.role != PREFILL]
+    return not (computing and others) or any(one.reads_from(source) for one in others for source in computing)
 
 
 def needs_prefill(sequence: OpenSequence, able: Sequence[KnownReplica]) -> bool:
@@ -49,6 +60,7 @@ def needs_prefill(sequence: OpenSequence, able: Sequence[KnownReplica]) -> bool:
     known = max(one.prefixes.known_tokens(new.prefix) for one in knowing)
     if known == new.prefix[-1][0]:  # marks end with a whole block, and so does what is cached
         known = new.prompt_length
+    known = max(known, sequence.kv_tokens)
     return any(read_pays(one, tokens, known) for one in decoding)
 
 

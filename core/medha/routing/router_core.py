@@ -379,6 +379,7 @@ class RouterCore:
         if known is not None and _identity(known.card) != _identity(card):
             commands += self._lose(card.replica, now)  # a new epoch knows none of the old one's sequences
             known = None
+        drains = card.draining and (known is None or not known.card.draining)
         if known is None:
             self._replicas[card.replica] = KnownReplica(card, self._listening.seconds(now), now)
         else:
@@ -393,7 +394,8 @@ class RouterCore:
                 self._fetch_requested_at[card.digest] = now
                 commands.append(Send(card.replica, FetchBundle(card.digest)))
         commands += self._follow(self._replicas[card.replica].key)
-        commands += self._move_from(self._replicas[card.replica], now)
+        if drains:  # later decisions are those of ticks: it announces often, and may have many sequences
+            commands += self._move_from(self._replicas[card.replica], now)
         return commands + self._dispatch(now)
 
     def _follow(self, key: Key) -> list[RouterCommand]:
@@ -521,7 +523,7 @@ class RouterCore:
             if silent_seconds > self._limits.silence_seconds:
                 commands.append(Reject(name, f"silent for {silent_seconds:.1f} s"))
                 # It may come back on the same connection, and must not compute what others do by then.
-                commands += [Send(name, Cancel(wire_id)) for wire_id in replica.open]
+                commands += [Send(name, Cancel(wire_id)) for wire_id in [*replica.open, *self._left(name)]]
                 commands += self._lose(name, now)
         self._forget_withdrawn()
         for key in self._waiting:
@@ -775,11 +777,14 @@ class RouterCore:
 
     def _leave_kv(self, sequence: OpenSequence, name: str) -> Send:
         """Let a sequence wait for another replica, which may read its KV from the one that it leaves; return what that is sent."""
-        self._free_source(sequence)
-        tokens = sequence.tokens - 1 if sequence.has_progress else sequence.tokens
-        sequence.kv_source = KvSource(name, sequence.wire_id, tokens)
-        self._moved[sequence.wire_id] = sequence
         leaves = Send(name, Cancel(sequence.wire_id, moves=True))
+        if sequence.kv_source is None or sequence.has_progress:
+            self._free_source(sequence)
+            tokens = sequence.tokens - sequence.has_progress
+            sequence.kv_source = KvSource(name, sequence.wire_id, tokens, sequence.has_progress)
+            self._moved[sequence.wire_id] = sequence
+        else:  # the replica that it left before still has its KV
+            self._freed.append(Send(name, Cancel(sequence.wire_id)))
         self._unassign(sequence)
         self._wait(sequence)
         return leaves
@@ -793,10 +798,13 @@ class RouterCore:
 
     def _lose_sources(self, replica: str) -> None:
         """Note that a replica has no KV any more of sequences that have left it."""
-        for wire_id, sequence in list(self._moved.items()):
-            if sequence.kv_source is not None and sequence.kv_source.replica == replica:
-                sequence.kv_source = None
-                del self._moved[wire_id]
+        for wire_id in self._left(replica):
+            self._moved.pop(wire_id).kv_source = None
+
+    def _left(self, replica: str) -> list[str]:
+        """Return the names of sequences at a replica which they have left, and which keeps KV of them."""
+        sources = (one.kv_source for one in self._moved.values())
+        return [one.wire_id for one in sources if one is not None and one.replica == replica]
 
     def _usable(self, replica: KnownReplica) -> bool:
         return replica.serves and replica.card.digest in self._bundles
