@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,24 +14,27 @@ from medha.api.replica import MedhaReplicaSpec
 from medha.wire.messages import PeerFigures, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.eagle3_preset import init_eagle3
-from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.checkpoints.presets import PRESETS, init_checkpoint
 from medha_worker.checkpoints.weights_identity import content_identity
+from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.rank.engine import Loaded, load
 from medha_worker.rank.step_recorder import StepRecorder
 
 
-def loaded(folder: Path, **speculation: object) -> Loaded:
+def loaded(folder: Path, *, rank: int = 0, stages: int = 1, **speculation: object) -> Loaded:
     tiers = {"host": {"size": "384Ki"}, "peers": {"bandwidth": "1Gi"}}
     document = {
         "model": {"name": "m", "source": {"path": "/models/tiny"}, "maxModelLen": 128},
         "kvCache": {"size": "384Ki", "tiers": tiers},
+        "parallelism": {"stream": stages},
         "scheduling": {"maxChunkTokens": 32, "maxRunning": 4, "speculation": speculation},
         "threads": 1,
     }
     spec = MedhaReplicaSpec.model_validate(document)
     source = spec.scheduling.speculation.source
     settings = RankSettings(
-        rank=0,
+        rank=rank,
         spec=spec,
         model_directory=folder,
         draft_directory=None if source is None or source.path is None else Path(source.path),
@@ -82,6 +86,23 @@ def test_replicas_with_and_without_a_prediction_head_exchange_no_kv(tmp_path: Pa
     plain, looking_up, headed, alike = (identity(loaded(tmp_path / "mtp", **one)) for one in asked)
     assert plain == looking_up
     assert plain != headed == alike
+
+
+def test_equal_shapes_of_other_layers_are_other_kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of two stages has four layers, or three and the head that moves a layer to the first one."""
+    monkeypatch.setitem(PRESETS, "deeper", replace(PRESETS["tiny"], layers=8))
+    init_checkpoint(tmp_path / "mtp", preset="deeper", seed=0, architecture="deepseek_v3", mtp_layers=1)
+
+    def of(**speculation: object) -> tuple[str, list[tuple[int, ...]]]:
+        rank = loaded(tmp_path / "mtp", rank=1, stages=2, **speculation)
+        head = rank._draft if isinstance(rank._draft, PredictionHead) else None
+        pools = rank._model.new_kv_cache(4, 4, head=head)
+        return rank._kv_identity(rank._model, HostBlocks(pools, 4), ""), [one.shape for one in pools.pools()]
+
+    plain, shapes = of()
+    headed, equal_shapes = of(method="predictionHead", predictionHead={"kind": "mtp"})
+    assert shapes == equal_shapes
+    assert plain != headed
 
 
 def test_replicas_with_different_eagle3_heads_exchange_no_kv(folder: Path) -> None:

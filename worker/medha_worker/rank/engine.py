@@ -580,6 +580,7 @@ class Loaded:
                 cache.block_tokens,
                 str(settings.topology),
                 (0 if is_of_any_lane else at.kv, at.stream, at.tensor),
+                (model.shard.first_layer, model.shard.last_layer),
                 [tuple(pool.shape[::2]) for pool in cache.pools()],
             )
         )
