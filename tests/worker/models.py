@@ -61,7 +61,7 @@ def load_eagle3(
         eagle3_config(directory, config),
         device=device,
         kernels=kernels or torch_kernels(device),
-        embedding=lambda: load_embedding(model_directory, config, device=device),
+        embedding=load_embedding(model_directory, config, device=device),
     )
 
 

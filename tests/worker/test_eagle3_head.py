@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +27,12 @@ from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.eagle3_config import Eagle3Config
 from medha_worker.model.eagle3_head import Eagle3Head
+from medha_worker.model.eagle3_tensors import find_eagle3_tensors
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.sampler import TokenMask
 from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import load_embedding
 
 from .eagle3_reference import (
     ReferenceEagle3,
@@ -242,8 +245,10 @@ def test_the_form_of_speculators_is_the_same_head(random_head: Headed, tmp_path:
         ({IDS: None}, (2, 16, 29)),
         ({IDS: [1, 9, 32]}, (1, 9, 32)),
         ({IDS: None, "eagle_config": {IDS: [1, 15, 28]}}, (2, 16, 29)),
+        ({IDS: None, "eagle_config": {IDS: []}}, (2, 16, 29)),
+        ({IDS: []}, (2, 16, 29)),
     ],
-    ids=["the default", "inputs of layers", "results of layers"],
+    ids=["the default", "inputs of layers", "results of layers", "no results named", "none named"],
 )
 def test_the_layers_are_those_that_published_configurations_mean(
     random_head: Headed, tmp_path: Path, fields: dict[str, Any], collected: tuple[int, ...]
@@ -427,7 +432,13 @@ def added(found: Tensors) -> None:
 @pytest.mark.parametrize(
     ("fields", "tensors", "kind", "said"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, None, ModelUnsupported, "architectures is ['LlamaForCausalLM']"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None},
+            None,
+            ModelUnsupported,
+            "architectures is ['LlamaForCausalLM']",
+        ),
+        ({"architectures": ["Qwen2ForCausalLM"]}, None, ModelUnsupported, "architectures is ['Qwen2ForCausalLM']"),
         ({"num_hidden_layers": 2}, None, ConfigInvalid, "num_hidden_layers is 2, not 1"),
         ({"model_type": "qwen3"}, None, ModelUnsupported, "model_type is 'qwen3'"),
         ({"norm_output": True}, None, ModelUnsupported, "norm_output is True, which is not supported"),
@@ -477,19 +488,103 @@ def test_a_head_that_does_not_fit_is_refused_with_the_field_and_the_fix(
     assert said in str(raised.value)
 
 
-def test_other_files_of_weights_are_named(random_head: Headed, tmp_path: Path) -> None:
+def saved_by_torch(head: Path, content: object, **options: Any) -> Path:
+    """Replace a head's safetensors by what torch saves of `content`."""
+    (head / "model.safetensors").unlink(missing_ok=True)
+    torch.save(content, head / "pytorch_model.bin", **options)
+    return head / "pytorch_model.bin"
+
+
+def test_a_file_of_torch_is_the_same_head(random_head: Headed, tmp_path: Path) -> None:
     folder = make(tmp_path)
-    (folder / "head" / "model.safetensors").rename(folder / "head" / "pytorch_model.bin")
-    with pytest.raises(
-        ModelUnsupported, match=r"pytorch_model\.bin, .* save its tensors as model\.safetensors"
-    ):
-        eagle3_config(folder / "head", random_head.config)
-    (folder / "head" / "pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointInvalid, match=r"model\.safetensors is missing"):
-        eagle3_config(folder / "head", random_head.config)
-    (folder / "head" / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointInvalid, match="no complete safetensors file"):
-        eagle3_config(folder / "head", random_head.config)
+    authors = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
+    change_head(folder / "head", authors, lambda found: found.update(random_embedding()))
+    wanted = headed(folder)
+    saved_by_torch(
+        folder / "head",
+        OrderedDict(
+            (name, torch.nn.Parameter(one) if one.is_floating_point() else one)
+            for name, one in load_file(folder / "head" / "model.safetensors").items()
+        ),
+    )
+    found = headed(folder)
+    assert found.head.weights_bytes == wanted.head.weights_bytes
+    ids, hidden = torch.from_numpy(random_ids(20, 1).astype(np.int64)), torch.randn(20, 4 * 128)
+    logits = []
+    for one in (wanted, found):
+        cache = one.model.new_kv_cache(5, BLOCK_TOKENS, head=one.head).last_layer()
+        step = one.head.prepare(torch.arange(20), [SequenceSpan(0, 20, 0, range(5))], cache)
+        logits.append(one.head.logits(one.head.forward(ids, step, one.head.taken(one.model, hidden))))
+    assert logits[0] is not None
+    assert logits[1] is not None
+    assert torch.equal(logits[0], logits[1])
+    assert torch.isfinite(logits[0]).any()
+
+
+def random_embedding() -> Tensors:
+    return {"embed_tokens.weight": torch.randn(VOCAB, 128, generator=torch.Generator().manual_seed(1))}
+
+
+class Trap:
+    """An object whose pickle would make a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_file_of_torch_is_run_and_a_damaged_one_is_named(
+    random_head: Headed, tmp_path: Path
+) -> None:
+    head = make(tmp_path) / "head"
+    good = load_file(head / "model.safetensors")
+
+    def refused(said: str, kind: type[MedhaError] = CheckpointInvalid) -> None:
+        with pytest.raises(kind) as raised:
+            eagle3_config(head, random_head.config)
+        assert f"{FIELD}.source ({head}): " in str(raised.value)
+        assert said in str(raised.value)
+
+    saved_by_torch(head, {**good, "trap": Trap(tmp_path / "run")})
+    refused("holds something other than tensors, which is not read")
+    assert not (tmp_path / "run").exists()
+    saved_by_torch(head, {**good, "epoch": 3})
+    refused("holds something other than tensors by name; save its tensors as model.safetensors")
+    saved_by_torch(head, {**good, "fc.weight": torch.empty(128, 384, device="meta")})
+    refused("holds something other than tensors")
+    saved_by_torch(head, [good])
+    refused("holds something other than tensors by name")
+    saved_by_torch(head, {**good, "fc.weight": good["fc.weight"].double()})
+    refused("tensor fc.weight is stored as torch.float64, which is not supported", ModelUnsupported)
+    saved_by_torch(head, good, _use_new_zipfile_serialization=False)
+    refused("is no complete file of torch.save")
+    path = saved_by_torch(head, good)
+    eagle3_config(head, random_head.config)
+    path.write_bytes(path.read_bytes()[:-5000])
+    refused("is no complete file of torch.save")
+    path.write_bytes(b"")
+    refused("is no complete file of torch.save")
+    path.unlink()
+    refused("model.safetensors is missing")
+    (head / "model.safetensors").write_bytes(b"nothing")
+    refused("no complete safetensors file")
+
+
+def test_the_map_of_a_head_for_all_tokens_may_be_empty(random_head: Headed, tmp_path: Path) -> None:
+    """The authors' code removes it where it is loaded."""
+
+    def empty(found: Tensors) -> None:
+        whole_vocabulary(found)
+        found["d2t"] = torch.zeros(VOCAB, dtype=torch.int64)
+        found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
+
+    head = make(tmp_path) / "head"
+    change_head(head, {"draft_vocab_size": VOCAB}, empty)
+    targets = find_eagle3_tensors(head, eagle3_config(head, random_head.config)).targets
+    assert targets is not None
+    assert targets.tolist() == list(range(VOCAB))
 
 
 def spec_of(one: Headed, **more: Any) -> MedhaReplicaSpec:
@@ -514,6 +609,19 @@ def test_it_needs_one_lane_and_memory_for_its_weights(random_head: Headed) -> No
         require_possible(
             spec_of(random_head), random_head.directory, needed - 2**20, random_head.head_directory
         )
+
+
+def test_an_embedding_that_is_read_for_the_head_alone_counts(random_head: Headed) -> None:
+    """On a grid, the rank that samples holds no whole embedding of the model."""
+    embedding = load_embedding(random_head.directory, random_head.config, device=random_head.model.device)
+    alone = Eagle3Head.read(
+        random_head.head_directory,
+        eagle3_config(random_head.head_directory, random_head.config),
+        device=random_head.model.device,
+        kernels=random_head.head.kernels,
+        embedding=lambda: embedding,
+    )
+    assert alone.weights_bytes == random_head.head.weights_bytes + embedding.nbytes
 
 
 @pytest.mark.parametrize("head", [{"kind": "eagle3"}, {"kind": "mtp", "source": {"path": "h"}}])

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from medha.api.replica import MedhaReplicaSpec
 from medha.wire.messages import PeerFigures, Rendezvous
@@ -107,15 +109,20 @@ def test_equal_shapes_of_other_layers_are_other_kv(tmp_path: Path, monkeypatch: 
 
 def test_replicas_with_different_eagle3_heads_exchange_no_kv(folder: Path) -> None:
     """Their blocks have the same shape."""
-    for name, seed in (("a", 1), ("b", 2), ("c", 1)):
+    for name, seed in (("a", 1), ("b", 2), ("c", 1), ("d", 1), ("e", 2), ("f", 1)):
         init_eagle3(folder / name, folder / "one", seed=seed)
+        if name in "def":
+            weights = folder / name / "model.safetensors"
+            torch.save(load_file(weights), folder / name / "pytorch_model.bin")
+            weights.unlink()
 
     def of(name: str) -> str:
         head = {"kind": "eagle3", "source": {"path": str(folder / name)}}
         return identity(loaded(folder / "one", method="predictionHead", predictionHead=head))
 
-    a, b, c = map(of, "abc")
+    a, b, c, d, e, f = map(of, "abcdef")
     assert a == c != b
+    assert d == f != e, "files of torch count, too"
 
 
 def test_weights_that_are_replaced_behind_a_rank_are_not_those_of_its_kv(folder: Path) -> None:

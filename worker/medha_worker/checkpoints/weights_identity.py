@@ -7,6 +7,7 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
+from zipfile import BadZipFile, ZipFile
 
 _TENSOR_SAMPLES = 5
 _TENSOR_SAMPLE_BYTES = 512
@@ -25,7 +26,7 @@ def weights_identity(directory: Path) -> str:
         OSError: a file cannot be read.
     """
     digest = blake2b(digest_size=16)
-    for path in sorted((*directory.glob("*.json"), *directory.glob("*.safetensors"))):
+    for path in _files(directory):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size};".encode())
         if path.suffix == ".json":
@@ -33,9 +34,7 @@ def weights_identity(directory: Path) -> str:
             continue
         digest.update(f"{path.stat().st_mtime_ns};".encode())
         with path.open("rb") as file:
-            for sample in range(_SAMPLES):
-                file.seek(size * sample // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
+            _add_samples(digest, file, size)
     return digest.hexdigest()
 
 
@@ -46,13 +45,16 @@ def content_identity(directory: Path) -> str:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file of weights has no header of this form.
+        ValueError: a file of weights has no header of its form.
     """
     digest = blake2b(digest_size=16)
-    for path in sorted((*directory.glob("*.json"), *directory.glob("*.safetensors"))):
+    for path in _files(directory):
         digest.update(f"{path.name}:{path.stat().st_size};".encode())
         if path.suffix == ".json":
             digest.update(path.read_bytes())
+            continue
+        if path.suffix == ".bin":
+            _add_records(digest, path)
             continue
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -64,6 +66,35 @@ def content_identity(directory: Path) -> str:
                 for sample in range(_TENSOR_SAMPLES):
                     digest.update(_sample(file, 8 + length, start, stop, sample))
     return digest.hexdigest()
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files that say which weights a checkpoint has: of `pytorch_model.bin` only if there are no safetensors."""
+    weights = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model.bin")]
+    return sorted((*directory.glob("*.json"), *weights))
+
+
+def _add_samples(digest: blake2b, file: BinaryIO, size: int) -> None:
+    for sample in range(_SAMPLES):
+        file.seek(size * sample // _SAMPLES)
+        digest.update(file.read(_SAMPLE_BYTES))
+
+
+def _add_records(digest: blake2b, path: Path) -> None:
+    """Add samples of a file of `torch.save`, and the check sum that it has of each tensor.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is none.
+    """
+    try:
+        with ZipFile(path) as file:
+            records = [(one.filename, one.file_size, one.CRC) for one in file.infolist()]
+    except BadZipFile as error:
+        raise ValueError(f"{path} is no file of torch.save: {error}") from error
+    digest.update(repr(records).encode())
+    with path.open("rb") as file:
+        _add_samples(digest, file, path.stat().st_size)
 
 
 def _tensor_ranges(path: Path, header: bytes) -> list[tuple[int, int]]:

@@ -22,7 +22,11 @@ FLAT = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 """Architectures whose config.json is flat."""
 NESTED = ("Eagle3Speculator", "Eagle3DraftModel")
 """Architectures in the format of speculators."""
+_LLAMA = "LlamaForCausalLM"
+"""The architecture that the authors' own heads name. `draft_vocab_size` tells them from a model."""
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_NOT_GIVEN: tuple[object, ...] = (None, [])
+"""Layers that stand for the default; Model Optimizer writes an empty list."""
 _COLLECTED = 3
 _OFF: dict[str, tuple[object, ...]] = {
     "norm_before_fc": (None, False),
@@ -150,12 +154,12 @@ def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the head and of its layer side by side, with the defaults of its form."""
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if name in FLAT:
+    if name in FLAT or (name == _LLAMA and values.get("draft_vocab_size") is not None):
         return dict(values)
     if name not in NESTED:
         raise ModelUnsupported(
             f"config.json: architectures is {names!r}, which is no EAGLE-3 head that is supported; choose one of "
-            f"{', '.join((*FLAT, *NESTED))}"
+            f"{', '.join((*FLAT, *NESTED))}, or {_LLAMA} with draft_vocab_size"
         )
     layer = values.get("transformer_layer_config")
     if not isinstance(layer, Mapping):
@@ -209,9 +213,9 @@ def _collected(values: Mapping[str, Any], eagle: Mapping[str, Any], target: Mode
     whose input is (vLLM, speculators).
     """
     layers = target.num_layers
-    if values.get(_LAYER_IDS) is not None:
+    if values.get(_LAYER_IDS) not in _NOT_GIVEN:
         name, given, shift = _LAYER_IDS, values[_LAYER_IDS], 0
-    elif eagle.get(_LAYER_IDS) is not None:
+    elif eagle.get(_LAYER_IDS) not in _NOT_GIVEN:
         name, given, shift = f"eagle_config.{_LAYER_IDS}", eagle[_LAYER_IDS], 1
     else:
         found = (2, layers // 2, layers - 3)

@@ -22,11 +22,18 @@ from safetensors import safe_open
 from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.eagle3_config import Eagle3Config
-from medha_worker.model.eagle3_tensors import EMBEDDING, FC_BIAS, Eagle3Tensors, find_eagle3_tensors
+from medha_worker.model.eagle3_tensors import (
+    EMBEDDING,
+    FC_BIAS,
+    Eagle3Tensors,
+    find_eagle3_tensors,
+    is_saved_by_torch,
+)
 from medha_worker.model.kv_scales import HeadWeights, LayerScales, scales_of_heads
 from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.rope import inverse_frequencies
+from medha_worker.model.torch_file import read_torch_file
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import LayerWeights, Weights
 
@@ -39,7 +46,7 @@ class Eagle3Weights:
 
     Attributes:
         embedding: [vocab, hidden].
-        owns_embedding: Whether it is not the served model's.
+        owns_embedding: Whether it takes memory of its own, beside the served model's on this rank.
         reduction: [3 * target hidden, hidden].
         reduction_bias: [hidden]; None: there is none.
         hidden_norm: The norm of the reduced state, [hidden]. That of the embedding is the layer's `input_norm`.
@@ -73,9 +80,12 @@ class Eagle3Head(PredictionHead):
         *,
         device: Device,
         kernels: Kernels,
-        embedding: Callable[[], torch.Tensor],
+        embedding: torch.Tensor | Callable[[], torch.Tensor],
     ) -> Eagle3Head:
-        """Read the head of `config`; `embedding` returns that of the served model, and is called unless the head has one.
+        """Read the head of `config`.
+
+        `embedding` is that of the served model, for a head without one: the tensor that this rank holds anyway, or what reads
+        it.
 
         Raises:
             CheckpointInvalid, ModelUnsupported: as in `find_eagle3_tensors`.
@@ -134,12 +144,15 @@ class _Reader:
         self._found, self._device = found, device
 
     def read(
-        self, config: Eagle3Config, embedding: Callable[[], torch.Tensor]
+        self, config: Eagle3Config, embedding: torch.Tensor | Callable[[], torch.Tensor]
     ) -> tuple[Weights, Eagle3Weights]:
         layer, targets = self._layer(config), self._found.targets
         hidden_norm = self._tensor("midlayer.hidden_norm.weight")
         is_fp8 = config.layer.kv_dtype == "fp8"
-        owns = EMBEDDING in self._found.places
+        if EMBEDDING in self._found.places:
+            embedded, owns = self._tensor(EMBEDDING), True
+        else:
+            embedded, owns = (embedding(), True) if callable(embedding) else (embedding, False)
         return (
             Weights(
                 self._device,
@@ -151,7 +164,7 @@ class _Reader:
                 [_kv_scales(config, layer, hidden_norm)] if is_fp8 else None,
             ),
             Eagle3Weights(
-                embedding=self._tensor(EMBEDDING) if owns else embedding(),
+                embedding=embedded,
                 owns_embedding=owns,
                 reduction=self._linear("fc"),
                 reduction_bias=self._tensor(FC_BIAS) if FC_BIAS in self._found.places else None,
@@ -189,8 +202,12 @@ class _Reader:
 
     def _tensor(self, name: str) -> torch.Tensor:
         path, stored_as = self._found.places[name]
-        with safe_open(path, framework="pt") as file:
-            tensor: Any = file.get_tensor(stored_as)
+        tensor: Any
+        if is_saved_by_torch(path):
+            tensor = read_torch_file(path)[stored_as].clone()  # so that the file may change later
+        else:
+            with safe_open(path, framework="pt") as file:
+                tensor = file.get_tensor(stored_as)
         placed: torch.Tensor = tensor.to(device=self._device.torch_device, dtype=self._device.dtype)
         return placed.contiguous()
 

@@ -1,4 +1,7 @@
-"""The tensors of an EAGLE-3 head's checkpoint: which file holds each, checked against its configuration without torch."""
+"""The tensors of an EAGLE-3 head's checkpoint: which file holds each, checked against its configuration.
+
+Files are safetensors, which need no torch, or `pytorch_model.bin`, as the authors of EAGLE-3 publish theirs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def find_eagle3_tensors(directory: Path, config: Eagle3Config) -> Eagle3Tensors:
     Raises:
         CheckpointInvalid: a file or tensor is missing, misshaped or unexpected, or the map of tokens contradicts itself; the
             text names it.
-        ModelUnsupported: a tensor's number format is not supported, or the files are not safetensors.
+        ModelUnsupported: a tensor's number format is not supported.
     """
     places = _locate(directory)
     wanted = config.shapes()
@@ -93,6 +96,7 @@ def _why_needed(name: str, config: Eagle3Config) -> str:
 def _locate(directory: Path) -> Places:
     """Return the places of all tensors of a checkpoint."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    saved_by_torch = directory / "pytorch_model.bin"
     if index.exists():
         require_readable(index)
         try:
@@ -102,11 +106,12 @@ def _locate(directory: Path) -> Places:
             raise CheckpointInvalid(
                 f"{index}: has no readable weight_map ({error!r}); fetch it again"
             ) from error
+    elif not single.exists() and saved_by_torch.exists():
+        require_readable(saved_by_torch)
+        from medha_worker.model.torch_file import read_torch_file  # imports torch, which takes seconds
+
+        files = dict.fromkeys(read_torch_file(saved_by_torch), saved_by_torch)
     else:
-        if not single.exists() and (directory / "pytorch_model.bin").exists():
-            raise ModelUnsupported(
-                f"{directory}: has pytorch_model.bin, which is not supported; save its tensors as model.safetensors"
-            )
         with _opened(single) as file:
             files = dict.fromkeys(file.keys(), single)
 
@@ -130,7 +135,17 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _check(path: Path, stored_as: str, wanted: tuple[int, ...], name: str) -> None:
+def is_saved_by_torch(path: Path) -> bool:
+    """Return whether a file of a head is one of `torch.save`, and not of safetensors."""
+    return path.suffix == ".bin"
+
+
+def _form(path: Path, stored_as: str) -> tuple[tuple[int, ...], str]:
+    """Return the shape of a stored tensor, and its number format by the name that safetensors has for it."""
+    if is_saved_by_torch(path):
+        from medha_worker.model.torch_file import read_torch_file, stored_form
+
+        return stored_form(read_torch_file(path)[stored_as])
     with _opened(path) as file:
         try:
             stored = file.get_slice(stored_as)
@@ -138,7 +153,11 @@ def _check(path: Path, stored_as: str, wanted: tuple[int, ...], name: str) -> No
             raise CheckpointInvalid(
                 f"{path}: tensor {stored_as} cannot be read ({error}); fetch it again"
             ) from error
-        shape, form = tuple(stored.get_shape()), stored.get_dtype()
+        return tuple(stored.get_shape()), stored.get_dtype()
+
+
+def _check(path: Path, stored_as: str, wanted: tuple[int, ...], name: str) -> None:
+    shape, form = _form(path, stored_as)
     if shape != wanted:
         raise CheckpointInvalid(
             f"{path}: tensor {stored_as} has shape {list(shape)}, but config.json and the served model make it "
@@ -171,7 +190,8 @@ def _targets(
         raise CheckpointInvalid(
             f"{directory}: {TARGETS} maps several ids to token {tokens[counts > 1][0]}; fetch the checkpoint again"
         )
-    if GUESSABLE in places:
+    # In a head for the whole vocabulary, the authors' code reads neither, and may have left it empty.
+    if GUESSABLE in places and config.draft_vocab_size < config.layer.vocab_size:
         stated = np.flatnonzero(_read(*places[GUESSABLE]))
         if not np.array_equal(stated, tokens):
             raise CheckpointInvalid(
@@ -182,6 +202,10 @@ def _targets(
 
 
 def _read(path: Path, stored_as: str) -> np.ndarray[Any, np.dtype[Any]]:
+    if is_saved_by_torch(path):
+        from medha_worker.model.torch_file import read_torch_file
+
+        return np.asarray(read_torch_file(path)[stored_as])
     with _opened(path) as file:
         found: np.ndarray[Any, np.dtype[Any]] = file.get_tensor(stored_as)
         return found

@@ -787,7 +787,7 @@ def _load_eagle3(
         head,
         device=model.device,
         kernels=choose_kernels(sizes, model.device, "bestEffort"),
-        embedding=embed if embedding is None else lambda: embedding,
+        embedding=embed if embedding is None else embedding,
     )
 
 
