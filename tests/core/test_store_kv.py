@@ -200,6 +200,19 @@ def test_an_object_that_vanished_is_computed_and_written_again() -> None:
     assert not reader.store.rests, "the store itself is sound"
 
 
+@pytest.mark.parametrize("there", [0, 3])
+def test_what_a_replica_has_written_and_the_store_has_deleted_is_written_again(there: int) -> None:
+    replica, names = Replica(), written()
+    for name in names:
+        replica.store.know(name)  # as if it had written them long ago
+    replica.submit("a")
+    replica.report(looked=((0, there),))
+    replica.report(loaded=tuple((extent, 0.01) for extent in range(there)))
+    assert replica.admitted == {"a": there * OBJECT_BLOCKS * SIZE}
+    assert [one.object.name for one in replica.stores] == names[there:]
+    replica.store.check()
+
+
 def test_equal_prompts_ask_once() -> None:
     reader = Replica()
     reader.handle(submit_of("one", "shared"))
@@ -284,6 +297,7 @@ def test_writes_that_are_not_finished_bound_further_ones() -> None:
     replica.submit("b", ids(70, 101))
     replica.report(looked=((4, 0),))
     assert len(replica.stores) == most + 5
+    replica.store.check()
 
 
 def test_reports_that_nobody_asked_for_change_nothing() -> None:

@@ -319,6 +319,41 @@ def test_work_that_hangs_is_given_up_and_nothing_waits_for_it(host: HostBlocks, 
         threads.close()
 
 
+def test_a_write_that_hangs_is_given_up_even_if_its_blocks_have_other_owners(
+    host: HostBlocks, tmp_path: Path
+) -> None:
+    entered, told, may_go_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Hanging(KvObjects):
+        def write(self, content: DiskFile, rows: np.ndarray) -> None:
+            entered.set()
+            may_go_on.wait(60)
+
+    reports: list[DiskReport] = []
+
+    def send(report: DiskReport) -> None:
+        reports.append(report)
+        told.set()
+
+    now = 0.0
+    hanging = Hanging(StoreSpec(url=f"file://{tmp_path}/shared"), IDENTITY, host.block_bytes)
+    threads = StoreThreads(hanging, host, lambda: now, hung_seconds=30.0)
+    threads.begin_epoch(DiskReport(0, 0, 1), KEY, send)
+    try:
+        threads.submit(HostTierWork(stores=(StoreBlocks(content_of(0), ((0, BLOCKS),), SLOTS),)))
+        assert entered.wait(60)
+        threads.drop([HostDrop(0, keep=0)])
+        now = 31.0
+        assert told.wait(60)
+        assert [one.not_stored for one in reports] == [(content_of(0).name,)]
+        may_go_on.set()
+        assert threads.drain(60)
+        assert len(reports) == 1
+    finally:
+        may_go_on.set()
+        threads.close()
+
+
 def test_the_end_of_a_rank_does_not_wait_for_a_store_that_hangs(
     host: HostBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from medha.wire.messages import DiskFile, DiskReport, Fetch, StoreWrite
 _OBJECT_BYTES = 8 * 2**20
 _MOST_OBJECT_BLOCKS = 32
 _MOST_KNOWN = 2**16
+_MOST_OBJECTS = 4096
 
 
 def object_blocks(block_bytes: int) -> int:
@@ -67,14 +68,14 @@ class StoreTier:
         self._loads = [RankLoads(ranks) for ranks in self._lane_ranks]
         self._objects: dict[tuple[int, int], str] = {}  # (lane, extent) -> object that is read into it
         self._writes: dict[str, _Write] = {}  # by object
-        self._pending: list[
-            tuple[int, DiskFile]
-        ] = []  # writes that ranks have not been sent, with their lanes
+        self._writing_blocks = [0] * len(self._lane_ranks)
+        self._pending: dict[str, DiskFile] = {}  # those of the writes that ranks have not been sent
         self._known: OrderedDict[str, None] = OrderedDict()  # objects that are there; the latest last
 
     def objects(self, chain: str, first: int = 0) -> list[DiskFile]:
-        """Return the whole objects of a lane's blocks, from the `first`-th on."""
-        return [self.object(chain, at) for at in range(first, hash_count(chain) // self.object_blocks)]
+        """Return the whole objects of a lane's blocks, from the `first`-th on: as many as one question has at most."""
+        stop = min(hash_count(chain) // self.object_blocks, first + _MOST_OBJECTS)
+        return [self.object(chain, at) for at in range(first, stop)]
 
     def object(self, chain: str, number: int) -> DiskFile:
         """Return the `number`-th object of a lane's blocks."""
@@ -89,6 +90,11 @@ class StoreTier:
         self._known.move_to_end(name)
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
+
+    def lacks(self, objects: Iterable[DiskFile]) -> None:
+        """Note that objects may not be there, or no longer, so that they are written again."""
+        for one in objects:
+            self._known.pop(one.name, None)
 
     # --- loads ----------------------------------------------------------------------------------------
 
@@ -107,24 +113,27 @@ class StoreTier:
         """Return whether an object is to be written now, and note it if so."""
         if one.name in self._known or one.name in self._writes:
             return False
-        writing = sum(write.blocks for write in self._writes.values() if write.lane == lane)
+        writing = self._writing_blocks[lane]
         if self.rests or (writing and writing + self.object_blocks > self._most_writing):
             self.counts.skipped_blocks += self.object_blocks
             return False
         self._writes[one.name] = _Write(lane, self.object_blocks, set(self._lane_ranks[lane]))
-        self._pending.append((lane, one))
+        self._writing_blocks[lane] += self.object_blocks
+        self._pending[one.name] = one
         return True
 
     def call_off(self, one: DiskFile) -> None:
         """Forget a write, because its blocks are not all in the host tier."""
-        self._writes.pop(one.name, None)
-        self._pending = [entry for entry in self._pending if entry[1] != one]
+        self._pending.pop(one.name, None)
+        if one.name in self._writes:
+            self._forget(one.name)
 
     def take_writes(self, tier: Callable[[int], HostTier]) -> tuple[StoreWrite, ...]:
         """Take the writes whose blocks are still in the host tiers, which `tier` returns by lane."""
-        pending, self._pending = self._pending, []
+        pending, self._pending = self._pending, {}
         writes: list[StoreWrite] = []
-        for lane, one in pending:
+        for one in pending.values():
+            lane = self._writes[one.name].lane
             held = tier(lane).match(one.hashes, 0, self.object_blocks)
             if sum(part.count for part in held) < self.object_blocks:
                 self.call_off(one)
@@ -167,15 +176,22 @@ class StoreTier:
         write.failed = write.failed or not is_there
         if write.ranks:
             return
-        del self._writes[name]
+        self._forget(name)
         if write.failed:
             self.counts.failed_writes += 1
         else:
             self.counts.written_blocks += write.blocks
             self.know(name)
 
+    def _forget(self, name: str) -> None:
+        """Forget a write that has ended."""
+        write = self._writes.pop(name)
+        self._writing_blocks[write.lane] -= write.blocks
+
     def check(self) -> None:
-        """Assert that loads and objects agree, for tests."""
+        """Assert that loads, writes and objects agree, for tests."""
         for lane, extent in self._objects:
             assert extent in self._loads[lane]
-        assert all(one.name in self._writes for _, one in self._pending)
+        assert self._pending.keys() <= self._writes.keys()
+        for lane, blocks in enumerate(self._writing_blocks):
+            assert blocks == sum(write.blocks for write in self._writes.values() if write.lane == lane)

@@ -21,8 +21,6 @@ from medha.wire.messages import DiskReport, StoreLook
 _MISS_SECONDS = 30.0
 """Time for which an object that was not there is not asked for."""
 _MOST_MISSES = 4096
-_MOST_OBJECTS = 4096
-"""Most objects of one question; those behind them are computed."""
 _MOST_LOOKS = 64
 """Most prompts that are asked for at a time."""
 _FIRST_REST_SECONDS = 5.0
@@ -99,9 +97,7 @@ class StoreKv:
         return asks
 
     def _without_misses(self, sought: Sought, now: float) -> Sought:
-        objects = takewhile(
-            lambda one: self._misses.get(one.name, now) <= now, sought.objects[:_MOST_OBJECTS]
-        )
+        objects = takewhile(lambda one: self._misses.get(one.name, now) <= now, sought.objects)
         return Sought(sought.lane, sought.chain, sought.first, tuple(objects))
 
     # --- answers --------------------------------------------------------------------------------------
@@ -134,9 +130,11 @@ class StoreKv:
 
     def _answered(self, number: int, look: _Look, now: float, go_on: Callable[[Request], None]) -> None:
         self._forget(number)
+        store = self._pools.store
         for one, there in zip(look.sought, look.counts, strict=True):
-            if there < len(one.objects) and not look.has_failed:
+            if store is not None and there < len(one.objects) and not look.has_failed:
                 self._miss(one.objects[there].name, now)
+                store.lacks(one.objects[there:])
         waiting = [one for one in look.requests if one.awaits_load and one.waits and not one.ended]
         awaited: frozenset[tuple[int, int]] = frozenset()
         if waiting:

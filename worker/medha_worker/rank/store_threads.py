@@ -302,7 +302,8 @@ class StoreThreads:
             for thread, job in self._running.items()
             if job and job.began is not None and job.began <= late
         }
-        found = [job for thread in stuck if (job := self._running[thread]) is not None and not job.is_off]
+        running = [job for thread in stuck if (job := self._running[thread]) is not None]
+        found = [job for job in running if job.report is self._report and not job.is_told]
         for queue in (self._reads, self._writes):
             if queue and all(thread in stuck for thread, its in self._of if its is queue):
                 found += queue
