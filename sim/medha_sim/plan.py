@@ -267,6 +267,7 @@ def _kv_pool(
         max_chunk_tokens=scheduling.max_chunk_tokens,
         max_model_len=wish.request_tokens,
         stages=topology.stream,
+        lanes=topology.kv,
     )
     window_bytes = (
         blocks * _BLOCK_TOKENS * in_windows_bytes * topology.kv

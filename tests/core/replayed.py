@@ -18,6 +18,8 @@ def assert_replayed(pools: KvPools, replicas: Sequence[LaneReplay]) -> None:
     was last used, and what leads to it.
     """
     assert not pools.has_changes
+    for replica in replicas:
+        replica.note_windows()
     assert tuple(replica.state_hash() for replica in replicas) == pools.state_hashes()
     for lane, replica in zip(pools._lanes, replicas, strict=True):
         assert (replica.ledger.free_blocks, replica.ledger.remembered_blocks) == (

@@ -15,13 +15,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockLedger, as_blocks
+from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.lane_replay import LaneReplay
 from medha.kv.pools import KvPools, Placed, WindowPool
 from medha.kv.prefix_cache import PrefixHasher, hash_at
 from medha.kv.window_tables import WindowTables, window_blocks
-from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.replica_config import ReplicaConfig
+from medha.topology import Topology
+from medha.wire.messages import (
+    Admit,
+    ControllerEvent,
+    Done,
+    Extent,
+    Sample,
+    Sampling,
+    Step,
+    StepEntry,
+    StepProfile,
+    Submit,
+)
 
 MOST_TOKENS = 160
 
@@ -68,6 +84,7 @@ class Replica:
         blocks = self.spare_blocks + window_blocks(
             self.window, block_size_tokens=self.size, max_running=self.max_running,
             max_chunk_tokens=self.max_chunk, max_model_len=MOST_TOKENS, stages=self.stages,
+            lanes=self.lanes,
         )  # fmt: skip
         self.pools = KvPools(
             lanes=self.lanes, kv_blocks=self.kv_blocks, block_size_tokens=self.size,
@@ -207,7 +224,7 @@ class Replica:
         return 0
 
     def entries(self) -> list[StepEntry]:
-        entries, left = [], self.max_chunk
+        entries, left = [], self.max_chunk * self.lanes
         drafts_left = self.max_running - len(self.running)
         for name, one in self.running.items():
             if self.random.random() < 0.2 or one.drafted:
@@ -367,6 +384,41 @@ def test_prefixes_on_several_lanes_are_hit(striped: bool) -> None:
     for _ in range(300):
         replica.step()
     assert replica.spread_hits > 5
+
+
+@pytest.mark.parametrize(("strategy", "requests"), [("passKv", 1), (None, 4)])
+def test_a_lane_keeps_the_chunks_that_all_lanes_compute(
+    strategy: PrefillStrategy | None, requests: int
+) -> None:
+    """Lanes compute 64 positions each in a step, of one prompt or of several, and one of them may be to keep them all."""
+    scheduling = SchedulingSpec(
+        max_chunk_tokens=64, min_chunk_tokens=4, max_running=requests, max_running_long=requests
+    )
+    blocks = window_blocks(
+        1, block_size_tokens=4, max_running=requests, max_chunk_tokens=64, max_model_len=1000, lanes=4
+    )
+    config = ReplicaConfig(
+        topology=Topology(kv=4), scheduling=scheduling, service_classes={"default": ServiceClass(name="default")},
+        default_class="default", max_model_len=1000, block_size_tokens=4, kv_blocks=1000,
+        long_threshold_tokens=1000, tokens_per_lane=300, window_pool=WindowPool(blocks, 1),
+        context_parallel=None if strategy is None else ContextParallel(strategy, RingCosts(8, 2)),
+    )  # fmt: skip
+    controller = ReplicaController(config, StepProfile(0.001, 0.0001, 1e-8, 0.0001))
+    events: deque[ControllerEvent] = deque(
+        Submit(f"r{number}", f"p{number}", 900, 900, seed=1, sampling=Sampling(max_tokens=1))
+        for number in range(requests)
+    )
+    most_blocks, now = 0, 0.0
+    while events:
+        now += 0.01
+        for command in controller.handle(events.popleft(), now):
+            if isinstance(command, Step):
+                windows = [controller.pools.windows(lane) for lane in range(4)]
+                most_blocks = max(most_blocks, *(one.held_blocks for one in windows if one is not None))
+                samples = tuple(Sample(entry.id, 7) for entry in command.entries if entry.samples)
+                events.append(Done(command.step_id, samples, (), 0.001, command.lanes))
+    assert controller.idle
+    assert most_blocks > 64 // 4
 
 
 def ask(replica: Replica, name: str, prompt: list[int]) -> Placed:

@@ -4,7 +4,7 @@ Everything that a rank can see is checked when a step arrives: whose KV lies whe
 that lanes which hold KV of an entry take part, that no decode is left behind, and that budgets hold. At the end every
 request has ended once and nothing is left; a fresh controller decides the same from the recorded events.
 
-Some lanes have a host tier, in which the KV of requests that step aside is kept until they come back, and some requests step
+Some lanes free KV before the windows of layers, in a pool that is just as large as ranks make it. Others have a host tier, in which the KV of requests that step aside is kept until they come back, and some requests step
 aside for the deadlines of others.
 
 Half of the examples do not end in peace: small requests, short and long ones that begin like those that wait, go on to
@@ -25,6 +25,8 @@ from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.blocks import BlockCopy, BlockLedger
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.lane_replay import LaneReplay
+from medha.kv.pools import WindowPool
+from medha.kv.window_tables import WindowTables, window_blocks
 from medha.scheduler.controller import SHORT_STEP, ReplicaController
 from medha.scheduler.growth import MOST_ASIDES
 from medha.scheduler.replica_config import ReplicaConfig
@@ -93,6 +95,7 @@ class Lanes:
     sequences: dict[str, Sequence] = field(default_factory=dict)
     content: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
     on_host: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
+    in_windows: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # of prompts that end in output: what they began as
     grammars: dict[str, set[int]] = field(
         default_factory=dict
@@ -101,17 +104,18 @@ class Lanes:
     def __post_init__(self) -> None:
         size = self.config.block_size_tokens
         self.size = size
-        self.replicas = [
-            LaneReplay(
-                BlockLedger(self.config.kv_blocks, size),
-                lane,
-                self.config.host_tier.blocks if self.config.host_tier else 0,
-            )
-            for lane in range(self.config.topology.kv)
-        ]
+        self.replicas = [self._replica(lane) for lane in range(self.config.topology.kv)]
         self.controller = ReplicaController(self.config, PROFILE, self.epoch)
         self.log: list[tuple[float, ControllerEvent]] = []
         self.commands: list[Any] = []
+
+    def _replica(self, lane: int) -> LaneReplay:
+        config = self.config
+        ledger = BlockLedger(config.kv_blocks, self.size)
+        windows: WindowTables | None = None
+        if (pool := config.window_pool) is not None:
+            windows = WindowTables(ledger, pool.blocks, pool.window_tokens)
+        return LaneReplay(ledger, lane, config.host_tier.blocks if config.host_tier else 0, windows)
 
     def apply(self, step: Step, ended: set[str], *, is_last: bool) -> None:
         """Check a step and take it; `is_last`: no other step came behind it, of the same event."""
@@ -130,9 +134,11 @@ class Lanes:
             assert id_ not in busy, f"{id_} is released while a step has it"
             del self.sequences[id_]
         for replica in self.replicas:
+            replica.note_windows()
             replica.publish(step.publishes)
             for id_ in step.releases:
                 replica.release(id_)
+            replica.begin_step()
             for grow in step.grows:
                 assert replica.grow(grow)
         copies = [(replica, copy) for admit in step.admits for replica, copy in self._admit(admit)]
@@ -146,6 +152,9 @@ class Lanes:
             assert step.state_hashes in ((), hashes)
         for replica in self.replicas:
             replica.ledger.check()
+            self._copy([(replica, copy) for copy in replica.place_windows(step.entries)])
+            if replica.windows is not None:
+                replica.windows.check()
         self._check_decodes(step, busy, ended)
         self._check_budget(step)
         assert len({(entry.id, entry.lane) for entry in step.entries}) == len(step.entries)
@@ -166,10 +175,11 @@ class Lanes:
                         else:
                             self.on_host[there] = self.content[here]
         for replica, copy in copies:
+            content = self.in_windows if copy.in_windows else self.content
             for offset in range(self.size):
-                found = self.content.get((replica.lane, copy.source, offset))
+                found = content.get((replica.lane, copy.source, offset))
                 if found is not None:
-                    self.content[replica.lane, copy.target, offset] = found
+                    content[replica.lane, copy.target, offset] = found
 
     def _admit(self, admit: Admit) -> list[tuple[LaneReplay, BlockCopy]]:
         assert admit.id not in self.sequences
@@ -280,8 +290,31 @@ class Lanes:
             if position >= start:
                 self.content[place] = key
             assert self.content[place] == key, f"{entry.id}: position {position} holds {self.content[place]}"
+        if self.config.window_pool is not None:
+            self._compute_windows(sequence, start, end, known, self.config.window_pool.window_tokens)
         sequence.next_position = known
         sequence.length += entry.samples
+
+    def _compute_windows(
+        self, sequence: Sequence, start: int, end: int, known: int, window_tokens: int
+    ) -> None:
+        """Do the same in layers with a window, whose rows see no more than that."""
+        for position in range(max(0, start - window_tokens + 1), end):
+            place = self._window_place(sequence.admit.id, position)
+            key = self._key(sequence, position) if position < known else ("guess", position)
+            if position >= start:
+                self.in_windows[place] = key
+            found = self.in_windows.get(place)
+            assert found == key, f"{sequence.admit.id}: the window holds {found} as position {position}"
+
+    def _window_place(self, id_: str, position: int) -> tuple[int, int, int]:
+        lane, local = self._locate(self.replicas[0].shards(id_), position)
+        windows = self.replicas[lane].windows
+        assert windows is not None
+        table = windows.table(id_)
+        assert local >= table.first_token, f"{id_}: the window of position {position} is freed"
+        block, offset = divmod(local - table.first_token, self.size)
+        return lane, int(table.blocks[block]), offset
 
     def _accept(self, id_: str, count: int) -> None:
         """Know that the next `count` guesses were right, so that their KV counts."""
@@ -290,6 +323,8 @@ class Lanes:
             lane, local = self._locate(shards, position)
             block = int(self.replicas[lane].ledger.table(id_)[local // self.size])
             self.content[lane, block, local % self.size] = self._key(sequence, position)
+            if self.config.window_pool is not None:
+                self.in_windows[self._window_place(id_, position)] = self._key(sequence, position)
         sequence.next_position += count
         sequence.length += count
 
@@ -340,7 +375,7 @@ class Lanes:
             step.predicted_seconds,
             step.lanes,
             drafts=tuple(drafts),
-            block_hashes=tuple(hashes) if self.config.host_tier else (),
+            block_hashes=tuple(hashes) if self.config.host_tier or self.config.window_pool else (),
         )
 
 
@@ -368,6 +403,7 @@ class ControllerMachine(RuleBasedStateMachine):
         max_swaps=st.integers(0, 3),
         step_seconds=st.sampled_from([0.5, 0.05]),
         tpot_seconds=st.sampled_from([0.05, 0.5]),
+        window=st.sampled_from([0, 1, 5, 30]),
     )
     def start(
         self,
@@ -391,6 +427,7 @@ class ControllerMachine(RuleBasedStateMachine):
         max_swaps: int,
         step_seconds: float,
         tpot_seconds: float,
+        window: int = 0,
     ) -> None:
         scheduling = {
             "policy": policy,
@@ -423,6 +460,12 @@ class ControllerMachine(RuleBasedStateMachine):
             context_parallel=ContextParallel(prefill, RingCosts(4, 1)) if prefill and lanes > 1 else None,
             host_tier=HostTierFigures(host_blocks, 1, 1e-6, 1e-6) if host_blocks else None,
         )
+        if window and not host_blocks:
+            blocks = window_blocks(
+                window, block_size_tokens=block_size, max_running=max_running, max_chunk_tokens=max_chunk,
+                max_model_len=200, stages=stages, lanes=lanes,
+            )  # fmt: skip
+            self.config = replace(self.config, window_pool=WindowPool(blocks, window))
         self.now = 0.0
         self.random = Random(seed)
         self.lanes = Lanes(self.config, 0, self.random, failure_chance, guesses)
@@ -652,6 +695,9 @@ class ControllerMachine(RuleBasedStateMachine):
         assert controller.idle
         assert not self.lanes.sequences
         assert controller.pools.held_blocks == 0
+        for lane in range(controller.pools.lanes):
+            windows = controller.pools.windows(lane)
+            assert windows is None or windows.held_blocks == 0
         assert controller.pools.swapped == 0
         for tier in controller.pools.tiers:
             tier.check()

@@ -221,6 +221,7 @@ def pool_of_windows(config: ReplicaConfig, window_tokens: int) -> int:
         max_chunk_tokens=config.scheduling.max_chunk_tokens,
         max_model_len=config.max_model_len,
         stages=config.topology.stream,
+        lanes=config.topology.kv,
     )
 
 

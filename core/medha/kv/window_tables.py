@@ -25,6 +25,7 @@ Positions are those of one lane: the n-th token of a sequence that lies there ha
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
@@ -63,15 +64,17 @@ def window_blocks(
     max_chunk_tokens: int,
     max_model_len: int,
     stages: int = 1,
+    lanes: int = 1,
 ) -> int:
-    """Return the blocks of a pool that never runs out, however the controller fills its steps.
+    """Return the blocks of a lane's pool that never runs out, however the controller fills its steps.
 
-    Each of `max_running` sequences keeps a window. A step computes `max_chunk_tokens` positions of prompts at most,
-    and `max_running` positions and drafts of decodes. As many drafts of the step before it may have been accepted, and of
+    Each of `max_running` sequences keeps a window. In a step, each of the `lanes` computes `max_chunk_tokens` positions
+    of prompts at most, and this one may be to keep them all: they lie where shard maps say. A step also computes
+    `max_running` positions and drafts of decodes. As many drafts of the step before it may have been accepted, and of
     those that are in the pipeline's other `stages`. Each sequence begins and ends somewhere in a block.
     """
     longest_blocks = -(-max_model_len // block_size_tokens)
-    tokens = max_running * window_tokens + max_chunk_tokens + (1 + stages) * max_running
+    tokens = max_running * (window_tokens + 1 + stages) + lanes * max_chunk_tokens
     return min(-(-tokens // block_size_tokens) + 2 * max_running, max_running * longest_blocks)
 
 
@@ -115,9 +118,10 @@ class WindowTables:
         self._holders = [0] * blocks  # sequences that hold each block
         self._keys = [_NONE] * blocks
         self._window_of = np.full(ledger.blocks, _NONE, dtype=np.int64)  # key -> block
-        # Blocks that no sequence holds, kept for their content; the first one of each is evicted first.
-        self._inner: dict[int, None] = {}
-        self._ends: dict[int, None] = {}
+        # Blocks that no sequence holds, kept for their content; the first one of each is evicted first. The first one of
+        # a plain dictionary comes behind the places of all that were deleted before it.
+        self._inner: OrderedDict[int, None] = OrderedDict()
+        self._ends: OrderedDict[int, None] = OrderedDict()
         self._tables: dict[str, _Table] = {}
         self._unsettled: dict[
             str, int
@@ -295,9 +299,16 @@ class WindowTables:
 
     def digest(self) -> bytes:
         """Return a digest of all tables and all that is cached; it is equal on all copies of these tables."""
-        tables = [f"{name}:{table.first}:{table.blocks}" for name, table in sorted(self._tables.items())]
-        state = f"{tables}{list(self._inner)}{list(self._ends)}".encode()
-        return blake2b(state + self._window_of.tobytes(), digest_size=8).digest()
+        digest = blake2b(digest_size=8)
+        for name, table in sorted(self._tables.items()):
+            digest.update(f"{len(name)}:{name}:{table.first}:{len(table.blocks)}:".encode())
+            digest.update(np.array(table.blocks, dtype=np.int64).tobytes())
+        keys = np.flatnonzero(self._window_of != _NONE)
+        cached = [np.fromiter(blocks, np.int64, len(blocks)) for blocks in (self._inner, self._ends)]
+        for numbers in (*cached, keys, self._window_of[keys]):
+            digest.update(f"{len(numbers)}:".encode())
+            digest.update(numbers.tobytes())
+        return digest.digest()
 
     def check(self) -> None:
         """Assert that no block is lost, held wrongly or cached without a key; O(blocks), for tests."""
@@ -362,9 +373,7 @@ class WindowTables:
                 f"{sequence} needs {needed} blocks of layers with a window, and {self.held_blocks} of {self.blocks} are held"
             )
         for _ in range(lacking):
-            cached = self._inner or self._ends
-            block = next(iter(cached))
-            del cached[block]
+            block, _ = (self._inner or self._ends).popitem(last=False)
             self._window_of[self._keys[block]] = _NONE
             self._keys[block] = _NONE
             self._free.give(block, 1)

@@ -625,6 +625,7 @@ class Loaded:
                 max_chunk_tokens=scheduling.max_chunk_tokens,
                 max_model_len=config.max_model_len,
                 stages=spec.parallelism.stream,
+                lanes=spec.parallelism.kv,
             )
         return PoolRequest(
             block_bytes=self._block_bytes(),
