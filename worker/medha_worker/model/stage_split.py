@@ -6,11 +6,14 @@ The rank that loads weights and the container that fetches them for it both ask 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from medha.api.replica import MedhaReplicaSpec
 from medha.config_fields import TEXT_CONFIGS
 from medha.topology import stage_layers
 from medha_worker.model.model_config import ModelConfig
+
+if TYPE_CHECKING:  # `make gpu-check` runs without pydantic
+    from medha.api.replica import MedhaReplicaSpec
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head."
 _LAYER = "model.layers."
