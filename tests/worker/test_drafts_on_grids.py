@@ -8,7 +8,7 @@ the text says that they find: the tokens, and how many of the guesses are right.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec, ServiceClass, SpeculationSpec
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
+from medha.kv.pools import WindowPool
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
@@ -203,9 +204,11 @@ def test_ranks_find_of_each_draft_what_a_text_without_drafts_says(replica: tuple
             long_threshold_tokens=60,
             tokens_per_lane=share_blocks * block_tokens,
             prefix_caching=not frees,
-            frees_windows=frees,
             context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if in_ring and strategy else None,
         )
+        if frees:
+            window = max(filter(None, ranks.windows))
+            config = replace(config, window_pool=WindowPool(pool_of_windows(config, window), window))
         controller = ReplicaController(config, READS_WEIGHTS)
         life = Guessing(controller, Random(seed), writer=writer, sampling=sampling, chance=chance)
         live(life, sampling, life.asked)
@@ -218,7 +221,7 @@ def test_ranks_find_of_each_draft_what_a_text_without_drafts_says(replica: tuple
             kv_blocks=config.kv_blocks,
             block_tokens=block_tokens,
             steps_ahead=steps_ahead,
-            window_blocks=pool_of_windows(config, max(filter(None, ranks.windows))) if frees else 0,
+            window_blocks=config.window_pool.blocks if config.window_pool else 0,
         )
         found: dict[str, list[int]] = {}
         for sample in samples:
