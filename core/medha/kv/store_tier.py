@@ -62,7 +62,7 @@ class StoreTier:
         self.object_blocks = blocks
         self.counts = StoreCounts()
         self.rests = False
-        """Whether the store is left alone for a while, because it has failed."""
+        """True while the store is left alone, because it has failed."""
         self._lane_ranks = [frozenset(ranks) for ranks in lane_ranks]
         self._most_writing = max(most_writing, blocks)
         self._loads = [RankLoads(ranks) for ranks in self._lane_ranks]

@@ -139,7 +139,7 @@ def strictly(request: object, handler: object) -> object:
 def agent() -> None:
     """`create_agent` with a tool and a structured answer: its loop runs until the model answers"""
     found = create_agent(
-        model(max_tokens=300), [stock], response_format=ToolStrategy(Order), middleware=[strictly]
+        model(max_tokens=300, seed=1), [stock], response_format=ToolStrategy(Order), middleware=[strictly]
     ).invoke({"messages": [HumanMessage("Order what is missing.")]}, {"recursion_limit": 100})
     assert isinstance(found["structured_response"], Order), found["structured_response"]
 

@@ -29,7 +29,7 @@ Places = Mapping[str, tuple[Path, str]]
 
 @dataclass(frozen=True)
 class Eagle3Tensors:
-    """Where the tensors of a head lie.
+    """The places of the tensors of a head.
 
     Attributes:
         places: The file of each tensor, and its name there.

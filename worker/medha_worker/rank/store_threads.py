@@ -48,7 +48,7 @@ class _Job:
     work: Work
     report: DiskReport  # that names rank, lane and epoch
     is_off: bool = False  # its host blocks may have other owners
-    is_told: bool = False  # its report was sent
+    is_reported: bool = False  # its report was sent
     began: float | None = None
 
 
@@ -272,9 +272,9 @@ class StoreThreads:
     def _tell(self, job: _Job, **fields: object) -> None:
         """Send the one report of a job. From then on it reaches no host blocks, because these may get other owners."""
         with self._condition:
-            if self._report is None or job.report.epoch != self._report.epoch or job.is_told:
+            if self._report is None or job.report.epoch != self._report.epoch or job.is_reported:
                 return
-            job.is_told = job.is_off = True
+            job.is_reported = job.is_off = True
             send = self._send
         # Without the lock: whoever sends may have to handle a `StoreLook` that has arrived.
         send(replace(job.report, **fields))  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ class StoreThreads:
             if job and job.began is not None and job.began <= late
         }
         running = [job for thread in stuck if (job := self._running[thread]) is not None]
-        found = [job for job in running if job.report is self._report and not job.is_told]
+        found = [job for job in running if job.report is self._report and not job.is_reported]
         for queue in (self._reads, self._writes):
             if queue and all(thread in stuck for thread, its in self._of if its is queue):
                 found += queue
