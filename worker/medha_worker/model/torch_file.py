@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from medha.errors import CheckpointInvalid
+from medha_worker.device import HOST, is_in_host_memory
 
 _FORMS = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
@@ -24,7 +25,7 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
     """
     as_safetensors = "save its tensors as model.safetensors"
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found = torch.load(path, map_location=HOST, mmap=True, weights_only=True)
     except Exception as error:  # a damaged file raises any of a dozen types
         if str(error).startswith("Weights only load failed"):  # its text advises to run what the file holds
             raise CheckpointInvalid(
@@ -44,7 +45,7 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
 
 def _has_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values are in host memory, each at its place."""
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return is_in_host_memory(tensor) and tensor.layout == torch.strided
 
 
 def stored_form(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
