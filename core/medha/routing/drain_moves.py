@@ -15,7 +15,13 @@ from collections.abc import Sequence
 
 from medha.routing.known_replicas import KnownReplica
 from medha.routing.open_sequences import OpenSequence
-from medha.routing.replica_choice import able_replicas, choose, output_tokens, reservation_tokens
+from medha.routing.replica_choice import (
+    able_replicas,
+    choose,
+    output_tokens,
+    reservation_tokens,
+    with_room_to_read,
+)
 from medha.slo import class_terms
 
 
@@ -59,14 +65,7 @@ def replica_to_move_to(
     """Return the replica to which a sequence of `replica` would move, which has KV for it and a place. None: there is none."""
     if sequence.new.sampling.prompt_logprobs is not None and not sequence.emitted:
         return None  # its prompt must be computed
-    found = [
-        one
-        for one in able_replicas(sequence, serving)
-        if one.reads_from(replica)
-        and one.has_place
-        and one.berth(sequence.tokens, reservation_tokens(sequence, one.card)).has_kv
-    ]
-    return choose(sequence, found, serving)
+    return choose(sequence, with_room_to_read(sequence, replica, able_replicas(sequence, serving)), serving)
 
 
 def moves(

@@ -56,6 +56,13 @@ def move_targets(
     able = able_replicas(sequence, serving)
     if source in able:
         return []
+    return with_room_to_read(sequence, source, able)
+
+
+def with_room_to_read(
+    sequence: OpenSequence, source: KnownReplica, able: Sequence[KnownReplica]
+) -> list[KnownReplica]:
+    """Return those of some replicas that can read a sequence's KV from `source`, and have a place and KV for it."""
     return [
         one
         for one in able
