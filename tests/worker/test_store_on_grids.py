@@ -34,7 +34,7 @@ from .test_model_transformer import save_reference
 from .test_peer_kv_on_grids import BLOCK_TOKENS, DOCUMENTS, HOST_BLOCKS, PROFILE, config, submit
 
 pytest.importorskip("obstore")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)  # the first one may have to build the service
 
 OBJECT_BLOCKS = 3
 KEY = "11" * 32

@@ -29,6 +29,8 @@ from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, object_store
 
 pytest.importorskip("obstore")
 
+pytestmark = pytest.mark.timeout(1200)  # the first one may have to build the service
+
 BLOCKS, KEY, IDENTITY = 4, "22" * 32, "a model on a grid"
 SLOTS = ((0, 2), (4, 2))
 
