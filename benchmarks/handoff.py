@@ -146,7 +146,7 @@ class IdStream(Stream):
 
 @dataclass(frozen=True)
 class Pause:
-    """What a client saw of a drain, and how many tokens the other replica had not to compute."""
+    """The pause that a client saw in a drain, and how many tokens the other replica did not have to compute."""
 
     seconds: float
     text: str

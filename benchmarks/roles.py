@@ -50,7 +50,7 @@ VARIANTS = {
         "3+1": Variant((P, P, P, D), FAST),
     },
 }  # fmt: skip
-"""By number of replicas; the first one is what the others are compared with. `3+1`: three prefill, one decode."""
+"""The variants for each number of replicas; the first one is compared with the others. `3+1`: three prefill, one decode."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ MIXES = {
 }
 OUTPUTS = (100, 300)
 LOADS = {2: (0.4, 0.7), 4: (0.7,)}
-"""By number of replicas."""
+"""The loads for each number of replicas; 1 is what all of them can prefill if they do nothing else."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Result:
     tpot_on_time_percent: float
     p99_ttft_seconds: float
     p99_pause_seconds: float
-    """Of the longest wait between two tokens of each request."""
+    """The 99th percentile of the longest wait between two tokens of a request."""
 
 
 def deployment(variant: Variant, mix: Mix) -> Deployment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,20 @@ def assert_same(found: Decoding, plain: Decoding) -> None:
         assert found.texts[name][: len(text)] == text
         if name in plain.ended:
             assert found.texts[name] == text, "a token behind the last one"
+
+
+def assert_same_for_any_parameters(decode: Callable[..., Decoding], vocab_size: int, seed: int) -> None:
+    """Assert that guesses of a head change no text of four random samplings, and that none is made under a mask."""
+    chance = np.random.default_rng(seed)
+    samplings = [any_sampling(chance, vocab_size) for _ in range(4)]
+
+    def mask_for(admitted: Admit) -> TokenMask | None:
+        return third(vocab_size, 1) if admitted.id == "s0" else None
+
+    plain = decode(samplings, 0, mask_for=mask_for)
+    found = decode(samplings, 1 + seed % 4, mask_for=mask_for)
+    assert_same(found, plain)
+    assert "s0" not in found.drafts, "nothing is guessed under a mask"
 
 
 def test_the_model_itself_guesses_what_it_samples(model: Transformer) -> None:

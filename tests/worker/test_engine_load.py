@@ -55,7 +55,7 @@ def test_the_last_stage_has_fewer_layers_where_its_output_head_weighs_in_chunks_
 
 
 def test_the_last_stage_has_fewer_layers_beside_a_prediction_head(tmp_path: Path) -> None:
-    """One of four tensor ranks computes the whole of it, which takes as long as four layers of the others."""
+    """A single one of four tensor ranks computes the whole head, which takes as long as four layers of the others."""
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
     config = replace(ModelConfig.from_directory(tmp_path / "tiny"), num_layers=24)
     grid = Topology(tensor=4, stream=2)

@@ -26,13 +26,13 @@ replica that would read decides again."""
 
 def in_phase(sequence: OpenSequence, able: Sequence[KnownReplica]) -> list[KnownReplica]:
     """Return those of the replicas that can serve a sequence whose role is what it needs next; all, if none has that role."""
-    if all(one.card.role == BOTH for one in able) or not _hand_over(able):
+    if all(one.card.role == BOTH for one in able) or not _can_hand_over(able):
         return list(able)
     role = PREFILL if needs_prefill(sequence, able) else DECODE
     return [one for one in able if one.card.role in (BOTH, role)] or list(able)
 
 
-def _hand_over(able: Sequence[KnownReplica]) -> bool:
+def _can_hand_over(able: Sequence[KnownReplica]) -> bool:
     """Return whether replicas for prompts have others that read their KV, if there are both kinds.
 
     In a rollout there may be none, because replicas of two versions exchange no KV.

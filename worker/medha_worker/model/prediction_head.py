@@ -19,7 +19,7 @@ from medha_worker.model.weights import Shard, Weights
 
 
 class PredictionHead(Transformer, ABC):
-    """One layer, whole on one rank, with the parts before and behind it."""
+    """A layer, whole on one rank, with the parts before and behind it."""
 
     def __init__(
         self,
