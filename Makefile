@@ -68,7 +68,7 @@ tests: $(STAMP)
 
 .PHONY: test-long
 test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; resumes where it was stopped
-	@$(BIN)/python benchmarks/long.py
+	@$(BIN)/python benchmarks/long.py --jobs 2
 
 # A machine with a GPU needs no environment of ours, only torch and `transformers`: FlashInfer travels as wheels.
 GPU_KIT := .gpu

@@ -1,23 +1,34 @@
-"""Run what does not fit CI (`make test-long`), one process per row, and resume where the last run was stopped.
+"""Run what does not fit CI (`make test-long`), and resume where the last run was stopped.
 
 A row is a test marked `long`, or a seeded campaign: the property tests of a folder with 1,000 examples each and another
 seed. `benchmarks/results/long.json` is written after each row, with the commit that the row ran on. A row that has passed
 is not run again until a file that it reads has changed. If such a file has uncommitted changes, the row always runs.
 
+The tests of a file run in one process, which is started again if it ends in one of them. With `--jobs 2`, two files run at a
+time, but never two that start a Kubernetes. Both share the machine, so rows that fail then run once more at the end, one
+after the other; a row that passes there has the field `alone`.
+
     python benchmarks/long.py --list
     python benchmarks/long.py --match tests/core --seeds 1
+    python benchmarks/long.py --jobs 2
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from threading import Event, Lock
+from typing import IO, Any
 
 from harness import exit_with, parser, write
 
@@ -60,39 +71,105 @@ ANYTHING = (
 _IMPORT = re.compile(r"^ *(from \S+ import (?:\([^)]*\)|.*))", re.MULTILINE)
 
 
+CLUSTERS = ("tests/campaign", "tests/chart", "tests/cluster", "tests/gateways")
+"""Folders whose tests start a Kubernetes, of which a machine has one at a time."""
+POLL_SECONDS = 0.5
+
+Row = dict[str, Any]
+Group = Mapping[str, tuple[str, ...]]
+"""Rows with the arguments of pytest for each: the tests of a file, or a campaign."""
+
+
 def main() -> int:
     options = parser(__doc__, json=False)
     options.add_argument(
         "--seeds", type=int, default=5, help="campaigns to run, seeds 0 up to this (default 5)"
     )
     options.add_argument("--match", default="", help="only rows whose name contains this")
+    options.add_argument(
+        "--jobs", type=int, choices=(1, 2), default=1, help="files to run at a time (default 1)"
+    )
     options.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
     arguments = options.parse_args()
 
-    kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = {node: (node, "-m", "long", "--timeout=3600") for node in _tests("long")}
     folders = sorted({str(Path(node).parent) for node in _tests("hypothesis and not long")})
     for seed in range(arguments.seeds):
         for folder in folders:
             rows[f"properties of {folder}, seed {seed}"] = (folder, *PROPERTIES, f"--hypothesis-seed={seed}")
     chosen = {name: argv for name, argv in rows.items() if arguments.match in name}
-    kept = {name: row for name, row in kept.items() if name in rows}
-    left = [name for name, argv in chosen.items() if not _holds(kept.get(name), argv)]
+    results = Results(rows)
+    left = {name: argv for name, argv in chosen.items() if not _holds(results.kept.get(name), argv)}
     print(
         f"{len(chosen)} rows, {len(chosen) - len(left)} passed before; results in {RESULTS.relative_to(ROOT)}"
     )
     if arguments.list:
         print(*left, sep="\n")
         return 0
-    for number, name in enumerate(left, start=1):
-        print(f"[{number}/{len(left)}] {name}", flush=True)
-        row = chosen[name]
-        kept[name] = {"argv": list(row), "commit": _commit(row[0])} | _run(row)
-        print(f"    {kept[name]['outcome']}, {kept[name]['seconds']} s", flush=True)
-        write(RESULTS, kept)
-    failed = [name for name in chosen if kept[name]["outcome"] != "passed"]
-    print(f"{len(chosen) - len(failed)} passed, {len(failed)} failed", *failed, sep="\n")
-    return 1 if failed else 0
+    results.run(groups(left), arguments.jobs)
+    failed = [name for name in left if results.kept[name]["outcome"] == "failed"]
+    if arguments.jobs > 1 and failed:
+        print(f"{len(failed)} rows that failed beside others run once more, alone", flush=True)
+        results.run([{name: left[name]} for name in failed], 1, alone=True)
+    outcomes = {name: results.kept[name]["outcome"] for name in chosen}
+    for outcome in ("failed", "skipped"):
+        names = [name for name in outcomes if outcomes[name] == outcome]
+        print(f"{len(names)} {outcome}", *names, sep="\n    ")
+    print(f"{list(outcomes.values()).count('passed')} passed")
+    return 1 if "failed" in outcomes.values() else 0
+
+
+def groups(rows: Group) -> list[Group]:
+    """Return the rows that run in one process each: those of a file together, a campaign alone."""
+
+    def process(item: tuple[str, tuple[str, ...]]) -> str:
+        name, argv = item
+        return argv[0].partition("::")[0] if name == argv[0] else name
+
+    return [dict(group) for _, group in itertools.groupby(rows.items(), key=process)]
+
+
+class Results:
+    """The file of results, and the runs that fill it."""
+
+    def __init__(self, rows: Mapping[str, object]) -> None:
+        """Read what is kept of these rows, and forget all others."""
+        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        self.kept: dict[str, Row] = {name: row for name, row in kept.items() if name in rows}
+        self._lock, self._cluster, self._stopped = Lock(), Lock(), Event()
+
+    def run(self, waiting: Sequence[Group], jobs: int, *, alone: bool = False) -> None:
+        """Run groups of rows, so many at a time; a second job takes the last groups first."""
+        left = deque(waiting)
+
+        def job(number: int) -> None:
+            while not self._stopped.is_set():
+                with self._lock:
+                    if not left:
+                        return
+                    group = left.pop() if number else left.popleft()
+                    print(f"{next(iter(group))}: {len(group)} rows; {len(left)} groups wait", flush=True)
+                self._run_group(group, alone)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for done in [pool.submit(job, number) for number in range(jobs)]:
+                    done.result()
+            except BaseException:
+                self._stopped.set()
+                raise
+
+    def _run_group(self, group: Group, alone: bool) -> None:
+        test = next(iter(group.values()))[0]
+        commit = _commit(test)
+        with self._cluster if test.startswith(CLUSTERS) else nullcontext():
+            for name, row in _run(group, self._stopped):
+                with self._lock:
+                    self.kept[name] = {"argv": list(group[name]), "commit": commit} | row
+                    self.kept[name] |= {"alone": True} if alone else {}
+                    print(f"{name}\n    {row['outcome']}, {row['seconds']} s", flush=True)
+                    print(row.get("output", ""), end="", flush=True)
+                    write(RESULTS, self.kept)
 
 
 def _tests(marks: str) -> Iterator[str]:
@@ -160,17 +237,85 @@ def _git(*argv: str) -> str:
     return subprocess.run(["git", *argv], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def _run(argv: tuple[str, ...]) -> dict[str, Any]:
+def _run(group: Group, stopped: Event) -> Iterator[tuple[str, Row]]:
+    """Run the rows of one process; yield each with its outcome, as soon as that is known."""
+    [name], argv = list(group)[:1], next(iter(group.values()))
+    if argv[0] != name:
+        yield name, _run_campaign(argv)
+        return
+    left = list(group)
+    while left and not stopped.is_set():
+        ended = False
+        for found, row in _run_tests(left, argv[1:], stopped):
+            left.remove(found)
+            yield found, row
+            ended = True
+        if not ended and not stopped.is_set():  # what ends the process before any test ends it again
+            yield from ((one, {"outcome": "failed", "seconds": 0.0, "output": "not run\n"}) for one in left)
+            return
+
+
+def _run_tests(tests: Sequence[str], options: Sequence[str], stopped: Event) -> Iterator[tuple[str, Row]]:
+    with tempfile.TemporaryDirectory(prefix="medha-long-") as folder:
+        reports, printed = Path(folder) / "reports", Path(folder) / "printed"
+        reports.touch()
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("long_rows.py")),
+            str(reports),
+            *tests,
+            *options,
+        ]
+        with printed.open("w") as target, reports.open() as lines:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=target, stderr=subprocess.STDOUT)
+            phases: list[Row] = []
+            alive = True
+            while alive:
+                alive = process.poll() is None
+                for line in _whole_lines(lines):
+                    phases.append(json.loads(line))
+                    if phases[-1]["phase"] == "teardown":
+                        yield phases[0]["test"], outcome_of(phases)
+                        phases = []
+                if alive:
+                    time.sleep(POLL_SECONDS)
+        if stopped.is_set():
+            return
+        if phases or process.returncode not in (0, 1):  # 1: a test failed, which its reports say
+            print(printed.read_text()[-8000:], flush=True)
+        if phases:  # the process ended in this test
+            output = f"the process ended with status {process.returncode}\n{printed.read_text()[-8000:]}"
+            yield phases[0]["test"], {"outcome": "failed", "seconds": 0.0, "output": output}
+
+
+def _whole_lines(file: IO[str]) -> Iterator[str]:
+    """Yield the lines that another process has written by now, without one that it still writes."""
+    while True:
+        before, line = file.tell(), file.readline()
+        if not line.endswith("\n"):
+            file.seek(before)
+            return
+        yield line
+
+
+def outcome_of(phases: Sequence[Row]) -> Row:
+    """Return the outcome of a test from its reports (`long_rows.py`)."""
+    ended = [phase for phase in phases if phase["phase"] != "start"]
+    outcomes = {phase["outcome"] for phase in ended}
+    outcome = next((one for one in ("failed", "skipped") if one in outcomes), "passed")
+    row: Row = {"outcome": outcome, "seconds": round(sum(phase["seconds"] for phase in ended), 1)}
+    output = "\n".join(phase["output"] for phase in ended if phase["output"])
+    return row | ({"output": f"{output}\n"} if output else {})
+
+
+def _run_campaign(argv: Sequence[str]) -> Row:
     start = time.monotonic()
     done = _pytest("-q", *argv)
-    row = {
+    row: Row = {
         "outcome": "passed" if done.returncode == 0 else "failed",
         "seconds": round(time.monotonic() - start, 1),
     }
-    if done.returncode != 0:
-        row["output"] = (done.stdout + done.stderr)[-8000:]
-        print(row["output"], flush=True)
-    return row
+    return row if done.returncode == 0 else row | {"output": (done.stdout + done.stderr)[-8000:]}
 
 
 def _pytest(*argv: str) -> subprocess.CompletedProcess[str]:

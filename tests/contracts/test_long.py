@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -151,6 +152,39 @@ def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
     assert held(row, argv) is holds
     git("commit", "-qam", "two")
     assert held(row, argv) is holds
+
+
+def test_rows_of_a_file_run_together_and_a_campaign_alone() -> None:
+    rows = {
+        "tests/core/test_a.py::one": ("tests/core/test_a.py::one", "-m", "long"),
+        "tests/core/test_a.py::two": ("tests/core/test_a.py::two", "-m", "long"),
+        "tests/core/test_b.py::one": ("tests/core/test_b.py::one", "-m", "long"),
+        "properties of tests/core, seed 0": ("tests/core", "--hypothesis-seed=0"),
+        "properties of tests/core, seed 1": ("tests/core", "--hypothesis-seed=1"),
+    }
+    assert [len(group) for group in LONG["groups"](rows)] == [2, 1, 1, 1]
+
+
+def test_each_test_of_a_process_has_its_own_outcome_also_the_one_that_ends_the_process(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "test_four.py"
+    path.write_text(
+        "import os, pytest\n"
+        "def test_right(): pass\n"
+        "def test_wrong(): assert 1 == 2\n"
+        "def test_unasked(): pytest.skip('no device')\n"
+        "def test_fatal(): os._exit(7)\n"
+        "def test_after(): pass\n"
+    )
+    found = dict(LONG["_run_tests"]([str(path)], (), Event()))
+    by_name = {name.partition("::")[2]: row for name, row in found.items()}
+    assert {name: row["outcome"] for name, row in by_name.items()} == {
+        "test_right": "passed", "test_wrong": "failed", "test_unasked": "skipped", "test_fatal": "failed",
+    }  # fmt: skip
+    assert "assert 1 == 2" in by_name["test_wrong"]["output"]
+    assert "no device" in by_name["test_unasked"]["output"]
+    assert "ended with status 7" in by_name["test_fatal"]["output"]
 
 
 def files_read_by(test: str) -> list[str]:
