@@ -640,6 +640,9 @@ class ReplicaController:
         Return what must be sent to ranks before a step with it.
         """
         config, predictor = self.config, self.predictor
+        streams = validation.streams(config, submit)
+        if streams:
+            submit = replace(submit, block_hashes="")  # streamed KV is not shared
         class_name = validation.class_name(config, submit)
         expected = self._expected_output_tokens(submit, class_name, before)
         reservation_tokens = validation.reservation_tokens(config, submit, expected)
@@ -661,7 +664,7 @@ class ReplicaController:
             tie=self._arrivals if before is None else before.tie,
             arrival=arrival,
             targets=self._targets(submit, class_name, work_seconds, before, now),
-            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens or returns,
+            is_long=streams or submit.tokens - cached_tokens >= config.long_threshold_tokens or returns,
             returns=returns,
             length=submit.tokens,
             limit_tokens=validation.limit_tokens(config, submit),
@@ -674,6 +677,7 @@ class ReplicaController:
             asides=0 if before is None else before.asides + 1,
             ways=0 if before is None else before.ways + before.makes_way,
             may_spread=may_spread,
+            streams=streams,
             cached_tokens=cached_tokens,
             first_cached_tokens=None if before is None else before.served_from_cache,
             paced_from=inf if before is None else before.paced_from,

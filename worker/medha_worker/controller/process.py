@@ -747,7 +747,7 @@ class Controller:
             running=load.running,
             waiting=load.waiting,
             pending_prefill_seconds=load.pending_prefill_seconds,
-            longest_request_tokens=min(config.max_model_len, config.pool_tokens),
+            longest_request_tokens=min(config.max_model_len, config.longest_tokens),
             waiting_limit=config.scheduling.max_waiting,
             service_classes=tuple(
                 _terms(entry, core.expected_output_tokens(entry.name))
