@@ -490,6 +490,8 @@ class KvPools:
         """Times that a sequence stepped aside whose KV host tiers keep."""
         self.swaps_in = 0
         """Times that such a sequence came back and fetched KV."""
+        self.streamed_sequences = 0
+        """Sequences that were admitted to be streamed."""
         self.queried_tokens = 0
         """Prompt tokens of admitted requests."""
         self.hit_tokens = 0
@@ -713,6 +715,7 @@ class KvPools:
             reserved = here.ledger.reserve(sequence, tokens, device_blocks=device_blocks)
             assert reserved
         self._held[sequence] = _SequenceKv(shards, prompt_tokens, {}, 0)
+        self.streamed_sequences += 1
         self.end_swap(sequence)
         segments, stripings = self._message_fields(shards.segments)
         return Placed(shards, 0, segments, stripings, (), tuple(evictions))
