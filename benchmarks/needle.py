@@ -6,7 +6,10 @@
 
 For each length, one prompt holds 11 passkeys at even depths. It is computed once. Then a question after the prompt asks
 for each passkey, over the cached KV and greedily (`docs/needle.md` explains how the model finds it). There are three
-shapes: one rank with two threads, two stages (SPP2), and four lanes that hold a quarter of the text each (KVP4).
+shapes: one rank with two threads, two stages (SPP2), and four lanes that hold a quarter of the text each (KVP4). In a
+fourth shape, the pool of one rank holds a quarter of the text, and the rest is streamed from host memory
+(docs/kv-tiers.md). Streamed KV is not shared, so there each question computes the whole prompt; beyond 32K tokens, only
+those at the depths 0, 50 and 100 % are asked.
 
 The goal of recall is 1. The goal of growth is an exponent of 2: twice the tokens have four times the (query, key)
 pairs. Growth is that of the ranks' CPU time, which other load disturbs less than wall-clock time.
@@ -37,7 +40,14 @@ from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
 from medha_worker.checkpoints.presets import init_checkpoint
 
 LENGTHS = [4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144]
-SHAPES = {"one rank": (1, 1, 2), "SPP2": (2, 1, 1), "KVP4": (1, 4, 1)}  # stages, lanes, threads of a rank
+STREAMED = "streamed"
+SHAPES = {  # stages, lanes, threads of a rank
+    "one rank": (1, 1, 2),
+    "SPP2": (2, 1, 1),
+    "KVP4": (1, 4, 1),
+    STREAMED: (1, 1, 2),
+}
+ALL_STREAMED = 32_768  # tokens up to which all questions are asked about a text that is streamed
 QUICK = 8192
 ROOM_TOKENS = 32  # for a question and its answer
 KV_BYTES_PER_TOKEN = 1024
@@ -93,14 +103,15 @@ def measure(checkpoint: Path, shape: str, length: int, seed: int) -> Row:
         prefill_seconds = time.monotonic() - started
         prefill_cpu_seconds = rank_cpu_seconds(supervisor) - cpu_before
         started = time.monotonic()
-        answers = {name: ask(client, haystack, name) for name in haystack.passkeys}
+        answers = {name: ask(client, haystack, name) for name in asked_of(haystack, shape, length)}
         return {
             "shape": shape,
             "length": length,
             "prompt_tokens": haystack.tokens,
             "recall": sum(right for right, _ in answers.values()) / len(answers),
             "found": [right for right, _ in answers.values()],
-            "positions": list(haystack.positions.values()),
+            "depths": [round(haystack.positions[name] / haystack.tokens, 1) for name in answers],
+            "positions": [haystack.positions[name] for name in answers],
             "least_cached_tokens": min(cached for _, cached in answers.values()),
             "prefill_seconds": round(prefill_seconds, 3),
             "prefill_cpu_seconds": round(prefill_cpu_seconds, 3),
@@ -108,6 +119,14 @@ def measure(checkpoint: Path, shape: str, length: int, seed: int) -> Row:
             "load_average": round(os.getloadavg()[0], 1),
             "revision": revision(),
         }
+
+
+def asked_of(haystack: Haystack, shape: str, length: int) -> list[str]:
+    """Return the names whose passkeys are asked for, in the order of their depths."""
+    names = list(haystack.passkeys)
+    if shape != STREAMED or length <= ALL_STREAMED:
+        return names
+    return [names[0], names[len(names) // 2], names[-1]]
 
 
 def ask(client: openai.OpenAI, haystack: Haystack, name: str) -> tuple[bool, int]:
@@ -123,10 +142,14 @@ def spec_of(checkpoint: Path, shape: str, length: int) -> dict[str, Any]:
     """Return the spec of a replica of this shape, with room for the KV of `length` tokens."""
     stream, kv, threads = SHAPES[shape]
     size_mib = 2 * length * KV_BYTES_PER_TOKEN // (stream * kv * 2**20) + 4
+    cache: dict[str, Any] = {"size": f"{size_mib}Mi"} | ({"tokensPerLane": length // kv} if kv > 1 else {})
+    if shape == STREAMED:
+        text_mib = -(-length * KV_BYTES_PER_TOKEN // 2**20)
+        cache = {"size": f"{text_mib // 4}Mi", "streaming": {"size": f"{text_mib - text_mib // 5}Mi"}}
     return {
         "model": {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": length},
         "parallelism": {"stream": stream, "kv": kv},
-        "kvCache": {"size": f"{size_mib}Mi"} | ({"tokensPerLane": length // kv} if kv > 1 else {}),
+        "kvCache": cache,
         "threads": threads,
     }
 
@@ -144,9 +167,8 @@ def claims(rows: list[Row]) -> list[dict[str, Any]]:
         of_shape = [row for row in rows if row["shape"] == shape]
         if not of_shape:
             continue
-        name = (
-            f"{shape}: lowest recall, 11 depths, {of_shape[0]['length']} to {of_shape[-1]['length']} tokens"
-        )
+        depths = min(len(row["found"]) for row in of_shape)
+        name = f"{shape}: lowest recall, {depths} depths, {of_shape[0]['length']} to {of_shape[-1]['length']} tokens"
         worst = min(row["recall"] for row in of_shape)
         found.append(claim(name, worst, "ratio", 1.0, "more"))
         if len(of_shape) > 1:
@@ -168,12 +190,13 @@ def page(rows: list[Row]) -> str:
     for index, shape in enumerate(shapes, start=1):
         of_shape = [row for row in rows if row["shape"] == shape]
         names = [f"{row['length'] // 1024}K" for row in of_shape]
-        depths = [f"{10 * depth} %" for depth in range(len(of_shape[0]["found"]))]
+        depths = [depth / 10 for depth in range(11)]
+        found = [dict(zip(row.get("depths", depths), row["found"], strict=True)) for row in of_shape]
         figure.add_trace(
             go.Heatmap(
-                z=[[int(row["found"][depth]) for row in of_shape] for depth in range(len(depths))],
+                z=[[int(one[depth]) if depth in one else None for one in found] for depth in depths],
                 x=names,
-                y=depths,
+                y=[f"{depth:.0%}" for depth in depths],
                 zmin=0,
                 zmax=1,
                 colorscale=[[0, "#c0392b"], [1, "#2e8b57"]],

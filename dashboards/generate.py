@@ -267,6 +267,7 @@ REPLICA = Dashboard(
             Panel("Peers", "How much KV is read from other replicas, and offered to them, and how often does reading fail?", "Bps", {"{{pod}} loaded": _rate("medha_peer_kv_loaded_bytes_total", _P, "pod"), "{{pod}} offered": _rate("medha_peer_kv_offered_bytes_total", _P, "pod"), "{{pod}} failures": _rate("medha_peer_kv_failures_total", _P, "pod")}),
             Panel("Store", "How much KV is read from the store that replicas share, written to it, and not written?", "Bps", {"{{pod}} loaded": _rate("medha_store_tier_loaded_bytes_total", _P, "pod"), "{{pod}} written": _rate("medha_store_tier_written_bytes_total", _P, "pod"), "{{pod}} skipped": _rate("medha_store_tier_skipped_bytes_total", _P, "pod")}),
             Panel("Store failures", "How many objects could not be written or read, and is the store left alone?", "short", {"{{pod}}": _rate("medha_store_tier_failures_total", _P, "pod"), "{{pod}} rests": f"max by (pod) (medha_store_tier_rests{_P})", "{{pod}} looks": _rate("medha_store_tier_looks_total", _P, "pod"), "{{pod}} hits": _rate("medha_store_tier_hits_total", _P, "pod")}),
+            Panel("Streamed KV", "How much KV of requests larger than the KV pools do steps read from host memory?", "Bps", {"{{pod}}": _rate("medha_streamed_bytes_total", _P, "pod")}),
             Panel("Prefill avoided by fetches", "How many prompt tokens were fetched instead of being computed?", "short", {"{{pod}}": _rate("medha_host_tier_fetched_tokens_total", _P, "pod")}),
         ],
         "Sequences": [

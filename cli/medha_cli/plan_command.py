@@ -124,6 +124,10 @@ class Bytes(click.ParamType[int]):
     help="Host memory of each GPU for evicted KV, as spec.kvCache.tiers.host.size, e.g. 64Gi.",
 )  # fmt: skip
 @click.option(
+    "--streaming", "streaming_bytes", type=Bytes(),
+    help="Host memory of each GPU for a request larger than the KV pools, as spec.kvCache.streaming.size, e.g. 64Gi.",
+)  # fmt: skip
+@click.option(
     "--memory-fraction", type=Number(0, 1, min_open=True), default=0.9, show_default=True,
     help="Share of a GPU's memory that may be used.",
 )  # fmt: skip
@@ -150,6 +154,7 @@ def command(
     price: float,
     kv_dtype: KvDtype,
     host_bytes: int | None,
+    streaming_bytes: int | None,
     memory_fraction: float,
     prefix_caching: bool,
     rows: int,
@@ -184,6 +189,7 @@ def command(
         draft=_drafter(model, draft_name, head_name),
         prefix_caching=prefix_caching,
         host_bytes=host_bytes or 0,
+        streaming_bytes=streaming_bytes or 0,
     )
     if plot is not None:
         require_plotly()
@@ -262,6 +268,12 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
             f" Host: tokens of evicted KV in the host tiers, of {wish.host_bytes / 1e9:.3g} GB of host memory for each GPU "
             f"(at most {hardware.devices_per_node * wish.host_bytes / 1e9:,.0f} GB a node)."
         )
+    if wish.streaming_bytes:
+        caption += (
+            f" Longest: tokens of a request that streams {wish.streaming_bytes / 1e9:.3g} GB of host memory to each GPU; each of "
+            "its steps takes at least so many seconds (`at s`). A grid whose pools do not hold the wished request has its TTFT "
+            "and TPOT with streaming."
+        )
     offloads = any(rating.offload_bytes for rating in ratings)
     if not all(rating.fits for rating in ratings):
         caption += " A figure with ! misses its target."
@@ -288,6 +300,7 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
         "In\n/M",
         "Out\n/M",
         *(["Host\ntokens"] if wish.host_bytes else []),
+        *(["Longest\ntokens", "at\ns"] if wish.streaming_bytes else []),
         *(["Offl.\nGB"] if offloads else []),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -305,6 +318,11 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
             _figure(rating.cost_per_million_input, digits=2),
             _figure(rating.cost_per_million_output) if rating.batch else "-",
             *([_short(rating.host_tokens)] if wish.host_bytes else []),
+            *(
+                [_short(rating.longest_tokens), _figure(rating.longest_step_seconds)]
+                if wish.streaming_bytes
+                else []
+            ),
             *([f"{rating.offload_bytes / 1e9:,.0f}"] if offloads else []),
             style="dim" if not rating.fits else "bold green" if index == 0 else "",
         )

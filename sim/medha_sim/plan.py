@@ -99,6 +99,7 @@ class Wish:
     draft: ModelShape | HeadShape | None = None
     prefix_caching: bool = True  # False: layers with a window need no room for windows of cached prefixes
     host_bytes: int = 0  # of the host tier of each rank; 0: there is none
+    streaming_bytes: int = 0  # host memory of each rank for a request larger than the pools; 0: there is none
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "output_tokens", "concurrent", "max_gpus"):
@@ -137,6 +138,11 @@ class Rating:
     kv_room_bytes: float
     kv_tokens: int  # capacity of the whole replica
     host_tokens: int  # capacity of the host tiers of all lanes, for KV that is evicted
+    longest_tokens: int  # of one request, with what can be streamed
+    streamed_tokens: int  # of the wish's request; 0: the pools hold it
+    longest_step_seconds: (
+        float  # least time of each step of the longest request: all that can be streamed, on the host's link
+    )
     offload_bytes: float  # on all GPUs together, what does not fit and would have to move to host memory
     cost_per_million_input: float
     cost_per_million_output: float
@@ -205,17 +211,29 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     room = max(0.0, beside_weights)
     kv_tokens, kv = _kv_pool(model, topology, wish, room, token_bytes, in_windows_bytes)
     offload = max(0.0, kv - beside_weights) * topology.ranks
+    kept_tokens = int((1 - SchedulingSpec().short_headroom) * kv_tokens)
+    streaming_tokens = int(wish.streaming_bytes / token_bytes)
+    longest_tokens = max(kv_tokens, kept_tokens + streaming_tokens if kept_tokens else 0)
 
     ttft = pace.prefill_seconds(wish.context_tokens, wish.tpot_seconds)
     batch = pace.largest_batch(wish.request_tokens, wish.tpot_seconds, kv_tokens // wish.request_tokens)
     tpot = pace.decode_seconds(wish.request_tokens, max(batch, wish.concurrent))
+    streamed_tokens = 0
+    if wish.concurrent == 1 and kv_tokens < wish.request_tokens <= longest_tokens:
+        streamed_tokens = wish.request_tokens - kept_tokens
+        stream_seconds = streamed_tokens * token_bytes / hardware.host_link_bytes_per_second
+        chunks = -(-wish.context_tokens // SchedulingSpec().max_chunk_tokens)
+        # The first chunks find less to stream than the last ones.
+        share = 1 - min(streamed_tokens, wish.context_tokens) / (2 * wish.context_tokens)
+        tpot, ttft, offload = max(tpot, stream_seconds), max(ttft, chunks * share * stream_seconds), 0.0
+        batch = int(tpot <= wish.tpot_seconds)
     price = wish.gpu_hour_price * topology.ranks / 3600
     misses = []
     if offload > 0:
         misses.append("memory")
     if ttft > wish.ttft_seconds:
         misses.append("TTFT")
-    if (
+    if (streamed_tokens and tpot > wish.tpot_seconds) or (
         batch < wish.concurrent
         and pace.decode_seconds(wish.request_tokens, wish.concurrent) > wish.tpot_seconds
     ):
@@ -230,6 +248,9 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         kv_room_bytes=room,
         kv_tokens=kv_tokens,
         host_tokens=int(wish.host_bytes / token_bytes),
+        longest_tokens=longest_tokens,
+        streamed_tokens=streamed_tokens,
+        longest_step_seconds=streaming_tokens * token_bytes / hardware.host_link_bytes_per_second,
         offload_bytes=offload,
         cost_per_million_input=price * ttft / wish.context_tokens * 1e6,
         cost_per_million_output=price
@@ -256,7 +277,7 @@ def _kv_pool(
     """
     kept = int(room_bytes / token_bytes), wish.request_tokens * wish.concurrent * token_bytes
     windows = [model.window_tokens] if model.window_share else []
-    if not frees_windows(windows, has_tiers=wish.host_bytes > 0):
+    if not frees_windows(windows, has_tiers=wish.host_bytes + wish.streaming_bytes > 0):
         return kept
     scheduling = SchedulingSpec()
     running = max(scheduling.max_running, wish.concurrent)
@@ -310,10 +331,11 @@ def bounds(
     rows = []
     for context in contexts:
         tokens = context + wish.output_tokens
-        kept_tokens = tokens if wish.host_bytes else model.seen_tokens(tokens)
+        kept_tokens = tokens if wish.host_bytes or wish.streaming_bytes else model.seen_tokens(tokens)
         kv_bytes = model.kv_bytes_per_token * kept_tokens * wish.concurrent
         read_bytes = model.kv_bytes_per_token * model.seen_tokens(tokens) * wish.concurrent
-        memory = ceil((model.weights_bytes + kv_bytes) / usable)
+        beside_bytes = wish.streaming_bytes if wish.concurrent == 1 else 0
+        memory = ceil((model.weights_bytes + kv_bytes) / (usable + beside_bytes))
         planned = None
         if search and memory <= wish.max_gpus:
             planned = _fewest(model, hardware, replace(wish, context_tokens=context))
@@ -657,6 +679,8 @@ def shortfall(model: ModelShape, hardware: Hardware, wish: Wish, closest: Rating
             f"{closest.kv_tokens:,} and would have to offload {_gigabytes(closest.offload_bytes)} GB to host memory"
         )
         fixes.append("less of --context, --output or --concurrent")
+        if wish.concurrent == 1:
+            fixes.append("--streaming" if not wish.streaming_bytes else "more of --streaming")
     else:
         lacks = (
             f"the closest, {closest.topology}, misses {' and '.join(closest.misses)} with a TTFT of "

@@ -622,3 +622,23 @@ def test_a_manifest_that_asks_for_fp8_is_simulated_with_twice_the_tokens() -> No
     )
     tokens = [deployment_of(spec, H100, LLAMA3_8B).kv_tokens() for spec in (auto, fp8)]
     assert tokens[1] == 2 * tokens[0]
+
+
+def test_streaming_makes_a_larger_request_fit_at_the_time_of_the_host_link() -> None:
+    wish = replace(WISH, ttft_seconds=2000.0, tpot_seconds=5.0, max_gpus=1)
+    without = rate(LLAMA3_8B, H100, Topology(1, 1, 1), wish)
+    assert "memory" in without.misses
+    found = rate(LLAMA3_8B, H100, Topology(1, 1, 1), replace(wish, streaming_bytes=200 * 2**30))
+    assert found.fits
+    assert found.longest_tokens > wish.request_tokens > found.kv_tokens
+    streamed_bytes = found.streamed_tokens * LLAMA3_8B.kv_bytes_per_token
+    assert found.tpot_seconds == pytest.approx(streamed_bytes / H100.host_link_bytes_per_second)
+    assert found.tpot_seconds < found.longest_step_seconds
+    too_little = rate(LLAMA3_8B, H100, Topology(1, 1, 1), replace(wish, streaming_bytes=2**30))
+    assert "memory" in too_little.misses
+    short = replace(wish, context_tokens=100_000)
+    small, usual = (
+        rate(LLAMA3_8B, H100, Topology(1, 1, 1), replace(short, streaming_bytes=size)) for size in (2**33, 0)
+    )
+    assert small.streamed_tokens == 0
+    assert small.tpot_seconds == usual.tpot_seconds

@@ -28,6 +28,7 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import KvFiles
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.prediction_head import PredictionHead
+from medha_worker.model.streamed_blocks import StreamedBlocks
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
@@ -194,6 +195,8 @@ class Ranks:
         disk: Path | None = None,
         peers: Callable[[int, HostBlocks], PeerBlocks] | None = None,
         store: Callable[[int, HostBlocks], StoreThreads] | None = None,
+        streamed_blocks: int = 0,
+        streams_in_place: bool = True,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
         """Run all steps on new KV pools; return the samples, and the logits of every position, by request and position.
 
@@ -203,7 +206,8 @@ class Ranks:
         of these blocks may be held once all requests have been released. `host_blocks` is the size of the host tier,
         and `disk` the directory of the files behind it: all that a step asks of them is done before the next one.
         `peers` returns what hands KV over, by rank; that outlives the run, and the caller closes it. `store` returns what
-        reads and writes the store, by rank; the run closes it.
+        reads and writes the store, by rank; the run closes it. `streamed_blocks` are those in host memory; unless they are
+        read in place, small segments of them are copied, as for a GPU.
         """
 
         if not self._grids:
@@ -222,6 +226,10 @@ class Ranks:
                 Recording(model),
                 model.new_kv_cache(kv_blocks, block_tokens, window_blocks, head),
             )
+            if streamed_blocks:
+                pool.streamed = StreamedBlocks(
+                    pool, streamed_blocks, in_place=streams_in_place, segment_tokens=3 * block_tokens
+                )
             drafter = self._drafter(kv_blocks, block_tokens) if samples_here else None
             if head is not None:
                 drafter = HeadDrafter(head, pool.last_layer(), model)
@@ -279,6 +287,9 @@ class Ranks:
             if executor.window_tables is not None:
                 executor.window_tables.check()
                 assert executor.window_tables.held_blocks == 0
+            if streamed_blocks:
+                executor.ledger.check()
+                assert executor.ledger.free_streamed_blocks == streamed_blocks
             return samples, recording.rows
 
         samples: list[Sample] = []

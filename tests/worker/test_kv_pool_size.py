@@ -372,3 +372,14 @@ def test_the_error_for_a_batch_that_does_not_fit_the_warm_up_names_the_fix(
     monkeypatch.setattr(model, "forward", exhausted)
     with pytest.raises(OutOfMemory, match=r"lower scheduling\.maxChunkTokens or scheduling\.maxRunning"):
         warmup.warm_up(model, max_chunk_tokens=64, max_running=2, max_model_len=256, clock=lambda: 0.0)
+
+
+def test_a_pool_need_not_hold_what_the_longest_sequence_streams() -> None:
+    streams = replace(REQUEST, streamed_blocks=40, streamed_share=0.75, memory_fraction=1.0)
+    least = streams.least_blocks
+    assert int(0.75 * least) + 40 >= streams.longest_blocks
+    assert int(0.75 * (least - 2)) + 40 < streams.longest_blocks
+    assert pool_blocks(streams, (40 + least) * MIB) == least
+    with pytest.raises(OutOfMemory, match=r"640 of its tokens can be streamed.*raise kvCache.streaming.size"):
+        pool_blocks(streams, (39 + least) * MIB)
+    assert replace(streams, streamed_blocks=0).least_blocks == streams.longest_blocks

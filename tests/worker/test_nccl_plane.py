@@ -34,7 +34,8 @@ from medha_worker.device import Device, InOrder, Mark, host_device
 from medha_worker.host_memory import HostMemory
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.spread import Landing, RingKeys, Rows, SpreadPlan
+from medha_worker.model.partial_attention import Rows
+from medha_worker.model.spread import Landing, RingKeys, SpreadPlan
 from medha_worker.model.tensor_group import Alone
 from medha_worker.model.weights import Shard
 from medha_worker.rank import nccl_plane as module

@@ -25,7 +25,8 @@ from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import AttentionBackend
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.spread import Landing, Rows, SpreadPlan, SpreadStep
+from medha_worker.model.partial_attention import Rows
+from medha_worker.model.spread import Landing, SpreadPlan, SpreadStep
 from medha_worker.rank.kv_parallel_plan import SpreadEntry, plan_spread, positions
 
 from .random_steps import STRATEGIES, Cut

@@ -13,7 +13,8 @@ from benchmark import benchmark
 from medha.hardware import LLAMA3_8B, LLAMA3_70B, ModelShape
 from medha.step_estimates import StepCosts, StepWork, attention_pairs
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.model.spread import Landing, RingKeys, RingQueries, Rows, SpreadPlan
+from medha_worker.model.partial_attention import Rows
+from medha_worker.model.spread import Landing, RingKeys, RingQueries, SpreadPlan
 from medha_worker.model.stage_split import split_layers
 from medha_worker.model.weights import Shard
 from medha_worker.rank.lane_plan import Batch, count_work

@@ -20,13 +20,16 @@ _WARM_RUNS = 2
 
 
 class CudaRuntime:
-    """`Runtime` of one GPU. Work of `ahead` has a stream of its own; everything else is on the default one."""
+    """`Runtime` of one GPU. Work of `ahead` has a stream of its own, and so has that of `copying`; everything else is on the
+    default one.
+    """
 
     captures = True
 
     def __init__(self, torch_device: torch.device) -> None:
         self._device = torch_device
         self._ahead = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+        self._copying = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
         self._graphs = torch.cuda.graph_pool_handle()  # graphs run one at a time, so they share their memory
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -41,6 +44,11 @@ class CudaRuntime:
     @contextmanager
     def ahead(self) -> Iterator[None]:
         with torch.cuda.stream(self._ahead):
+            yield
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        with torch.cuda.stream(self._copying):
             yield
 
     def mark(self) -> CudaMark:

@@ -82,6 +82,10 @@ class Runtime(Protocol):
         """Run what the calling thread gives in this context beside the work of other threads, not behind it."""
         ...
 
+    def copying(self) -> AbstractContextManager[None]:
+        """Run what the calling thread gives in this context beside all other work: copies, each behind those before it."""
+        ...
+
     def mark(self) -> Mark:
         """Return the point behind all work that the calling thread has given so far."""
         ...
@@ -165,6 +169,10 @@ class InOrder:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
         yield
 
     def mark(self) -> Mark:

@@ -402,6 +402,24 @@ class KvTiersSpec(Model):
         return self
 
 
+class StreamingSpec(Model):
+    """Host memory for requests that are larger than the KV pools: attention reads the first part of their KV from there in
+    every step (docs/kv-tiers.md)."""
+
+    size: Quantity = Field(json_schema_extra=restart())
+    """Bytes per rank, e.g. `64Gi`, beside those of `tiers.host`: the KV of the largest request on this rank, without the part
+    that the pool keeps."""
+
+    @field_validator("size")
+    @classmethod
+    def _size_is_above_zero(cls, size: str) -> str:
+        if quantity_bytes(size) == 0:
+            raise ValueError(
+                f"must be above 0 (found {size}); give bytes such as 64Gi, or leave streaming out"
+            )
+        return size
+
+
 _TIERS_NEED_CACHING = (
     "kvCache.tiers keep cached prefixes, and prefixCaching is false; set it to true, or leave tiers out"
 )
@@ -437,11 +455,19 @@ class KvCacheSpec(Model):
     with the same tokens."""
     tiers: KvTiersSpec | None = Field(default=None, json_schema_extra=restart())
     """Places for KV whose blocks are needed. Default: none, so it is forgotten."""
+    streaming: StreamingSpec | None = Field(default=None, json_schema_extra=restart())
+    """Host memory for requests that are larger than the KV pools. Default: none, so they are refused. Every step of such a
+    request takes at least as long as it takes to read its KV from there."""
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the host tier of each rank; 0: there is none."""
         return 0 if self.tiers is None or self.tiers.host is None else quantity_bytes(self.tiers.host.size)
+
+    @property
+    def streaming_bytes(self) -> int:
+        """Bytes from which each rank streams KV; 0: it streams none."""
+        return 0 if self.streaming is None else quantity_bytes(self.streaming.size)
 
     @property
     def disk(self) -> DiskTierSpec | None:
@@ -753,6 +779,17 @@ _DRAFTS_ON_ONE_LANE = (
 )
 
 
+_STREAMS_BEST_EFFORT = (
+    "kvCache.streaming merges the parts of a context, which rounds other than one part does; set determinism to bestEffort, "
+    "or leave streaming out"
+)
+_STREAMS_WITHOUT_DRAFTS = (
+    "kvCache.streaming does not stream the KV of a draft model or prediction head; set speculation.method to promptLookup or "
+    "none, or leave streaming out"
+)
+_STREAMS_TO_ITS_OWNER = "kvCache.streaming on several lanes needs scheduling.prefillStrategy ownerCompute; set that, or leave streaming out"
+
+
 class MedhaReplicaSpec(Model):
     """Specification of a replica: its model, its grid and its latency targets."""
 
@@ -783,6 +820,19 @@ class MedhaReplicaSpec(Model):
             (
                 "!(self.scheduling.speculation.method in ['draftModel', 'predictionHead']) || self.parallelism.kv == 1",
                 _DRAFTS_ON_ONE_LANE,
+            ),
+            (
+                "!has(self.kvCache.streaming) || self.determinism != 'batchInvariant'",
+                _STREAMS_BEST_EFFORT,
+            ),
+            (
+                "!has(self.kvCache.streaming) || !(self.scheduling.speculation.method in ['draftModel', 'predictionHead'])",
+                _STREAMS_WITHOUT_DRAFTS,
+            ),
+            (
+                "!has(self.kvCache.streaming) || self.parallelism.kv == 1 || "
+                "self.scheduling.prefillStrategy == 'ownerCompute'",
+                _STREAMS_TO_ITS_OWNER,
             ),
             (
                 "self.role == 'both' || (has(self.kvCache.tiers) && has(self.kvCache.tiers.peers))",
@@ -884,6 +934,18 @@ class MedhaReplicaSpec(Model):
     def _draft_model_has_one_lane(self) -> MedhaReplicaSpec:
         if self.scheduling.speculation.draws and self.parallelism.kv > 1:
             raise ValueError(f"{_DRAFTS_ON_ONE_LANE} (found {self.parallelism.kv})")
+        return self
+
+    @model_validator(mode="after")
+    def _streams_what_it_can(self) -> MedhaReplicaSpec:
+        if self.kv_cache.streaming is None:
+            return self
+        if self.determinism == "batchInvariant":
+            raise ValueError(_STREAMS_BEST_EFFORT)
+        if self.scheduling.speculation.draws:
+            raise ValueError(f"{_STREAMS_WITHOUT_DRAFTS} (found {self.scheduling.speculation.method})")
+        if self.parallelism.kv > 1 and self.scheduling.prefill_strategy != "ownerCompute":
+            raise ValueError(f"{_STREAMS_TO_ITS_OWNER} (found {self.scheduling.prefill_strategy})")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,9 @@ carries that out.
 A sequence holds the blocks of its reservation from admission on, and more when it grows. So the ledger can hand
 out *contiguous runs* of blocks: a CPU rank reads a contiguous run of KV in place, without gathering blocks. Tables
 are stored as runs, so that a million tokens cost no more than a thousand where the pool is not fragmented.
+
+If a lane streams KV, *streamed* blocks have the numbers behind those of the pool. They lie in host memory. The table of a
+sequence begins with its streamed blocks, if it has any; they are never shared, remembered or evicted.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -48,19 +52,23 @@ class BlockLedger:
     numpy pass over the blocks touched.
     """
 
-    def __init__(self, blocks: int, block_size_tokens: int) -> None:
+    def __init__(self, blocks: int, block_size_tokens: int, streamed_blocks: int = 0) -> None:
         assert blocks >= 0
         assert block_size_tokens > 0
         self.blocks = blocks
         self.block_size_tokens = block_size_tokens
+        self.streamed_blocks = streamed_blocks
+        """Blocks in host memory, which are not among `blocks`; nor are they in any count but those that name them."""
         self._free_runs = FreeRuns(blocks)
+        self._free_streamed_runs = FreeRuns(streamed_blocks, blocks)
         self._idle_blocks = 0  # remembered, and held by no sequence
         self._tables: dict[str, list[Run]] = {}
         self._table_blocks: dict[str, int] = {}
         self._encoded: dict[
             str, bytes
         ] = {}  # encoded tables for `state_hash`, of sequences that have not changed since
-        self._holders = np.zeros(blocks, dtype=np.int32)  # sequences that hold each block
+        self._streamed: dict[str, int] = {}  # streamed blocks of each sequence that has some
+        self._holders = np.zeros(blocks + streamed_blocks, dtype=np.int32)  # sequences that hold each block
         self._remembered = np.zeros(blocks, dtype=np.bool_)
         self._remembered_digest: bytes | None = None  # None after a change of `_remembered`
 
@@ -68,6 +76,15 @@ class BlockLedger:
     def free_blocks(self) -> int:
         """Blocks that are neither held nor remembered."""
         return self._free_runs.blocks
+
+    @property
+    def free_streamed_blocks(self) -> int:
+        """Streamed blocks that no sequence holds."""
+        return self._free_streamed_runs.blocks
+
+    def streamed_blocks_of(self, sequence: str) -> int:
+        """Return how many of the first blocks of a sequence's table are streamed."""
+        return self._streamed.get(sequence, 0)
 
     @property
     def remembered_blocks(self) -> int:
@@ -117,13 +134,19 @@ class BlockLedger:
         """Return whether a new sequence of `tokens` tokens that shares nothing can be reserved now."""
         return self.blocks_for(tokens) <= self.free_blocks
 
-    def reserve(self, sequence: str, tokens: int, cached: Sequence[Run] = ()) -> bool:
+    def reserve(
+        self, sequence: str, tokens: int, cached: Sequence[Run] = (), *, device_blocks: int = 0
+    ) -> bool:
         """Give a new sequence the blocks for `tokens` tokens, or change nothing and return False.
 
-        Its table begins with the remembered blocks `cached`, which it shares; the rest are free ones.
+        Its table begins with the remembered blocks `cached`, which it shares; the rest are free ones. With `device_blocks`,
+        at most so many are of the pool, the last ones; those before are streamed, and nothing is shared.
         """
         assert sequence not in self._tables, f"{sequence} already holds KV"
         runs: list[Run] = []
+        if device_blocks:
+            assert not cached
+            return self._reserve_streamed(sequence, runs, self.blocks_for(tokens), device_blocks)
         if not cached:
             needed = self.blocks_for(tokens)
             if needed > self.free_blocks:
@@ -141,6 +164,18 @@ class BlockLedger:
         for run in cached:
             append_run(runs, run)
         self._extend(sequence, runs, shared, needed, after=_end(runs))
+        return True
+
+    def _reserve_streamed(self, sequence: str, runs: list[Run], needed: int, device_blocks: int) -> bool:
+        streamed = max(needed - device_blocks, 0)
+        if streamed > self.free_streamed_blocks or needed - streamed > self.free_blocks:
+            return False
+        if streamed:
+            self._streamed[sequence] = streamed
+            for run in self._free_streamed_runs.take(streamed, None):
+                self._holders[run[0] : run[0] + run[1]] = 1
+                append_run(runs, run)
+        self._extend(sequence, runs, streamed, needed - streamed, after=None)
         return True
 
     def grow(self, sequence: str, tokens: int) -> bool:
@@ -163,6 +198,7 @@ class BlockLedger:
         """
         assert child not in self._tables, f"{child} already holds KV"
         assert shared_tokens <= min(tokens, self.reserved_tokens(parent))
+        assert parent not in self._streamed, f"{parent} has streamed blocks, which are not shared"
         whole, partial_tokens = divmod(shared_tokens, self.block_size_tokens)
         needed = self.blocks_for(tokens) - whole
         if needed > self.free_blocks:
@@ -181,6 +217,11 @@ class BlockLedger:
         runs = self._tables.pop(sequence)
         del self._table_blocks[sequence]
         self._encoded.pop(sequence, None)
+        if self._streamed.pop(sequence, 0):
+            for run in [one for one in runs if one[0] >= self.blocks]:
+                runs.remove(run)
+                self._holders[run[0] : run[0] + run[1]] = 0
+                self._free_streamed_runs.give(*run)
         for first, length in sorted(runs):
             holders = self._holders[first : first + length]
             remembered = self._remembered[first : first + length]
@@ -207,6 +248,8 @@ class BlockLedger:
         def freed(sequence: str) -> int:
             found = 0
             for first, length in self._tables[sequence]:
+                if first >= self.blocks:
+                    continue
                 holders = left[first : first + length]
                 holders -= 1
                 found += length - int(np.count_nonzero(holders))
@@ -275,19 +318,25 @@ class BlockLedger:
 
     def check(self) -> None:
         """Assert that no block is lost, held wrongly or counted twice; O(blocks), for tests."""
-        holders = np.zeros(self.blocks, dtype=np.int32)
+        holders = np.zeros(self.blocks + self.streamed_blocks, dtype=np.int32)
         for sequence in self._tables:
             table = self.table(sequence)
             assert len(table) == self._table_blocks[sequence] == len(set(table.tolist()))
+            streamed = self.streamed_blocks_of(sequence)
+            assert (table[:streamed] >= self.blocks).all()
+            assert (table[streamed:] < self.blocks).all()
             holders[table] += 1
         assert np.array_equal(holders, self._holders)
-        free = np.zeros(self.blocks, dtype=np.bool_)
-        for first, length in self._free_runs:
+        assert holders[self.blocks :].max(initial=0) <= 1
+        free = np.zeros(self.blocks + self.streamed_blocks, dtype=np.bool_)
+        for first, length in (*self._free_runs, *self._free_streamed_runs):
             assert not free[first : first + length].any()
             free[first : first + length] = True
-        assert np.array_equal(free, (holders == 0) & ~self._remembered), "a block is lost"
+        unheld = holders == 0
+        unheld[: self.blocks] &= ~self._remembered
+        assert np.array_equal(free, unheld), "a block is lost"
         # Converted to a Python integer: compiled code rejects a numpy value as the result of `==`.
-        idle = int(np.count_nonzero(self._remembered & (holders == 0)))
+        idle = int(np.count_nonzero(self._remembered & (holders[: self.blocks] == 0)))
         assert self._idle_blocks == idle
 
     def _share(self, runs: Iterable[Run]) -> None:
@@ -315,13 +364,14 @@ class BlockLedger:
 class FreeRuns:
     """Disjoint, maximal runs of free blocks, found by place and by length."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, first: int = 0) -> None:
+        """Begin with the blocks from `first` on, all of them free."""
         self.blocks = 0
         self._lengths: dict[int, int] = {}  # first block -> length
         self._by_place: list[int] = []  # first blocks, ascending
         self._by_length: list[Run] = []  # (length, first block), ascending
         if blocks:
-            self._insert(0, blocks)
+            self._insert(first, blocks)
 
     def __iter__(self) -> Iterator[Run]:
         return ((first, self._lengths[first]) for first in self._by_place)
@@ -417,6 +467,12 @@ def cut_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
 def as_blocks(runs: Sequence[Run]) -> npt.NDArray[np.int64]:
     """Return all blocks of some runs, int64, in order."""
     return np.concatenate([np.arange(0), *(np.arange(first, first + length) for first, length in runs)])
+
+
+def runs_in_order(blocks: npt.NDArray[np.int64]) -> list[Run]:
+    """Return blocks, in their order, as runs."""
+    ends = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
+    return [(int(blocks[start]), stop - start) for start, stop in pairwise(ends) if stop > start]
 
 
 def runs_in(flags: npt.NDArray[np.bool_], first: int = 0) -> list[Run]:

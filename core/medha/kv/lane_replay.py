@@ -301,7 +301,7 @@ class LaneReplay:
         if admit.fork_of is not None:
             shared = shards.local_lengths(admit.shared_tokens).get(self.lane, 0)
             copies = fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
-        elif self.ledger.reserve(admit.id, tokens, cached):
+        elif self.ledger.reserve(admit.id, tokens, cached, device_blocks=admit.device_blocks):
             self._fetch(admit, count)
         else:
             return None

@@ -428,6 +428,7 @@ class KvPools:
         has_peers: bool = False,
         window_pool: WindowPool | None = None,
         object_blocks: int = 0,
+        streamed_blocks: int = 0,
     ) -> None:
         """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane.
 
@@ -435,7 +436,7 @@ class KvPools:
         each also has a disk tier of so many, whose files are on all ranks that `lane_ranks` has for it. `has_peers`: these
         ranks also read blocks of other replicas, and give them theirs. If `object_blocks` is above 0, there is a store, whose
         objects have so many blocks. `window_pool` is what ranks have if they free KV before the windows of layers; they have
-        no tiers then.
+        no tiers then, and stream nothing. `streamed_blocks` are those of each lane in host memory (`admit_streamed`).
         """
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
@@ -446,7 +447,9 @@ class KvPools:
         blocks = min(PROMPT_STRIPE_TOKENS, tokens_per_lane) // block_size_tokens
         self._stripe_tokens = max(blocks, 1) * block_size_tokens
         self._prices = prices
-        self._lanes = [_Lane(BlockLedger(kv_blocks, block_size_tokens)) for _ in range(lanes)]
+        self._lanes = [
+            _Lane(BlockLedger(kv_blocks, block_size_tokens, streamed_blocks)) for _ in range(lanes)
+        ]
         if prices is not None and prefix_caching:
             for lane in self._lanes:
                 lane.tier = HostTier(host_blocks, block_size_tokens, prices)
@@ -463,6 +466,7 @@ class KvPools:
         self._window_pool = window_pool
         if window_pool is not None:
             assert prices is None, "a tier keeps blocks of all layers alike"
+            assert not streamed_blocks, "streamed blocks are those of all layers alike"
             for number, lane in enumerate(self._lanes):
                 copy = BlockLedger(kv_blocks, block_size_tokens)
                 windows = WindowTables(copy, window_pool.blocks, window_pool.window_tokens)
@@ -486,6 +490,8 @@ class KvPools:
         """Times that a sequence stepped aside whose KV host tiers keep."""
         self.swaps_in = 0
         """Times that such a sequence came back and fetched KV."""
+        self.streamed_sequences = 0
+        """Sequences that were admitted to be streamed."""
         self.queried_tokens = 0
         """Prompt tokens of admitted requests."""
         self.hit_tokens = 0
@@ -671,6 +677,52 @@ class KvPools:
             if all(self._fits(shards, lane, matches.get(lane)) for lane in shards.lanes):
                 return self._take(sequence, shards, prompt_tokens, chains, matches)
         return None
+
+    def admit_streamed(
+        self, sequence: str, prompt_tokens: int, reserved_tokens: int, device_blocks: int
+    ) -> Placed | None:
+        """Reserve KV for all tokens of a request that is larger than the pools, on all lanes at once.
+
+        The last `device_blocks` blocks on each lane are of its pool, and all before are streamed. It shares no KV. Return None,
+        and change nothing, if KV is short.
+        """
+        assert sequence not in self._held, f"{sequence} already holds KV"
+        lanes, size = len(self._lanes), self.block_size_tokens
+        if sequence in self._releases or any(lane.available_blocks < device_blocks for lane in self._lanes):
+            return None
+        reserved_tokens = self._in_blocks(reserved_tokens)
+        capacity_by_lane = [(device_blocks + lane.ledger.free_streamed_blocks) * size for lane in self._lanes]
+        shards: ShardMap | None
+        if lanes == 1:
+            fits = reserved_tokens <= capacity_by_lane[0]
+            shards = ShardMap((Segment(0, 0, reserved_tokens),)) if fits else None
+        else:  # in equal parts, so that each lane streams as little as it can
+            shards = place(
+                prompt_tokens,
+                reserved_tokens,
+                capacity_by_lane,
+                block_size_tokens=size,
+                tokens_per_lane=-(-prompt_tokens // lanes),
+                lane_tokens=self._lane_tokens,
+            )
+        if shards is None:
+            return None
+        evictions: list[Eviction] = []
+        for number in shards.lanes:
+            here, tokens = self._lanes[number], shards.tokens_on(number)
+            here.cache.lock(sequence, "", 0)
+            evictions += here.make_free(min(here.ledger.blocks_for(tokens), device_blocks), number)
+            reserved = here.ledger.reserve(sequence, tokens, device_blocks=device_blocks)
+            assert reserved
+        self._held[sequence] = _SequenceKv(shards, prompt_tokens, {}, 0)
+        self.streamed_sequences += 1
+        self.end_swap(sequence)
+        segments, stripings = self._message_fields(shards.segments)
+        return Placed(shards, 0, segments, stripings, (), tuple(evictions))
+
+    def streamed_blocks_of(self, sequence: str) -> int:
+        """Return how many blocks of a sequence are streamed, on the lane that streams most."""
+        return max(lane.ledger.streamed_blocks_of(sequence) for lane in self._lanes)
 
     def begin_loads(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> Awaited | None:
         """Load what files hold of a prompt behind the other tiers; return what its request should wait for.

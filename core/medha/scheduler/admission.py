@@ -81,6 +81,7 @@ class Admission:
             has_peers=config.peer_block_seconds is not None,
             window_pool=config.window_pool,
             object_blocks=0 if config.store_block_seconds is None else config.object_blocks,
+            streamed_blocks=0 if config.streaming is None else config.streaming.blocks,
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))
@@ -134,6 +135,8 @@ class Admission:
 
     def needed_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request needs, given what others hold and share now."""
+        if request.streams:
+            return len(self._lanes) * self._config.streamed_device_blocks
         needed = self.blocks_for(request.reservation_tokens)
         if request.prompt.sharing is not None:
             return needed - (request.submit.tokens - 1) // self._config.block_size_tokens
@@ -376,7 +379,11 @@ class Admission:
         needed = self._table.needed_blocks(request)
         shared_tokens = 0
         placed: Placed | None
-        if sibling is not None:
+        if request.streams:
+            placed = self.pools.admit_streamed(
+                request.id, submit.tokens, request.reservation_tokens, self._config.streamed_device_blocks
+            )
+        elif sibling is not None:
             shared_tokens = submit.tokens - 1
             placed = self.pools.fork(sibling.id, request.id, shared_tokens, request.reservation_tokens)
         else:
@@ -402,6 +409,8 @@ class Admission:
             in_ring=self._config.context_parallel is not None and request.may_spread,
         )
         request.cached_tokens = placed.cached_tokens
+        if request.streams:
+            request.streamed_blocks = self.pools.streamed_blocks_of(request.id)
         if request.is_long:
             self._prefilling_longs.add(request.id)
             self._taken_by_longs[request.id] = needed
@@ -433,6 +442,7 @@ class Admission:
             prefixes=placed.prefixes,
             evictions=placed.evictions,
             fetches=placed.fetches,
+            device_blocks=self._config.streamed_device_blocks if request.streams else 0,
         )
 
     def grow(self, request: Request) -> Grow | None:

@@ -44,6 +44,7 @@ from math import inf
 
 from medha.cost.cost_profile import Profile
 from medha.cost.predictor import Chunking, Predictor
+from medha.cost.stream_seconds import StreamSeconds
 from medha.cost.tier_seconds import TierSeconds
 from medha.kv.blocks import BlockLedger
 from medha.kv.pools import KvPools
@@ -169,6 +170,7 @@ class ReplicaController:
                 config.store_block_seconds or 0.0,
             )
         )
+        self._stream_seconds = None if config.streaming is None else StreamSeconds(config.streaming)
         self._admission = Admission(config, self._table, self._tier_seconds)
         self._pools = self._admission.pools
         self._sharing = Sharing(
@@ -189,6 +191,7 @@ class ReplicaController:
             self._sharing,
             self._lanes,
             self._tier_seconds,
+            self._stream_seconds,
         )
         self._long_swaps = LongSwaps(config, self._table, self._admission, self.predictor, self._tier_seconds)
         self._output_lengths = OutputLengths(
@@ -206,6 +209,7 @@ class ReplicaController:
         self._draining = False
         self._arrivals = 0
         self._resumed_tokens = 0
+        self._streamed_blocks = 0
         self._next_step_id = 0
         self._done_at: dict[tuple[int, ...], float] = {}  # when the last step of these lanes ended
 
@@ -640,6 +644,9 @@ class ReplicaController:
         Return what must be sent to ranks before a step with it.
         """
         config, predictor = self.config, self.predictor
+        streams = validation.streams(config, submit)
+        if streams:
+            submit = replace(submit, block_hashes="")  # streamed KV is not shared
         class_name = validation.class_name(config, submit)
         expected = self._expected_output_tokens(submit, class_name, before)
         reservation_tokens = validation.reservation_tokens(config, submit, expected)
@@ -661,7 +668,7 @@ class ReplicaController:
             tie=self._arrivals if before is None else before.tie,
             arrival=arrival,
             targets=self._targets(submit, class_name, work_seconds, before, now),
-            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens or returns,
+            is_long=streams or submit.tokens - cached_tokens >= config.long_threshold_tokens or returns,
             returns=returns,
             length=submit.tokens,
             limit_tokens=validation.limit_tokens(config, submit),
@@ -674,6 +681,7 @@ class ReplicaController:
             asides=0 if before is None else before.asides + 1,
             ways=0 if before is None else before.ways + before.makes_way,
             may_spread=may_spread,
+            streams=streams,
             cached_tokens=cached_tokens,
             first_cached_tokens=None if before is None else before.served_from_cache,
             paced_from=inf if before is None else before.paced_from,
@@ -833,6 +841,11 @@ class ReplicaController:
         """KV of requests that began at another replica which was named as a peer, found or read here, tokens."""
         return self._resumed_tokens
 
+    @property
+    def streamed_blocks(self) -> int:
+        """Blocks that steps have streamed from host memory, on the lane that streams most of each sequence."""
+        return self._streamed_blocks
+
     def _go_on(self, request: Request) -> None:
         """Let a request get KV that has waited for loads."""
         if request.waits and not request.ended:
@@ -892,7 +905,11 @@ class ReplicaController:
                 speculator.passed(
                     now - began_at - done.compute_seconds, done.compute_seconds, ran_ahead=launched.ran_ahead
                 )
-        self.predictor.observe(built.packed.uncorrected, seconds)
+        self._streamed_blocks += built.packed.streamed_blocks
+        if built.packed.is_streaming and self._stream_seconds is not None:
+            self._stream_seconds.observe(built.packed.streamed_blocks, seconds)
+        else:
+            self.predictor.observe(built.packed.uncorrected, seconds)
 
     def _note_filled_blocks(self, block_hashes: Iterable[tuple[str, str]]) -> None:
         """Note the hashes of blocks that output tokens have filled; the last one of a request is its last whole block."""

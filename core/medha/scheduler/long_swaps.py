@@ -186,6 +186,7 @@ class LongSwaps:
         """Return whether a request with KV is long, has computed something, and none waits for it to compute its own prompt."""
         return (
             not request.ended
+            and not request.streams  # no tier keeps its KV
             and request.length >= self._config.long_threshold_tokens
             and request.ways < self._most_swaps
             and request.asides < MOST_ASIDES

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from medha.cost.correction import PartedSeconds
 from medha.cost.predictor import Predictor, Work
+from medha.cost.stream_seconds import StreamSeconds
 from medha.kv.context_parallel import share_tokens, shared_tokens
 
 MOST_PREFILLS = 32
@@ -56,6 +57,7 @@ class PrefillCandidate:
     of_long_prompt: bool = False  # its whole prompt is long, however little of it is computed
     in_ring: bool = False  # the lanes of `lane_tokens` share its chunk
     scores_prompt: bool = False  # all of its rows pass the output head
+    streamed_blocks: int = 0  # that its chunk reads from host memory
 
     def head_rows(self, count: int) -> int:
         """Return how many of `count` rows of its chunk pass the output head."""
@@ -85,6 +87,8 @@ class Packed:
         default_factory=PartedSeconds
     )  # the same before correction, in its parts
     copy_seconds: float = 0.0  # part of `predicted_seconds`: copies between KV pool and host tier
+    streamed_blocks: int = 0  # of all its sequences, on the lane that streams most of each
+    is_streaming: bool = False  # to stream these takes longer than to compute
     budget_seconds: float = 0.0
     decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
     misses_tpot: bool = False  # the whole step does: because of decodes, or of the share that prefills keep
@@ -93,8 +97,13 @@ class Packed:
 class Batch:
     """A step under construction on one lane, or on several that run in lock step."""
 
-    def __init__(self, predictor: Predictor, lanes: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, predictor: Predictor, lanes: Sequence[int] = (0,), streaming: StreamSeconds | None = None
+    ) -> None:
         self._predictor = predictor
+        self._streaming = streaming
+        self.streamed_blocks = 0
+        """Blocks that the step streams from host memory."""
         self._tallies = {lane: predictor.tally() for lane in lanes}
         self._alone = self._tallies[lanes[0]] if len(lanes) == 1 else None
         self._exchanged_queries = 0
@@ -145,6 +154,15 @@ class Batch:
                 self._copies[lane] = self._copies.get(lane, 0.0) + seconds
                 self._copy_seconds = max(self._copy_seconds, self._copies[lane])
 
+    def stream(self, blocks: int) -> None:
+        """Let a decode of the step stream so many blocks from host memory."""
+        self.streamed_blocks += blocks
+
+    def streaming_seconds(self, more_blocks: int = 0) -> float:
+        """Return the time in which lanes stream the step's blocks, and so many more, while they compute."""
+        blocks = self.streamed_blocks + more_blocks
+        return self._streaming.seconds(blocks) if blocks and self._streaming is not None else 0.0
+
     @property
     def copy_seconds(self) -> float:
         """Time of the step's copies between KV pool and host tier, after correction."""
@@ -161,6 +179,7 @@ class Batch:
 
     def add(self, prefill: PrefillCandidate, count: int) -> None:
         """Add a chunk of `count` tokens."""
+        self.streamed_blocks += prefill.streamed_blocks
         if not prefill.lane_tokens:
             self._tallies[prefill.lane].add_chunk(prefill.context, count, prefill.head_rows(count))
             return
@@ -175,6 +194,7 @@ class Batch:
 
     def remove(self, prefill: PrefillCandidate, count: int) -> None:
         """Remove a chunk that `add` added."""
+        self.streamed_blocks -= prefill.streamed_blocks
         if not prefill.lane_tokens:
             work = Work(prefill.context, count, head_rows=prefill.head_rows(count))
             self._tallies[prefill.lane].remove(work)
@@ -194,7 +214,16 @@ class Batch:
 
     def corrected(self, predicted: PartedSeconds) -> float:
         """Return the time of the step that is predicted so, after correction, with its copies and that of a draft model."""
-        return self._predictor.correction.seconds(predicted) + self._copy_seconds + self.draw_seconds
+        seconds = self._predictor.correction.seconds(predicted)
+        if self.streamed_blocks:
+            seconds = max(seconds, self.streaming_seconds())
+        return seconds + self._copy_seconds + self.draw_seconds
+
+    def is_streaming(self, predicted: PartedSeconds) -> bool:
+        """Return whether the step, of which this is predicted, streams KV for longer than it computes."""
+        if not self.streamed_blocks:
+            return False
+        return self.streaming_seconds() > self._predictor.correction.seconds(predicted)
 
     def parted_seconds(self) -> PartedSeconds:
         """Return the predicted time before correction, in its parts, without that of a draft model."""
@@ -211,6 +240,8 @@ class Batch:
         """Return the predicted time of the step with one more chunk."""
         if self._alone is not None:
             seconds = self._alone.seconds_with(prefill.context, count, prefill.head_rows(count))
+            if self.streamed_blocks or prefill.streamed_blocks:
+                seconds = max(seconds, self.streaming_seconds(prefill.streamed_blocks))
             return seconds + self._copy_seconds
         self.add(prefill, count)
         seconds = self.seconds()
@@ -218,9 +249,15 @@ class Batch:
         return seconds
 
     def largest(self, prefill: PrefillCandidate, most: int, budget_seconds: float, least: int = 1) -> int:
-        """Return the largest chunk of `least` to `most` tokens with which the step fits the budget, or 0."""
+        """Return the largest chunk of `least` to `most` tokens with which the step fits the budget, or 0.
+
+        A chunk that streams KV may take as long as that takes: its tokens cost nothing more.
+        """
         if most < least:
             return 0
+        if prefill.streamed_blocks:
+            streaming_seconds = self.streaming_seconds(prefill.streamed_blocks)
+            budget_seconds = max(budget_seconds, streaming_seconds + self._copy_seconds)
         above = self.seconds_with(prefill, most)
         if above <= budget_seconds:
             return most
@@ -405,6 +442,8 @@ class Space:
         packed.uncorrected = self._batch.parted_seconds()
         packed.predicted_seconds = self._batch.corrected(packed.uncorrected)
         packed.copy_seconds = self._batch.copy_seconds
+        packed.streamed_blocks = self._batch.streamed_blocks
+        packed.is_streaming = self._batch.is_streaming(packed.uncorrected)
         if targets is not None:
             # The tolerance keeps rounding errors of the sum from counting as a miss.
             packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / self._limits.stages * (

@@ -13,7 +13,7 @@ from medha.kv.context_parallel import ContextParallel, RingCosts
 from medha.kv.pools import WindowPool
 from medha.kv.store_tier import object_blocks
 from medha.topology import Topology
-from medha.wire.messages import DiskTierFigures, DraftCosts, HostTierFigures, RankReady
+from medha.wire.messages import DiskTierFigures, DraftCosts, HostTierFigures, RankReady, StreamingFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class ReplicaConfig:
     store_block_seconds: float | None = None
     """Time in which a rank reads a block of the store, until some were measured; None: there is none."""
     object_blocks: int = 1  # of each object of the store
+    streaming: StreamingFigures | None = None
+    """Host memory of each lane for KV of requests that are larger than the pools; None: there are no such requests."""
 
     @property
     def kv_tokens(self) -> int:
@@ -50,6 +52,19 @@ class ReplicaConfig:
     def pool_tokens(self) -> int:
         """Tokens that the KV pools of all lanes hold together."""
         return self.topology.kv * self.kv_tokens
+
+    @property
+    def streamed_device_blocks(self) -> int:
+        """Most blocks of a lane's pool that a request takes which is larger than the pools: the headroom for short ones stays."""
+        return max(int((1 - self.scheduling.short_headroom) * self.kv_blocks), 1)
+
+    @property
+    def longest_tokens(self) -> int:
+        """KV tokens of the largest request: all pools, or what one takes of them and what is streamed beside that."""
+        if self.streaming is None:
+            return self.pool_tokens
+        blocks = self.topology.kv * (self.streamed_device_blocks + self.streaming.blocks)
+        return max(self.pool_tokens, blocks * self.block_size_tokens)
 
 
 def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
@@ -95,6 +110,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         peer_block_seconds=_peer_block_seconds(spec, ready),
         store_block_seconds=_store_block_seconds(spec, ready),
         object_blocks=1 if ready.host_tier is None else object_blocks(ready.host_tier.block_bytes),
+        streaming=ready.streaming,
     )
 
 

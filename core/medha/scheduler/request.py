@@ -61,6 +61,10 @@ class Request:
     asides: int = 0  # how often it has stepped aside
     ways: int = 0  # how often it did so for one that waited
     may_spread: bool = False  # its KV may be split over several lanes
+    streams: bool = (
+        False  # a part of its KV is streamed from host memory, because the pools do not hold all of it
+    )
+    streamed_blocks: int = 0  # those of the lane that streams most, once it holds KV
     row: int = NOWHERE  # in the table of requests, while it has prompt left to dispatch
     lane: int = NOWHERE  # the lane that computes it
     reserved_tokens: int = 0  # tokens that its blocks can hold

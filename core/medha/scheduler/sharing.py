@@ -133,7 +133,9 @@ class Sharing:
         holders = [holder for holder in prompt.holders.values() if not holder.ended]
         frees_windows = self._frees_windows
         sharing = next((holder for holder in holders if _can_be_forked(holder, prompt, frees_windows)), None)
-        prefilling = sharing is None and any(holder.computed < prompt.tokens for holder in holders)
+        prefilling = sharing is None and any(
+            holder.computed < prompt.tokens and not holder.streams for holder in holders
+        )
         if frees_windows and sharing is not None:
             self._shared[prompt.name] = prompt
         else:
@@ -178,11 +180,13 @@ class Sharing:
 
 
 def _can_be_forked(holder: Request, prompt: Prompt, frees_windows: bool) -> bool:
-    """Return whether the KV of a prompt that a running request holds can be shared.
+    """Return whether the KV of a prompt that a running request holds can be shared; streamed KV never is.
 
     A rank that frees KV before windows keeps the one before the prompt's last position until it plans a step behind
     the prompt.
     """
+    if holder.streams:
+        return False
     return holder.computed >= prompt.tokens and not (frees_windows and holder.dispatched > prompt.tokens)
 
 

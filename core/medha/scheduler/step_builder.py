@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 
 from medha.cost.predictor import Predictor
+from medha.cost.stream_seconds import StreamSeconds
 from medha.cost.tier_seconds import TierSeconds
 from medha.kv.context_parallel import ContextParallel
 from medha.scheduler.admission import Admission
@@ -136,8 +137,10 @@ class StepBuilder:
         sharing: Sharing,
         lanes: Lanes,
         tier_seconds: TierSeconds | None = None,
+        stream_seconds: StreamSeconds | None = None,
     ) -> None:
-        """`tier_seconds` are the times of the lanes' host tiers, if they have any."""
+        """`tier_seconds` are the times of the lanes' host tiers, if they have any; `stream_seconds` those of streamed KV."""
+        self._stream_seconds = stream_seconds
         self._predictor = predictor
         self._tier_seconds = tier_seconds
         self._table = table
@@ -147,6 +150,7 @@ class StepBuilder:
         self._all_lanes = tuple(range(len(lanes)))
         self._has_one_lane = len(lanes) == 1
         self._long_threshold_tokens = config.long_threshold_tokens
+        self._block_size_tokens = config.block_size_tokens
         self._context_parallel = config.context_parallel
         self._stages = config.topology.stream
         self._prefill_order = PrefillOrder(config.scheduling, config.topology.kv, self._stages)
@@ -231,9 +235,14 @@ class StepBuilder:
         return self.speculator.prefers_drafts(batch, decodes, longest, self._pace.between_seconds)
 
     def _batch_of_decodes(self, lanes: tuple[int, ...]) -> Batch:
-        batch = Batch(self._predictor, lanes)
+        batch = Batch(self._predictor, lanes, self._stream_seconds)
         for lane in lanes:
-            self._lanes[lane].decodes.add_to(batch, lane, lanes)
+            decodes = self._lanes[lane].decodes
+            decodes.add_to(batch, lane, lanes)
+            if self._stream_seconds is not None:
+                for request in decodes.runnable:
+                    if request.streams and request.runs_on(lanes):
+                        batch.stream(request.streamed_blocks)
         return batch
 
     def rested(self, lanes: tuple[int, ...]) -> None:
@@ -286,6 +295,7 @@ class StepBuilder:
         )
         prefill.context, prefill.remaining, prefill.is_long = context, remaining, is_long
         prefill.rest, prefill.lane = request.length - stop, request.lane
+        prefill.streamed_blocks = self._streamed_blocks(request)
         if request.in_ring:
             prefill.moved, prefill.in_ring, prefill.lane_tokens = True, True, request.lane_tokens
         prefill.waits = not request.runs_on(lanes)  # its cached prefix may couple further lanes
@@ -450,6 +460,13 @@ class StepBuilder:
             else:
                 return
 
+    def _streamed_blocks(self, request: Request) -> int:
+        """Return the blocks that the next chunk of a prefill streams, about: of its context, on one lane."""
+        if not request.streamed_blocks:
+            return 0
+        context_blocks = request.dispatched // (len(request.held_lanes) * self._block_size_tokens)
+        return min(request.streamed_blocks, context_blocks + 1)
+
     def _defers_to_others(self, request: Request, now: float) -> bool:
         """Return whether a waiting long request is demoted and leaves KV to requests that can be on time.
 
@@ -487,6 +504,7 @@ class StepBuilder:
             in_ring=request.in_ring,
             scores_prompt=request.scores_prompt,
             rest=request.length - stop,
+            streamed_blocks=self._streamed_blocks(request),
         )
         if len(request.lanes) > 1:
             candidate.lane_tokens = request.lane_tokens

@@ -26,16 +26,30 @@ def limit_tokens(config: ReplicaConfig, submit: Submit) -> int:
 def most_tokens(config: ReplicaConfig, submit: Submit) -> int:
     """Return the most KV tokens that a request can need: prompt and output up to its limit.
 
-    The last sampled token needs none: its KV is never computed. Without `max_tokens`, the pool is a limit, too.
+    The last sampled token needs none: its KV is never computed. Without `max_tokens`, the pools are a limit, too, or if they
+    do not hold the prompt and an output of its class's default length, all that can be streamed.
     """
     most = max(limit_tokens(config, submit) - 1, submit.tokens)
     if submit.sampling.max_tokens is None:
-        most = min(most, max(config.pool_tokens, submit.tokens))
+        service_class = config.service_classes.get(class_name(config, submit))
+        output_tokens = 0 if service_class is None else service_class.default_output_tokens
+        fits = config.streaming is None or submit.tokens + output_tokens <= config.pool_tokens
+        most = min(most, max(config.pool_tokens if fits else config.longest_tokens, submit.tokens))
     return most
 
 
+def streams(config: ReplicaConfig, submit: Submit) -> bool:
+    """Return whether a part of a request's KV is streamed from host memory: it may need more than all pools hold."""
+    return config.streaming is not None and most_tokens(config, submit) > config.pool_tokens
+
+
 def reservation_tokens(config: ReplicaConfig, submit: Submit, expected_output_tokens: int) -> int:
-    """Return the KV tokens to reserve for prompt and output, of which `expected_output_tokens` are expected."""
+    """Return the KV tokens to reserve for prompt and output, of which `expected_output_tokens` are expected.
+
+    A request whose KV is streamed reserves all that it can need.
+    """
+    if streams(config, submit):
+        return most_tokens(config, submit)
     expected = submit.prompt_length + expected_output_tokens - 1
     return max(min(expected, most_tokens(config, submit)), submit.tokens)
 
@@ -84,6 +98,11 @@ def unservable(config: ReplicaConfig, submit: Submit) -> Refusal | None:
         return "unknown_class", f"service class {submit.service_class!r} is not one of the replica's"
     if submit.prompt_length >= config.max_model_len:
         return "too_long", f"{submit.tokens} tokens; maxModelLen is {config.max_model_len}"
-    if most_tokens(config, submit) > config.pool_tokens:
-        return "too_long", f"{submit.tokens} tokens; the KV pool holds {config.pool_tokens}"
+    if most_tokens(config, submit) > config.longest_tokens:
+        most = ""
+        if config.streaming is not None:
+            most = (
+                f", and at most {config.longest_tokens} of one request with what it streams from host memory"
+            )
+        return "too_long", f"{submit.tokens} tokens; the KV pool holds {config.pool_tokens}{most}"
     return None

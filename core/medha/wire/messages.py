@@ -572,7 +572,8 @@ class Admit:
     many, give the lane of each position (neither: all on lane 0). `evictions` are cached blocks to evict
     first. `prefixes` are the cached blocks that begin the table of each lane, and `fetches` are copied into the blocks
     behind them; together they hold the KV of the first `cached_tokens` tokens. For a fork, `prefixes` are the cached part
-    of the shared tokens.
+    of the shared tokens. If `device_blocks` is above 0, at most so many blocks on each lane are of its pool, the last ones
+    of its table; those before are streamed from host memory.
     """
 
     id: str
@@ -591,6 +592,7 @@ class Admit:
     evictions: tuple[Eviction, ...] = ()
     stripings: tuple[Striping, ...] = ()
     fetches: tuple[Fetch, ...] = ()
+    device_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -809,6 +811,15 @@ class HostTierFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamingFigures:
+    """The host memory from which a rank streams KV that its pool has no place for."""
+
+    blocks: int
+    block_bytes: int  # of one block, of all of this rank's layers
+    read_seconds_per_block: float  # measured; 0 where attention reads host memory in place
+
+
+@dataclass(frozen=True, slots=True)
 class DiskTierFigures:
     """The disk tier of a rank: its size, and measured times of reading, in seconds."""
 
@@ -872,6 +883,7 @@ class RankReady:
     disk_tier: DiskTierFigures | None = None  # None: the host tier's KV ends with the epoch
     peer: PeerFigures | None = None  # None: it gives no KV to other replicas, and takes none
     store: StoreFigures | None = None  # None: it shares no store with them
+    streaming: StreamingFigures | None = None  # None: all KV of a request lies in the pools
 
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py

@@ -594,7 +594,7 @@ def _resources(spec: MedhaReplicaSpec, *, with_devices: bool = True) -> Manifest
         devices[wanted.accelerator] = str(spec.parallelism.tensor)
     limits, requests = dict(wanted.limits) | devices, dict(wanted.requests) | devices
     tiers = {
-        "memory": spec.parallelism.tensor * spec.kv_cache.host_bytes,
+        "memory": spec.parallelism.tensor * (spec.kv_cache.host_bytes + spec.kv_cache.streaming_bytes),
         "ephemeral-storage": _ephemeral_bytes(spec),
     }
     for name, tier_bytes in tiers.items() if with_devices else ():

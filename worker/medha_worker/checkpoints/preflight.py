@@ -62,7 +62,21 @@ def require_possible(
             "leave tiers out"
         )
     needed += host_bytes
-    takers = "processes, weights and the host tier" if host_bytes else "processes and weights"
+    streaming_bytes = ranks * spec.kv_cache.streaming_bytes
+    if streaming_bytes > free_bytes - needed:
+        raise ConfigInvalid(
+            f"spec.kvCache.streaming.size is {_gib(spec.kv_cache.streaming_bytes)} for each rank (of {ranks}), but "
+            f"{_gib(free_bytes)} are free on this machine, of which all else needs {_gib(needed)}; lower it, or leave "
+            "streaming out"
+        )
+    needed += streaming_bytes
+    beside = [
+        *(["the host tier"] if host_bytes else []),
+        *(["streamed KV"] if streaming_bytes else []),
+    ]
+    takers = " and ".join([", ".join(["processes", "weights", *beside[:-1]]), *beside[-1:]])
+    if not beside:
+        takers = "processes and weights"
     size = spec.kv_cache.size
     if size is not None and quantity_bytes(size) > (free_bytes - needed) / ranks:
         raise ConfigInvalid(

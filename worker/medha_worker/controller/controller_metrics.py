@@ -129,6 +129,7 @@ class Observer:
         self._count_up("medha_prefix_cache_queried_tokens", pools.queried_tokens)
         self._count_up("medha_prefix_cache_hit_tokens", pools.hit_tokens)
         self._host_tier(core)
+        self._streaming(core)
         self._disk_tier(core)
         self._peer_kv(core)
         self._store_tier(core)
@@ -150,6 +151,16 @@ class Observer:
             "medha_host_tier_fetched_tokens", counts.fetched_blocks * core.config.block_size_tokens
         )
         self._swaps(core, block_bytes)
+
+    def _streaming(self, core: ReplicaController) -> None:
+        figures, pools = core.config.streaming, core.pools
+        block_bytes = 0 if figures is None else figures.block_bytes
+        for lane in range(pools.lanes):
+            ledger = pools.ledger(lane)
+            held_blocks = ledger.streamed_blocks - ledger.free_streamed_blocks
+            self._gauges["medha_streaming_bytes"].labels(lane=str(lane)).set(held_blocks * block_bytes)
+        self._count_up("medha_streamed_sequences", pools.streamed_sequences)
+        self._count_up("medha_streamed_bytes", core.streamed_blocks * block_bytes)
 
     def _swaps(self, core: ReplicaController, block_bytes: int) -> None:
         figures, pools, counts = core.config.host_tier, core.pools, core.pools.tier_counts

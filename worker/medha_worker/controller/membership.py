@@ -191,6 +191,13 @@ def implausible(ready: RankReady) -> str | None:
             ("host_tier.fetch_seconds_per_block", tier.fetch_seconds_per_block, 0, MOST_SECONDS),
             ("host_tier.demote_seconds_per_block", tier.demote_seconds_per_block, 0, MOST_SECONDS),
         ]
+    if ready.streaming is not None:
+        streaming = ready.streaming
+        numbers += [
+            ("streaming.blocks", streaming.blocks, 1, MOST_BLOCKS),
+            ("streaming.block_bytes", streaming.block_bytes, 1, MOST_BLOCK_BYTES),
+            ("streaming.read_seconds_per_block", streaming.read_seconds_per_block, 0, MOST_SECONDS),
+        ]
     if ready.disk_tier is not None:
         disk = ready.disk_tier
         numbers += [

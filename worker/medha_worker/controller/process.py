@@ -73,6 +73,7 @@ from medha.wire.messages import (
     StepProfile,
     StoreFigures,
     StoreLook,
+    StreamingFigures,
     Submit,
     Tick,
     Tokens,
@@ -747,7 +748,7 @@ class Controller:
             running=load.running,
             waiting=load.waiting,
             pending_prefill_seconds=load.pending_prefill_seconds,
-            longest_request_tokens=min(config.max_model_len, config.pool_tokens),
+            longest_request_tokens=min(config.max_model_len, config.longest_tokens),
             waiting_limit=config.scheduling.max_waiting,
             service_classes=tuple(
                 _terms(entry, core.expected_output_tokens(entry.name))
@@ -853,7 +854,21 @@ def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
     costs = next((ready.draft_costs for ready in ranks if ready.draft_costs is not None), None)
     tier = _slowest_tier([ready.host_tier for ready in ranks if ready.host_tier is not None])
     disk = _slowest_disk([ready.disk_tier for ready in ranks if ready.disk_tier is not None])
-    return replace(slowest, profile=measured, draft_costs=costs, host_tier=tier, disk_tier=disk)
+    streaming = _slowest_streaming([ready.streaming for ready in ranks if ready.streaming is not None])
+    return replace(
+        slowest, profile=measured, draft_costs=costs, host_tier=tier, disk_tier=disk, streaming=streaming
+    )
+
+
+def _slowest_streaming(figures: Sequence[StreamingFigures]) -> StreamingFigures | None:
+    """Return the largest figures of streaming, of the fewest blocks; None if there are none."""
+    if not figures:
+        return None
+    return StreamingFigures(
+        min(one.blocks for one in figures),
+        max(one.block_bytes for one in figures),
+        max(one.read_seconds_per_block for one in figures),
+    )
 
 
 def _slowest_disk(tiers: Sequence[DiskTierFigures]) -> DiskTierFigures | None:

@@ -17,12 +17,16 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import TYPE_CHECKING
 
 import torch
 
 from medha.kv.blocks import BlockCopy
 from medha_worker.device import Device
 from medha_worker.model.kv_scales import FP8, LayerScales, ScaledHeads
+
+if TYPE_CHECKING:
+    from medha_worker.model.streamed_blocks import StreamedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class KVCache:
         """Blocks of layers whose KV before the window is freed; 0 if no layer frees any."""
         self.scratch_block = num_blocks
         """A block that no sequence holds: the rows that pad a captured step write there."""
+        self.streamed: StreamedBlocks | None = None
+        """Blocks in host memory, whose numbers in tables are those from `num_blocks` on; None: there are none."""
         self._in_windows = [window_blocks > 0 and layer in window_layers for layer in range(num_layers)]
         shapes = [
             (kv_heads, ((window_blocks if windowed else num_blocks) + 1) * block_tokens, head_dim)
@@ -78,9 +84,9 @@ class KVCache:
             shapes.append((head.kv_heads, (num_blocks + 1) * block_tokens, head.head_dim))
             counts.append(head.tensors)
         # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN).
-        self.keys = [_zeros(shape, self.dtype, device) for shape in shapes]
+        self.keys = [zeros(shape, self.dtype, device) for shape in shapes]
         self.values = [
-            keys if count == 1 else _zeros(shape, self.dtype, device)
+            keys if count == 1 else zeros(shape, self.dtype, device)
             for keys, count, shape in zip(self.keys, counts, shapes, strict=True)
         ]
         self._scaled = None if scales is None else [ScaledHeads(one) for one in scales]
@@ -149,7 +155,7 @@ class KVCache:
                     pool[:, targets] = pool[:, sources]
 
 
-def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> torch.Tensor:
+def zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: Device) -> torch.Tensor:
     """Return zeros whose pages a CPU takes on first touch: `torch.zeros` writes them, a second per gigabyte.
 
     They use large pages if Linux has them. With pages of 4 KiB, whose addresses take time to look up, a

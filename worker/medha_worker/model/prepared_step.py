@@ -14,9 +14,17 @@ import numpy as np
 import torch
 
 from medha_worker.device import Mark
+from medha_worker.kernels.partial_results import add_sinks
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan, slot_runs
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.partial_attention import Attending, Rows
+from medha_worker.model.pool_attention import (
+    PoolAttention,
+    PoolWrite,
+    read_segments,
+    streamed_blocks_in,
+)
 from medha_worker.model.rope_config import RopeConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -112,6 +120,54 @@ class OwnStep:
         q = self._cache.queries(layer, q)
         attended, _ = self._attention[self._windows[layer]].attend(q, *pools, sinks, needs_sums=False)
         return self._cache.results(layer, attended)
+
+
+class StreamedStep:
+    """A step whose rows attend to this pool alone, where some keys are streamed from host memory."""
+
+    def __init__(
+        self,
+        spans: Sequence[SequenceSpan],
+        kv_cache: KVCache,
+        kernels: Kernels,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
+        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them."""
+        self.sequences = [span.rows for span in spans]
+        self._spans, self._cache, self._kernels = spans, kv_cache, kernels
+        self._windows = windows or [None] * len(kv_cache.keys)
+        self._write = PoolWrite(new_slots(spans, kv_cache.block_tokens), kv_cache, kernels.writer)
+        attending = Attending(kernels.attention, kv_cache.block_tokens, kv_cache.device)
+        rows = spans[-1].rows.stop
+        attention = {
+            window: PoolAttention(
+                Rows(rows, [span.within(window) for span in spans]), kv_cache, attending, self._write.written
+            )
+            for window in dict.fromkeys(self._windows)
+        }
+        self._attention = [attention[window] for window in self._windows]
+        read_segments(kv_cache, self._attention)
+
+    def alone(self, index: int) -> StreamedStep:
+        """Return the same step for one of its sequences, whose rows are then the only ones."""
+        spans = [replace(self._spans[index], row_start=0)]
+        return StreamedStep(spans, self._cache, self._kernels, self._windows)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._write.write(layer, *self._cache.rounded(layer, k, v))
+        attended, sums = self._attention[layer].attend(layer, self._cache.queries(layer, q))
+        if sinks is not None:
+            attended = add_sinks(attended, sums, sinks)[0]
+        return self._cache.results(layer, attended)
+
+
+def streams(spans: Sequence[SequenceSpan], kv_cache: KVCache) -> bool:
+    """Return whether some of these sequences have streamed blocks."""
+    return kv_cache.streamed is not None and any(
+        streamed_blocks_in(span, kv_cache.num_blocks) for span in spans
+    )
 
 
 def new_slots(spans: Sequence[SequenceSpan], block_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha_worker.device import Device
 from medha_worker.kernels.partial_results import add_sinks, merge_partials
-from medha_worker.kernels.protocol import AttentionBackend, Kernels, KVWriter, StepAttention, StepWrite
+from medha_worker.kernels.protocol import Kernels, KVWriter
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.out_of_memory import ran_out
+from medha_worker.model.partial_attention import Attending, Partial, Rows
+from medha_worker.model.pool_attention import PoolAttention, PoolWrite, read_segments
 
 _log = logging.getLogger("medha.model")
 
@@ -63,14 +63,6 @@ class Landing:
     here: tuple[torch.Tensor, npt.NDArray[np.int64]]  # own rows that stay, and their slots
     to: Mapping[int, torch.Tensor]  # lane -> own rows
     of: Mapping[int, npt.NDArray[np.int64]]  # lane -> slots for what arrives from it
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of one lane, and their attention to what one lane holds; rows without a span see nothing there."""
-
-    count: int
-    spans: Sequence[SequenceSpan]  # rows counted from 0
 
 
 @dataclass(frozen=True)
@@ -125,19 +117,6 @@ class SpreadPlan:
     windowed: Mapping[int, "SpreadPlan"] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Attending:
-    """Context of all attention of a step.
-
-    `ran_out` is called when rows become NaN because memory does not suffice.
-    """
-
-    backend: AttentionBackend
-    block_tokens: int
-    device: Device
-    ran_out: Callable[[], None] = lambda: None
-
-
 class SpreadStep:
     """A step of a lane that shares requests with others, for every layer of a rank.
 
@@ -158,13 +137,14 @@ class SpreadStep:
         self.sequences, self._cache = plan.sequences, cache
         self._windows = windows or [None] * len(cache.keys)
         attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out)
-        whole = _Placed(plan.landing, cache.device, kernels.writer)
+        whole = _Placed(plan.landing, cache, kernels.writer)
         self._attention = {}
         for window in dict.fromkeys(self._windows):
             there = plan if window is None else plan.windowed[window]
             is_apart = window is not None and cache.window_blocks > 0
-            placed = _Placed(there.landing, cache.device, kernels.writer) if is_apart else whole
+            placed = _Placed(there.landing, cache, kernels.writer) if is_apart else whole
             self._attention[window] = _SpreadAttention(there, placed, links, cache, attending)
+        read_segments(cache, [self._attention[window].local for window in self._windows])
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
@@ -193,7 +173,7 @@ class _SpreadAttention:
             spans += [_shifted(span, rows) for span in asked.spans]
             self._foreign.append((owner, slice(rows, rows + asked.count)))
             rows += asked.count
-        self._local = _Partial(Rows(rows, spans), attending)
+        self.local = PoolAttention(Rows(rows, spans), cache, attending, placed.written)
         self._passing: list[_Ring] = []
         if plan.keys is not None:
             self._passing.append(_KeysRing(plan.keys, links, cache, attending))
@@ -209,7 +189,7 @@ class _SpreadAttention:
         all_q = self._share(layer, q, k, v)
         for ring in self._passing:
             ring.start(layer, q)
-        output, sums = self._local.attend(all_q, self._cache.keys[layer], self._cache.values[layer])
+        output, sums = self.local.attend(layer, all_q)
         for turn in range(1, max((len(ring) for ring in self._passing), default=0)):
             for ring in self._passing:
                 if turn < len(ring):
@@ -222,9 +202,7 @@ class _SpreadAttention:
         Returns own queries, followed by those that other lanes have sent.
         """
         placed, (_, query_heads, head_dim), kv_heads = self._placed, q.shape, k.shape[1]
-        pools = self._cache.keys[layer], self._cache.values[layer]
-        if placed.write is not None:
-            placed.write.write(*pools, k[placed.staying], v[placed.staying])
+        placed.write.write(layer, k[placed.staying], v[placed.staying])
         outgoing: dict[int, list[torch.Tensor]] = {}
         tensors = self._cache.tensors
         for lane, rows in placed.leaving.items():
@@ -239,7 +217,7 @@ class _SpreadAttention:
         readers = self._exchange(outgoing, {lane: size * head_dim for lane, size in sizes.items()}, q)
         for lane, (count, write) in placed.arriving.items():
             arrived = [readers[lane].take(count, kv_heads, head_dim).to(k.dtype) for _ in range(tensors)]
-            write.write(*pools, arrived[0], arrived[-1])
+            write.write(layer, arrived[0], arrived[-1])
         requested_q = [
             readers[lane].take(asked.count, query_heads, head_dim) for lane, asked in self._plan.foreign
         ]
@@ -297,12 +275,16 @@ class _SpreadAttention:
 class _Placed:
     """A step's landing: the rows that stay, leave and arrive, on the device, and the writes to this pool."""
 
-    def __init__(self, landing: Landing, device: Device, writer: KVWriter) -> None:
-        rows, slots = landing.here
+    def __init__(self, landing: Landing, cache: KVCache, writer: KVWriter) -> None:
+        device, (rows, slots) = cache.device, landing.here
         self.staying = device.place(rows)
-        self.write: StepWrite | None = writer.plan(slots) if len(slots) else None
+        self.write = PoolWrite(slots, cache, writer)
         self.leaving = {lane: device.place(rows) for lane, rows in landing.to.items()}
-        self.arriving = {lane: (len(slots), writer.plan(slots)) for lane, slots in landing.of.items()}
+        self.arriving = {
+            lane: (len(slots), PoolWrite(slots, cache, writer)) for lane, slots in landing.of.items()
+        }
+        self.written = self.write.written.union(*(write.written for _, write in self.arriving.values()))
+        """Streamed blocks that get new K and V."""
 
 
 class _Ring(Protocol):
@@ -325,7 +307,7 @@ class _KeysRing:
         self.rows, self._table = cache.device.place(ring.rows), cache.device.place(ring.table)
         self._ring, self._links, self._cache = ring, links, cache
         self._order = _from(ring.lanes, links.lane)
-        self._attention = {other: _Partial(part, attending) for other, part in ring.of.items()}
+        self._attention = {other: Partial(part, attending) for other, part in ring.of.items()}
         self.partials: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __len__(self) -> int:
@@ -376,7 +358,7 @@ class _QueriesRing:
         self._ring, self._links, self._cache = ring, links, cache
         self.rows = cache.device.place(ring.rows)
         self._order = _from(ring.lanes, links.lane)
-        self._attention = {other: _Partial(rows, attending) for other, rows in ring.of.items() if rows.spans}
+        self._attention = {other: Partial(rows, attending) for other, rows in ring.of.items() if rows.spans}
         self.partials: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # lane, output, log-sum-exp
 
     def __len__(self) -> int:
@@ -417,73 +399,6 @@ def _hop(links: LaneLinks, order: Sequence[int], sent: torch.Tensor, received: t
     return links.start(
         {following: sent} if sent.numel() else {}, {before: received} if received.numel() else {}
     )
-
-
-class _Partial:
-    """Attention of some rows to what one lane holds of their context.
-
-    Rows that see nothing there get an empty result.
-    """
-
-    def __init__(self, rows: Rows, attending: Attending) -> None:
-        self._rows, self._attending = rows.count, attending
-        self._spans = rows.spans
-        self._planned = max((span.rows.stop for span in rows.spans), default=0)
-        self._attention: StepAttention | None = None
-        if rows.spans:
-            self._attention = attending.backend.plan(rows.spans, attending.block_tokens)
-        blind = np.ones(rows.count, dtype=np.bool_)
-        for span in rows.spans:
-            blind[span.rows] = False
-        self._blind = attending.device.place(torch.from_numpy(np.flatnonzero(blind)))
-
-    def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output [rows, heads, head_dim] and log-sum-exp, float32 [rows, heads].
-
-        Rows that see nothing get zeros and -inf.
-        """
-        if self._attention is None:
-            return q.new_zeros(q.shape), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
-        try:
-            output, sums = self._attention.attend(q[: self._planned], keys, values)
-        except (MemoryError, RuntimeError) as error:
-            if not ran_out(error):
-                raise
-            _log.warning("memory ran out for the attention of %d rows; each sequence runs alone", self._rows)
-            attended = None
-        else:
-            attended = output, sums
-        # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
-        output, sums = attended or self._one_by_one(q, keys, values)
-        if self._planned < self._rows:
-            output = torch.cat([output, output.new_empty(self._rows - self._planned, *output.shape[1:])])
-            sums = torch.cat([sums, sums.new_empty(self._rows - self._planned, *sums.shape[1:])])
-        if len(self._blind):
-            output[self._blind], sums[self._blind] = 0.0, float("-inf")
-        return output, sums.float()
-
-    def _one_by_one(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as `StepAttention.attend` does, with less memory at a time; NaN if that does not suffice."""
-        output = q.new_empty(self._planned, *q.shape[1:])
-        sums = q.new_empty(self._planned, q.shape[1], dtype=torch.float32)
-        for span in self._spans:
-            rows = span.rows
-            try:
-                alone = self._attending.backend.plan(
-                    [replace(span, row_start=0)], self._attending.block_tokens
-                )
-                output[rows], sums[rows] = alone.attend(q[rows], keys, values)
-            except (MemoryError, RuntimeError) as error:
-                if not ran_out(error):
-                    raise
-                _log.warning("memory ran out for the attention of %d rows alone: %s", span.row_count, error)
-                output[rows], sums[rows] = torch.nan, torch.nan
-                self._attending.ran_out()
-        return output, sums
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,15 @@ from medha_worker.model.kv_scales import digest_of
 from medha_worker.model.latent_attention import LatentAttention
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
-from medha_worker.model.prepared_step import LayerStep, OwnStep, PreparedStep, Rotation, Rotations
+from medha_worker.model.prepared_step import (
+    LayerStep,
+    OwnStep,
+    PreparedStep,
+    Rotation,
+    Rotations,
+    StreamedStep,
+    streams,
+)
 from medha_worker.model.quantised_experts import QuantisedExperts
 from medha_worker.model.quantised_weights import Linear, LinearProducts, QuantisedWeight, tensors_of
 from medha_worker.model.rope import inverse_frequencies, rotation_table
@@ -35,6 +43,8 @@ _NORM_ROWS = 1024
 
 _log = logging.getLogger("medha.model")
 
+OneStep = OwnStep | StreamedStep
+"""A step of rows that no other lane shares, of which one sequence can run alone."""
 _Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, each [rows, own heads, head_dim]."""
 
@@ -307,12 +317,15 @@ class Transformer:
             window_spans: Replace `spans` in layers with a window, if the pool frees the KV before it.
         """
         with self.device.runtime.ahead():
-            if spread is None and self._graphs is not None:
+            is_streamed = streams(spans, kv_cache)
+            if spread is None and self._graphs is not None and not is_streamed:
                 captured = self._graphs.take(positions, spans, kv_cache)
                 if captured is not None:
                     return PreparedStep(self.device.runtime.mark(), captured=captured)
             layers: LayerStep
-            if spread is None:
+            if spread is None and is_streamed:
+                layers = StreamedStep(spans, kv_cache, self.kernels, self._windows)
+            elif spread is None:
                 layers = OwnStep(spans, kv_cache, self.kernels, self._windows, window_spans)
             else:
                 assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
@@ -455,11 +468,11 @@ class Transformer:
             heads = self._heads_of_each(layer, hidden, normed, rotation, step.sequences)
             attended = step.attend(index, *heads, layer.sinks)
 
-            def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:  # noqa: ARG001
+            def attend(rows: slice, alone: OneStep | None) -> torch.Tensor:  # noqa: ARG001
                 return self._results(layer, attended[rows])
         else:
 
-            def attend(rows: slice, alone: OwnStep | None) -> torch.Tensor:
+            def attend(rows: slice, alone: OneStep | None) -> torch.Tensor:
                 heads = self._heads(layer, hidden, normed, rotation, rows)
                 return self._results(layer, (alone or step).attend(index, *heads, layer.sinks))
 
@@ -475,7 +488,7 @@ class Transformer:
         tile = everything
         choice: Choice | None = None
 
-        def mlp(rows: slice, _: OwnStep | None) -> torch.Tensor:
+        def mlp(rows: slice, _: OneStep | None) -> torch.Tensor:
             nonlocal wide, choice
             normed = self._normed(hidden, post_normed, layer.post_norm, rows)
             if layer.router is None and not isinstance(layer.gate_up, QuantisedExperts):
@@ -615,7 +628,7 @@ class Transformer:
         hidden: torch.Tensor,
         rows: slice,
         step: LayerStep,
-        compute: Callable[[slice, OwnStep | None], torch.Tensor],
+        compute: Callable[[slice, OneStep | None], torch.Tensor],
         weight: Linear | None,
         bias: torch.Tensor | None,
         norm: torch.Tensor | None,
@@ -635,7 +648,7 @@ class Transformer:
 
         is_apart = self.shard.tensor_size > 1 or result_norm is not None
 
-        def run(rows: slice, alone: OwnStep | None, out: torch.Tensor | None) -> torch.Tensor | None:
+        def run(rows: slice, alone: OneStep | None, out: torch.Tensor | None) -> torch.Tensor | None:
             x = compute(rows, alone)
             if weight is None:
                 if is_apart:
@@ -669,7 +682,7 @@ class Transformer:
                 continue
             out = None if part is None else part[own.start - rows.start : own.stop - rows.start]
             try:
-                run(own, step.alone(index) if isinstance(step, OwnStep) else None, out)
+                run(own, step.alone(index) if isinstance(step, OneStep) else None, out)
             except (MemoryError, RuntimeError) as error:
                 if not ran_out(error):
                     raise

@@ -34,6 +34,7 @@ from medha.wire.messages import (
     RankReady,
     Rendezvous,
     StoreFigures,
+    StreamingFigures,
 )
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.draft_checkpoint import draft_config
@@ -57,6 +58,7 @@ from medha_worker.model.mtp_head import MtpHead
 from medha_worker.model.prediction_head import PredictionHead
 from medha_worker.model.sampler import TokenMask
 from medha_worker.model.stage_split import guessing_layers, split_layers
+from medha_worker.model.streamed_blocks import SEGMENT_TOKENS, StreamedBlocks
 from medha_worker.model.tensor_group import TensorGroup, in_rank_order
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard, load_embedding
@@ -228,6 +230,7 @@ class Loaded:
         assert self._warm is not None
         kv_cache = self._pool(self._warm, grid)
         host_tier = self._host_tier(kv_cache, grid)
+        streaming = self._streaming(kv_cache, grid)
         disk_tier = self._disk_tier(model, grid)
         peer = self._peer_blocks(model)
         store = self._store_figures(model)
@@ -263,6 +266,7 @@ class Loaded:
             disk_tier=disk_tier,
             peer=peer,
             store=store,
+            streaming=streaming,
         )
         executor = Executor(
             model,
@@ -466,6 +470,29 @@ class Loaded:
         )  # fmt: skip
         return HostTierFigures(blocks, block_bytes, fetch_seconds, demote_seconds)
 
+    def _streaming(self, kv_cache: KVCache, grid: Mesh | None) -> StreamingFigures | None:
+        """Take the memory from which KV is streamed, of as many blocks on all ranks, and measure that; None if there is none."""
+        size_bytes, block_bytes = self._settings.spec.kv_cache.streaming_bytes, self._block_bytes()
+        if size_bytes == 0:
+            return None
+        blocks = size_bytes // block_bytes
+        if grid is not None:
+            blocks = grid.smallest(blocks)  # before the error, so that no rank waits for one that has ended
+        if blocks == 0:
+            raise OutOfMemory(
+                f"kvCache.streaming.size is {size_bytes} bytes, less than a block of {kv_cache.block_tokens} tokens takes on a "
+                f"rank ({block_bytes} bytes on this one); raise it"
+            )
+        if kv_cache.streamed is None or kv_cache.streamed.blocks != blocks:
+            kv_cache.streamed = StreamedBlocks(kv_cache, blocks)
+        seconds = kv_cache.streamed.read_seconds_per_block(time.perf_counter)
+        _log.info(
+            "%d blocks, %d tokens, of requests that are larger than the KV pool can be streamed from host memory, %s",
+            blocks, blocks * kv_cache.block_tokens,
+            f"each in {1e3 * seconds:.3g} ms" if seconds else "which is read in place",
+        )  # fmt: skip
+        return StreamingFigures(blocks, block_bytes, seconds)
+
     def _disk_tier(self, model: Transformer, grid: Mesh | None) -> DiskTierFigures | None:
         """Begin the disk tier, of as many blocks on all ranks, and measure how it is read; None if there is to be none."""
         settings = self._settings
@@ -602,22 +629,34 @@ class Loaded:
         """
         device, neighbours = self._model.device, self._settings.neighbours
         free_bytes = device.memory.free_bytes(neighbours)
-        size_bytes = self._settings.spec.kv_cache.host_bytes
+        cache = self._settings.spec.kv_cache
+        size_bytes = cache.host_bytes + cache.streaming_bytes
         if size_bytes == 0:
             return free_bytes
         host_free_bytes = free_bytes if device.is_host else HostMemory().free_bytes(neighbours)
         if size_bytes > host_free_bytes:
+            fields = {"tiers.host.size": cache.host_bytes, "streaming.size": cache.streaming_bytes}
+            asked = [f"kvCache.{name} is {size / MIB:.0f} MiB" for name, size in fields.items() if size]
             raise OutOfMemory(
-                f"kvCache.tiers.host.size is {size_bytes / MIB:.0f} MiB, and {host_free_bytes / MIB:.0f} MiB of host memory "
-                "are free for this rank; lower it, or give the pods more memory"
+                f"{', '.join(asked)}, and {host_free_bytes / MIB:.0f} MiB of host memory are free for this rank; lower it, or "
+                "give the pods more memory"
             )
         return free_bytes - size_bytes if device.is_host else free_bytes
+
+    def _segment_bytes(self) -> int:
+        """Return the memory of a device other than the CPU for segments of streamed KV: two, of one layer each."""
+        cache, shard = self._settings.spec.kv_cache, self._model.shard
+        if cache.streaming_bytes == 0 or self.device.is_host:
+            return 0
+        layers = shard.last_layer - shard.first_layer
+        return 2 * SEGMENT_TOKENS * self._block_bytes() // (cache.block_size_tokens * layers)
 
     def _pool_request(self, warm: WarmUp) -> PoolRequest:
         spec, config, model = self._settings.spec, self._config, self._model
         cache, scheduling = spec.kv_cache, spec.scheduling
         window_pool = 0
-        if frees_windows(config.windows, has_tiers=cache.host_bytes > 0):
+        keeps_all = cache.host_bytes > 0 or cache.streaming_bytes > 0
+        if frees_windows(config.windows, has_tiers=keeps_all):
             window_pool = window_blocks(
                 widest_window(config.windows),
                 block_size_tokens=cache.block_size_tokens,
@@ -635,7 +674,9 @@ class Loaded:
             size_bytes=None if cache.size is None else quantity_bytes(cache.size),
             memory_fraction=cache.memory_fraction,
             weights_bytes=self._weights_bytes,
-            activation_bytes=warm.activation_bytes,
+            activation_bytes=warm.activation_bytes + self._segment_bytes(),
+            streamed_blocks=cache.streaming_bytes // self._block_bytes(),
+            streamed_share=1 - scheduling.short_headroom,
             window_blocks=window_pool,
             caches_windows=cache.prefix_caching,
             window_block_bytes=_block_bytes(config, model, cache.block_size_tokens, len(model.window_layers)),

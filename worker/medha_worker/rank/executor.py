@@ -140,7 +140,10 @@ class Executor:
         masks that sequences have asked for ahead.
         """
         self.epoch, self.lane = epoch, lane
-        self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
+        streamed = kv_cache.streamed
+        self.ledger = BlockLedger(
+            kv_cache.num_blocks, kv_cache.block_tokens, 0 if streamed is None else streamed.blocks
+        )
         new_sampler = new_samplers(vocab_size, tuple(eos_token_ids), mask_for)
         self.window_tables: WindowTables | None = None
         if kv_cache.window_blocks:

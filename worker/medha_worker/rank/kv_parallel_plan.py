@@ -14,7 +14,8 @@ from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q
 from medha.shards import ShardMap
 from medha.wire.messages import Extent
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.model.spread import Landing, OwnPart, RingKeys, RingQueries, Rows, SpreadPlan
+from medha_worker.model.partial_attention import Rows
+from medha_worker.model.spread import Landing, OwnPart, RingKeys, RingQueries, SpreadPlan
 
 LOCAL = "local"
 STRATEGIES = (LOCAL, OWNER, PASS_KV, PASS_Q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from medha.errors import OutOfMemory
 from medha.kv.window_tables import CACHED_WINDOW_PART
@@ -25,6 +26,21 @@ class PoolRequest:
     window_blocks: int = 0  # that layers with a window need if they free the KV before it; 0: they cannot
     window_block_bytes: int = 0  # part of `block_bytes` in such layers
     caches_windows: bool = False  # these layers get room for windows of cached prefixes, too
+    streamed_blocks: int = 0  # of the longest sequence, which need no place in the pool
+    streamed_share: float = 1.0  # share of the pool that such a sequence takes at most
+
+    @property
+    def longest_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size_tokens)
+
+    @property
+    def least_blocks(self) -> int:
+        """Blocks of a pool that can hold the longest sequence, with the part of it that is streamed."""
+        if not self.streamed_blocks:
+            return self.longest_blocks
+        beside = max(self.longest_blocks - self.streamed_blocks, 1)
+        return min(self.longest_blocks, ceil(beside / self.streamed_share) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +130,7 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
             memory; the text gives the numbers and the remedy.
     """
     _require_free(request, free_bytes)
-    longest_blocks = -(-request.max_model_len // request.block_size_tokens)
+    longest_blocks, least_blocks = request.longest_blocks, request.least_blocks
     pool_bytes = _pool_bytes(request, free_bytes)
     free_bytes = max(free_bytes - request.activation_bytes, 0)
     if request.size_bytes is None:
@@ -122,10 +138,15 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
         mend = "raise kvCache.memoryFraction, free memory"
     else:
         source = f"kvCache.size of {_mib(pool_bytes)}"
-        mend = f"raise kvCache.size to at least {_mib(longest_blocks * request.block_bytes)}"
+        mend = f"raise kvCache.size to at least {_mib(least_blocks * request.block_bytes)}"
     blocks = min(pool_bytes // request.block_bytes, longest_blocks * request.max_running)
-    if blocks < longest_blocks:
-        lower = f", or lower model.maxModelLen to {blocks * request.block_size_tokens}" if blocks else ""
+    if blocks < least_blocks:
+        fits = blocks if not request.streamed_blocks else _longest_with(request, blocks)
+        lower = f", or lower model.maxModelLen to {fits * request.block_size_tokens}" if fits else ""
+        if request.streamed_blocks:
+            streamed_tokens = request.streamed_blocks * request.block_size_tokens
+            source = f"{streamed_tokens} of its tokens can be streamed (kvCache.streaming.size); {source}"
+            mend += ", raise kvCache.streaming.size"
         raise OutOfMemory(
             f"maxModelLen {request.max_model_len} needs {_mib(longest_blocks * request.block_bytes)} of KV; "
             f"{source} holds {blocks * request.block_size_tokens} tokens, beside weights "
@@ -133,6 +154,11 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
             f"{mend}{lower}"
         )
     return blocks
+
+
+def _longest_with(request: PoolRequest, blocks: int) -> int:
+    """Return the blocks of the longest sequence beside a pool of so many blocks, with what is streamed."""
+    return max(blocks, int(request.streamed_share * blocks) + request.streamed_blocks) if blocks else 0
 
 
 def exchange_bytes(

@@ -1,0 +1,134 @@
+"""Attention to keys that are streamed from host memory equals attention to the same keys in a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha_worker.device import host_device
+from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.pool_attention import part_of
+from medha_worker.model.prepared_step import OwnStep, StreamedStep, streams
+from medha_worker.model.streamed_blocks import StreamedBlocks
+
+HEADS, WIDTH, SIZE, LAYERS = 2, 8, 4, 3
+POOL, STREAMED = 12, 20
+
+
+def cache_of(blocks: int, tensors: int = 2) -> KVCache:
+    return KVCache(
+        num_layers=LAYERS, kv_heads=HEADS, head_dim=WIDTH, num_blocks=blocks, block_tokens=SIZE, tensors=tensors,
+        device=host_device(torch.float32),
+    )  # fmt: skip
+
+
+def streamed_table(
+    tokens: int, device_blocks: int, rng: np.random.Generator
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the table of a sequence whose last `device_blocks` blocks are in the pool, and whose first ones are not."""
+    blocks = -(-tokens // SIZE)
+    far = POOL + rng.permutation(STREAMED)[: max(blocks - device_blocks, 0)]
+    near = rng.permutation(POOL)[: min(blocks, device_blocks)]
+    return np.concatenate([far, near]).astype(np.int64)
+
+
+def chunks_of(tokens: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    """Cut a prompt into chunks of random sizes, and then single tokens."""
+    found, at = [], 0
+    while at < tokens:
+        count = min(int(rng.choice([1, 1, 3, 9, 30])), tokens - at)
+        found.append((at, count))
+        at += count
+    return found
+
+
+@pytest.mark.parametrize("windows", [(None, None, None), (None, 7, 25)], ids=["whole", "windows"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
+@pytest.mark.parametrize("tensors", [2, 1])
+def test_each_row_attends_as_if_all_keys_were_in_the_pool(
+    windows: Sequence[int | None], in_place: bool, tensors: int
+) -> None:
+    device, rng = host_device(torch.float32), np.random.default_rng(4)
+    kernels = torch_kernels(device)
+    torch.manual_seed(1)
+    for device_blocks in (1, 3, 8):
+        tokens = 70
+        usual, cache = cache_of(40, tensors), cache_of(POOL, tensors)
+        cache.streamed = StreamedBlocks(cache, STREAMED, in_place=in_place, segment_tokens=3 * SIZE)
+        table = streamed_table(tokens, device_blocks, rng)
+        whole_table = rng.permutation(40)[: len(table)].astype(np.int64)
+        other_cached = torch.randn(LAYERS, 2, 6, HEADS, WIDTH)
+        for start, count in chunks_of(tokens, rng):
+            # A second sequence, all in the pool, takes part in each step: its KV is written again each time.
+            free = [block for block in range(POOL) if block not in table][:2]
+            own = [SequenceSpan(0, count, start, table), SequenceSpan(count, 6, 0, np.array(free))]
+            theirs = [
+                SequenceSpan(0, count, start, whole_table),
+                SequenceSpan(
+                    count, 6, 0, np.array([block for block in range(40) if block not in whole_table][:2])
+                ),
+            ]
+            if len(free) < 2:
+                own, theirs = own[:1], theirs[:1]
+            rows = own[-1].rows.stop
+            assert streams(own, cache)
+            assert not streams(own[1:], cache)
+            step, reference = (
+                StreamedStep(own, cache, kernels, windows),
+                OwnStep(theirs, usual, kernels, windows),
+            )
+            for layer in range(LAYERS):
+                q = torch.randn(rows, 2 * HEADS, WIDTH)
+                k, v = torch.randn(2, rows, HEADS, WIDTH)
+                if len(own) > 1:
+                    k[count:], v[count:] = other_cached[layer]
+                v = k if tensors == 1 else v
+                sinks = torch.randn(2 * HEADS) if layer == 1 else None
+                found, wanted = (
+                    step.attend(layer, q.clone(), k, v, sinks),
+                    reference.attend(layer, q.clone(), k, v, sinks),
+                )
+                assert torch.allclose(found, wanted, atol=2e-6), (start, count, layer)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    context=st.integers(0, 30),
+    is_causal=st.booleans(),
+    window=st.none() | st.integers(1, 20),
+    first=st.integers(0, 8),
+    blocks=st.integers(1, 4),
+)
+def test_parts_of_a_span_have_each_key_that_a_row_sees_once(
+    rows: int, context: int, is_causal: bool, window: int | None, first: int, blocks: int
+) -> None:
+    if not is_causal:
+        window, context = None, context + 1
+    span = SequenceSpan(5, rows, context, np.arange(20), is_causal).within(window)
+    start, stop = first * SIZE, (first + blocks) * SIZE
+
+    def seen(one: SequenceSpan, row: int) -> set[int]:
+        begin = max(0, one.first_key + row * one.first_stride)
+        end = one.context_length + 1 + row * one.stride if one.is_causal else one.context_length
+        return set(range(begin, end))
+
+    found: dict[int, set[int]] = {}
+    for part in part_of(span, start, stop, np.arange(first, first + blocks)):
+        for row in range(part.row_count):
+            keys = seen(part, row)
+            assert keys, "a row of a span sees a key"
+            assert max(keys) < blocks * SIZE
+            at = part.row_start + row
+            assert at not in found
+            found[at] = {start + key for key in keys}
+    for row in range(rows):
+        wanted = {key for key in seen(span, row) if start <= key < stop}
+        assert found.get(span.row_start + row, set()) == wanted
