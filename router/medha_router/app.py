@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -41,7 +42,7 @@ from medha_router.key_accounts import Account, KeyAccounts
 from medha_router.openai_responses import Answers, usage
 from medha_router.openapi import document, page
 from medha_router.origin_policy import SitePolicy, Sites
-from medha_router.prepare import Catalog, Endpoint, Generating, Plan, Prepared, model_of
+from medha_router.prepare import Catalog, Endpoint, Generating, Plan, Prepared
 from medha_router.probe_paths import PROBE_PATHS
 from medha_router.replica_link import ReplicaLink
 from medha_router.request_model import shown
@@ -230,35 +231,45 @@ class HttpApi:
         try:
             with self._phase(RECEIVE):
                 await body.receive(request)
-            await self._await_replica(request, body)
-            work = self._tokenizing.prepare(endpoint, body, self._link.catalog())
-        except BaseException:
+            while True:
+                catalog = self._link.catalog()
+                work = self._tokenizing.prepare(endpoint, body, catalog)
+                body.hold()  # it may have to be prepared once more
+                try:
+                    with self._phase(TOKENISE):
+                        return await while_connected(request.receive, work)
+                except ApiError as error:
+                    if error.code != "unavailable" or error.model is None or error.model in catalog.models:
+                        raise
+                    await self._await_replica(request, body, error.model, error)
+        finally:
             body.release()
-            raise
-        with self._phase(TOKENISE):
-            return await while_connected(request.receive, work)
 
     @staticmethod
     def _body_owner(request: Request, account: Account) -> str:
         """Return whose share of the room a request takes: that of its key, or else of its address."""
         return account.owner("" if request.client is None else request.client.host)
 
-    async def _await_replica(self, request: Request, body: Body) -> None:
-        """Let a request wait, untokenised, for the first replica of a model of which some are expected.
+    async def _await_replica(self, request: Request, body: Body, model: str, error: ApiError) -> None:
+        """Let a request wait, untokenised, for the first replica of its model.
 
         Raises:
-            ApiError: 503, it may not wait, or none came in time.
+            ApiError: it may not wait, with `error` as the reason; or none came in time.
             ClientGone: the client went away.
         """
-        if not self._waiting_requests.room.is_open or not self._link.catalog().unavailable or self.draining:
-            return
-        requested = await asyncio.to_thread(model_of, body.content)
-        if requested is None or not self._is_awaited(model := self._link.catalog().name(requested)):
-            return
+        if not self._waiting_requests.room.is_open or self.draining:
+            raise error
+        if self._link.core.is_served(model):
+            return  # since it was prepared
+        if not self._is_awaited(model):
+            raise error
         id_ = Entry.of(request.scope).unique_id
         work = self._waiting_requests.wait(id_, model, body.owner, len(body.content))
-        with self._phase(ROOM):
-            await while_connected(request.receive, work)
+        try:
+            with self._phase(ROOM):
+                await while_connected(request.receive, work)
+        except ApiError as refusal:
+            raise replace(refusal, service_tier=error.service_tier) from error
 
     def _is_awaited(self, model: str) -> bool:
         core = self._link.core

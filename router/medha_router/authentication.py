@@ -13,8 +13,6 @@ from medha_router.event_streams import error_response
 from medha_router.key_accounts import KeyAccounts
 from medha_router.probe_paths import PROBE_PATHS
 
-"""Paths that need no key: probes and load balancers have none."""
-
 
 @dataclass(frozen=True)
 class Credentials:

@@ -89,6 +89,7 @@ class Body:
         self.owner = owner
         self.held_bytes = 0
         self.content = bytearray()
+        self._holds = 0
 
     async def receive(self, request: Request) -> None:
         """Read the whole body into `content`.
@@ -121,8 +122,15 @@ class Body:
         except ClientDisconnect as error:
             raise ClientGone from error
 
+    def hold(self) -> None:
+        """Keep the body through one more `release`, because one more needs it."""
+        self._holds += 1
+
     def release(self) -> None:
-        """Free the body's room; safe to call more than once."""
+        """Free the body's room unless somebody else needs the body; when nobody does, it is safe to call more often."""
+        if self._holds:
+            self._holds -= 1
+            return
         self._bodies.shrink(self)
         self.content = bytearray()
 

@@ -38,6 +38,8 @@ log = logging.getLogger("medha.router")
 
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_HEADERS = 100
+_FRAMING = (b"content-length", b"transfer-encoding")
+"""Headers of a request that has a body."""
 _DISCARD_SECONDS = 5.0
 """Seconds for which the rest of a body is read and dropped after its answer, so that the client can read the answer."""
 
@@ -132,6 +134,8 @@ class Connection(HttpToolsProtocol):
         self._deaf = False  # incoming data is dropped
         self._in_body = False
         self._headers = 0
+        self._head_bytes = 0
+        self._skips_head = False  # the parser is fed with a head of our own
         self._unused_bytes = 0  # bytes since the parser last used some
         self._timer: asyncio.TimerHandle | None = None
         self._output_timer: asyncio.TimerHandle | None = None  # runs while output waits for the client
@@ -178,11 +182,15 @@ class Connection(HttpToolsProtocol):
         if self._deaf:
             return
         self._unset_keepalive_if_required()
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
         self._unused_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # a client only offers an upgrade: the request is answered as it is
+        except httptools.HttpParserUpgrade as offer:
+            self._decline_upgrade(data[offer.args[0] :])
+            return
         except httptools.HttpParserError as error:
             if not isinstance(error.__context__, _Stop):
                 # Only parsing of the target raises in a callback of uvicorn's.
@@ -194,6 +202,21 @@ class Connection(HttpToolsProtocol):
             self._refuse_head(f"is larger than {MAX_HEAD_BYTES} bytes")
         elif self._timer is None and not self._in_body and not self._answering:
             self._expect_head()
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Go on with a request that offers another protocol, which clients of Java do for HTTP/2, as if it did not.
+
+        The parser takes `rest`, and all that follows, for the other protocol. It may be a body, so another parser reads it.
+        """
+        if not self._in_body:
+            return
+        framing = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING)
+        self.parser = httptools.HttpRequestParser(self)
+        self._skips_head = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
+        self._skips_head = False
+        if rest:
+            self._feed(rest)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -208,22 +231,42 @@ class Connection(HttpToolsProtocol):
     # Called by httptools --------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._skips_head:
+            return
         if self._answering:
             self._refuse("pipelined", None)
             raise _Stop
-        self._headers = 0
+        self._headers = self._head_bytes = 0
         if not self.flow.write_paused:  # what waits will grow by the next answer, although the client reads
             self._stop_output_timer()
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        if self._skips_head:
+            return
+        self._count_head(len(url))
+        super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._skips_head:
+            return
         self._headers += 1
         if self._headers > MAX_HEADERS:
             self._refuse_head(f"has more than {MAX_HEADERS} headers")
             raise _Stop
+        self._count_head(len(name) + len(value) + len(": \r\n"))
         super().on_header(name, value)
 
+    def _count_head(self, more_bytes: int) -> None:
+        """Bound a head that arrives at once, which the parser has used up by the time that it returns."""
+        self._head_bytes += more_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head(f"is larger than {MAX_HEAD_BYTES} bytes")
+            raise _Stop
+
     def on_headers_complete(self) -> None:
+        if self._skips_head:
+            return
         super().on_headers_complete()
         self._stop_timer()
         self._in_body = True
@@ -234,6 +277,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and any(name in _FRAMING for name, _ in self.headers):
+            return  # its body follows: see `_decline_upgrade`
         self._in_body = False
         self._unused_bytes = 0
         self._stop_timer()

@@ -237,10 +237,12 @@ class Account:
         assert self._key is not None
         assert self._key.service_classes is not None
         self._observer.key_refused(self._key.name, "serviceClasses")
-        text = (
-            f"the API key {self._key.name!r} may not use the service class {wanted!r} of this model; name one of "
-            f"{', '.join(self._key.service_classes)} in `service_tier`"
-        )
+        if allowed:
+            text = f"may not use the service class {wanted!r}; name one of {', '.join(allowed)} in `service_tier`"
+        else:
+            own = ", ".join(self._key.service_classes)
+            text = f"may use the service classes {own} only, and this model has none of them: it has {', '.join(known)}"
+        text = f"the API key {self._key.name!r} {text}"
         raise ApiError(
             403, text, "service_tier", "service_class_not_allowed", model=model, limit="serviceClasses"
         )

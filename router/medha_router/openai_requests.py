@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from medha.errors import RequestInvalid
 from medha_router.conversations import (
@@ -43,6 +43,8 @@ def _stop_list(value: object) -> object:
     """Turn a single text into a list; the empty text asks for nothing, as in OpenAI's API."""
     if isinstance(value, str):
         return [value] if value else []
+    if value is not None and not isinstance(value, list):
+        raise PydanticCustomError("stop_type", "a text or a list of texts")
     return value
 
 
@@ -540,12 +542,16 @@ _EXPECTED: Mapping[str, str] = MappingProxyType(
         "model_attributes_type": "an object",
         "model_type": "an object",
         "none_required": "null, because this endpoint does not serve it",
+        "too_long": "a list of at most {max_length} elements",
         "too_short": "a list that is not empty",
+        "string_too_long": "a text of at most {max_length} characters",
         "string_too_short": "a text that is not empty",
         "string_type": "a text",
     }
 )
 """Descriptions of pydantic's error types for clients who know JSON but not Python."""
+_BOUNDED = ("too_long", "string_too_long")
+"""Types whose description names the bound."""
 
 
 def validate(kind: type[RequestKind], body: Mapping[str, Any]) -> RequestKind:
@@ -557,7 +563,7 @@ def validate(kind: type[RequestKind], body: Mapping[str, Any]) -> RequestKind:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
+        problems = error.errors(include_url=False)
         # The union branch that got furthest is the one that was meant; branches that got equally far are
         # alternatives.
         paths = [_where(problem["loc"]) for problem in problems]
@@ -584,5 +590,9 @@ def _where(location: tuple[int | str, ...]) -> tuple[str, ...]:
 
 def _expected(problem: ErrorDetails) -> str:
     known = _EXPECTED.get(problem["type"])
+    if known is not None and problem["type"] in _BOUNDED:
+        known = known.format(**problem["ctx"])
+    if problem["type"] == "too_long" and isinstance(problem["input"], dict):
+        known = "an object with at most {max_length} fields".format(**problem["ctx"])
     words: str = problem["msg"].replace("String should match pattern", "a text that matches", 1)
     return known or words.removeprefix("Input should be ").removeprefix("a valid ")

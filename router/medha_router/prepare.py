@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -99,24 +98,6 @@ class Catalog:
             message = f"no ready replica serves the model {model[:200]!r} now; try again later"
             raise ApiError(503, message, code="unavailable", retry_after_seconds=1)
         raise ApiError(404, f"The model `{model[:200]}` does not exist.", "model", "model_not_found")
-
-
-_MODEL_FIELD = re.compile(rb'"model"\s*:')
-
-
-def model_of(body: bytes | bytearray) -> str | None:
-    """Return the model that a body names, None if it names none or is no JSON object.
-
-    Only a body with such a field is parsed. Parsing holds the interpreter lock, so call this only where it matters.
-    """
-    if _MODEL_FIELD.search(body) is None:
-        return None
-    try:
-        fields = from_json(body, allow_inf_nan=False, cache_strings="keys")
-    except ValueError:
-        return None
-    model = fields.get("model") if isinstance(fields, dict) else None
-    return model if isinstance(model, str) else None
 
 
 @dataclass(frozen=True)

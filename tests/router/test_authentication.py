@@ -325,6 +325,8 @@ def test_a_key_may_be_limited_to_service_classes(served: Served) -> None:
     for key, tier in (("sk-ida", "interactive"), ("sk-jan", None), ("sk-jan", "batch")):
         refused = served.refusal(key, extra_body={"service_tier": tier})
         assert (refused.status_code, refused.code) == (403, "service_class_not_allowed")
+        said = "name one of batch in" if key == "sk-ida" else "may use the service classes no only, and"
+        assert said in str(refused)
     assert served.refusal("sk-ida", extra_body={"service_tier": "wrong"}).status_code == 400
     for header in ("x-slo-ttft-ms", "x-slo-tpot-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"):
         refused = served.refusal("sk-ida", extra_headers={header: "1"})

@@ -193,6 +193,14 @@ SAYS = [
     ),
     (CHAT, {"stream": "yes"}, '`stream` is "yes"; it must be true or false'),
     (CHAT, {"max_tokens": True}, "`max_tokens` is true; it must be an integer"),
+    (CHAT, {"stop": 5}, "`stop` is 5; it must be a text or a list of texts"),
+    (CHAT, {"stop": ["."] * 17}, "it must be a list of at most 16 elements"),
+    (CHAT, {"stop": "." * 257}, "it must be a text of at most 256 characters"),
+    (
+        CHAT,
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        "it must be an object with at most 1024 fields",
+    ),
     (CHAT, {"max_tokens": -1}, "`max_tokens` is -1; it must be greater than or equal to 0"),
     (
         CHAT,

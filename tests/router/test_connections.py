@@ -191,8 +191,14 @@ def test_bodies_whose_clients_went_while_they_waited_for_a_tokenizer_are_forgott
 
 @pytest.mark.parametrize(
     "headers",
-    [b"X: " + b"y" * 40_000 + b"\r\n", b"X: y\r\n" * 101, b"X: " + b"y" * 40_000],
-    ids=["large", "many", "unfinished"],
+    [
+        b"X: " + b"y" * 40_000 + b"\r\n",
+        b"X: y\r\n" * 101,
+        b"X: " + b"y" * 40_000,
+        b"X: " + b"y" * 40_000 + b"\r\n\r\n",
+        b"X: " + b"y" * 400 + b"\r\n" + b"Y: " + b"y" * 32_400 + b"\r\n\r\n",
+    ],
+    ids=["large", "many", "unfinished", "large and whole", "whole by two headers"],
 )
 def test_a_head_is_bounded(narrow: Router, headers: bytes) -> None:
     with dial(narrow) as wide:
@@ -200,6 +206,13 @@ def test_a_head_is_bounded(narrow: Router, headers: bytes) -> None:
         answer = read_to_end(wide)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert error_code(answer) == "head_too_large"
+
+
+def test_a_target_is_bounded_like_the_rest_of_a_head(narrow: Router) -> None:
+    with dial(narrow) as wide:
+        wide.sendall(HEALTH.replace(b"/health", b"/health?" + b"y" * 33_000))
+        answer = read_to_end(wide)
+    assert answer.startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +291,39 @@ def test_what_is_no_http_gets_400_and_no_line_in_the_log(narrow: Router, garbage
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert error_code(answer) == "invalid_http"
     assert narrow.log.read_bytes() == before
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_request_that_offers_http_2_is_served_by_http_1_with_its_body(
+    router: Router, replica: ScriptedReplica, chunked: bool, at_once: bool
+) -> None:
+    """Java's own client offers HTTP/2 with each request, and sends the body without an answer to that."""
+    body = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAB")
+    top = head("/v1/completions", None if chunked else len(body), *offer)
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    with dial(router) as java:
+        for _ in range(2):
+            if at_once:
+                java.sendall(top + sent)
+            else:
+                java.sendall(top)
+                wait_for(lambda: router.metric("medha_router_http_connections") >= 1, "not open")
+                java.sendall(sent[:9])
+                java.sendall(sent[9:])
+            status, _, content = read_answer(java)
+            assert (status, json.loads(content)["object"]) == (200, "text_completion")
+
+
+def test_an_offer_of_http_2_without_a_body_is_answered_and_the_next_request_too(router: Router) -> None:
+    offer = (
+        HEALTH[:-2] + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEA\r\n\r\n"
+    )
+    with dial(router) as java:
+        for request in (offer, offer, HEALTH):
+            java.sendall(request)
+            assert read_answer(java)[0] == 200
 
 
 def test_a_request_behind_one_that_is_not_answered_yet_is_dropped_with_the_connection(

@@ -17,7 +17,6 @@ from medha.routing.replica_demand import OPEN_SHARE
 from medha.routing.waiting_room import WaitingRoom
 from medha_process.router_settings import RouterSettings
 from medha_router.api_error import ApiError
-from medha_router.prepare import model_of
 from medha_router.tokenizer_bundle import Bundle
 from medha_router.waiting_requests import WaitingRequests
 
@@ -92,6 +91,32 @@ def test_requests_wait_for_a_model_that_was_served_although_its_name_has_not_arr
         assert waiting.result().json()["choices"][0]["text"] == "Hello"
     second.stop()
     assert stop_router(router) == 0
+
+
+def test_a_large_request_waits_too_and_a_process_learns_its_model(
+    tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    """To parse a large body in the router's own process would hold up all of its streams."""
+    router = start(tmp_path, waiting_room_seconds=60, large_body_bytes=200, tokenize_processes=1)
+    large = {**BODY, "prompt": "y" * 400, "service_tier": "interactive"}
+    with ThreadPoolExecutor() as clients:
+        answers = [clients.submit(post, router, large) for _ in range(2)]
+        wait_for(lambda: router.metric(WAITING) == 2, "they do not wait")
+        assert post(router, {**large, "model": "wrong"}).status_code == 404
+        assert router.metric('medha_router_tokenize_seconds_count{place="process"}') == 3
+        replica = ScriptedReplica(router, bundle_files, "r0", Script(tokens=say(bundle, "Hello")))
+        try:
+            assert [one.result().json()["choices"][0]["text"] for one in answers] == ["Hello"] * 2
+        finally:
+            replica.stop()
+    wait_for(lambda: router.metric("medha_router_body_bytes") == 0, "bodies are kept")
+    assert stop_router(router) == 0
+
+
+def test_a_request_that_no_replica_would_take_is_refused_before_it_waits(router: Router) -> None:
+    refused = post(router, {**BODY, "temperature": "hot"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+    assert router.metric(WAITING) == router.metric("medha_router_body_bytes") == 0
 
 
 def test_a_full_room_and_a_router_that_stops_answer_at_once(tmp_path: Path) -> None:
@@ -184,20 +209,3 @@ def test_a_request_whose_model_is_read_while_the_router_begins_to_stop_does_not_
 
     with pytest.raises(ApiError, match="stopping"):
         asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("body", "model"),
-    [
-        (b'{"model": "m"}', "m"),
-        (b'{"messages": [{"content": "\\"model\\": \\"x\\""}], "model" : "m"}', "m"),
-        (b'{"metadata": {"model": "x"}}', None),
-        (b'{"prompt": "x"}', None),
-        (b'{"model": 5}', None),
-        (b'{"model": "m"', None),
-        (b'["model"]', None),
-        (b'["model", {"model": "m"}]', None),
-    ],
-)
-def test_the_model_of_a_body_is_its_own_field(body: bytes, model: str | None) -> None:
-    assert model_of(body) == model
