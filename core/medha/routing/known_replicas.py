@@ -48,6 +48,9 @@ class KnownReplica:
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     _reserved_tokens: dict[str, int] = field(default_factory=dict)  # of KV, by wire id, as expected when sent
     _reserved_by_owner: dict[str, int] = field(default_factory=dict)  # of owners with open sequences only
+    _in_turn: list[str] = field(
+        default_factory=list
+    )  # wire ids that `next_open` has yet to return, the next one last
 
     def opens(self, wire_id: str, sequence: OpenSequence, reserved_tokens: int) -> None:
         """Note a sequence that is sent to it, and that is expected to reserve this much KV."""
@@ -74,6 +77,22 @@ class KnownReplica:
     def announce(self, card: Announce, now: float) -> None:
         self.card, self.announced_at = card, now
         self.forwarded, self.full = [], False
+
+    def lacks_kv(self, reserved_tokens: int) -> bool:
+        """Return whether a sequence that reserves so much KV finds too little once those that wait here have theirs."""
+        sent = sum(one.tokens for one in self.forwarded)
+        return self.card.kv_tokens_free < self.card.kv_tokens_wanted + sent + reserved_tokens
+
+    def next_open(self, most: int) -> list[OpenSequence]:
+        """Return up to `most` of its open sequences; repeated calls return all of them in turn."""
+        if not self._in_turn:
+            self._in_turn = list(reversed(self.open))
+        found: list[OpenSequence] = []
+        while self._in_turn and len(found) < most:
+            sequence = self.open.get(self._in_turn.pop())
+            if sequence is not None:
+                found.append(sequence)
+        return found
 
     @property
     def key(self) -> Key:

@@ -101,7 +101,8 @@ def choose(
         berth = replica.berth(tokens, reserved_tokens)
         cached = replica.prefixes.known_tokens(prefix) if replica.seconds_ahead <= most_seconds else 0
         return (
-            (card.waiting > 0 or not berth.has_kv) and replica.exceeds_share(sequence.owner, reserved_tokens),
+            (replica.lacks_kv(reserved_tokens) or not berth.has_kv)
+            and replica.exceeds_share(sequence.owner, reserved_tokens),
             not berth.has_kv,
             berth.seconds_ahead + replica.own_seconds(tokens, cached),
             -cached,
@@ -127,6 +128,13 @@ def peer_with_kv(
             if tokens > most:
                 most, name = tokens, replica.card.replica
     return (name, most) if name else ("", 0)
+
+
+def resumption_seconds(sequence: OpenSequence, replica: KnownReplica) -> float:
+    """Return the predicted time in which a replica gets the KV of a sequence that moves to it: reads it, or computes it."""
+    card, cached = replica.card, replica.prefixes.known_tokens(sequence.new.prefix)
+    read_seconds = card.read_seconds + card.read_seconds_per_token * (sequence.tokens - cached)
+    return min(read_seconds, replica.own_seconds(sequence.tokens, cached))
 
 
 def _most_seconds(serving: Sequence[KnownReplica]) -> float:
