@@ -7,7 +7,8 @@ Llama-3-70B is simulated with the controller's and the router's own code; each r
 replicas together can prefill if they do nothing else. All variants get the same random requests. Ranks read KV of other
 replicas at 25 GiB a second, as they could with RDMA, which Medha does not have, or at 0.4 GiB a second, which one core encrypts.
 A request is on time if its TTFT and its mean TPOT meet their targets. Intervals are 95 % over the seeds (Student's t) of the difference
-from the replicas that do both. The whole grid takes some 17 minutes of processor time.
+from the replicas that do both. The whole grid takes some 17 minutes of processor time. Ctrl-C ends it with the figures of the
+seeds that are complete by then.
 
 The claim is that at some mix and load roles bring more requests on time with RDMA.
 """
@@ -17,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from harness import Row, claim, exit_with, mean_and_interval, parser, progress, report, table
+from harness import STOPPED, Row, claim, exit_with, mean_and_interval, parser, progress, report, table
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.hardware import H100, LLAMA3_70B
@@ -220,15 +221,25 @@ def main() -> int:
     }
     grid = [point for count, names in variants.items() if len(names) > 1 for point in points(count)]
     seeds, share = range(2 if arguments.quick else arguments.seeds), 0.25 if arguments.quick else 1.0
-    runs = [(point, name, seed, share) for point in grid for name in variants[point[0]] for seed in seeds]
+    runs = [(point, name, seed, share) for seed in seeds for point in grid for name in variants[point[0]]]
     progress(f"{len(runs)} simulations: {len(seeds)} seeds")
-    results: dict[tuple[Point, str], list[Result]] = {}
+    flat: list[Result] = []
     with ProcessPoolExecutor(arguments.processes) as pool:
-        done = pool.map(simulate, *zip(*runs, strict=True))
-        for number, ((point, name, _, _), result) in enumerate(zip(runs, done, strict=True), 1):
+        try:
+            for result in pool.map(simulate, *zip(*runs, strict=True)):
+                flat.append(result)
+                if len(flat) % 20 == 0:
+                    progress(f"  {len(flat)} of {len(runs)}")
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+    complete = len(flat) * len(seeds) // len(runs)
+    if complete < 2:
+        progress("fewer than two seeds are complete: no figures")
+        return STOPPED
+    results: dict[tuple[Point, str], list[Result]] = {}
+    for (point, name, seed, _), result in zip(runs, flat, strict=False):
+        if seed < complete:
             results.setdefault((point, name), []).append(result)
-            if number % 20 == 0:
-                progress(f"  {number} of {len(runs)}")
     rows = [row for point in grid for row in rows_of(point, variants[point[0]], results)]
     columns = ("on time %", "TTFT %", "TPOT %", "p99 TTFT s", "p99 pause s", "more on time", "+-")
     table(("count", "replicas", "mix", "TPOT s", "load", *columns), [tuple(row.values()) for row in rows])
@@ -244,7 +255,7 @@ def main() -> int:
             least, "points", 0.0, "more", f"{where}; of {len(roles)} rows, roles win {won} and lose {lost}",
         )
     ]  # fmt: skip
-    return report(claims, arguments.json, {"seeds": len(seeds), "share": share, "rows": rows})
+    return report(claims, arguments.json, {"seeds": complete, "share": share, "rows": rows})
 
 
 if __name__ == "__main__":
