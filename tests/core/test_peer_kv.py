@@ -14,7 +14,7 @@ from medha.cost.tier_seconds import ReadSeconds
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import PrefixHasher, hash_at, hash_count
 from medha.scheduler.controller import ReplicaController
-from medha.scheduler.peer_kv import SHARE_SECONDS
+from medha.scheduler.peer_kv import NOTHING_SECONDS, SHARE_SECONDS
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.frames import decode, digest, encode
@@ -615,3 +615,29 @@ def test_a_request_waits_no_longer_than_computing_takes_and_a_quarter_of_a_secon
     due = taker.core.next_due
     assert due is not None
     assert due <= 0.25 + 1.001 * compute
+
+
+def test_a_peer_that_had_nothing_of_a_prompt_is_not_asked_for_its_beginning_for_a_while() -> None:
+    taker = Side()
+    ask = asked(taker)
+    taker.handle(replace(offered(Side(), ask), source="r0"))
+    assert taker.admitted == {"q": 0}
+    taker.submit("same beginning", np.concatenate([PROMPT[:40], ids(9, 60)]), **HINT)
+    assert taker.messages == [ask]
+    other = ids(8, 101)
+    taker.submit("another", other, **HINT)
+    assert len(taker.messages) == 2
+    taker.now = NOTHING_SECONDS
+    taker.submit("later", PROMPT[:97], **{**HINT, "salt": ""})
+    assert taker.core.pools.expected(97, HASHER.hashes(PROMPT[:97]))[0] == 96, "it was computed here"
+    assert taker.core._peer_kv._lacks_until.keys() == {("r0", hash_at(ask.hashes, 0))}
+
+
+@pytest.mark.parametrize(("moves", "ends"), [(True, 0.0), (False, 1.0)])
+def test_a_request_that_moves_does_not_count_as_an_ended_output(moves: bool, ends: float) -> None:
+    source = Side(output_tokens=40)
+    source.submit("q", PROMPT, sampling=Sampling(max_tokens=500))
+    source.handle(Cancel("q", moves=moves))
+    source.end_steps()
+    counts = source.core._output_lengths._classes["default"]
+    assert (counts.observed > 0, counts.ends.sum()) == (True, ends)

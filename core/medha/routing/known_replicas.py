@@ -102,6 +102,15 @@ class KnownReplica:
     def serves(self) -> bool:
         return self.card.ready and not self.card.draining
 
+    def gives_kv(self, now: float) -> bool:
+        """Return whether others may read its KV: it serves, or it drains and has time left."""
+        return self.serves or (self.card.ready and self.drain_seconds_left(now) > 0)
+
+    def drain_seconds_left(self, now: float) -> float:
+        """Return the time, in seconds, until it returns what has not ended, if it drains; 0 if it gives no KV meanwhile."""
+        limit = self.card.drain_seconds
+        return max(limit - (now - self.announced_at), 0.0) if self.card.draining and limit else 0.0
+
     def reads_from(self, other: KnownReplica) -> bool:
         """Return whether it may read KV of another replica."""
         both = self.card.hands_kv_over and other.card.hands_kv_over

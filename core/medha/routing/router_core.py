@@ -711,7 +711,7 @@ class RouterCore:
         sequence.sent_at, sequence.has_progress = now, False
         self._by_wire_id[wire_id] = sequence
         cached = replica.prefixes.known_tokens(new.prefix)
-        peer, peer_tokens = self._peer(sequence, replica)
+        peer, peer_tokens = self._peer(sequence, replica, now)
         replica.prefixes.add(new.prefix)
         sequence.known_tokens = cached
         reserved = reservation_tokens(sequence, replica.card)
@@ -750,12 +750,13 @@ class RouterCore:
             return sequence.request.deadline_after_seconds
         return sequence.deadline - sequence.arrived_at
 
-    def _peer(self, sequence: OpenSequence, replica: KnownReplica) -> tuple[str, int]:
+    def _peer(self, sequence: OpenSequence, replica: KnownReplica, now: float) -> tuple[str, int]:
         """Return the replica from which another one may read a sequence's KV, and of how many tokens."""
         source = sequence.kv_source
         if source is not None and replica.reads_from(self._replicas[source.replica]):
             return source.replica, source.tokens
-        return peer_with_kv(sequence, replica, self._serving_key(sequence.key))
+        others = [one for one in self._replicas.values() if one.key == sequence.key]
+        return peer_with_kv(sequence, replica, others, now)
 
     # Replicas that drain --------------------------------------------------------------------------
 
