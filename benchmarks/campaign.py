@@ -36,6 +36,7 @@ from medha_papers.campaign_plan import SCALES, runs
 from medha_papers.campaign_pool import Stopwatch, run_all
 from medha_papers.campaign_run import Outcome, Run
 from medha_papers.reproduction_page import page, report
+from medha_papers.roles_section import ROLES_FILE
 from medha_papers.source_digest import digest, loaded_files
 from medha_sim.compiled_core import compiled
 
@@ -125,7 +126,7 @@ def main() -> int:
         finished = True
     campaign["report"] = report(done, campaign["capacities"], scale, [run.key for run in planned])
     write(target, campaign)
-    write(arguments.page, page(campaign))
+    write(arguments.page, page(campaign, json.loads((ROOT / ROLES_FILE).read_text(encoding="utf-8"))))
     shown = campaign["report"]
     print(f"{shown['done']} of {shown['planned']} runs; {_name(target)}; {_name(arguments.page)}")
     if not finished:

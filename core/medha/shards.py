@@ -265,6 +265,14 @@ def spreads(
     return prompt_tokens > max(tokens_per_lane, fair_share) or reserved_tokens > lane_tokens
 
 
+def shard_tokens(prompt_tokens: int, *, lanes: int, tokens_per_lane: int, block_size_tokens: int) -> int:
+    """Return the most tokens of a long prompt on one lane, in whole blocks."""
+    fair_share = -(-prompt_tokens // lanes)
+    return max(
+        _whole_blocks(tokens_per_lane, block_size_tokens), _up_to_blocks(fair_share, block_size_tokens)
+    )
+
+
 def place(
     prompt_tokens: int,
     reserved_tokens: int,
@@ -310,7 +318,7 @@ def place(
         )
         return ShardMap((Segment(lane, 0, reserved_tokens),))
 
-    cap = max(_whole_blocks(tokens_per_lane, size), _up_to_blocks(-(-prompt_tokens // lanes), size))
+    cap = shard_tokens(prompt_tokens, lanes=lanes, tokens_per_lane=tokens_per_lane, block_size_tokens=size)
     segments: list[Segment] = []
     order = sorted(
         capacity_by_lane, key=lambda lane: (rank.get(lane, len(rank)), -capacity_by_lane[lane], lane)

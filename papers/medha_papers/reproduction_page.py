@@ -1,6 +1,6 @@
 """Generator of docs/reproduction.md from a campaign's file: each claim, our figure, its band, the verdict.
 
-`report` turns outcomes into plain data once, when a campaign ends. `page` is a pure function of that data, so
+One section comes from the file of `benchmarks/roles.py`. `report` turns outcomes into plain data once, when a campaign ends. `page` is a pure function of that data, so
 the committed page can be checked against the committed file.
 """
 
@@ -14,6 +14,7 @@ from medha_papers import closed_form_rows, lone_rows
 from medha_papers.campaign_plan import SCALES, Scale
 from medha_papers.campaign_run import Outcome
 from medha_papers.comparison import comparisons, goals, offered_loads
+from medha_papers.roles_section import section
 from medha_papers.simulated_rows import Rows, calibration, strength
 from medha_sim.baselines.systems import LOONGSERVE_ITERATION_SECONDS
 
@@ -88,8 +89,8 @@ def report(
     }
 
 
-def page(campaign: dict[str, Any]) -> str:
-    """Return the page, in Markdown, for the contents of a campaign's file."""
+def page(campaign: dict[str, Any], roles: dict[str, Any]) -> str:
+    """Return the page, in Markdown, for the contents of a campaign's file and of that of `benchmarks/roles.py`."""
     shown = campaign["report"]
     mode = campaign["mode"]
     errors = f", {len(shown['errors'])} failed" if shown["errors"] else ""
@@ -125,6 +126,7 @@ def page(campaign: dict[str, Any]) -> str:
         _policies(shown),
         _loads(shown),
         _loongserve(shown),
+        section(roles),
         _SIMPLIFICATIONS,
     ]
     if shown["errors"]:

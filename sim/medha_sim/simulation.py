@@ -495,6 +495,7 @@ class _Replica:
             waiting=load.waiting,
             pending_prefill_seconds=load.pending_prefill_seconds,
             lanes=load.lanes,
+            kv_tokens_wanted=load.kv_tokens_wanted,
             work_ahead=self._work_ahead(now),
         )
         self._simulation.from_replica(self.card.replica, [card], now)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from medha.kv.prefix_cache import PrefixHasher
 from medha.routing.drain_moves import is_better_moved
-from medha.routing.router_core import RouterCore
+from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, marks
+from medha.routing.router_core import MOST_LOOKS, RouterCore
 from medha.routing.router_events import (
     Abandon,
     Arrive,
@@ -357,3 +360,61 @@ def test_as_many_move_as_the_other_replica_has_kv_for() -> None:
     assert [submit.id for _, submit in submits(commands)] == ["a~1", "b~1"]
     assert len(cancels(commands)) == 2
     assert len(core._replicas["old"].open) == 2
+
+
+def test_a_sequence_with_a_token_is_due_again_when_it_moves_and_one_without_keeps_its_deadline() -> None:
+    """It arrived at 0 s with 1000 tokens, so its first one was due at 30 s. It moves at 100 s, and its KV takes 0.2 s to read."""
+    router = Router(max_tokens=2000)
+    ((_, submit),) = submits(router.moved(1000))
+    assert (submit.age_seconds, submit.deadline_after_seconds) == (pytest.approx(100.0), pytest.approx(102.0))
+    router = Router()
+    router.announce(NEW)
+    ((_, submit),) = submits(router.announce(DRAINING))
+    assert submit.deadline_after_seconds is None, "by its class, from its arrival"
+
+
+def test_a_router_looks_at_so_many_sequences_at_a_time_and_at_all_of_them_in_turn() -> None:
+    core = RouterCore()
+    core.handle(BundleKnown("d"), 0.0)
+    roomy = replace(CARD, kv_tokens_total=10**8, kv_tokens_free=10**8, waiting_limit=10**4)
+    core.handle(Received("old", roomy), 0.0)
+    count = MOST_LOOKS + 10
+    for number in range(count):
+        new = NewSequence(f"{number}", f"{number}", 1000, 7, sampling=Sampling(max_tokens=1000))
+        core.handle(Arrive("m", "d", (new,)), 0.0)
+        core.handle(Received("old", Emit(f"{number}", (1,))), 0.0)
+    fast = replace(NEW, read_seconds=0.0, read_seconds_per_token=1e-9)
+    core.handle(
+        Received("new", replace(fast, kv_tokens_total=10**8, kv_tokens_free=10**8, waiting_limit=10**4)), 0.0
+    )
+    draining = replace(roomy, draining=True, drain_seconds=30.0)
+    assert len(cancels(core.handle(Received("old", draining), 0.0))) == MOST_LOOKS
+    assert len(cancels(core.handle(Tick(), 0.1))) == 10
+    assert core._replicas["old"].open == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "peer"),
+    [
+        ({}, ""),
+        ({"drain_seconds": 30.0}, "old"),
+        ({"drain_seconds": 0.05}, ""),
+        ({"drain_seconds": 30.0, "ready": False}, ""),
+    ],
+    ids=["it gives no KV", "time to read it", "too little time", "lost"],
+)
+def test_a_replica_that_drains_is_a_peer_while_there_is_time_to_read(
+    fields: dict[str, object], peer: str
+) -> None:
+    prefix = marks(PrefixHasher(MARK_BLOCK_TOKENS, b"k").hashes(np.arange(1000, dtype=np.int32)))
+    core = RouterCore()
+    core.handle(BundleKnown("d"), 0.0)
+    core.handle(Received("old", CARD), 0.0)
+    core.handle(Arrive("m", "d", (NewSequence("a", "a", 1000, 7, prefix=prefix),)), 0.0)
+    core.handle(Received("new", NEW), 0.0)
+    core.handle(Received("old", Emit("a", (1,), "stop")), 0.0)
+    core.handle(Received("old", replace(CARD, draining=True, **fields)), 0.0)  # type: ignore[arg-type]
+    ((_, submit),) = submits(
+        core.handle(Arrive("m", "d", (NewSequence("b", "b", 1000, 7, prefix=prefix),)), 0.0)
+    )
+    assert submit.peer == peer

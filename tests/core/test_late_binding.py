@@ -336,6 +336,28 @@ def test_without_kv_a_sequence_goes_where_its_owner_holds_little(owner: str, cho
     assert places(late) == chosen
 
 
+@pytest.mark.parametrize(("wanted", "chosen"), [(0, ["r0"]), (400, ["r1"])])
+def test_requests_that_wait_for_something_else_than_kv_do_not_make_kv_short(
+    wanted: int, chosen: list[str]
+) -> None:
+    """The owner has more than an equal share of the first replica, which has less work and one request that waits."""
+    core = serving(limits=RoutingLimits(max_waiting=100_000, lookahead_seconds=inf))
+    for name, owners in (("r0", "ba"), ("r1", "a")):
+        both = {"r0": 0, "r1": 0} | {name: 1000}
+        for replica, free in both.items():
+            announce(
+                core, replica=replica, kv_tokens_total=1000, kv_tokens_free=free, lanes=(LaneLoad(free, 0.0),)
+            )
+        for one in owners:
+            assert places(ask(core, f"{one} at {name}", 300, owner=one)) == [name]
+    for replica, seconds, waiting in (("r0", 1.0, 1), ("r1", 2.0, 0)):
+        announce(
+            core, replica=replica, kv_tokens_total=1000, kv_tokens_free=600, waiting=waiting,
+            kv_tokens_wanted=wanted * waiting, lanes=(LaneLoad(600, seconds),),
+        )  # fmt: skip
+    assert places(ask(core, "late", 300, owner="b", deadline_after_seconds=0.5)) == chosen
+
+
 # --- prefixes --------------------------------------------------------------------------------------------
 
 PREFIX = marks(PrefixHasher(MARK_BLOCK_TOKENS, b"k").hashes(np.arange(64_000, dtype=np.int32)))

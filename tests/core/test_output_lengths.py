@@ -136,3 +136,11 @@ def test_more_than_is_there_is_expected_whatever_happened(
         found.append([lengths.expected_tokens("chat", owner, produced) for owner in ("", "a", "c")])
         assert min(found[-1]) > produced
     assert found[0] == found[1]
+
+
+def test_an_output_that_goes_on_elsewhere_behind_its_first_token_changes_nothing() -> None:
+    lengths = lengths_of([200] * 20)
+    before = lengths.expected_tokens("chat")
+    for index in range(1000):
+        lengths.ended(f"moved {index}", "chat", "", 1, cut_off=True)
+    assert lengths.expected_tokens("chat") == before

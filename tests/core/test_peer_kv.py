@@ -14,7 +14,7 @@ from medha.cost.tier_seconds import ReadSeconds
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import PrefixHasher, hash_at, hash_count
 from medha.scheduler.controller import ReplicaController
-from medha.scheduler.peer_kv import SHARE_SECONDS
+from medha.scheduler.peer_kv import NOTHING_SECONDS, SHARE_SECONDS
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.frames import decode, digest, encode
@@ -533,9 +533,15 @@ def two_lanes() -> KvPools:
     )  # fmt: skip
 
 
-def compute(pools: KvPools, name: str, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+def compute(
+    pools: KvPools,
+    name: str,
+    prompt: np.ndarray[tuple[int], np.dtype[np.int32]],
+    owners: tuple[int, ...] | None = None,
+) -> None:
     tokens = len(prompt)
-    assert pools.admit(name, tokens, tokens, block_hashes=HASHER.hashes(prompt)) is not None
+    hashes = HASHER.hashes(prompt)
+    assert pools.admit(name, tokens, tokens, block_hashes=hashes, owners=owners) is not None
     pools.computed(name, tokens)
     pools.release(name, tokens)
     pools.take_publishes()
@@ -543,14 +549,16 @@ def compute(pools: KvPools, name: str, prompt: np.ndarray[tuple[int], np.dtype[n
 
 
 def test_a_lane_that_has_several_parts_of_a_long_prompt_gives_each_block_as_what_it_is() -> None:
-    """A lane takes more than `tokens_per_lane` tokens of a prompt for which there are too few lanes."""
-    prompt = ids(1, 16 * SIZE)
+    """The prompt was computed twice, and its second half lay on the lane on which the first half had been."""
+    prompt = ids(1, 16 * SIZE + 1)
     hashes = HASHER.hashes(prompt)
     source, taker = two_lanes(), two_lanes()
-    for name, one in (("d", prompt), *((str(seed), ids(seed, 30 * SIZE)) for seed in (50, 51))):
-        compute(source, name, one)  # the later ones move the first one to the host tier
-    parts = source.share("t", len(prompt) + 1, hashes, is_long=True)
-    assert [part.lane for part in parts] == [0, 0, 1, 1]
+    compute(source, "d", prompt)
+    compute(source, "e", prompt, owners=(1,))
+    for seed in (50, 51):
+        compute(source, str(seed), ids(seed, 30 * SIZE))  # they move the prompt to the host tier
+    parts = source.share("t", len(prompt), hashes, is_long=True)
+    assert [(part.lane, hash_count(part.hashes)) for part in parts] == [(0, 9), (0, 7)]
     serves, _ = source.take_serves()
     offered: dict[int, list[str]] = {}
     for serve in serves:
@@ -568,8 +576,8 @@ def test_a_lane_that_has_several_parts_of_a_long_prompt_gives_each_block_as_what
         wanted = [hash_at(extent.hashes, block) for block in range(load.count)]
         assert offered[load.lane][load.start : load.start + load.count] == wanted
         read += 1
-    assert read == 4
-    assert [tier.served_blocks for tier in source.tiers] == [8, 8]
+    assert read == 2
+    assert [tier.served_blocks for tier in source.tiers] == [16, 0]
     source.unshare("t")
     assert [tier.served_blocks for tier in source.tiers] == [0, 0]
 
@@ -607,3 +615,29 @@ def test_a_request_waits_no_longer_than_computing_takes_and_a_quarter_of_a_secon
     due = taker.core.next_due
     assert due is not None
     assert due <= 0.25 + 1.001 * compute
+
+
+def test_a_peer_that_had_nothing_of_a_prompt_is_not_asked_for_its_beginning_for_a_while() -> None:
+    taker = Side()
+    ask = asked(taker)
+    taker.handle(replace(offered(Side(), ask), source="r0"))
+    assert taker.admitted == {"q": 0}
+    taker.submit("same beginning", np.concatenate([PROMPT[:40], ids(9, 60)]), **HINT)
+    assert taker.messages == [ask]
+    other = ids(8, 101)
+    taker.submit("another", other, **HINT)
+    assert len(taker.messages) == 2
+    taker.now = NOTHING_SECONDS
+    taker.submit("later", PROMPT[:97], **{**HINT, "salt": ""})
+    assert taker.core.pools.expected(97, HASHER.hashes(PROMPT[:97]))[0] == 96, "it was computed here"
+    assert taker.core._peer_kv._lacks_until.keys() == {("r0", hash_at(ask.hashes, 0))}
+
+
+@pytest.mark.parametrize(("moves", "ends"), [(True, 0.0), (False, 1.0)])
+def test_a_request_that_moves_does_not_count_as_an_ended_output(moves: bool, ends: float) -> None:
+    source = Side(output_tokens=40)
+    source.submit("q", PROMPT, sampling=Sampling(max_tokens=500))
+    source.handle(Cancel("q", moves=moves))
+    source.end_steps()
+    counts = source.core._output_lengths._classes["default"]
+    assert (counts.observed > 0, counts.ends.sum()) == (True, ends)

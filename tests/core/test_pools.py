@@ -521,3 +521,24 @@ def test_what_a_fork_computes_where_its_parent_has_another_part_of_the_prompt_is
     assert [(one.id, one.lane, one.start, one.count) for one in pools.take_publishes()] == [
         ("child", 0, 0, 2)
     ]
+
+
+def test_the_expected_hit_of_a_prompt_with_more_than_tokens_per_lane_on_each_lane_is_what_it_gets() -> None:
+    """Two lanes must hold 16 blocks, 8 on each, although 4 blocks would be the share of a lane."""
+    hasher, size = PrefixHasher(4, b"k"), 4
+    ids = np.arange(16 * size + 1, dtype=np.int32)
+    pools = KvPools(lanes=2, kv_blocks=20, block_size_tokens=size, tokens_per_lane=4 * size)
+    for name in "ab":
+        expected, _ = pools.expected(len(ids), hasher.hashes(ids), is_long=True)
+        placed = pools.admit(name, len(ids), len(ids), block_hashes=hasher.hashes(ids))
+        assert placed is not None
+        assert placed.cached_tokens == expected == (64 if name == "b" else 0)
+        pools.computed(name, len(ids))
+        pools.release(name)
+        pools.take_publishes()
+        pools.take_releases()
+    shorter = ids[: 12 * size + 1]
+    expected, _ = pools.expected(len(shorter), hasher.hashes(shorter), is_long=True)
+    placed = pools.admit("c", len(shorter), len(shorter), block_hashes=hasher.hashes(shorter))
+    assert placed is not None
+    assert placed.cached_tokens == expected

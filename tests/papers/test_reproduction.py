@@ -15,10 +15,12 @@ from medha_papers.campaign_pool import Stopwatch, run_all
 from medha_papers.campaign_run import Outcome, Run, simulate
 from medha_papers.comparison import comparisons, goals, offered_loads
 from medha_papers.reproduction_page import page, report
+from medha_papers.roles_section import ROLES_FILE, section
 from medha_papers.simulated_rows import Point, Rows, calibration, strength
 from medha_papers.source_digest import digest, loaded_files
 
 ROOT = Path(__file__).resolve().parents[2]
+ROLES = json.loads((ROOT / ROLES_FILE).read_text(encoding="utf-8"))
 TINY = Run("medha-lars", 0.05, 0, 6.0, rate=2.0)
 
 
@@ -410,7 +412,7 @@ def campaign() -> dict[str, Any]:
 
 
 def test_the_page_has_every_row_and_says_which_mode_made_it(campaign: dict[str, Any]) -> None:
-    text = page(campaign)
+    text = page(campaign, ROLES)
     ids = [f"T{number}" for number in (*range(1, 13), 15, 16, 17, 18, 19, 21, 22, 23, *range(27, 33))]
     for row in ids:
         assert f"\n## {row}\n" in text
@@ -422,10 +424,30 @@ def test_the_page_has_every_row_and_says_which_mode_made_it(campaign: dict[str, 
 
 
 def test_the_page_follows_from_the_file_alone(campaign: dict[str, Any]) -> None:
-    assert page(json.loads(json.dumps(campaign, allow_nan=False))) == page(campaign)
+    assert page(json.loads(json.dumps(campaign, allow_nan=False)), ROLES) == page(campaign, ROLES)
+
+
+def test_the_answer_on_roles_names_the_points_at_which_a_split_is_certain_to_win_or_lose() -> None:
+    def row(mix: str, name: str, more: float, half: float) -> dict[str, Any]:
+        return {
+            "count": 4, "replicas": name, "mix": mix, "tpot_seconds": 0.02, "load": 0.7, "on_time_percent": 50 + more,
+            "more_on_time_points": more, "half_interval_points": half, "p99_pause_seconds": 0.2,
+        }  # fmt: skip
+
+    outcomes = {"won": (9.0, 3.0), "lost": (-9.0, 3.0), "open": (9.0, 12.0)}
+    rows = [
+        one
+        for mix, (more, half) in outcomes.items()
+        for one in (row(mix, "4 both", 0.0, 0.0), row(mix, "2+2", more, half))
+    ]
+    text = section({"rows": rows, "command": "c", "revision": "r", "seeds": 3})
+    assert "A split wins at 1 of 3 points: won at 20 ms and load 0.7 (`2+2`: +9 points)." in text
+    assert "Every split loses at 1: lost at 20 ms and load 0.7." in text
+    assert "| open | 20 ms | 0.7 | 50 | 59 (+9 ± 12) |" in text
+    assert "| lost | 20 ms | 0.7 | 50 | 41 (**-9 ± 3**) |" in text
 
 
 def test_the_committed_page_is_that_of_the_committed_file() -> None:
     text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
     name = text.split("from `")[1].split("`")[0]
-    assert page(json.loads((ROOT / name).read_text(encoding="utf-8"))) == text
+    assert page(json.loads((ROOT / name).read_text(encoding="utf-8")), ROLES) == text

@@ -47,6 +47,7 @@ from medha.shards import (
     digest_of,
     is_striped,
     place,
+    shard_tokens,
     spreads,
     striped_map,
     stripings_of,
@@ -626,13 +627,14 @@ class KvPools:
             tokens = sum(match.all_blocks for match in matches.values()) * self.block_size_tokens
             return tokens, sum(match.blocks - match.unlocked for match in matches.values())
         parts: list[tuple[int, _Found]] = []
-        for found in self._shards_found(block_hashes, is_long=is_long, reach=reach):
+        shard_blocks = self._shard_blocks(prompt_tokens)
+        for found in self._shards_found(prompt_tokens, block_hashes, is_long=is_long, reach=reach):
             best = _best(found)
             match = found[best]
             parts.append((best, match))
             tokens += match.all_blocks * self.block_size_tokens
             held_blocks += match.blocks - match.unlocked
-            if match.all_blocks < self._tokens_per_lane // self.block_size_tokens:
+            if match.all_blocks < shard_blocks:
                 break  # anything cached of the next shard would lie behind a gap
         most = (prompt_tokens - 1) // self.block_size_tokens
         if is_long and self._window_pool is not None:
@@ -777,7 +779,7 @@ class KvPools:
             best = _best(each)
             return [(best, each[best])]
         found: list[tuple[int, _Found]] = []
-        for on_lanes in self._shards_found(hashes, is_long=True, reach=reach):
+        for on_lanes in self._shards_found(prompt_tokens, hashes, is_long=True, reach=reach):
             best = _best(on_lanes)
             found.append((best, on_lanes[best]))
             if on_lanes[best].all_blocks < hash_count(on_lanes[best].chain):
@@ -1276,7 +1278,7 @@ class KvPools:
         """
         size = self.block_size_tokens
         capacity_by_lane, cached, preferred = list(free), [0] * len(free), list[int]()
-        for found in self._shards_found(hashes, is_long=is_long):
+        for found in self._shards_found(prompt_tokens, hashes, is_long=is_long):
             for lane, match in enumerate(found):
                 if lane not in preferred:
                     capacity_by_lane[lane] = free[lane] + (match.blocks - match.unlocked) * size
@@ -1289,10 +1291,22 @@ class KvPools:
         if any(cached):
             yield free, [0] * len(free), []
 
-    def _shards_found(self, hashes: str, *, is_long: bool, reach: Reach = "host") -> Iterator[list[_Found]]:
+    def _shard_blocks(self, prompt_tokens: int) -> int:
+        """Return how many blocks of a long prompt a lane takes before the next one joins, if it has enough KV."""
+        size = self.block_size_tokens
+        return shard_tokens(
+            prompt_tokens,
+            lanes=len(self._lanes),
+            tokens_per_lane=self._tokens_per_lane,
+            block_size_tokens=size,
+        ) // size  # fmt: skip
+
+    def _shards_found(
+        self, prompt_tokens: int, hashes: str, *, is_long: bool, reach: Reach = "host"
+    ) -> Iterator[list[_Found]]:
         """Yield what each lane has of the prompt: once, or for each shard of a long prompt."""
         blocks = hash_count(hashes)
-        step = self._tokens_per_lane // self.block_size_tokens if is_long else blocks
+        step = self._shard_blocks(prompt_tokens) if is_long else blocks
         for shard in range(0, blocks, max(step, 1)):
             chain = hash_range(hashes, shard, shard + step) if is_long else hashes
             yield [lane.find(chain, hash_count(chain), reach=reach, is_part=is_long) for lane in self._lanes]

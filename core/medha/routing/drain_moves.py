@@ -3,8 +3,8 @@
 A replica that drains has a limit, at which it returns what has not ended. Then another replica computes the KV of each
 such sequence again. So a sequence that is predicted to miss the limit moves before it, if its KV can be read in less time
 than it can be computed. It moves at once: it computes the same tokens elsewhere, and the more time is left to read. One
-that is predicted to end in time stays; the prediction is made again as its tokens come, and it stays only as long as its
-KV could still be read if the prediction turned out wrong.
+that is predicted to end in time stays; the prediction is made again later, and it stays only as long as its KV could
+still be read if the prediction turned out wrong.
 
 A sequence is predicted to have the output that the replica expects of it, or, once it has had that, as much again.
 """
@@ -68,29 +68,35 @@ def replica_to_move_to(
     return choose(sequence, with_room_to_read(sequence, replica, able_replicas(sequence, serving)), serving)
 
 
-def moves(
+def may_take_over(replica: KnownReplica, serving: Sequence[KnownReplica]) -> bool:
+    """Return whether one of `serving` may have room for a sequence of a replica that drains."""
+    return any(one.reads_from(replica) and one.has_place for one in serving)
+
+
+def leaves_for(
     sequence: OpenSequence,
     replica: KnownReplica,
     serving: Sequence[KnownReplica],
     reading_tokens: int,
     now: float,
-) -> bool:
-    """Return whether a sequence leaves a replica that drains for one of `serving` now.
+) -> KnownReplica | None:
+    """Return the one of `serving` for which a sequence leaves a replica that drains now; None if it stays.
 
     `reading_tokens`: tokens of others whose KV is read from the replica first.
     """
     limit = replica.card.drain_seconds
     target = None if limit is None else replica_to_move_to(sequence, replica, serving)
     if limit is None or target is None:
-        return False
+        return None
     cached = target.prefixes.known_tokens(sequence.new.prefix)
     reserved_tokens = reservation_tokens(sequence, target.card)
     ahead_seconds = target.berth(sequence.tokens, reserved_tokens).seconds_ahead
     read_tokens = reading_tokens + sequence.tokens - cached
     read_seconds = target.card.read_seconds + read_tokens * target.card.read_seconds_per_token
-    return is_better_moved(
+    is_better = is_better_moved(
         stay_seconds(sequence, replica, now),
         limit - (now - replica.announced_at),
         ahead_seconds + read_seconds,
         ahead_seconds + target.own_seconds(sequence.tokens, cached),
     )
+    return target if is_better else None

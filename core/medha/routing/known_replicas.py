@@ -48,6 +48,9 @@ class KnownReplica:
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     _reserved_tokens: dict[str, int] = field(default_factory=dict)  # of KV, by wire id, as expected when sent
     _reserved_by_owner: dict[str, int] = field(default_factory=dict)  # of owners with open sequences only
+    _in_turn: list[str] = field(
+        default_factory=list
+    )  # wire ids that `next_open` has yet to return, the next one last
 
     def opens(self, wire_id: str, sequence: OpenSequence, reserved_tokens: int) -> None:
         """Note a sequence that is sent to it, and that is expected to reserve this much KV."""
@@ -75,6 +78,22 @@ class KnownReplica:
         self.card, self.announced_at = card, now
         self.forwarded, self.full = [], False
 
+    def lacks_kv(self, reserved_tokens: int) -> bool:
+        """Return whether a sequence that reserves so much KV finds too little once those that wait here have theirs."""
+        sent = sum(one.tokens for one in self.forwarded)
+        return self.card.kv_tokens_free < self.card.kv_tokens_wanted + sent + reserved_tokens
+
+    def next_open(self, most: int) -> list[OpenSequence]:
+        """Return up to `most` of its open sequences; repeated calls return all of them in turn."""
+        if not self._in_turn:
+            self._in_turn = list(reversed(self.open))
+        found: list[OpenSequence] = []
+        while self._in_turn and len(found) < most:
+            sequence = self.open.get(self._in_turn.pop())
+            if sequence is not None:
+                found.append(sequence)
+        return found
+
     @property
     def key(self) -> Key:
         return self.card.model, self.card.digest
@@ -82,6 +101,15 @@ class KnownReplica:
     @property
     def serves(self) -> bool:
         return self.card.ready and not self.card.draining
+
+    def gives_kv(self, now: float) -> bool:
+        """Return whether others may read its KV: it serves, or it drains and has time left."""
+        return self.serves or (self.card.ready and self.drain_seconds_left(now) > 0)
+
+    def drain_seconds_left(self, now: float) -> float:
+        """Return the time, in seconds, until it returns what has not ended, if it drains; 0 if it gives no KV meanwhile."""
+        limit = self.card.drain_seconds
+        return max(limit - (now - self.announced_at), 0.0) if self.card.draining and limit else 0.0
 
     def reads_from(self, other: KnownReplica) -> bool:
         """Return whether it may read KV of another replica."""

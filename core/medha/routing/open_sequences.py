@@ -51,7 +51,7 @@ class OpenSequence:
     losses: int = 0  # those since its last token that count against it (`RoutingLimits.max_losses`)
     was_aboard: bool = False  # since its last token, a replica was lost that had it
     has_progress: bool = False  # this attempt has sampled a token
-    has_moved: bool = False  # from the replica that computed its prompt (`medha.routing.roles`)
+    has_moved: bool = False  # since it has had a token; `deadline` is that of its next one since then
     kv_dtype: str = ""  # of the KV with which its last token was sampled
     sent_at: float = 0.0  # when this attempt began
     known_tokens: int = 0  # of its prompt, which this attempt's replica was thought to have by then

@@ -101,7 +101,8 @@ def choose(
         berth = replica.berth(tokens, reserved_tokens)
         cached = replica.prefixes.known_tokens(prefix) if replica.seconds_ahead <= most_seconds else 0
         return (
-            (card.waiting > 0 or not berth.has_kv) and replica.exceeds_share(sequence.owner, reserved_tokens),
+            (replica.lacks_kv(reserved_tokens) or not berth.has_kv)
+            and replica.exceeds_share(sequence.owner, reserved_tokens),
             not berth.has_kv,
             berth.seconds_ahead + replica.own_seconds(tokens, cached),
             -cached,
@@ -114,19 +115,30 @@ def choose(
 
 
 def peer_with_kv(
-    sequence: OpenSequence, chosen: KnownReplica, serving: Sequence[KnownReplica]
+    sequence: OpenSequence, chosen: KnownReplica, others: Sequence[KnownReplica], now: float
 ) -> tuple[str, int]:
     """Return the replica that is thought to have most of a sequence's prompt, and how many tokens; empty and 0 if none has.
 
-    It must be thought to have more than the chosen one. Both must hand KV over.
+    It must be thought to have more than the chosen one. Both must hand KV over. One that drains must be predicted to be there until
+    all of it is read.
     """
     prefix, most, name = sequence.new.prefix, chosen.prefixes.known_tokens(sequence.new.prefix), ""
-    for replica in serving:
-        if chosen.reads_from(replica) and replica.serves:
-            tokens = replica.prefixes.known_tokens(prefix)
-            if tokens > most:
-                most, name = tokens, replica.card.replica
+    here_tokens, card = most, chosen.card
+    for replica in others:
+        if not (chosen.reads_from(replica) and replica.gives_kv(now)):
+            continue
+        tokens = replica.prefixes.known_tokens(prefix)
+        read_seconds = card.read_seconds + card.read_seconds_per_token * (tokens - here_tokens)
+        if tokens > most and (replica.serves or read_seconds < replica.drain_seconds_left(now)):
+            most, name = tokens, replica.card.replica
     return (name, most) if name else ("", 0)
+
+
+def resumption_seconds(sequence: OpenSequence, replica: KnownReplica) -> float:
+    """Return the predicted time in which a replica gets the KV of a sequence that moves to it: reads it, or computes it."""
+    card, cached = replica.card, replica.prefixes.known_tokens(sequence.new.prefix)
+    read_seconds = card.read_seconds + card.read_seconds_per_token * (sequence.tokens - cached)
+    return min(read_seconds, replica.own_seconds(sequence.tokens, cached))
 
 
 def _most_seconds(serving: Sequence[KnownReplica]) -> float:

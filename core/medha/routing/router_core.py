@@ -11,7 +11,7 @@ them: the most urgent sequence chooses first, and samples of one prompt stay tog
 a prompt and which its output; once a sequence has a token, it moves from the former to the latter. `lost_attempts` finds the
 sequence that replicas are lost of. `attained_service` is the service of owners, which take turns when not all
 can be on time. A deadline is set once, when a sequence arrives, from the replicas' own targets (`medha.slo`) and
-prefill times; later announcements and losses do not change it.
+prefill times; later announcements and losses do not change it. A sequence that moves after its first token gets another one.
 
 Time comes in as `now` (seconds of the driver's monotonic clock). The same events give the same commands.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from medha.declared import DeclaredModel
 from medha.routing.deadline_ledger import Opening
-from medha.routing.drain_moves import moves
+from medha.routing.drain_moves import leaves_for, may_take_over
 from medha.routing.known_models import KnownModel, KnownModels
 from medha.routing.known_replicas import Forwarded, KnownReplica
 from medha.routing.ledgers import Ledgers, retry_after_seconds
@@ -46,6 +46,7 @@ from medha.routing.replica_choice import (
     move_targets,
     peer_with_kv,
     reservation_tokens,
+    resumption_seconds,
 )
 from medha.routing.replica_demand import DemandReason, DemandTerms, ModelWork, replica_demand
 from medha.routing.roles import lone_role, read_pays
@@ -86,6 +87,8 @@ from medha.wire.messages import (
     Tick,
 )
 
+MOST_LOOKS = 256
+"""Most sequences of a replica that drains which are looked at in one go; the next tick goes on behind them."""
 MOST_MISSES = 64
 """Most sequences in a row that find no replica before a pass ends; the next pass begins behind them."""
 
@@ -461,8 +464,7 @@ class RouterCore:
         if chosen is None:
             return []
         name = source.card.replica
-        leaves = self._leave_kv(sequence, name)
-        sequence.has_moved = True
+        leaves = self._leave_kv(sequence, name, chosen, now)
         sort_key = self._waiting.of(sequence.key).key(sequence, now)
         sent = self._forward_samples(sequence, chosen, sort_key, now)
         return [Move(sequence.new.id, name), leaves, *sent]
@@ -709,7 +711,7 @@ class RouterCore:
         sequence.sent_at, sequence.has_progress = now, False
         self._by_wire_id[wire_id] = sequence
         cached = replica.prefixes.known_tokens(new.prefix)
-        peer, peer_tokens = self._peer(sequence, replica)
+        peer, peer_tokens = self._peer(sequence, replica, now)
         replica.prefixes.add(new.prefix)
         sequence.known_tokens = cached
         reserved = reservation_tokens(sequence, replica.card)
@@ -728,7 +730,7 @@ class RouterCore:
             seed=new.seed,
             sample_index=new.sample_index,
             age_seconds=max(0.0, now - sequence.arrived_at),
-            deadline_after_seconds=self._due_after_seconds(sequence, replica, now),
+            deadline_after_seconds=self._due_after_seconds(sequence),
             tpot_target_seconds=request.tpot_target_seconds,
             service_class=request.service_class,
             sampling=new.sampling,
@@ -738,22 +740,23 @@ class RouterCore:
             peer_tokens=peer_tokens,
         )
 
-    def _due_after_seconds(self, sequence: OpenSequence, replica: KnownReplica, now: float) -> float | None:
+    @staticmethod
+    def _due_after_seconds(sequence: OpenSequence) -> float | None:
         """Return when a sequence is due, in seconds from its arrival; None: by its service class.
 
-        One that has moved has its first token already. Its client waits for the next one, so it is due as the shortest prompt.
+        That of one that has moved with a token was set then (`_leave_kv`).
         """
         if not sequence.has_moved:
             return sequence.request.deadline_after_seconds
-        terms = class_terms(replica.card.service_classes, sequence.request.service_class)
-        return now - sequence.arrived_at + terms.ttft_floor_seconds
+        return sequence.deadline - sequence.arrived_at
 
-    def _peer(self, sequence: OpenSequence, replica: KnownReplica) -> tuple[str, int]:
+    def _peer(self, sequence: OpenSequence, replica: KnownReplica, now: float) -> tuple[str, int]:
         """Return the replica from which another one may read a sequence's KV, and of how many tokens."""
         source = sequence.kv_source
         if source is not None and replica.reads_from(self._replicas[source.replica]):
             return source.replica, source.tokens
-        return peer_with_kv(sequence, replica, self._serving_key(sequence.key))
+        others = [one for one in self._replicas.values() if one.key == sequence.key]
+        return peer_with_kv(sequence, replica, others, now)
 
     # Replicas that drain --------------------------------------------------------------------------
 
@@ -761,22 +764,33 @@ class RouterCore:
         """Move sequences from a replica that drains to others, as far as that is better for them."""
         commands: list[RouterCommand] = []
         card = replica.card
-        if not (card.ready and card.draining) or card.drain_seconds is None:
+        if not (card.ready and card.draining and replica.open) or card.drain_seconds is None:
+            return commands
+        serving = self._serving_key(replica.key)
+        if not may_take_over(replica, serving):
             return commands
         sources = [one.kv_source for one in self._moved.values() if one.kv_source is not None]
         reading_tokens = sum(one.tokens for one in sources if one.replica == card.replica)
-        for sequence in list(replica.open.values()):
+        for sequence in replica.next_open(MOST_LOOKS):
             if is_suspect(sequence, self._limits):
                 continue
-            serving = self._serving_key(sequence.key)
-            if moves(sequence, replica, serving, reading_tokens, now):
+            target = leaves_for(sequence, replica, serving, reading_tokens, now)
+            if target is not None:
                 reading_tokens += sequence.tokens
-                commands.append(self._leave_kv(sequence, card.replica))
+                commands.append(self._leave_kv(sequence, card.replica, target, now))
                 commands += self._dispatch(now)
         return commands
 
-    def _leave_kv(self, sequence: OpenSequence, name: str) -> Send:
-        """Let a sequence wait for another replica, which may read its KV from the one that it leaves; return what that is sent."""
+    def _leave_kv(self, sequence: OpenSequence, name: str, target: KnownReplica, now: float) -> Send:
+        """Let a sequence wait for another replica, which may read its KV from the one that it leaves; return what that is sent.
+
+        If it has a token, its client waits for the next one. So it is due again, as a prompt would be that takes as long to
+        compute as the replica `target` takes to get its KV. Otherwise it stays due when it was.
+        """
+        if sequence.has_progress:
+            terms = class_terms(target.card.service_classes, sequence.request.service_class)
+            sequence.deadline = now + ttft_target_seconds(terms, resumption_seconds(sequence, target))
+            sequence.has_moved = True
         leaves = Send(name, Cancel(sequence.wire_id, moves=True))
         if sequence.kv_source is None or sequence.has_progress:
             self._free_source(sequence)

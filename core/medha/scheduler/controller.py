@@ -124,6 +124,7 @@ class Load:
     kv_blocks_held: int
     pending_prefill_seconds: float
     lanes: tuple[LaneLoad, ...] = ()
+    kv_tokens_wanted: int = 0  # that waiting requests would take
 
 
 @dataclass(slots=True)
@@ -317,6 +318,7 @@ class ReplicaController:
                 LaneLoad(self._admission.free_tokens_on(lane), pending)
                 for lane, pending in enumerate(self._step_builder.pending_by_lane())
             ),
+            kv_tokens_wanted=self._table.wanted_blocks * self.config.block_size_tokens,
         )
 
     @property
@@ -726,7 +728,7 @@ class ReplicaController:
         elif request is not None and (request.steps_aside or not request.ended):
             self._peer_kv.moves(request)
         if request is not None:
-            self._withdraw(request, now)
+            self._withdraw(request, now, goes_on=cancel.moves)
 
     def _give_up(
         self, request: Request, reason: FailureReason, detail: str, now: float
@@ -735,8 +737,8 @@ class ReplicaController:
         self._withdraw(request, now)
         return [Failed(request.id, reason, detail)]
 
-    def _withdraw(self, request: Request, now: float) -> None:
-        """End a request, in whatever phase it is."""
+    def _withdraw(self, request: Request, now: float, *, goes_on: bool = False) -> None:
+        """End a request, in whatever phase it is; `goes_on`: another replica continues its output."""
         if request.waits or request.steps_aside:
             self._count_output(request, cut_off=True)
         request.steps_aside = False
@@ -747,8 +749,10 @@ class ReplicaController:
                 charged_at = request.arrival + submit.age_seconds
                 self._attained.take_back(submit.owner, submit.tokens, charged_at, now)
             self._leave(request)
-        else:
-            self._end(request)
+            return
+        if goes_on and not request.ended:
+            self._stop(request, cut_off=True)
+        self._end(request)
 
     def _count_output(self, request: Request, *, cut_off: bool) -> None:
         """Learn from the output of a request that ends; `cut_off`: it may have had more to say."""

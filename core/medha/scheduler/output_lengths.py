@@ -113,6 +113,8 @@ class OutputLengths:
         """Count a request that gives its KV back; `cut_off`: it would have produced more without its limit."""
         last = self._bin(produced_tokens)
         self._runs_no_longer(request_id)
+        if cut_off and last == 0:
+            return  # any output is as long, so this one shows nothing, and earlier ones need not count less
         if owner and (service_class, owner) not in self._owners:
             self._owners[service_class, owner] = _Counts()
             if len(self._owners) > MOST_OWNERS:

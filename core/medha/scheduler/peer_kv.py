@@ -6,14 +6,15 @@ tier, keeps it there for a while, and answers with a ticket. Ranks show the tick
 into their own host tier, from where they are fetched as always. Whatever goes wrong costs time only: the request computes
 its prompt once it has waited too long, or once a rank reports that it could not read.
 
-`PeerKv` decides on both sides. A peer that gave nothing useful is left alone for a while.
+`PeerKv` decides on both sides. A peer that gave nothing useful is left alone for a while, and so is one that has nothing of a prompt,
+as far as prompts with the same first block are concerned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 
 from medha.kv.pools import Awaited, KvPools
 from medha.kv.prefix_cache import hash_at, hash_count
@@ -28,6 +29,9 @@ _SHARE_PATIENCE = 8.0
 """The time for which a ticket is good beyond that, as a multiple of the predicted time of reading."""
 _REST_SECONDS = 30.0
 """Time for which a peer is not asked after a load from it has failed, or after it did not answer in time."""
+NOTHING_SECONDS = 5.0
+"""Time for which a peer that had nothing of a prompt is not asked for its first block again. It is short, because the peer may be
+computing it."""
 _MOST_HASH_CHARACTERS = 2**22
 """Longest hashes of a prompt that are sent in one message: of some 130,000 blocks."""
 _NOWHERE = -1  # lane of the answers that are awaited
@@ -58,6 +62,9 @@ class PeerKv:
         self._asks_by_id: dict[str, str] = {}  # request that asked -> prompt
         self._taken: dict[str, _Taken] = {}  # by ticket
         self._rests_until: dict[str, float] = {}  # by peer
+        self._lacks_until: dict[
+            tuple[str, str], float
+        ] = {}  # by peer and hash of a first block, in the order of their ends
         self._shares: dict[str, tuple[str, float]] = {}  # ticket -> who has it, and until when
         self._moved: set[str] = set()  # requests that go on elsewhere, where their KV may be wanted
         self._numbers = count()
@@ -80,6 +87,8 @@ class PeerKv:
         )
         if seconds is None or self._rests_until.get(submit.peer, now) > now:
             return []
+        if self._lacks_until.get((submit.peer, hash_at(submit.block_hashes, 0)), now) > now:
+            return []
         ask, asks = self._asks.get(submit.prompt), []
         if ask is None:
             ask = _Ask(submit.peer, submit.tokens, submit.block_hashes, next(self._numbers))
@@ -100,6 +109,8 @@ class PeerKv:
         awaited: frozenset[tuple[int, int]] = frozenset()
         read = awaited
         refuses = not answer.ticket and answer.reason != _NOTHING
+        if not (answer.ticket or refuses):
+            self._lacks(ask.source, hash_at(ask.hashes, 0), now)
         if refuses or not self._is_sound(answer, ask.hashes):
             self._rest(ask.source, now)
         elif waiting and answer.ticket and answer.ticket not in self._taken:
@@ -167,6 +178,13 @@ class PeerKv:
 
     def _rest(self, peer: str, now: float) -> None:
         self._rests_until[peer] = now + _REST_SECONDS
+
+    def _lacks(self, peer: str, first_block: str, now: float) -> None:
+        """Note that a peer has nothing of prompts that begin with a block."""
+        for key in list(takewhile(lambda key: self._lacks_until[key] <= now, self._lacks_until)):
+            del self._lacks_until[key]
+        self._lacks_until.pop((peer, first_block), None)
+        self._lacks_until[peer, first_block] = now + NOTHING_SECONDS
 
     # --- the replica that gives -----------------------------------------------------------------------
 

@@ -375,6 +375,11 @@ class RequestTable:
         rows = len(self.rows)
         return int(self._needed[:rows][self._returns[:rows]].sum())
 
+    @property
+    def wanted_blocks(self) -> int:
+        """Free KV blocks that the waiting requests need, all together."""
+        return int(self._needed[: len(self.rows)].sum()) if self.waiting else 0
+
     def needed_blocks(self, request: Request) -> int:
         """Return how many free KV blocks a waiting request needs to be admitted."""
         return self._needed.item(request.row)

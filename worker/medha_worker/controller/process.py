@@ -769,6 +769,7 @@ class Controller:
             read_seconds_per_token=read_seconds_per_token,
             drain_seconds=drain_seconds,
             role=self._settings.spec.role,
+            kv_tokens_wanted=load.kv_tokens_wanted,
         )
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
