@@ -34,7 +34,8 @@ class StackedPart:
 
     def of_expert(self, expert: int) -> Rows:
         """Return the part of one expert, in the memory of all."""
-        return replace(self.form, **{name: tensor[expert] for name, tensor in self.tensors.items()})
+        changes: dict[str, Any] = {name: tensor[expert] for name, tensor in self.tensors.items()}
+        return replace(self.form, **changes)
 
     def rounded(self, x: torch.Tensor, of_rows: torch.Tensor, largest: torch.Tensor | None) -> torch.Tensor:
         """Return activations as `rounded` does, each row by the scale of its expert, `of_rows`, int64 [rows]."""
@@ -117,5 +118,5 @@ def _stacked(of_all: Sequence[Any]) -> StackedPart:
         for name, value in _fields_of(of_all[0])
         if isinstance(value, torch.Tensor)
     }
-    # What the first expert holds besides is let go of with its own tensors.
+    # The form refers to the copies, so that the first expert's own tensors are let go of, too.
     return StackedPart(replace(of_all[0], **{name: tensor[0] for name, tensor in tensors.items()}), tensors)

@@ -16,7 +16,7 @@ from medha_worker.kernels.row_blocks import row_blocks
 TILES = {"tile_rows": 64, "tile_columns": 64, "tile_inner": 64}
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _write_tile(  # type: ignore[no-untyped-def]
     x, weight, out, row, rows, column, inner, columns, x_stride, inner_stride, column_stride, out_stride,
     tile_rows: tl.constexpr, tile_columns: tl.constexpr, tile_inner: tl.constexpr,
@@ -53,7 +53,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def expert_product_kernel(  # type: ignore[no-untyped-def]
     x, weights, out, experts, firsts, ends, inner, columns,
     x_stride, expert_stride, inner_stride, column_stride, out_stride,
