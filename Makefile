@@ -89,7 +89,7 @@ gpu-check: ## prove and measure the engine on this machine's GPU; goes on where 
 		$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --target "$$site" $(GPU_KIT)/*.whl; \
 	fi; \
 	PYTHONPATH="$$site:$(CURDIR)/core:$(CURDIR)/worker:$${PYTHONPATH:-}" PYTHONUNBUFFERED=1 \
-		$(GPU_PYTHON) benchmarks/gpu.py --json $(GPU_RESULTS)
+		$(GPU_PYTHON) benchmarks/gpu.py --json $(GPU_RESULTS) $(if $(GPU_VLLM_PYTHON),--vllm-python "$(GPU_VLLM_PYTHON)")
 
 .PHONY: binaries-early
 binaries-early: # build the programs that cluster tests need, before there is an environment

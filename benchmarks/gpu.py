@@ -3,8 +3,9 @@
     python benchmarks/gpu.py --quick                  small sizes; without a GPU, on the CPU: shows that the script works
     python benchmarks/gpu.py --json benchmarks/results/gpu.json
     python benchmarks/gpu.py --part numerics --part graphs --json benchmarks/results/gpu.json
+    python benchmarks/gpu.py --vllm-python /opt/vllm/bin/python --json benchmarks/results/gpu.json
 
-It needs torch, numpy, safetensors and `transformers`; FlashInfer is used if it can be imported. Each part runs in a process
+It needs torch, numpy, safetensors and `transformers`; FlashInfer and vLLM are used if they can be imported. Each part runs in a process
 of its own, so that a fault on the device ends only that part. After each part the results are written; the same command goes
 on with what is missing, as long as the sources of the engine (`sources` in the file) are the same.
 
@@ -25,6 +26,8 @@ on with what is missing, as long as the sources of the engine (`sources` in the 
 * fp8_kv: attention over a pool of FP8 as in `numerics`, rounding to FP8 against the CPU's, and decodes over such a pool;
 * tiers: blocks that go to pinned host memory and come back, and how fast;
 * peers: a whole prefill and decode steps beside those of `transformers` with the same weights;
+* vllm: the same beside vLLM's engine with weights of its own, where an interpreter has it (`--vllm-python`). Its times include
+  its scheduling and sampling, ours the output head and the choice of the best token, but no controller;
 * nccl: an all-reduce of one rank, captured and replayed; an exchange with itself; an abort while a captured step exists;
 * races: the kernels' accesses under compute-sanitizer, where there is one.
 """
@@ -33,8 +36,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import math
+import os
 import platform
 import shutil
 import statistics
@@ -79,7 +84,8 @@ BLOCK_TOKENS = 64
 TARGET_SECONDS = 0.05  # of a step, for adaptive chunks
 STATIC_CHUNKS = (128, 512, 2048, 8192)
 PART_SECONDS = 150
-COMPILE_SECONDS = 420  # of parts in which FlashInfer compiles the kernels that nobody has compiled yet
+COMPILE_SECONDS = 420  # of parts in which FlashInfer or vLLM compile the kernels that nobody has compiled yet
+_VLLM_SECONDS = COMPILE_SECONDS - 60  # the rest is for our own engine
 _STEPS = 20  # decode steps of `overhead`, one after the other
 _WORKER = ROOT / "worker" / "medha_worker"
 _ABORT_SECONDS = 5.0
@@ -141,10 +147,11 @@ QUICK = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The device on which a part runs, and the sizes that it computes."""
+    """The device on which a part runs, the sizes that it computes, and an interpreter that has vLLM, if one is named."""
 
     device: Device
     sizes: Sizes
+    vllm_python: Path | None = None
 
     @property
     def kernel_sizes(self) -> KernelSizes:
@@ -172,7 +179,7 @@ class Place:
         return statistics.median(taken[1:])
 
 
-def place_of(quick: bool) -> Place:
+def place_of(quick: bool, vllm_python: Path | None = None) -> Place:
     """Return the GPU, or with `quick` the CPU if there is none.
 
     Raises:
@@ -181,12 +188,12 @@ def place_of(quick: bool) -> Place:
     if torch.cuda.is_available():
         from medha_worker.cuda_device import cuda_device
 
-        return Place(cuda_device(0, torch.bfloat16), QUICK if quick else FULL)
+        return Place(cuda_device(0, torch.bfloat16), QUICK if quick else FULL, vllm_python)
     if not quick:
         sys.exit(
             "torch sees no GPU here, so nothing can be proved; --quick shows on the CPU that the script works"
         )
-    return Place(host_device(torch.float32), QUICK)
+    return Place(host_device(torch.float32), QUICK, vllm_python)
 
 
 # --- parts --------------------------------------------------------------------------------------------
@@ -745,20 +752,11 @@ def peers(place: Place) -> Row:
     model = place.model()
     theirs = _of_transformers(model, place)
     (sequences, context), prompt = sizes.peer_decode, sizes.contexts[0]
-    blocks = -(-max(prompt, sequences * (context + BLOCK_TOKENS)) // BLOCK_TOKENS)
-    cache = _filled(model, blocks)
+    found = _own_seconds(model, place)
     ids = torch.arange(sequences * context).remainder(sizes.shape.vocab).to(device.torch_device)
-    found: Row = {"prompt": prompt, "sequences": sequences, "context": context, "layers": sizes.layers}
-    prefill_steps = [
-        _step(model, cache, [(done, min(sizes.largest_chunk, prompt - done))])
-        for done in range(0, prompt, sizes.largest_chunk)
-    ]
-    found["prefill_seconds"] = place.seconds(lambda: [step() for step in prefill_steps])
     found["transformers_prefill_seconds"] = place.seconds(
         lambda: theirs(ids[None, :prompt], use_cache=False, logits_to_keep=1)
     )
-    model.capture_decodes(cache, [sequences])
-    found["decode_seconds"] = place.seconds(_step(model, cache, [(context, 1)] * sequences))
     kept = DynamicCache()
     theirs(ids.view(sequences, context), past_key_values=kept, logits_to_keep=1)
     last = ids[:sequences, None]
@@ -767,6 +765,80 @@ def peers(place: Place) -> Row:
         lambda: theirs(last, past_key_values=kept, logits_to_keep=1)
     )
     return found
+
+
+def _own_seconds(model: Transformer, place: Place) -> Row:
+    """Measure a whole prefill and a decode step, each with the output head and the choice of the best tokens."""
+    sizes = place.sizes
+    (sequences, context), prompt = sizes.peer_decode, sizes.contexts[0]
+    blocks = -(-max(prompt, sequences * (context + BLOCK_TOKENS)) // BLOCK_TOKENS)
+    cache = _filled(model, blocks)
+
+    def best(rows: torch.Tensor) -> torch.Tensor:
+        logits = model.logits(rows)
+        assert logits is not None
+        return logits.argmax(-1)
+
+    *chunks, last_chunk = [
+        _step(model, cache, [(done, min(sizes.largest_chunk, prompt - done))])
+        for done in range(0, prompt, sizes.largest_chunk)
+    ]
+    found: Row = {"prompt": prompt, "sequences": sequences, "context": context, "layers": sizes.layers}
+    found["prefill_seconds"] = place.seconds(lambda: ([chunk() for chunk in chunks], best(last_chunk()[-1:])))
+    model.capture_decodes(cache, [sequences])
+    decodes = _step(model, cache, [(context, 1)] * sequences)
+    found["decode_seconds"] = place.seconds(lambda: best(decodes()))
+    model.forget_captured()
+    return found
+
+
+def vllm(place: Place) -> Row:
+    """Measure what `peers` does beside vLLM's engine, which runs in a process of its own before ours takes memory."""
+    python = place.vllm_python
+    if python is None:
+        if importlib.util.find_spec("vllm") is None:
+            return {"skipped": "this interpreter has no vLLM; install vLLM into an environment, and name its interpreter: "
+                               "--vllm-python PYTHON, or make gpu-check GPU_VLLM_PYTHON=PYTHON"}  # fmt: skip
+        python = Path(sys.executable)
+    sizes, (sequences, context) = place.sizes, place.sizes.peer_decode
+    order = {
+        "config": config_fields(sizes.shape, sizes.layers), "dtype": str(place.device.dtype).removeprefix("torch."),
+        "device": place.device.torch_device.type, "prompt": sizes.contexts[0], "sequences": sequences, "context": context,
+        "largest_chunk": sizes.largest_chunk, "repeats": sizes.repeats, "is_eager": place.device.is_host,
+    }  # fmt: skip
+    theirs = _of_vllm(python, order)
+    if "skipped" in theirs:
+        return theirs
+    return {**_own_seconds(place.model(), place), **{f"vllm_{name}": value for name, value in theirs.items()}}
+
+
+def _of_vllm(python: Path, order: Row) -> Row:
+    """Run `gpu_vllm.py` by an interpreter. The script ends with its input, so that it does not outlive this process.
+
+    Raises:
+        RuntimeError: it failed, or did not end in time.
+    """
+    is_other = python != Path(sys.executable)
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" or not is_other}
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        command = [str(python), str(Path(__file__).with_name("gpu_vllm.py"))]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True, env=kept
+        ) as child:
+            assert child.stdin is not None
+            child.stdin.write(json.dumps(order) + "\n")
+            child.stdin.flush()
+            try:
+                status: object = child.wait(_VLLM_SECONDS)
+            except subprocess.TimeoutExpired:
+                status = f"none within {_VLLM_SECONDS} s"
+            child.kill()
+        output.seek(0)
+        errors.seek(0)
+        if status == 0:
+            found: Row = json.loads(output.read().splitlines()[-1])
+            return found
+        raise RuntimeError(f"vLLM in {python} failed, exit status {status}:\n{errors.read()[-1000:]}")
 
 
 def nccl(place: Place) -> Row:
@@ -842,6 +914,7 @@ PARTS: dict[str, Callable[[Place], Row]] = {
         fp8_kv,
         tiers,
         peers,
+        vllm,
         nccl,
         races,
     )
@@ -1024,12 +1097,13 @@ def claims_of(parts: dict[str, Row]) -> list[Row]:
                 5,
             )
         )
-    if (measured := parts.get("peers")) and "decode_seconds" in measured:
-        found += [
-            claim(f"time of {what}, over that of transformers", measured[f"{key}_seconds"] / measured[f"transformers_{key}_seconds"],
-                  "ratio", 1, peer="transformers")
-            for key, what in {"prefill": "a whole prefill", "decode": "a decode step"}.items()
-        ]  # fmt: skip
+    for part, peer in (("peers", "transformers"), ("vllm", "vllm")):
+        if "decode_seconds" in (measured := parts.get(part) or {}):
+            found += [
+                claim(f"time of {what}, over that of {peer}", measured[f"{key}_seconds"] / measured[f"{peer}_{key}_seconds"],
+                      "ratio", 1, peer=peer)
+                for key, what in {"prefill": "a whole prefill", "decode": "a decode step"}.items()
+            ]  # fmt: skip
     return found
 
 
@@ -1041,23 +1115,31 @@ def main() -> int:
     options.add_argument(
         "--part", action="append", choices=list(PARTS), help="only this part; may be repeated"
     )
+    options.add_argument(
+        "--vllm-python",
+        type=_interpreter,
+        metavar="PYTHON",
+        help="an interpreter that has vLLM (default this one)",
+    )
     options.add_argument("--inside", choices=list(PARTS), help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.inside:
         with torch.inference_mode():
-            print(json.dumps(PARTS[arguments.inside](place_of(arguments.quick))))
+            found = PARTS[arguments.inside](place_of(arguments.quick, arguments.vllm_python))
+            print(json.dumps(found))
         return 0
     place_of(arguments.quick)  # refuses before anything is begun
     results = _earlier(arguments.json)
     parts: dict[str, Row] = results["parts"]
     for name in arguments.part or PARTS:
-        if name in parts and "error_text" not in parts[name] and not arguments.part:
+        if name in parts and not ({"error_text", "skipped"} & parts[name].keys()) and not arguments.part:
             progress(f"{name}: done before")
             continue
         progress(f"{name} ...")
         started = time.monotonic()
-        parts[name] = _run_part(name, quick=arguments.quick)
-        progress(f"{name}: {time.monotonic() - started:.0f} s {parts[name].get('error_text', '')}")
+        parts[name] = _run_part(name, quick=arguments.quick, vllm_python=arguments.vllm_python)
+        said = parts[name].get("error_text") or parts[name].get("skipped") or ""
+        progress(f"{name}: {time.monotonic() - started:.0f} s {said}")
         save(claims_of(parts), arguments.json, results)
     for name, found in parts.items():
         print(f"\n{name}")
@@ -1078,10 +1160,18 @@ def _earlier(target: Path | None) -> Row:
     return {"sources": sources(), "parts": {}}
 
 
-def _run_part(name: str, *, quick: bool) -> Row:
-    compiles = PARTS[name] in (facts, families, quantised, fp8_kv)
+def _interpreter(text: str) -> Path:
+    if not (found := Path(text).absolute()).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no file; name an interpreter that has vLLM")
+    return found
+
+
+def _run_part(name: str, *, quick: bool, vllm_python: Path | None) -> Row:
+    compiles = PARTS[name] in (facts, families, quantised, fp8_kv, vllm)
     limit_seconds = COMPILE_SECONDS if compiles else PART_SECONDS
     command = [sys.executable, __file__, "--inside", name, *(["--quick"] if quick else [])]
+    if vllm_python is not None:
+        command += ["--vllm-python", str(vllm_python)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_seconds)
     except subprocess.TimeoutExpired:

@@ -14,9 +14,9 @@ from benchmark import FOLDER, benchmark
 
 HELPERS = {
     "harness", "client_stream", "served", "serve_engines", "fleet", "random_llama", "autoscale_page", "chaos_accounts", "convoy_trace", "convoy_llama",
-    "scheduler_vllm", "long_rows",
+    "scheduler_vllm", "gpu_vllm", "long_rows",
 }  # fmt: skip
-"""Files that are not started by hand. `convoy.py` and `scheduler.py` start theirs in an interpreter that has the peer."""
+"""Files that are not started by hand. `convoy.py`, `scheduler.py` and `gpu.py` start theirs in an interpreter that has the peer."""
 SCRIPTS = sorted(script.stem for script in FOLDER.glob("*.py") if script.stem not in HELPERS)
 WITHOUT_CLAIMS = {"campaign", "fit_lengths", "long"}
 MEASURING = sorted(set(SCRIPTS) - WITHOUT_CLAIMS)

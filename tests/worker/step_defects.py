@@ -72,7 +72,7 @@ STEP_DEFECTS = tuple(
         ("The host reads which experts have rows", EXPERTS, ".to(torch.int32)\n", ".to(torch.int32)\n    row_ends.tolist()\n",
          FAMILIES),
         ("The blocks of a weight's scales are found by an index in host memory", QUANTISED,
-         "torch.arange(rows.start, rows.stop, device=of_blocks.device)", "torch.arange(rows.start, rows.stop)", FAMILIES),
+         "torch.arange(rows.start, rows.stop, device=self.scale.device)", "torch.arange(rows.start, rows.stop)", FAMILIES),
         ("A step does not wait for its tables", TRANSFORMER, "        step.ready.wait()\n", "", ORDERED),
         ("A step's tables are let go of while it runs", TRANSFORMER, "        self._in_flight.keep(step)\n", "", ORDERED),
         ("Tables of a captured step are filled while it runs", GRAPHS, "        self._used.wait()\n", "", ORDERED),

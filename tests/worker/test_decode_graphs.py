@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import HOST, Device, InOrder
 from medha_worker.host_memory import HostMemory
+from medha_worker.kernels.expert_products import BlockedProducts, GroupedProducts
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import AttentionBackend, StepAttention
 from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model import quantised_experts
 from medha_worker.model.decode_graphs import captured_sizes, copies_of_each
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
@@ -283,6 +285,35 @@ def test_nothing_is_captured_where_that_gains_nothing(checkpoint: Path) -> None:
     model = Transformer.load(checkpoint, config, Shard.whole(config), device=device, kernels=kernels)
     model.capture_decodes(model.new_kv_cache(BLOCKS, BLOCK_TOKENS), SIZES)
     assert model.prepare(torch.tensor([0]), [SequenceSpan(0, 1, 0, [0])], filled(model)).captured is None
+
+
+@pytest.mark.parametrize(("architecture", "quantisation"), [("qwen3_moe", "w4a16"), ("mixtral", "none")])
+def test_steps_are_captured_that_pass_experts_whose_rows_the_host_does_not_know(
+    tmp_path: Path, runtime: Repeating, architecture: str, quantisation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are multiplied as on a GPU: each step passes others, and none asks which."""
+    monkeypatch.setattr(quantised_experts, "is_in_host_memory", lambda _: False)
+    directory = tmp_path / "model"
+    init_checkpoint(directory, preset="tiny", seed=1, architecture=architecture, quantisation=quantisation)
+    device = Device(HOST, torch.float32, HostMemory(), runtime)
+    config = ModelConfig.from_directory(directory)
+    kernels = torch_kernels(device)
+    kernels = replace(
+        kernels,
+        attention=Replanning(kernels.attention),
+        experts=GroupedProducts(BlockedProducts()) if quantisation == "none" else BlockedProducts(),
+    )
+    model = Transformer.load(directory, config, Shard.whole(config), device=device, kernels=kernels)
+    eager, captured = filled(model), filled(model)
+    model.capture_decodes(captured, SIZES)
+    for step, lengths in enumerate(([33, 0, 16], [5, 31, 64], [7, 8, 9, 10, 11])):
+        batch = decodes(lengths)
+        wanted = run_step(model, *batch, eager)
+        with monkeypatch.context() as asked:
+            asked.setattr(torch.Tensor, "tolist", None)
+            found = run_step(model, *batch, captured)
+        assert runtime.replays == step + 1
+        torch.testing.assert_close(found, wanted, **CLOSE)
 
 
 def test_padding_costs_at_most_seven_rows_or_an_eighth() -> None:

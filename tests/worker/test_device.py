@@ -21,8 +21,9 @@ from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.model.kv_scales import LayerScales
 from medha_worker.model.latent_tensors import LatentWeights
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.mxfp4_rows import Mxfp4Rows
 from medha_worker.model.partial_attention import Rows
-from medha_worker.model.quantised_experts import Mxfp4Rows, QuantisedExperts
+from medha_worker.model.quantised_experts import QuantisedExperts
 from medha_worker.model.quantised_weights import PlainRows, QuantisedRows, QuantisedWeight
 from medha_worker.model.spread import Landing, OwnPart, RingKeys, RingQueries, SpreadPlan
 from medha_worker.model.tensor_group import Alone

@@ -14,9 +14,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from medha_worker.device import Device, host_device
 from medha_worker.kernels.cpu.compiled_kernels import compiled_kernels
-from medha_worker.kernels.expert_products import GroupedProducts, ProductPerExpert, expert_products
+from medha_worker.kernels.expert_products import (
+    BlockedProducts,
+    GroupedProducts,
+    ProductPerExpert,
+    expert_products,
+)
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels, KernelSizes
+from medha_worker.kernels.row_blocks import row_blocks
 from medha_worker.kernels.torch_products import TorchProducts
 from medha_worker.model.experts_mlp import choose
 from medha_worker.model.experts_mlp import experts_mlp as mlp_of_choice
@@ -184,12 +190,44 @@ def test_the_grouped_product_is_a_product_for_each_expert(dtype: torch.dtype) ->
     x = rows_of(40).to(dtype)
     weights = torch.randn(5, HIDDEN, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
     each, row_ends = ProductPerExpert(TorchProducts()), torch.tensor([7, 7, 8, 40, 40], dtype=torch.int32)
-    grouped = GroupedProducts(each)
-    assert grouped.can_capture(weights)
-    assert not each.can_capture(weights)
     wanted = torch.cat([x[:7] @ weights[0], x[7:8] @ weights[2], x[8:] @ weights[3]])
-    for products in (each, grouped):
+    for products in (each, GroupedProducts(each)):
         torch.testing.assert_close(products.product(x, weights, row_ends), wanted, rtol=2e-2, atol=2e-2)
+
+
+@settings(max_examples=60)
+@given(
+    counts=st.lists(st.integers(0, 40) | st.just(0), min_size=1, max_size=9),
+    columns=st.integers(1, 40),
+    is_transposed=st.booleans(),
+)
+def test_products_of_blocks_are_those_of_each_expert(
+    counts: list[int], columns: int, is_transposed: bool
+) -> None:
+    x, random = rows_of(sum(counts)), torch.Generator().manual_seed(2)
+    weights = torch.randn(len(counts), HIDDEN, columns, generator=random)
+    if is_transposed:
+        weights = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    row_ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    wanted = ProductPerExpert(TorchProducts()).product(x, weights, row_ends)
+    torch.testing.assert_close(BlockedProducts().product(x, weights, row_ends), wanted, rtol=1e-4, atol=1e-4)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.sampled_from([1, 2, 64, 128]))
+def test_every_row_is_in_one_block_of_its_expert(counts: list[int], size: int) -> None:
+    row_ends, rows = torch.tensor(counts).cumsum(0).to(torch.int32), sum(counts)
+    blocks = row_blocks(row_ends, rows, size)
+    found = [
+        (expert, row)
+        for expert, first, end in zip(
+            blocks.expert.tolist(), blocks.first.tolist(), blocks.end.tolist(), strict=True
+        )
+        for row in range(first, min(first + size, end))
+    ]
+    own = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    assert found == list(zip(own, range(rows), strict=True))
+    places = (blocks.first[:, None] + torch.arange(size)).flatten()[blocks.place]
+    assert places.tolist() == list(range(rows))
 
 
 def test_widths_that_the_grouped_product_does_not_take_go_to_the_others() -> None:
@@ -203,14 +241,13 @@ def test_widths_that_the_grouped_product_does_not_take_go_to_the_others() -> Non
     each = Recorded(TorchProducts())
     grouped, row_ends = GroupedProducts(each), torch.tensor([2, 4], dtype=torch.int32)
     narrow = torch.ones(2, HIDDEN, 3)
-    assert not grouped.can_capture(narrow)
     assert grouped.product(torch.ones(4, HIDDEN), narrow, row_ends).tolist() == [[HIDDEN] * 3] * 4
     grouped.product(torch.ones(4, HIDDEN), torch.ones(2, HIDDEN, 8), row_ends)
     assert each.calls == 1
 
 
-@pytest.mark.parametrize(("waits", "kind"), [(True, ProductPerExpert), (False, GroupedProducts)])
-def test_a_gpu_whose_grouped_product_waits_for_the_host_multiplies_expert_by_expert(
+@pytest.mark.parametrize(("waits", "kind"), [(True, BlockedProducts), (False, GroupedProducts)])
+def test_a_gpu_whose_grouped_product_waits_for_the_host_multiplies_blocks_of_rows(
     monkeypatch: pytest.MonkeyPatch, waits: bool, kind: type
 ) -> None:
     """A100 and L4 have no kernel for it, so that a capture of decodes would fail at the start of a replica."""

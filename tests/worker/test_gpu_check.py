@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmark import FOLDER, benchmark
+from clients.packages import installed
 
 ROOT = FOLDER.parent
 gpu = benchmark("gpu")
@@ -86,6 +88,121 @@ def test_a_part_runs_without_our_packages(part: str) -> None:
             assert all(found[key] > 0 for key in found)
         case "chunks":
             assert {row["chunks"] for row in found["prefills"]} == {"static 32", "static 128", "adaptive"}
+
+
+STUB = """
+import time
+
+class SamplingParams:
+    def __init__(self, **fields):
+        self.tokens = fields["max_tokens"]
+
+class Answer:
+    def __init__(self, tokens):
+        self.outputs, self.token_ids = [self], [0] * tokens
+
+class LLM:
+    def __init__(self, **fields):
+        print("an engine that talks")
+        {behaviour}
+
+    def generate(self, prompts, sampling, use_tqdm):
+        return [Answer(sampling.tokens) for _ in prompts]
+
+__version__ = "1.2.3"
+"""
+
+
+def interpreter_with_vllm(folder: Path, behaviour: str, device: str = "cpu") -> Path:
+    """Make an interpreter that has an imitation of vLLM."""
+    package = folder / "site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(STUB.format(behaviour=behaviour))
+    (package / "platforms.py").write_text(f"class current_platform:\n    device_type = {device!r}\n")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "site"} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def place(**fields: Any) -> Any:
+    return gpu.Place(gpu.host_device(gpu.torch.float32), gpu.QUICK, **fields)
+
+
+def test_without_vllm_the_part_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda _: None)
+    assert "install vLLM into an environment, and name its interpreter" in gpu.vllm(place())["skipped"]
+    said = gpu.vllm(place(vllm_python=interpreter_with_vllm(tmp_path, "raise ImportError", "tpu")))["skipped"]
+    assert said.startswith("this vLLM is built for tpu, and the engine runs on cpu; install vLLM for cpu in")
+    (tmp_path / "site" / "vllm" / "__init__.py").write_text("import libtorch_of_another_release")
+    said = gpu.vllm(place(vllm_python=tmp_path / "python"))["skipped"]
+    assert "cannot import vLLM (No module named 'libtorch_of_another_release'); install it there" in said
+
+
+def test_a_vllm_that_fails_or_hangs_fails_the_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failing = interpreter_with_vllm(tmp_path / "failing", "raise ValueError('no kernel')")
+    with pytest.raises(RuntimeError, match=r"exit status 1:(?s:.*)ValueError: no kernel"):
+        gpu.vllm(place(vllm_python=failing))
+    monkeypatch.setattr(gpu, "_VLLM_SECONDS", 0.1)
+    hanging = interpreter_with_vllm(tmp_path / "hanging", "time.sleep(1000)")
+    with pytest.raises(RuntimeError, match=r"exit status none within 0\.1 s"):
+        gpu.vllm(place(vllm_python=hanging))
+
+
+def test_vllm_does_not_outlive_the_part_that_waits_for_it(tmp_path: Path) -> None:
+    python = interpreter_with_vllm(tmp_path, "print('begun', flush=True); time.sleep(1000)")
+    order = {"sequences": 1, "context": 1, "prompt": 1, "config": {}, "device": "cpu", "dtype": "float32",
+             "largest_chunk": 1, "is_eager": True}  # fmt: skip
+    command = [str(python), str(FOLDER / "gpu_vllm.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps(order) + "\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "an engine that talks\n"
+        assert child.stdout.readline() == "begun\n"
+        child.stdin.close()
+        assert child.wait(60) == 1
+
+
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.timeout(1800)  # the real one may be downloaded first
+def test_vllm_is_timed_at_the_same_sizes(tmp_path: Path, is_real: bool) -> None:
+    python = installed("vllm") / "bin" / "python" if is_real else interpreter_with_vllm(tmp_path, "pass")
+    found = gpu.vllm(place(vllm_python=python))
+    assert (found["prompt"], found["sequences"], found["context"]) == (256, 4, 128)
+    assert {"prefill_seconds", "decode_seconds", "vllm_prefill_seconds", "vllm_decode_seconds"} <= set(found)
+    assert found["prefill_seconds"] > 0
+    if is_real:
+        assert found["vllm_prefill_seconds"] > 0
+        assert found["vllm_decode_seconds"] > 0
+
+
+def test_a_part_that_was_skipped_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "gpu.json"
+    parts = {name: {"device": "cpu"} for name in gpu.PARTS} | {"vllm": {"skipped": "there was none"}}
+    target.write_text(json.dumps({"sources": gpu.sources(), "parts": parts}))
+    ran: list[tuple[str, Any]] = []
+
+    def run_part(name: str, **fields: Any) -> dict[str, float]:
+        ran.append((name, fields["vllm_python"]))
+        return {
+            "decode_seconds": 1.0,
+            "prefill_seconds": 1.0,
+            "vllm_decode_seconds": 2.0,
+            "vllm_prefill_seconds": 4.0,
+        }
+
+    monkeypatch.setattr(gpu, "_run_part", run_part)
+    arguments = ["gpu.py", "--quick", "--json", str(target), "--vllm-python", sys.executable]
+    monkeypatch.setattr(sys, "argv", arguments)
+    gpu.main()
+    assert ran == [("vllm", Path(sys.executable))]
+    parts = {"facts": {"device": "cuda:0"}, "vllm": json.loads(target.read_text())["parts"]["vllm"]}
+    assert [(claim["value"], claim["peer"]) for claim in gpu.claims_of(parts)] == [
+        (0.25, "vllm"),
+        (0.5, "vllm"),
+    ]
 
 
 def test_a_cpu_proves_nothing() -> None:

@@ -17,7 +17,8 @@ from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import round_mxfp4
 from medha_worker.device import host_device
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.quantised_experts import Mxfp4Rows, QuantisedExperts
+from medha_worker.model.mxfp4_rows import Mxfp4Rows
+from medha_worker.model.quantised_experts import QuantisedExperts
 from medha_worker.model.weights import LayerWeights, Shard, Weights, load_weights
 
 FILE = "model.safetensors"

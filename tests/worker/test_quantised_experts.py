@@ -18,9 +18,16 @@ from medha_worker.checkpoints import presets
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import host_device
+from medha_worker.kernels.expert_products import BlockedProducts, GroupedProducts
 from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.model import quantised_experts
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.quantised_experts import QuantisedExperts, products_of_experts
+from medha_worker.model.quantised_experts import (
+    QuantisedExperts,
+    products_of_each,
+    products_of_experts,
+    products_of_stacked,
+)
 from medha_worker.model.quantised_weights import (
     LinearProducts,
     PlainRows,
@@ -28,6 +35,8 @@ from medha_worker.model.quantised_weights import (
     QuantisedWeight,
     tensors_of,
 )
+from medha_worker.model.stacked_experts import StackedExperts
+from medha_worker.model.tensor_group import Alone
 from medha_worker.model.weights import LayerWeights
 
 from .quantised_models import rounding_of
@@ -169,6 +178,59 @@ def test_ranks_share_the_scales_of_rows_of_all_experts_at_once(name: str) -> Non
     assert float((found[0] + found[1] - wanted).abs().max()) <= 1e-4
 
 
+GROUPED = GroupedProducts(BlockedProducts())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "quantisation"), [*MADE, ("gpt_oss", "mxfp4"), ("mixtral", "fp8-tensor")]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_products_that_do_not_know_whose_rows_there_are_equal_those_that_do(
+    checkpoint: Checkpoint, architecture: str, quantisation: str, rank: int
+) -> None:
+    """Rank 1 of two has slices that begin within groups and words. Some experts have no rows, and all rows may have one."""
+    size = 1 if rank == 0 or quantisation.startswith("fp8-block") else 2
+    layer = load(checkpoint(architecture, quantisation), size, rank if size > 1 else 0).layers[1]
+    kernels, random = torch_kernels(host_device(torch.float32)), torch.Generator().manual_seed(5)
+    products = LinearProducts(kernels.products, Alone(), 0, 1)
+    for weights in (layer.gate_up, layer.down):
+        assert isinstance(weights, QuantisedExperts)
+        stacked = StackedExperts.of(weights.each)
+        assert stacked is not None
+        count, inner = len(weights.each), weights.each[0].shape[0]
+        for chosen in ([1, 1, 3], [count - 1] * 2, [0, 2, 2, 2, *[3] * 30, count - 1], [2] * 9, []):
+            row_ends = torch.bincount(torch.tensor(chosen, dtype=torch.int64), minlength=count)
+            row_ends = row_ends.cumsum(0).to(torch.int32)
+            x = torch.randn(len(chosen), inner, generator=random)
+            wanted = products_of_experts(kernels, products, x, weights, row_ends)
+            largest = products.largest_in_rows(x, weights)
+            for experts in (GROUPED, BlockedProducts()):
+                found = products_of_stacked(experts, x, stacked, row_ends, largest)
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_few_columns_of_all_experts_are_made_at_a_time(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seen(BlockedProducts):
+        shapes: list[tuple[int, ...]] = []  # noqa: RUF012 - of this test alone
+
+        def product(self, x: torch.Tensor, weights: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
+            self.shapes.append(tuple(weights.shape))
+            return super().product(x, weights, row_ends)
+
+    weights = load(checkpoint("qwen3_moe", "w8a8")).layers[1].gate_up
+    stacked = StackedExperts.of(weights.each)
+    monkeypatch.setattr(quantised_experts, "DEVICE_TILE", 64 * 8 * 128)
+    row_ends = torch.full((8,), 9, dtype=torch.int32)
+    found = products_of_stacked(Seen(), torch.randn(9, 128), stacked, row_ends, torch.ones(9, 1))
+    assert found.shape == (9, 352)
+    assert Seen.shapes == [(8, 128, 64), (8, 128, 64), (8, 128, 48)] * 2
+    Seen.shapes.clear()
+    products_of_stacked(Seen(), torch.randn(2, 128), stacked, row_ends.clamp(max=2), torch.ones(2, 1))
+    assert Seen.shapes == [(2, 128, 176)] * 2  # numbers of two experts alone
+
+
 def change(directory: Path, changes: dict[str, Any]) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -194,11 +256,19 @@ def test_an_expert_that_is_ignored_is_read_as_numbers(checkpoint: Checkpoint, tm
     settings = json.loads((directory / "config.json").read_text())["quantization_config"]
     change(directory, {"quantization_config": settings | {"ignore": ["lm_head", layer]}})
     weights, config = load(directory), ModelConfig.from_directory(directory)
+    assert StackedExperts.of(weights.layers[1].down.each) is None
     parts = [weight.parts[0] for weight in weights.layers[1].down.each]
     assert [index for index, part in enumerate(parts) if isinstance(part, PlainRows)] == [3]
     assert torch.equal(parts[3].values, tensors[f"{layer}.weight"])
     held = sum(tensor.untyped_storage().nbytes() for one in weights.layers for tensor in matrices_of(one))
     assert held + 2 * 512 * 128 * 4 == config.weights_bytes(4)
+    x, row_ends = torch.randn(9, 176), torch.tensor([2, 2, 3, 6, 9, 9, 9, 9], dtype=torch.int32)
+    kernels, down = torch_kernels(host_device(torch.float32)), weights.layers[1].down
+    products = LinearProducts(kernels.products, Alone(), 0, 1)
+    wanted = products_of_experts(kernels, products, x, down, row_ends)
+    torch.testing.assert_close(
+        products_of_each(products, x, down, row_ends, None), wanted, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_scales_that_are_stored_as_powers_are_those_numbers(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -101,6 +101,23 @@ for dtype in (torch.float32, torch.float16):
 print("exact and invariant")
 """
 
+EXPERTS = """
+ours, each = triton_products.TritonExpertProducts(), triton_products.TritonProducts()
+triton_products.TILES.update(tile_rows=16, tile_columns=16)
+for dtype in (torch.float32, torch.float16):
+    torch.manual_seed(0)
+    weights = torch.randn(5, 20, 35).to(dtype) / 8
+    for ends in ([0, 33, 33, 40, 41], [0, 0, 0, 0, 3], [1, 2, 3, 4, 5]):
+        x, row_ends = torch.randn(ends[-1], 23).to(dtype)[:, :20], torch.tensor(ends, dtype=torch.int32)
+        for some in (weights, weights.transpose(1, 2).contiguous().transpose(1, 2)):
+            found, first = ours.product(x, some, row_ends), 0
+            for expert, end in enumerate(ends):
+                assert torch.equal(found[first:end], each.product(x[first:end], weights[expert])), (ends, expert)
+                first = end
+    assert ours.product(x[:0], weights, row_ends * 0).shape == (0, 35)
+print("exact and invariant")
+"""
+
 NORMS = """
 ours, plain = triton_rows.TritonRows(TorchRows()), TorchRows()
 for dtype in (torch.float32, torch.float16):
@@ -116,10 +133,12 @@ for dtype in (torch.float32, torch.float16):
 print("exact and invariant")
 """
 
-CASES = {"attention": ATTENTION, "products": PRODUCTS, "norms": NORMS}
+CASES = {"attention": ATTENTION, "products": PRODUCTS, "experts": EXPERTS, "norms": NORMS}
 
 
-@pytest.mark.parametrize("case", [pytest.param("attention", marks=pytest.mark.long), "products", "norms"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("attention", marks=pytest.mark.long), "products", "experts", "norms"]
+)
 def test_interpreted_kernels_are_exact_and_rows_do_not_depend_on_others(case: str) -> None:
     assert printed(INTERPRETED + CASES[case], TRITON_INTERPRET="1") == "exact and invariant\n"
 
@@ -138,6 +157,14 @@ def by_rows(self, x, *rest):
     return product(self, x, *rest)
 triton_products.TritonProducts.product = by_rows
 """
+EXPERT = """
+row_blocks = triton_products.row_blocks
+def in_another_order(*sizes):
+    found = row_blocks(*sizes)
+    found.expert.copy_(found.expert.roll(1))
+    return found
+triton_products.row_blocks = in_another_order
+"""
 NORM = """
 rms_norm = triton_rows.TritonRows.rms_norm
 def by_rows(self, x, weight, eps):
@@ -154,6 +181,7 @@ triton_rows.TritonRows.rms_norm = by_rows
         ("attention", PLAN.format(choice="1024 if spans[0].row_count == 1 else 64"), "decodes"),
         ("attention", PLAN.format(choice="64 if spans[0].row_count > 5 else 128"), "decodes|chunks"),
         ("products", PRODUCT, "AssertionError: slice"),
+        ("experts", EXPERT, "AssertionError: "),
         ("norms", NORM, "AssertionError: slice"),
     ],
 )
@@ -184,6 +212,7 @@ def compiled(kernel, types, **constants):
 
 value = "*" + kind
 compiled(products.product_kernel, f"{value} {value} {value} i32 i32 i32 i32 i32 i32 i32", **products.TILES)
+compiled(products.expert_product_kernel, f"{value} {value} {value} *i64 *i64 *i64 i32 i32 i32 i32 i32 i32 i32", **products.TILES)
 compiled(rows.norm_kernel, f"{value} {value} {value} i32 i32 i32 fp32", tile=4096)
 for head_dim in (64, 128, 256):
     compiled(attention.split_kernel, f"{value} {value} {value} *i32 *i64 *fp32 *fp32 fp32 i32 i32 i32 i32 i32",

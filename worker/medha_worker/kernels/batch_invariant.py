@@ -96,6 +96,7 @@ def differences(kernels: Kernels, sizes: KernelSizes, device: Device) -> list[st
 
     tries: dict[str, Callable[[], bool]] = {
         "products": lambda: all(product(*shape) for shape in weights),
+        "products of experts": lambda: _experts_are_invariant(kernels, sizes, device, values),
         "norms": lambda: norm(sizes.hidden_size) and norm(sizes.query_heads, sizes.head_dim),
         "attention": lambda: _attention_is_invariant(kernels, sizes, values),
     }
@@ -115,6 +116,23 @@ def _products_of_experts(sizes: KernelSizes) -> tuple[tuple[int, int], ...]:
     if wide in (0, sizes.intermediate_size):
         return ()
     return (sizes.hidden_size, 2 * wide), (wide, sizes.hidden_size)
+
+
+def _experts_are_invariant(
+    kernels: Kernels, sizes: KernelSizes, device: Device, values: Callable[..., torch.Tensor]
+) -> bool:
+    """True if rows get the bits of all rows also where other rows of their expert, or all those of another, are missing."""
+    if not sizes.expert_intermediate_size:
+        return True
+    columns, last = min(2 * sizes.expert_intermediate_size, _MOST_COLUMNS), _ROWS - 6
+    x, weights = values(_ROWS, sizes.hidden_size), values(3, sizes.hidden_size, columns)
+
+    def compute(rows: slice) -> torch.Tensor:
+        count, first = rows.stop - rows.start, min(max(last - rows.start, 0), rows.stop - rows.start)
+        ends = device.place(torch.tensor([first, first, count], dtype=torch.int32))
+        return kernels.experts.product(x[rows], weights, ends)
+
+    return _is_invariant(compute)
 
 
 def _is_invariant(compute: Callable[[slice], torch.Tensor]) -> bool:

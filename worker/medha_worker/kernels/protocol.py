@@ -160,18 +160,17 @@ class MatrixProducts(Protocol):
 
 
 class ExpertProducts(Protocol):
-    """Products of activations with the weights of experts, for rows that are sorted by expert."""
+    """Products of activations with the weights of experts, for rows that are sorted by expert.
 
-    def can_capture(self, weights: torch.Tensor) -> bool:
-        """Return True if products with weights of this shape can be captured: the host need not know who gets rows."""
-        ...
+    On a GPU they can be captured: the host never learns which experts have rows.
+    """
 
     def product(self, x: torch.Tensor, weights: torch.Tensor, row_ends: torch.Tensor) -> torch.Tensor:
         """Return the product of each row with the weights of its expert, [rows, columns].
 
         Args:
             x: [rows, inner], those of the first expert first.
-            weights: [experts, inner, columns], contiguous.
+            weights: [experts, inner, columns], contiguous, or with the last two dimensions exchanged.
             row_ends: int32 [experts]: the row behind the last one of each expert. An expert without rows has the same
                 end as the one before.
         """

@@ -14,13 +14,8 @@ from medha_worker.device import Device
 from medha_worker.model.expert_tensors import MlpWeights
 from medha_worker.model.linear_reader import LinearReader
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.quantised_experts import (
-    MXFP4_BLOCK_BYTES,
-    MXFP4_NAN,
-    ExpertWeights,
-    Mxfp4Rows,
-    QuantisedExperts,
-)
+from medha_worker.model.mxfp4_rows import MXFP4_BLOCK_BYTES, MXFP4_NAN, Mxfp4Rows
+from medha_worker.model.quantised_experts import ExpertWeights, QuantisedExperts
 from medha_worker.model.quantised_weights import QuantisedWeight
 from medha_worker.model.stored_quantised import ReadSlice
 

@@ -1,83 +1,35 @@
-"""The weights of quantised experts, and the products of rows with them; and MXFP4, as gpt-oss stores it.
+"""The weights of quantised experts, and the products of rows with them.
 
-Weights stay as they are stored. A product makes the numbers of a few rows of one expert at a time.
+Weights stay as they are stored. A product makes the numbers of a few rows of one expert at a time, on a GPU those of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-from medha.quantisation import MXFP4_BLOCK, ActivationFormat
-from medha_worker.kernels.protocol import Kernels
-from medha_worker.model.quantised_weights import LinearProducts, QuantisedWeight
+from medha_worker.device import is_in_host_memory
+from medha_worker.kernels.protocol import ExpertProducts, Kernels
+from medha_worker.kernels.row_blocks import experts_of_rows
+from medha_worker.model.quantised_weights import DEVICE_TILE, LinearProducts, QuantisedWeight
+from medha_worker.model.stacked_experts import StackedExperts
 
-MXFP4_BLOCK_BYTES = MXFP4_BLOCK // 2
-MXFP4_NAN = 255
-"""The scale that stands for no number."""
-
-_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The sizes of FP4 (E2M1) by their three lower bits; the fourth is the sign."""
-_SCALE_BIAS = 127
-
-
-@dataclass(frozen=True)
-class Mxfp4Rows:
-    """Rows of FP4 values whose blocks share a power of two: a number is value x 2^(scale - 127).
-
-    Attributes:
-        values: Two values in each byte, of which the first is the low one, uint8 [rows, blocks, 16].
-        scales: uint8 [rows, blocks].
-        columns: Number of columns.
-        first: Columns of the first block that lie before the first column here.
-    """
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    columns: int
-    first: int = 0
-    activations: ActivationFormat | None = None
-    input_scale: torch.Tensor | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.values.shape[0]
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield self.values
-        yield self.scales
-
-    def numbers(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        # Every number is exact in float32 and bfloat16; float16 lacks the range of scales.
-        exact = torch.float32 if dtype == torch.float16 else dtype
-        pairs, powers = _mxfp4_tables(exact, self.values.device)
-        values, scales = self.values[rows], self.scales[rows]
-        made = pairs.index_select(0, values.flatten().int()).view(*scales.shape, MXFP4_BLOCK)
-        made.mul_(powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1))
-        wide = made.flatten(1)
-        if wide.shape[1] != self.columns:
-            wide = wide[:, self.first : self.first + self.columns].contiguous()
-        return wide.to(dtype)
-
-
-@lru_cache
-def _mxfp4_tables(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two values of each byte, [256, 2], and the factor of each scale, [256]."""
-    values = torch.tensor([*_SIZES, *(-size for size in _SIZES)])
-    byte = torch.arange(256)
-    pairs = torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
-    powers = torch.ldexp(torch.ones(256), byte - _SCALE_BIAS)
-    return pairs.to(device, dtype), powers.to(device, dtype)
+_LEAST_COLUMNS = 32
+"""Columns of each expert whose numbers are made at least at a time, and a multiple that the grouped matmul takes."""
 
 
 class QuantisedExperts:
-    """The weights of all experts of a layer, each [in, out]."""
+    """The weights of all experts of a layer, each [in, out].
+
+    On a GPU, parts of one form in all experts lie behind each other, so that some experts' are found by an index on the device.
+    """
 
     def __init__(self, each: Sequence[QuantisedWeight]) -> None:
-        self.each = tuple(each)
+        stacked = None if is_in_host_memory(next(each[0].tensors())) else StackedExperts.of(each)
+        self.each = tuple(each) if stacked is None else stacked.each
+        self.stacked = stacked
+        """All experts' parts together; None in host memory, and if experts are in several forms."""
         self.has_row_scales = any(weight.has_row_scales for weight in self.each)
         """True if a product rounds each row of activations by a scale of the whole row."""
 
@@ -102,12 +54,16 @@ def products_of_experts(
 ) -> torch.Tensor:
     """Return the products of rows that are sorted by expert, as `ExpertProducts.product` does.
 
-    The host reads which of the quantised experts have rows. `is_partial`: x is this rank's part of the input's columns, so that
-    all ranks of the group call this together, for the same rows of the same experts.
+    `is_partial`: x is this rank's part of the input's columns, so that all ranks of the group call this together, for the same
+    rows of the same experts.
     """
     if isinstance(weights, torch.Tensor):
         return kernels.experts.product(x, weights, row_ends)
     largest = products.largest_in_rows(x, weights, is_partial=is_partial)
+    if not is_in_host_memory(x):
+        if weights.stacked is None:
+            return products_of_each(products, x, weights, row_ends, largest)
+        return products_of_stacked(kernels.experts, x, weights.stacked, row_ends, largest)
     out = x.new_empty(x.shape[0], weights.each[0].shape[1])
     first = 0
     for weight, end in zip(weights.each, row_ends.tolist(), strict=True):
@@ -115,4 +71,53 @@ def products_of_experts(
             own = None if largest is None else largest[first:end]
             products.product(x[first:end], weight, out=out[first:end], largest=own)
         first = end
+    return out
+
+
+def products_of_stacked(
+    experts: ExpertProducts,
+    x: torch.Tensor,
+    weights: StackedExperts,
+    row_ends: torch.Tensor,
+    largest: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the products of rows without a look at their ends, which stay on the device.
+
+    Numbers are made of all experts, or, if there are fewer rows than experts, of each row's own expert: a few columns of each
+    at a time. `largest` is what `LinearProducts.largest_in_rows` returned.
+    """
+    rows, count = x.shape[0], len(weights.each)
+    inner, columns = weights.each[0].shape
+    out = x.new_empty(rows, columns)
+    if not rows:
+        return out
+    of_rows, chosen, ends = experts_of_rows(row_ends, rows), None, row_ends
+    if rows < count:
+        chosen, ends = of_rows, torch.arange(1, rows + 1, dtype=row_ends.dtype, device=x.device)
+    fitting = DEVICE_TILE // (min(rows, count) * inner)
+    tile = max(_LEAST_COLUMNS, fitting // _LEAST_COLUMNS * _LEAST_COLUMNS)
+    first = 0
+    for part in weights.parts:
+        entering = part.rounded(x, of_rows, largest)
+        for start in range(0, part.form.rows, tile):
+            stop = min(start + tile, part.form.rows)
+            numbers = part.numbers(chosen, slice(start, stop), x.dtype)
+            found = experts.product(entering, numbers.transpose(1, 2), ends)
+            out[:, first + start : first + stop] = found
+        first += part.form.rows
+    return out
+
+
+def products_of_each(
+    products: LinearProducts,
+    x: torch.Tensor,
+    weights: QuantisedExperts,
+    row_ends: torch.Tensor,
+    largest: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the same of experts in several forms: each multiplies every row, and the results of its own rows are kept."""
+    of_rows = experts_of_rows(row_ends, x.shape[0])[:, None]
+    out = x.new_zeros(x.shape[0], weights.each[0].shape[1])
+    for expert, weight in enumerate(weights.each):
+        out = torch.where(of_rows == expert, products.product(x, weight, largest=largest), out)
     return out

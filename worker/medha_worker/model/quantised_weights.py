@@ -21,7 +21,7 @@ from medha_worker.model.tensor_group import TensorGroup
 _FLOAT8_MAX = 448.0  # of E4M3
 
 # Numbers that are made at a time: few enough to stay in a CPU's cache, and enough to fill a GPU.
-_HOST_TILE, _DEVICE_TILE = 1 << 18, 1 << 24
+_HOST_TILE, DEVICE_TILE = 1 << 18, 1 << 24
 
 
 class WeightRows(Protocol):
@@ -92,7 +92,8 @@ class QuantisedRows:
         offset: The zero point of all groups if `zero` is None.
         has_pairs: True if a byte holds two values.
         group_size: Neighbouring columns that share a scale, from the first one; None if all do.
-        group_of: The group of each column, int32 [columns], if groups are not those of `group_size`.
+        group_of: The group of each column, int32 [columns], or that of each row and column, [rows, columns], if groups are not
+            those of `group_size`.
         block_rows: Neighbouring rows that share a scale; None if all do.
         block_start: Rows of the first block that lie before the first row here.
         block_of: The block of each row, int32 [rows], if rows are not in the order of blocks.
@@ -146,8 +147,8 @@ class QuantisedRows:
         scale = self._of_rows(self.scale, rows)
         zero = None if self.zero is None else self._of_rows(self.zero, rows).to(dtype)
         if self.group_of is not None:
-            scale = scale.index_select(1, self.group_of)
-            zero = None if zero is None else zero.index_select(1, self.group_of)
+            scale = self._of_columns(scale, rows)
+            zero = None if zero is None else self._of_columns(zero, rows)
         elif self.group_size is not None and scale.shape[1] > 1:
             values = values.view(values.shape[0], scale.shape[1], self.group_size)
             scale, zero = scale[:, :, None], None if zero is None else zero[:, :, None]
@@ -178,11 +179,21 @@ class QuantisedRows:
             return of_blocks
         if self.block_rows == 1:
             return of_blocks[rows]
+        return of_blocks.index_select(0, self.blocks(rows))
+
+    def blocks(self, rows: slice) -> torch.Tensor:
+        """Return the block of each of some rows, by which an entry of `scale` is found."""
         if self.block_of is not None:
-            return of_blocks.index_select(0, self.block_of[rows])
-        return of_blocks.index_select(
-            0, self._blocks(torch.arange(rows.start, rows.stop, device=of_blocks.device))
-        )
+            return self.block_of[rows]
+        index = torch.arange(rows.start, rows.stop, device=self.scale.device)
+        return torch.zeros_like(index) if self.block_rows is None else self._blocks(index)
+
+    def _of_columns(self, of_groups: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return the entry of each column of some rows, [rows or 1, columns]."""
+        assert self.group_of is not None
+        if self.group_of.ndim == 1:
+            return of_groups.index_select(1, self.group_of)
+        return of_groups.gather(1, self.group_of[rows].long())
 
     def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the blocks of rows by their indexes."""
@@ -328,7 +339,7 @@ def _tiles(
     x: torch.Tensor, weight: QuantisedWeight, largest: torch.Tensor | None
 ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
     """Return, for each tile of the output's columns, the rounded input, the columns and the numbers of their weights."""
-    most = _HOST_TILE if is_in_host_memory(x) else _DEVICE_TILE
+    most = _HOST_TILE if is_in_host_memory(x) else DEVICE_TILE
     first, rounded_by, entering = 0, None, x
     for part in weight.parts:
         if part.activations is not None and (part.activations != rounded_by or part.activations.is_static):

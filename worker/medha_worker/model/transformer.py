@@ -278,12 +278,6 @@ class Transformer:
             and self.device.runtime.captures
             and self._group.captures
             and self.kernels.attention.for_graph(1, 1) is not None
-            and all(
-                isinstance(weights, torch.Tensor) and self.kernels.experts.can_capture(weights)
-                for layer in self._weights.layers
-                if layer.router is not None
-                for weights in (layer.gate_up, layer.down)
-            )
         )
 
     @property

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from medha_worker.device import Device
-from medha_worker.kernels.expert_products import ProductPerExpert
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
 from medha_worker.kernels.torch_rows import TorchRows
 from medha_worker.kernels.triton.triton_attention import TILE_ROWS, TritonAttention
-from medha_worker.kernels.triton.triton_products import TritonProducts
+from medha_worker.kernels.triton.triton_products import TritonExpertProducts, TritonProducts
 from medha_worker.kernels.triton.triton_rows import TritonRows
 
 
@@ -28,12 +27,11 @@ def triton_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kerne
         raise KernelsUnavailable(
             f"a KV head has at most {TILE_ROWS} query heads, and the model's have {group}"
         )
-    products = TritonProducts()
     return replace(
         others,
         name="triton",
         attention=TritonAttention(device, sizes),
-        products=products,
-        experts=ProductPerExpert(products),
+        products=TritonProducts(),
+        experts=TritonExpertProducts(),
         rows=TritonRows(TorchRows()),
     )
