@@ -319,6 +319,7 @@ class Announce:
     read_seconds_per_token: float = 0.0  # beyond that, until the tokens are on its device
     drain_seconds: float | None = None  # until it returns what has not ended; None: it gives no KV then
     role: str = "both"  # spec.role: `prefill`, `decode` or `both` (`medha.routing.roles`)
+    routers: int = 1  # those that it serves now, among which the clients of its model are divided
 
 
 @dataclass(frozen=True, slots=True)

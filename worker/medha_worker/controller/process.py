@@ -768,6 +768,7 @@ class Controller:
             read_seconds_per_token=read_seconds_per_token,
             drain_seconds=drain_seconds,
             role=self._settings.spec.role,
+            routers=self._routers.count,
         )
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
