@@ -117,9 +117,6 @@ class RouterSettings(PartSettings):
     replica_start_seconds: float = Field(default=120.0, gt=0, le=86400)
     """Time that a replica takes from its creation until it serves. While none serves, it is the predicted wait in
     `medha_deployment_missed_deadline_seconds_predicted`. A spare is desired for work that is due within a quarter of it."""
-    routers: int = Field(default=1, ge=1)
-    """Number of routers that serve the same replicas; each asks for its part of a spare replica in
-    `medha_deployment_desired_replicas`."""
     max_samples: int = Field(default=128, ge=1)
     """Largest number of sequences of one request: `n` times its prompts."""
     large_body_bytes: int = Field(default=256 * 2**10, ge=1)

@@ -574,6 +574,7 @@ async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:
         whole.tokens += piece.tokens
         whole.parts += piece.parts
         whole.finish_reason, whole.ends_with_calls = piece.finish_reason, piece.ends_with_calls
+        whole.has_thoughts = piece.has_thoughts
     return [choices[index] for index in sorted(choices)]
 
 

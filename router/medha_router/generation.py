@@ -53,6 +53,8 @@ class Piece:
     finish_reason: str | None = None
     ends_with_calls: bool = False
     """The output has ended with whole calls of functions."""
+    has_thoughts: bool = False
+    """The whole output has thoughts, whether or not they are among the parts."""
 
     @property
     def text(self) -> str:
@@ -131,6 +133,7 @@ class ChoiceOutput:
         self._thought_stream = TextStream()  # of those in channels
         self._thoughts = None if plan.thoughts is None else plan.thoughts.reader
         self._shows_thoughts = plan.thoughts is not None and plan.thoughts.place == "apart"
+        self._has_thoughts = False
         self._undecided: list[ShownToken] = []  # tokens that may be of the answer
         self._undecided_tokens = 0
         if plan.thoughts is not None:  # also where they stay in the content
@@ -176,8 +179,10 @@ class ChoiceOutput:
         return piece if piece.parts or piece.tokens else None
 
     def _think(self, piece: Piece, text: str) -> None:
-        if text and self._shows_thoughts:
-            piece.add(Thought(text))
+        if text:
+            self._has_thoughts = True
+            if self._shows_thoughts:
+                piece.add(Thought(text))
 
     def _without_thoughts(self, piece: Piece, text: str, scored: ShownToken | None) -> str:
         """Return the text of the answer that a token brings, after adding what it brings of the thoughts.
@@ -267,6 +272,7 @@ class ChoiceOutput:
             shown for shown in self._pending if not by_stop_string or shown.offset < self._shown_characters
         ]
         self._pending = []
+        piece.has_thoughts = self._has_thoughts
         piece.finish_reason = reason
         return piece
 

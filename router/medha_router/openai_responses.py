@@ -66,10 +66,11 @@ class Answers:
     def _message(self, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         thoughts, calls = piece.thoughts, whole_calls(piece)
-        if thoughts:
-            message |= {"content": piece.text or None, **_named_thoughts(thoughts)}
-        if calls:
+        if piece.has_thoughts or calls:
             message["content"] = piece.text or None
+        if thoughts:
+            message |= _named_thoughts(thoughts)
+        if calls:
             message["tool_calls"] = [
                 {
                     "id": self._call_id(piece.index, call.call),

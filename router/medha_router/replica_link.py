@@ -126,7 +126,7 @@ class ReplicaLink:
                 silence_seconds=settings.silence_seconds,
                 unserved_seconds=settings.unserved_seconds,
             ),
-            DemandTerms(start_seconds=settings.replica_start_seconds, routers=settings.routers),
+            DemandTerms(start_seconds=settings.replica_start_seconds),
         )
         now = asyncio.get_running_loop().time()
         self._spans = spans

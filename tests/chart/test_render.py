@@ -336,18 +336,10 @@ def test_an_autoscaler_reads_the_same_metric_and_adds_up_its_values(helm: Helm) 
     assert settings(manifests, "medha-router")["replica_start_seconds"] == 60
 
 
-@pytest.mark.parametrize(
-    ("router", "routers"),
-    [
-        ({"replicas": 3}, 3),
-        ({"replicas": 0}, 1),
-        ({"replicas": 3, "autoscaling": {"enabled": True, "minReplicas": 4}}, 4),
-    ],
-)
-def test_each_router_knows_among_how_many_a_spare_is_divided(
-    helm: Helm, router: dict[str, Any], routers: int
-) -> None:
-    assert settings(helm.render(router=router), "medha-router")["routers"] == routers
+def test_no_router_is_replaced_because_there_are_more_of_them(helm: Helm) -> None:
+    values = ({}, {"replicas": 5}, {"autoscaling": {"enabled": True, "minReplicas": 4, "maxReplicas": 9}})
+    first, *others = (pods(helm.render(router=each))["medha-router"] for each in values)
+    assert others == [first, first]
 
 
 @pytest.mark.parametrize("by", ["keda", "hpa"])

@@ -2,8 +2,8 @@
 
     python tests/clients/packages.py [NAME ...]
 
-No code is patched. Where a client needs torch, it gets the one of these tests, as links: another one would be a download
-of 3 GB. vLLM's package for CPUs lacks the metadata by which vLLM finds its own version; they are written beside it.
+No code is patched. Where a client needs torch, it gets the one of these tests, as links to each file: another one would be
+a download of 3 GB. vLLM's package for CPUs lacks the metadata by which vLLM finds its own version; they are written beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import sysconfig
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from types import MappingProxyType
+
+from packaging.requirements import Requirement
 
 HOME = Path.home() / ".cache" / "medha" / "clients"
 
@@ -103,7 +105,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 def _install_python(folder: Path, name: str, requirements: tuple[str, ...]) -> None:
     _run([sys.executable, "-m", "venv", str(folder)])
     if name in NEEDS_TORCH:
-        _link_torch(folder)
+        link_torch(folder)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if name in OTHER_TORCH:
         _run([*pip, "--no-deps", *requirements])
@@ -149,30 +151,41 @@ def _run(argv: list[str], cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def _link_torch(folder: Path) -> None:
-    """Link the packages of torch, and of what it needs, into an environment."""
-    ours, theirs = (Path(_site_packages(base)) for base in (sys.prefix, folder))
-    for found in _with_needed("torch", {}).values():
-        tops = {Path(str(file)).parts[0] for file in found.files or ()} - {"..", "__pycache__"}
-        for top in sorted(tops):
-            if not (theirs / top).exists() and (ours / top).exists():
-                (theirs / top).symlink_to(ours / top)
+def link_torch(folder: Path) -> None:
+    """Link the files of torch, and of what it needs, into an environment.
+
+    The folders are the environment's own: what pip writes or removes there changes nothing in ours, which others use meanwhile.
+    """
+    theirs = Path(_site_packages(folder))
+    present = {path.name for path in theirs.iterdir()}
+    for found in _with_needed("torch"):
+        files = [
+            file for file in found.files or () if file.parts[0] != ".." and "__pycache__" not in file.parts
+        ]
+        if not present.isdisjoint(file.parts[0] for file in files):
+            continue  # it comes with the environment, such as setuptools
+        for file in files:
+            link = theirs / file
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(found.locate_file(file))
 
 
-def _with_needed(name: str, seen: dict[str, Distribution]) -> dict[str, Distribution]:
-    """Return a distribution and all that it needs and that are installed, by name."""
-    try:
-        found = distribution(name)
-    except PackageNotFoundError:  # not needed on this platform
-        return seen
-    seen[name] = found
-    for requirement in found.requires or ():
-        if "extra ==" in requirement and "cuda" not in requirement:
+def _with_needed(name: str) -> list[Distribution]:
+    """Return a distribution and all that it needs on this platform, also for the extras that others ask of it."""
+    found: dict[str, Distribution] = {}
+    asked, left = {(name, "")}, [(name, "")]
+    while left:
+        package, extra = left.pop()
+        try:
+            one = found.setdefault(package, distribution(package))
+        except PackageNotFoundError:  # torch works here without it
             continue
-        needed = re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower()
-        if needed not in seen:
-            _with_needed(needed, seen)
-    return seen
+        for requirement in map(Requirement, one.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                wanted = {(requirement.name.lower(), each) for each in ("", *requirement.extras)} - asked
+                asked |= wanted
+                left += wanted
+    return list(found.values())
 
 
 if __name__ == "__main__":

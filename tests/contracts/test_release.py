@@ -64,11 +64,17 @@ def test_chart_and_definitions_have_the_version() -> None:
         assert labels["app.kubernetes.io/version"] == present_version()
 
 
-def test_a_version_begins_in_every_file() -> None:
-    files = begun(ROOT, "7.8.9", "2030-01-02")
-    assert set(files) == {ROOT / name for name in ("pyproject.toml", "CHANGELOG.md", *FOLLOWERS)}
+def test_a_version_begins_in_every_file(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", *FOLLOWERS):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "CHANGELOG.md").write_text(
+        CHANGELOG
+    )  # nothing is unreleased in a commit that begins a version
+    files = begun(tmp_path, "7.8.9", "2030-01-02")
+    assert set(files) == {tmp_path / name for name in ("pyproject.toml", "CHANGELOG.md", *FOLLOWERS)}
     assert all("7.8.9" in text for text in files.values())
-    assert "\n## Unreleased\n\n## 7.8.9 - 2030-01-02\n" in files[ROOT / "CHANGELOG.md"]
+    assert "\n## Unreleased\n\n## 7.8.9 - 2030-01-02\n" in files[tmp_path / "CHANGELOG.md"]
 
 
 @pytest.mark.parametrize(

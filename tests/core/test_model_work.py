@@ -105,6 +105,22 @@ def test_what_waits_needs_the_more_of_a_lane_the_less_time_is_left_and_a_whole_o
     )
 
 
+def test_a_router_asks_for_its_part_of_a_spare_as_soon_as_replicas_announce_more_routers() -> None:
+    core = serving()
+    for number in range(30):
+        ask(
+            core, f"a{number}", 300
+        )  # 90 s of work in a minute: the reserve is a whole replica, for one router
+    assert core.demand("m", work(core))["spare"] == pytest.approx(1.0)
+    announce(core, routers=3)
+    announce(core, replica="r1")  # it has just started, and knows one of them
+    assert core.demand("m", work(core))["spare"] == pytest.approx(1 / 3)
+    announce(core, replica="r1", routers=3)
+    for name in ("r0", "r1"):
+        core.handle(LinkLost(name), 0.0)
+    assert core.demand("m", work(core))["spare"] == pytest.approx(1 / 3), "while none serves, it is as it was"
+
+
 def test_tiny_work_that_is_late_needs_no_whole_lane() -> None:
     core = serving(**BUSY)
     for name in "abcd":

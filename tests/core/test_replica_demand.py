@@ -98,7 +98,7 @@ def test_routers_that_divide_the_clients_ask_for_the_spare_of_one_router_that_ha
     routers: int, urgent_rate: float
 ) -> None:
     part = ModelWork(urgent_rate=urgent_rate / routers)
-    found = replica_demand(part, SIZE, replace(TERMS, routers=routers))["spare"]
+    found = replica_demand(part, replace(SIZE, routers=routers), TERMS)["spare"]
     whole = replica_demand(ModelWork(urgent_rate=urgent_rate), SIZE, TERMS)["spare"]
     assert routers * found == pytest.approx(whole)
 

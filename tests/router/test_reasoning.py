@@ -154,6 +154,9 @@ def test_an_output_that_ends_in_its_thoughts_has_no_answer(client: openai.OpenAI
     response = client.responses.create(model="opened", input="Weather?")
     assert [item.type for item in response.output] == ["reasoning"]
     assert (response.status, response.output_text) == ("incomplete", "")
+    hidden = chat(client, "opened", extra_body={"include_reasoning": False}).choices[0].message
+    assert hidden.content is None
+    assert "reasoning_content" not in hidden.model_dump()
 
 
 def test_a_stop_string_counts_in_the_answer_alone(client: openai.OpenAI, serving: Serving) -> None:

@@ -203,6 +203,17 @@ def test_a_router_that_is_added_while_the_replica_serves_is_joined_and_gets_bund
         stage.close()
 
 
+def test_a_replica_announces_how_many_routers_it_serves(stage: Stage, other: Other) -> None:
+    stage.ready()
+    other.hear()
+    for heard in (other.next, stage.from_controller):
+        while heard(Announce).routers != 2:  # type: ignore[union-attr, attr-defined]
+            pass
+    other.close()
+    while stage.from_controller(Announce).routers != 1:  # type: ignore[attr-defined]
+        pass
+
+
 def test_links_to_a_router_that_is_no_longer_found_stay_until_it_ends(tmp_path: Path) -> None:
     stage = Stage(tmp_path, others=(endpoints(tmp_path),))
     other = Other(stage, endpoints(tmp_path))

@@ -167,7 +167,6 @@ priorityClassName: {{ . }}
   "waiting_room_seconds" .waitingRoom.seconds
   "waiting_room_bytes" .waitingRoom.bytes
   "replica_start_seconds" $.Values.scaling.startSeconds
-  "routers" (max 1 (int (ternary .autoscaling.minReplicas .replicas .autoscaling.enabled)))
   "allowed_hosts" .allowedHosts
   "allowed_origins" .allowedOrigins
   "trusted_proxies" .trustedProxies

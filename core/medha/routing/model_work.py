@@ -40,6 +40,7 @@ class ModelWorks:
             self._sizes[model] = ReplicaSize(
                 lanes=sum(len(one.lanes) for one in serving) / count,
                 kv_tokens=sum(one.card.kv_tokens_total for one in serving) / count,
+                routers=max(1, *(one.card.routers for one in serving)),
             )
 
     def forget(self, known: Collection[str]) -> None:

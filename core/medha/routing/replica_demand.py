@@ -55,8 +55,6 @@ class DemandTerms:
     spare_due_share: float = 0.25
     """Share of the start time within which work is due that a spare is kept for. Work that is due later can wait a while,
     and the more of it there is, the sooner a further replica is asked for."""
-    routers: int = 1
-    """Routers among which clients are divided, in equal parts: each asks for its part of one spare."""
 
     @property
     def spare_due_seconds(self) -> float:
@@ -66,12 +64,15 @@ class DemandTerms:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSize:
-    """The size of a replica of a model; the mean, if they differ."""
+    """The size of a replica of a model, the mean if they differ, and how many routers it serves."""
 
     lanes: float
     """Lanes, each of which prefills beside the others."""
     kv_tokens: float
     """Tokens that the KV pools of all lanes hold; 0 if it announces none."""
+    routers: int = 1
+    """Routers that it serves: clients are divided among them in equal parts, and each asks for its part of one spare. The
+    most, if replicas differ, because one that has just started does not know all of them yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def replica_demand(
         if size.kv_tokens:  # without a pool, no number of replicas is enough
             kv = max(0.0, work.kv_tokens / (terms.kv_share * size.kv_tokens) - arrivals - waiting)
         # The clients of all routers together have `routers` times the load, and share the spare of that load.
-        spare = min(1.0, sqrt(terms.routers * work.urgent_rate / size.lanes)) / terms.routers
+        spare = min(1.0, sqrt(size.routers * work.urgent_rate / size.lanes)) / size.routers
     least = OPEN_SHARE if work.open_requests else 0.0
     return {
         "arrivals": arrivals,

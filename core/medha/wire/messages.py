@@ -320,6 +320,7 @@ class Announce:
     drain_seconds: float | None = None  # until it returns what has not ended; None: it gives no KV then
     role: str = "both"  # spec.role: `prefill`, `decode` or `both` (`medha.routing.roles`)
     kv_tokens_wanted: int = 0  # free KV that the requests need which wait
+    routers: int = 1  # those that it serves now, among which the clients of its model are divided
 
 
 @dataclass(frozen=True, slots=True)

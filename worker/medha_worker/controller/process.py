@@ -770,6 +770,7 @@ class Controller:
             drain_seconds=drain_seconds,
             role=self._settings.spec.role,
             kv_tokens_wanted=load.kv_tokens_wanted,
+            routers=self._routers.count,
         )
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:

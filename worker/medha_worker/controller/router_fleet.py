@@ -69,6 +69,11 @@ class RouterFleet:
         return iter(list(self._links.values()))
 
     @property
+    def count(self) -> int:
+        """The number of routers that were found and are connected; one that drains is no longer found."""
+        return sum(links.connected for endpoints, links in self._links.items() if endpoints in self._wanted)
+
+    @property
     def sockets(self) -> set[zmq.Socket[bytes]]:
         """Sockets to poll; they change with the routers, and when one of them has gone."""
         return {socket for links in self._links.values() for socket in links.sockets}
