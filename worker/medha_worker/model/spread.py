@@ -31,6 +31,8 @@ from medha_worker.kernels.partial_results import add_sinks, merge_partials
 from medha_worker.kernels.protocol import AttentionBackend, Kernels, KVWriter, StepAttention, StepWrite
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.latent_forms import HeadMatrices, LatentForms, LatentStep
+from medha_worker.model.latent_tensors import LatentWeights
 from medha_worker.model.out_of_memory import ran_out
 
 _log = logging.getLogger("medha.model")
@@ -129,13 +131,25 @@ class SpreadPlan:
 class Attending:
     """Context of all attention of a step.
 
-    `ran_out` is called when rows become NaN because memory does not suffice.
+    `ran_out` is called when rows become NaN because memory does not suffice. `forms` replace `backend` if the pool holds
+    latents.
     """
 
     backend: AttentionBackend
     block_tokens: int
     device: Device
     ran_out: Callable[[], None] = lambda: None
+    forms: LatentForms | None = None
+
+    def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention | LatentStep:
+        """Return the attention of spans to one lane's blocks."""
+        if self.forms is not None:
+            return self.forms.plan(spans, self.block_tokens)
+        return self.backend.plan(spans, self.block_tokens)
+
+    def result_dim(self, q: torch.Tensor) -> int:
+        """Return the width of the results of these queries."""
+        return q.shape[-1] if self.forms is None else self.forms.latent.value_dim
 
 
 class SpreadStep:
@@ -153,11 +167,15 @@ class SpreadStep:
         kernels: Kernels,
         ran_out: Callable[[], None] = lambda: None,
         windows: Sequence[int | None] | None = None,
+        forms: LatentForms | None = None,
     ) -> None:
-        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them."""
+        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them.
+
+        `forms` plan the attention of layers whose pool holds latents.
+        """
         self.sequences, self._cache = plan.sequences, cache
         self._windows = windows or [None] * len(cache.keys)
-        attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out)
+        attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out, forms)
         whole = _Placed(plan.landing, cache.device, kernels.writer)
         self._attention = {}
         for window in dict.fromkeys(self._windows):
@@ -167,14 +185,23 @@ class SpreadStep:
             self._attention[window] = _SpreadAttention(there, placed, links, cache, attending)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        latent: LatentWeights | None = None,
     ) -> torch.Tensor:
         """Attend as `StepAttention.attend` does, for own rows [rows, heads, head_dim]; `k` and `v` are theirs.
 
-        `sinks`, [heads], are added to what was merged: each lane that helps would count them once more.
+        `sinks`, [heads], are added to what was merged: each lane that helps would count them once more. With `latent`,
+        queries and results are as wide as `LayerStep.attend` says: other lanes have the matrices of the same heads.
         """
-        q, (k, v) = self._cache.queries(layer, q), self._cache.rounded(layer, k, v)
-        output, sums = self._attention[self._windows[layer]].attend(layer, q, k, v)
+        attention, (k, v) = self._attention[self._windows[layer]], self._cache.rounded(layer, k, v)
+        if latent is not None:
+            return attention.attend(layer, q, k, v, HeadMatrices.of(latent, self._cache.scaled(layer)))[0]
+        output, sums = attention.attend(layer, self._cache.queries(layer, q), k, v)
         if sinks is not None:
             output = add_sinks(output, sums, sinks)[0]
         return self._cache.results(layer, output)
@@ -203,13 +230,18 @@ class _SpreadAttention:
             self._passing.append(self._queries)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        matrices: HeadMatrices | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and log-sum-exp of own rows, [rows, heads, head_dim] and float32 [rows, heads]."""
         all_q = self._share(layer, q, k, v)
         for ring in self._passing:
-            ring.start(layer, q)
-        output, sums = self._local.attend(all_q, self._cache.keys[layer], self._cache.values[layer])
+            ring.start(layer, q, matrices)
+        output, sums = self._local.attend(all_q, self._cache.keys[layer], self._cache.values[layer], matrices)
         for turn in range(1, max((len(ring) for ring in self._passing), default=0)):
             for ring in self._passing:
                 if turn < len(ring):
@@ -221,7 +253,7 @@ class _SpreadAttention:
 
         Returns own queries, followed by those that other lanes have sent.
         """
-        placed, (_, query_heads, head_dim), kv_heads = self._placed, q.shape, k.shape[1]
+        placed, (_, query_heads, query_dim), (_, kv_heads, head_dim) = self._placed, q.shape, k.shape
         pools = self._cache.keys[layer], self._cache.values[layer]
         if placed.write is not None:
             placed.write.write(*pools, k[placed.staying], v[placed.staying])
@@ -233,15 +265,15 @@ class _SpreadAttention:
         for part in self._plan.own:
             for lane in part.helpers:
                 outgoing.setdefault(lane, []).append(q[part.rows].reshape(-1))
-        sizes = {lane: tensors * count * kv_heads for lane, (count, _) in placed.arriving.items()}
+        sizes = {lane: tensors * count * kv_heads * head_dim for lane, (count, _) in placed.arriving.items()}
         for lane, asked in self._plan.foreign:
-            sizes[lane] = sizes.get(lane, 0) + asked.count * query_heads
-        readers = self._exchange(outgoing, {lane: size * head_dim for lane, size in sizes.items()}, q)
+            sizes[lane] = sizes.get(lane, 0) + asked.count * query_heads * query_dim
+        readers = self._exchange(outgoing, sizes, q)
         for lane, (count, write) in placed.arriving.items():
             arrived = [readers[lane].take(count, kv_heads, head_dim).to(k.dtype) for _ in range(tensors)]
             write.write(*pools, arrived[0], arrived[-1])
         requested_q = [
-            readers[lane].take(asked.count, query_heads, head_dim) for lane, asked in self._plan.foreign
+            readers[lane].take(asked.count, query_heads, query_dim) for lane, asked in self._plan.foreign
         ]
         return _joined([q, *requested_q])
 
@@ -313,7 +345,7 @@ class _Ring(Protocol):
 
     def __len__(self) -> int: ...
 
-    def start(self, layer: int, q: torch.Tensor) -> None: ...
+    def start(self, layer: int, q: torch.Tensor, matrices: HeadMatrices | None) -> None: ...
 
     def turn(self, turn: int) -> None: ...
 
@@ -331,8 +363,8 @@ class _KeysRing:
     def __len__(self) -> int:
         return len(self._order)
 
-    def start(self, layer: int, q: torch.Tensor) -> None:
-        self.partials = []
+    def start(self, layer: int, q: torch.Tensor, matrices: HeadMatrices | None) -> None:
+        self.partials, self._matrices = [], matrices
         self._q = q[self.rows]
         self._message = self._own(layer)
         self._pass(1)
@@ -345,7 +377,8 @@ class _KeysRing:
         self._pass(turn + 1)
         if source in self._attention and len(self.rows):
             blocks = message.view(self._cache.dtype)
-            self.partials.append(self._attention[source].attend(self._q, blocks[0], blocks[-1]))
+            attention = self._attention[source]
+            self.partials.append(attention.attend(self._q, blocks[0], blocks[-1], self._matrices))
 
     def _own(self, layer: int) -> torch.Tensor:
         """Return this lane's blocks, [tensors of KV, kv_heads, tokens, head_dim]; FP8 as bytes, which links can send."""
@@ -382,8 +415,8 @@ class _QueriesRing:
     def __len__(self) -> int:
         return len(self._order)
 
-    def start(self, layer: int, q: torch.Tensor) -> None:
-        self.partials = []
+    def start(self, layer: int, q: torch.Tensor, matrices: HeadMatrices | None) -> None:
+        self.partials, self._matrices = [], matrices
         self._layer = layer
         self._message = q[self.rows]
         self._pass(1)
@@ -395,7 +428,8 @@ class _QueriesRing:
         self._pass(turn + 1)
         if source in self._attention:
             pools = self._cache.keys[self._layer], self._cache.values[self._layer]
-            self.partials.append((source, *self._attention[source].attend(self._message, *pools)))
+            attended = self._attention[source].attend(self._message, *pools, self._matrices)
+            self.partials.append((source, *attended))
 
     def _pass(self, turn: int) -> None:
         if turn == len(self._order):
@@ -429,25 +463,28 @@ class _Partial:
         self._rows, self._attending = rows.count, attending
         self._spans = rows.spans
         self._planned = max((span.rows.stop for span in rows.spans), default=0)
-        self._attention: StepAttention | None = None
-        if rows.spans:
-            self._attention = attending.backend.plan(rows.spans, attending.block_tokens)
+        self._attention = attending.plan(rows.spans) if rows.spans else None
         blind = np.ones(rows.count, dtype=np.bool_)
         for span in rows.spans:
             blind[span.rows] = False
         self._blind = attending.device.place(torch.from_numpy(np.flatnonzero(blind)))
 
     def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        matrices: HeadMatrices | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output [rows, heads, head_dim] and log-sum-exp, float32 [rows, heads].
 
-        Rows that see nothing get zeros and -inf.
+        Rows that see nothing get zeros and -inf. With `matrices`, keys are latents, and results as wide as values of heads.
         """
         if self._attention is None:
-            return q.new_zeros(q.shape), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
+            output = q.new_zeros(*q.shape[:2], self._attending.result_dim(q))
+            return output, q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         try:
-            output, sums = self._attention.attend(q[: self._planned], keys, values)
+            output, sums = _attend(self._attention, q[: self._planned], keys, values, matrices)
         except (MemoryError, RuntimeError) as error:
             if not ran_out(error):
                 raise
@@ -456,7 +493,7 @@ class _Partial:
         else:
             attended = output, sums
         # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
-        output, sums = attended or self._one_by_one(q, keys, values)
+        output, sums = attended or self._one_by_one(q, keys, values, matrices)
         if self._planned < self._rows:
             output = torch.cat([output, output.new_empty(self._rows - self._planned, *output.shape[1:])])
             sums = torch.cat([sums, sums.new_empty(self._rows - self._planned, *sums.shape[1:])])
@@ -465,18 +502,20 @@ class _Partial:
         return output, sums.float()
 
     def _one_by_one(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        matrices: HeadMatrices | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend as `StepAttention.attend` does, with less memory at a time; NaN if that does not suffice."""
-        output = q.new_empty(self._planned, *q.shape[1:])
+        output = q.new_empty(self._planned, q.shape[1], self._attending.result_dim(q))
         sums = q.new_empty(self._planned, q.shape[1], dtype=torch.float32)
         for span in self._spans:
             rows = span.rows
             try:
-                alone = self._attending.backend.plan(
-                    [replace(span, row_start=0)], self._attending.block_tokens
-                )
-                output[rows], sums[rows] = alone.attend(q[rows], keys, values)
+                alone = self._attending.plan([replace(span, row_start=0)])
+                output[rows], sums[rows] = _attend(alone, q[rows], keys, values, matrices)
             except (MemoryError, RuntimeError) as error:
                 if not ran_out(error):
                     raise
@@ -484,6 +523,19 @@ class _Partial:
                 output[rows], sums[rows] = torch.nan, torch.nan
                 self._attending.ran_out()
         return output, sums
+
+
+def _attend(
+    attention: StepAttention | LatentStep,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    matrices: HeadMatrices | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(attention, LatentStep):
+        assert matrices is not None
+        return attention.attend(q, keys, matrices)
+    return attention.attend(q, keys, values)
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
