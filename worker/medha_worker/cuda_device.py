@@ -20,13 +20,14 @@ _WARM_RUNS = 2
 
 
 class CudaRuntime:
-    """`Runtime` of one GPU. Work of `ahead` has a stream of its own; everything else is on the default one."""
+    """`Runtime` of one GPU. Work of `ahead`, and copies `beside`, have streams of their own; all else is on the default one."""
 
     captures = True
 
     def __init__(self, torch_device: torch.device) -> None:
         self._device = torch_device
         self._ahead = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
         self._graphs = torch.cuda.graph_pool_handle()  # graphs run one at a time, so they share their memory
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,12 @@ class CudaRuntime:
     def ahead(self) -> Iterator[None]:
         with torch.cuda.stream(self._ahead):
             yield
+
+    def beside(self, copies: Callable[[], None]) -> CudaMark:
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            copies()
+            return CudaMark(self._device)
 
     def mark(self) -> CudaMark:
         return CudaMark(self._device)

@@ -432,7 +432,6 @@ class Admission:
             cached_tokens=placed.cached_tokens,
             prefixes=placed.prefixes,
             evictions=placed.evictions,
-            fetches=placed.fetches,
         )
 
     def grow(self, request: Request) -> Grow | None:

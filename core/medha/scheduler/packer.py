@@ -84,7 +84,9 @@ class Packed:
     uncorrected: PartedSeconds = field(
         default_factory=PartedSeconds
     )  # the same before correction, in its parts
-    copy_seconds: float = 0.0  # part of `predicted_seconds`: copies between KV pool and host tier
+    copies_bind: bool = (
+        False  # copies beside the layers take longer than these, so its time says little of computing
+    )
     budget_seconds: float = 0.0
     decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
     misses_tpot: bool = False  # the whole step does: because of decodes, or of the share that prefills keep
@@ -101,6 +103,9 @@ class Batch:
         self._exchanged_decodes = 0  # those of them that are decodes
         self._copies: dict[int, float] = {}  # seconds that copies to and from the host tier take, by lane
         self._copy_seconds = 0.0  # of the lane where they take longest: they come before all that is computed
+        self._beside: dict[int, float] = {}  # seconds that copies beside the layers take, by lane
+        self.beside_seconds = 0.0
+        """The time of the copies beside the layers, on the lane where they take longest, after correction."""
         self._exchanged_guesses = 0  # queries of guesses, on top of all these
         self.draw_seconds = 0.0
         """The time that a draft model takes behind the step, corrected."""
@@ -145,10 +150,12 @@ class Batch:
                 self._copies[lane] = self._copies.get(lane, 0.0) + seconds
                 self._copy_seconds = max(self._copy_seconds, self._copies[lane])
 
-    @property
-    def copy_seconds(self) -> float:
-        """Time of the step's copies between KV pool and host tier, after correction."""
-        return self._copy_seconds
+    def copy_beside(self, seconds_by_lane: Mapping[int, float]) -> None:
+        """Let lanes copy blocks from host tier to KV pool, which takes so long, while the step computes."""
+        for lane, seconds in seconds_by_lane.items():
+            if lane in self._tallies:
+                self._beside[lane] = self._beside.get(lane, 0.0) + seconds
+                self.beside_seconds = max(self.beside_seconds, self._beside[lane])
 
     def _draft(
         self, lane: int, lane_tokens: Mapping[int, int], context: int, count: int, sign: int, is_masked: bool
@@ -194,7 +201,12 @@ class Batch:
 
     def corrected(self, predicted: PartedSeconds) -> float:
         """Return the time of the step that is predicted so, after correction, with its copies and that of a draft model."""
-        return self._predictor.correction.seconds(predicted) + self._copy_seconds + self.draw_seconds
+        computed_seconds = self._predictor.correction.seconds(predicted)
+        return max(computed_seconds, self.beside_seconds) + self._copy_seconds + self.draw_seconds
+
+    def copies_bind(self, predicted: PartedSeconds) -> bool:
+        """Return whether copies beside the layers take longer than the step that is predicted so."""
+        return self.beside_seconds > self._predictor.correction.seconds(predicted)
 
     def parted_seconds(self) -> PartedSeconds:
         """Return the predicted time before correction, in its parts, without that of a draft model."""
@@ -211,7 +223,7 @@ class Batch:
         """Return the predicted time of the step with one more chunk."""
         if self._alone is not None:
             seconds = self._alone.seconds_with(prefill.context, count, prefill.head_rows(count))
-            return seconds + self._copy_seconds
+            return max(seconds, self.beside_seconds) + self._copy_seconds
         self.add(prefill, count)
         seconds = self.seconds()
         self.remove(prefill, count)
@@ -404,7 +416,7 @@ class Space:
         packed, targets = self.packed, self._targets
         packed.uncorrected = self._batch.parted_seconds()
         packed.predicted_seconds = self._batch.corrected(packed.uncorrected)
-        packed.copy_seconds = self._batch.copy_seconds
+        packed.copies_bind = self._batch.copies_bind(packed.uncorrected)
         if targets is not None:
             # The tolerance keeps rounding errors of the sum from counting as a miss.
             packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / self._limits.stages * (

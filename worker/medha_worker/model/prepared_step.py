@@ -107,6 +107,7 @@ class OwnStep:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        self._cache.await_layer(layer)
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._writes[layer].write(*pools, *self._cache.rounded(layer, k, v))
         q = self._cache.queries(layer, q)
