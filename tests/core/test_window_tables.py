@@ -230,6 +230,18 @@ def test_a_pool_that_is_too_small_gives_nothing_and_keeps_its_state() -> None:
         tables.share_prompt("a", "b", 11)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_prompt_that_is_shorter_than_the_window_can_be_shared(size: int) -> None:
+    tables = Tables(40, size, 8)
+    tables.compute("a", 0, 5)
+    tables.begin_step()
+    tables.share_prompt("a", "b", 4)
+    shared = tables.table("b").blocks.tolist()
+    assert tables.compute("b", 4, 5).blocks.tolist()[: len(shared)] == shared
+    assert shared[: 4 // size] == tables.table("a").blocks.tolist()[: 4 // size]
+    tables.check()
+
+
 def test_the_pool_holds_the_drafts_of_all_steps_in_a_pipeline() -> None:
     """Each of eight steps verifies as many drafts of its sequence as fit beside it in `max_running` rows."""
     stages = running = 8

@@ -238,7 +238,7 @@ class WindowTables:
         if not source.covers(first_seen, shared_tokens, size):
             raise LedgerMismatch(f"{parent} has freed the window that {child} is to share")
         whole, partial_tokens = divmod(shared_tokens, size)
-        first = min(first_seen // size, whole)
+        first = min(max(first_seen, 0) // size, whole)
         table = _Table(first, source.blocks[first - source.first : whole - source.first])
         for block in table.blocks:
             self._hold(block)
