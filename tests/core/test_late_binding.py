@@ -317,9 +317,8 @@ def test_a_berth_has_kv_exactly_if_its_lanes_hold_it_and_no_lane_with_kv_is_less
     assert all(lanes[lane][1] <= lanes[other][1] for other in free)
 
 
-@pytest.mark.parametrize(("owner", "chosen"), [("b", ["r1"]), ("c", ["r0"])])
-def test_without_kv_a_sequence_goes_where_its_owner_holds_little(owner: str, chosen: list[str]) -> None:
-    """The first replica has less work; but answers of others make way for an owner only up to an equal share."""
+def with_answers_of_owners() -> RouterCore:
+    """Return a router whose first replica answers the owners b and a, and whose second one answers a."""
     core = serving(limits=RoutingLimits(max_waiting=100_000, lookahead_seconds=inf))
     for name, owners in (("r0", "ba"), ("r1", "a")):
         both = {"r0": 0, "r1": 0} | {name: 1000}
@@ -329,6 +328,13 @@ def test_without_kv_a_sequence_goes_where_its_owner_holds_little(owner: str, cho
             )
         for one in owners:
             assert places(ask(core, f"{one} at {name}", 300, owner=one)) == [name]
+    return core
+
+
+@pytest.mark.parametrize(("owner", "chosen"), [("b", ["r1"]), ("c", ["r0"])])
+def test_without_kv_a_sequence_goes_where_its_owner_holds_little(owner: str, chosen: list[str]) -> None:
+    """The first replica has less work; but answers of others make way for an owner only up to an equal share."""
+    core = with_answers_of_owners()
     for replica, seconds in (("r0", 1.0), ("r1", 2.0)):
         lanes = (LaneLoad(0, seconds),)
         announce(core, replica=replica, kv_tokens_total=1000, kv_tokens_free=0, waiting=1, lanes=lanes)
@@ -341,15 +347,7 @@ def test_requests_that_wait_for_something_else_than_kv_do_not_make_kv_short(
     wanted: int, chosen: list[str]
 ) -> None:
     """The owner has more than an equal share of the first replica, which has less work and one request that waits."""
-    core = serving(limits=RoutingLimits(max_waiting=100_000, lookahead_seconds=inf))
-    for name, owners in (("r0", "ba"), ("r1", "a")):
-        both = {"r0": 0, "r1": 0} | {name: 1000}
-        for replica, free in both.items():
-            announce(
-                core, replica=replica, kv_tokens_total=1000, kv_tokens_free=free, lanes=(LaneLoad(free, 0.0),)
-            )
-        for one in owners:
-            assert places(ask(core, f"{one} at {name}", 300, owner=one)) == [name]
+    core = with_answers_of_owners()
     for replica, seconds, waiting in (("r0", 1.0, 1), ("r1", 2.0, 0)):
         announce(
             core, replica=replica, kv_tokens_total=1000, kv_tokens_free=600, waiting=waiting,

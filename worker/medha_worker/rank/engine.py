@@ -451,14 +451,7 @@ class Loaded:
         size_bytes, block_bytes = self._settings.spec.kv_cache.host_bytes, self._block_bytes()
         if size_bytes == 0:
             return None
-        blocks = size_bytes // block_bytes
-        if grid is not None:
-            blocks = grid.smallest(blocks)  # before the error, so that no rank waits for one that has ended
-        if blocks == 0:
-            raise OutOfMemory(
-                f"kvCache.tiers.host.size is {size_bytes} bytes, less than a block of {kv_cache.block_tokens} tokens takes on "
-                f"a rank ({block_bytes} bytes on this one); raise it, best to several times kvCache.size"
-            )
+        blocks = _blocks_of("kvCache.tiers.host.size", size_bytes, block_bytes, kv_cache, grid)
         pools = [kv_cache] if self._draft_cache is None else [kv_cache, self._draft_cache]
         if [one.kv_cache for one in self._host_blocks] != pools:
             self._host_blocks = [HostBlocks(pool, blocks) for pool in pools]
@@ -475,14 +468,7 @@ class Loaded:
         size_bytes, block_bytes = self._settings.spec.kv_cache.streaming_bytes, self._block_bytes()
         if size_bytes == 0:
             return None
-        blocks = size_bytes // block_bytes
-        if grid is not None:
-            blocks = grid.smallest(blocks)  # before the error, so that no rank waits for one that has ended
-        if blocks == 0:
-            raise OutOfMemory(
-                f"kvCache.streaming.size is {size_bytes} bytes, less than a block of {kv_cache.block_tokens} tokens takes on a "
-                f"rank ({block_bytes} bytes on this one); raise it"
-            )
+        blocks = _blocks_of("kvCache.streaming.size", size_bytes, block_bytes, kv_cache, grid)
         if kv_cache.streamed is None or kv_cache.streamed.blocks != blocks:
             kv_cache.streamed = StreamedBlocks(kv_cache, blocks)
         seconds = kv_cache.streamed.read_seconds_per_block(time.perf_counter)
@@ -904,3 +890,20 @@ def _every_few_seconds(progress: Progress, clock: Callable[[], float]) -> ReadPr
             progress(f"reads its weights: {share:.0f} % of {size:.0f} MiB", done_bytes, total_bytes)
 
     return read
+
+
+def _blocks_of(field: str, size_bytes: int, block_bytes: int, kv_cache: KVCache, grid: Mesh | None) -> int:
+    """Return how many blocks of KV fit into a memory of the spec, on every rank of the grid.
+
+    Raises:
+        OutOfMemory: not one does.
+    """
+    blocks = size_bytes // block_bytes
+    if grid is not None:
+        blocks = grid.smallest(blocks)  # before the error, so that no rank waits for one that has ended
+    if blocks == 0:
+        raise OutOfMemory(
+            f"{field} is {size_bytes} bytes, less than a block of {kv_cache.block_tokens} tokens takes on a rank "
+            f"({block_bytes} bytes on this one); raise it, best to several times kvCache.size"
+        )
+    return blocks
