@@ -6,7 +6,7 @@
     python benchmarks/convoy.py --json benchmarks/results/convoy.json --html convoy.html --report-only
 
 The `small` checkpoint is served in float32 by one system at a time, with two threads. In each block of the trace, a
-stream decodes, two prompts of 16K to 32K tokens arrive soon after each other, and 38 prompts of 64 to 512 tokens arrive
+stream decodes, two prompts of 16K to 32K tokens arrive soon after each other, and 76 prompts of 64 to 512 tokens arrive
 at random times. The window of the block is so long that all of its work takes 0.7 of what the machine can do. That is
 measured first: the time of prompts of several lengths alone on an idle Medha, which among these systems prefills the
 fastest, and of one decode. The stream counts with 20 tokens a second.
