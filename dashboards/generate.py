@@ -347,6 +347,8 @@ DEVICES = Dashboard(
     rows={
         "Steps of ranks": [
             Panel("Parts of a step", "Where does the time of steps go?", "percentunit", {"{{pod}} {{part}}": _step_share()}),
+            Panel("Time of a step", "How long does a step of a rank take on average?", "s", {_RANK: f"{_rate('medha_rank_step_seconds_total', _D, 'pod, rank')} / {_rate('medha_rank_steps_total', _D, 'pod, rank')}"}),
+            Panel("Prepared ahead", "In which share of the time does a rank prepare steps while it runs others?", "percentunit", {_RANK: _rate("medha_rank_ahead_seconds_total", _D, "pod, rank")}),
             Panel("Busy", "Which share of the time does a rank run steps? The rest of the time it is idle.", "percentunit", {_RANK: _rate("medha_rank_step_seconds_total", _D, "pod, rank")}),
             Panel("Waiting for others", "Which share of the time does a rank wait for stages, tensor ranks and lanes?", "percentunit", {_RANK: _rate("medha_rank_step_seconds_total", _D.replace("}", ', part=~"receive|all_reduce|gather|exchange"}'), "pod, rank")}),
             Panel("MFU", "Which share of the device's peak FLOP/s do steps need? Idle time counts.", "percentunit", {_RANK: _of_peak("medha_rank_estimated_flops_total", "medha_rank_peak_flops_per_second")}),
@@ -361,6 +363,7 @@ DEVICES = Dashboard(
             Panel("Power", "How much power do GPUs draw, and how much may they?", "watt", {_RANK: _state("medha_rank_power_watts"), f"{_RANK} limit": _state("medha_rank_power_limit_watts")}),
             Panel("Utilisation", "Which share of the time does any kernel run?", "percentunit", {_RANK: _state("medha_rank_utilisation_ratio", "unit", "compute")}),
             Panel("Errors", "Do GPUs report errors (Xid)?", "short", {f"{_RANK} {{{{cause}}}}": f"sum by (pod, rank, cause) (increase(medha_rank_xid_errors_total{_D}[$__rate_interval]))"}),
+            Panel("Last error", "Which Xid did a GPU report last, of each cause?", "none", {f"{_RANK} {{{{cause}}}}": f"max by (pod, rank, cause) (medha_rank_last_xid{_D})"}),
         ],
     },
 )  # fmt: skip

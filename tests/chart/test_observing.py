@@ -12,6 +12,7 @@ import yaml
 
 from chart.catalogue import problems
 from chart.helm import CHART, ROOT, Helm, alert_names, find, rules
+from medha.metric_catalogue import RANK_METRICS
 
 GUIDE = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
 DASHBOARDS = sorted((ROOT / "dashboards").glob("*.json"))
@@ -27,6 +28,14 @@ def queries(dashboard: Path) -> list[str]:
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
 def test_a_dashboard_asks_for_series_and_labels_that_are_exported(dashboard: Path) -> None:
     assert [problem for query in queries(dashboard) for problem in problems(query)] == []
+
+
+def test_the_dashboard_of_devices_shows_all_that_ranks_export() -> None:
+    asked = {
+        name for query in queries(ROOT / "dashboards" / "devices.json") for name in re.findall(r"\w+", query)
+    }
+    exported = {one.name + ("_total" if one.kind == "counter" else "") for one in RANK_METRICS}
+    assert exported - asked == set()
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)

@@ -176,6 +176,9 @@ def test_it_does_not_compute_on_the_cpu_if_its_manifest_names_a_gpu_that_is_not_
     try:
         assert running.end() == 1
         assert "because: spec.resources.accelerator is nvidia.com/gpu, but " in running.output
+        assert re.search("unset it|accelerator none", running.output), (
+            "the fix: without a variable, or with another build"
+        )
         assert running.left() == []
     finally:
         clear(running)

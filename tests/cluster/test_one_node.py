@@ -434,7 +434,9 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
     assert text in messages["no-right"]
     text = "rank 0 exited with status 69 because: spec.resources.accelerator is nvidia.com/gpu, but "
     assert text in messages["no-gpu"]
-    assert messages["no-gpu"].endswith("check the node's device plugin and spec.resources.runtimeClassName")
+    assert messages["no-gpu"].endswith("or set accelerator none to compute on the CPU"), (
+        "the fix is shown whole"
+    )
     # Others come back to this reason after each try; this one stays while the kubelet tries again.
     assert condition(replica(cluster, "no-gpu")) == ("False", "NoAccelerator")
     assert condition(replica(cluster, "no-gpu"), "Stalled") == ("True", "NoAccelerator")

@@ -104,6 +104,17 @@ def test_the_template_has_the_last_word() -> None:
     assert spec["runtimeClassName"] == "kata"
 
 
+def test_nodes_with_an_interconnect_are_chosen_beside_the_domain_of_a_lane() -> None:
+    joined = {"matchExpressions": [{"key": "nvlink", "operator": "Exists"}]}
+    nodes = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [joined]}}
+    overlay = {"nodeSelector": {"fabric": "a"}, "affinity": {"nodeAffinity": nodes}}
+    spec = pod(placement={"laneTopology": {"key": "rack", "mode": "required"}}, template={"spec": overlay})
+    assert spec["nodeSelector"] == {"fabric": "a"}
+    assert spec["affinity"]["nodeAffinity"] == nodes
+    (term,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "rack"
+
+
 @pytest.mark.parametrize("method", ["draftModel", "predictionHead"])
 def test_a_draft_model_or_head_is_mounted_from_its_own_volume(method: str) -> None:
     def mounted(source: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -19,6 +19,7 @@ H100 = CudaFacts(
     is_available=True,
     devices=8,
     capability=(9, 0),
+    device_name="NVIDIA H100 80GB HBM3",
     driver_error="",
     visible_devices=None,
 )
@@ -30,7 +31,8 @@ OLD_DRIVER = (
     "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
     "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
 )
-ABSENT = replace(H100, is_available=False, devices=0, capability=None, driver_error=NO_DRIVER)
+SLICE = replace(H100, devices=1, device_name="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+ABSENT = replace(H100, is_available=False, devices=0, capability=None, device_name="", driver_error=NO_DRIVER)
 MOST_CHARACTERS = 400
 """Beside them, a termination message says which rank has ended; the operator quotes 500 characters of it."""
 
@@ -38,7 +40,7 @@ MOST_CHARACTERS = 400
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("name", [GPU, "nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared"])
 def test_each_rank_of_a_host_takes_a_gpu_of_its_own(name: str, ranks: int) -> None:
-    assert [choose_gpu(name, index, ranks, H100) for index in range(ranks)] == [*range(ranks)]
+    assert [choose_gpu(name, index, ranks, 4 * ranks, H100) for index in range(ranks)] == [*range(ranks)]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,16 @@ def test_each_rank_of_a_host_takes_a_gpu_of_its_own(name: str, ranks: int) -> No
             replace(H100, is_complete=False),
             ["torch 2.13.0+cu130 lacks what only a GPU needs, as in the image for CPUs", "medha-worker-gpu"],
         ),
-        (GPU, 1, ABSENT, ["Found no NVIDIA driver", "device plugin", "spec.resources.runtimeClassName"]),
+        (
+            GPU,
+            1,
+            ABSENT,
+            [
+                "Found no NVIDIA driver",
+                "the node's driver, its device plugin",
+                "spec.resources.runtimeClassName",
+            ],
+        ),
         # NVML counts devices that CUDA cannot use.
         (
             GPU,
@@ -69,7 +80,7 @@ def test_each_rank_of_a_host_takes_a_gpu_of_its_own(name: str, ranks: int) -> No
             GPU,
             1,
             replace(ABSENT, driver_error="No CUDA GPUs are available"),
-            ["check the node's device plugin"],
+            ["check the node's driver, its device plugin", "or set accelerator none"],
         ),
         (
             GPU,
@@ -105,6 +116,16 @@ def test_each_rank_of_a_host_takes_a_gpu_of_its_own(name: str, ranks: int) -> No
         (
             GPU,
             1,
+            SLICE,
+            [
+                "GPU 0 is a MIG slice (NVIDIA H100 80GB HBM3 MIG 1g.10gb)",
+                "those of 4 ranks",
+                "nodes with whole GPUs",
+            ],
+        ),
+        (
+            GPU,
+            1,
             replace(H100, capability=(7, 0)),
             ["compute capability 7.0", "has kernels for sm_75 sm_80", "choose other nodes"],
         ),
@@ -114,10 +135,15 @@ def test_a_gpu_that_cannot_be_used_is_told_with_its_reason_and_the_fix(
     name: str, ranks: int, cuda: CudaFacts, told: list[str]
 ) -> None:
     with pytest.raises(AcceleratorMissing) as error:
-        choose_gpu(name, 0, ranks, cuda)
+        choose_gpu(name, 0, ranks, 4 * ranks, cuda)
     for part in ["spec.resources.accelerator is", *told]:
         assert part in str(error.value)
     assert len(str(error.value)) <= MOST_CHARACTERS
+
+
+def test_the_only_rank_of_a_replica_takes_a_slice_of_a_gpu() -> None:
+    """A device plugin may offer slices as `nvidia.com/gpu`, so that the API server cannot know of them."""
+    assert choose_gpu(GPU, 0, 1, 1, SLICE) == 0
 
 
 @pytest.mark.parametrize(
@@ -146,10 +172,10 @@ def test_code_runs_on_the_capabilities_that_it_was_built_for(
 ) -> None:
     cuda = replace(H100, architectures=architectures, capability=capability)
     if runs:
-        assert choose_gpu(GPU, 0, 1, cuda) == 0
+        assert choose_gpu(GPU, 0, 1, 1, cuda) == 0
     else:
         with pytest.raises(AcceleratorMissing, match="compute capability"):
-            choose_gpu(GPU, 0, 1, cuda)
+            choose_gpu(GPU, 0, 1, 1, cuda)
 
 
 def test_this_process_sees_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,4 +188,4 @@ def test_this_process_sees_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert bool(found.driver_error) == (not found.is_available), (
         "either CUDA starts, or it says why it does not"
     )
-    assert (found.capability is not None) == found.is_available
+    assert (found.capability is not None) == bool(found.device_name) == found.is_available

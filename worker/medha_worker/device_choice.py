@@ -13,15 +13,20 @@ from importlib.util import find_spec
 import torch
 
 from medha.errors import AcceleratorMissing
+from medha_worker.nvml import is_slice
 
 _MAKER = "nvidia.com/"
 _FIELD = "spec.resources.accelerator"
 _MOST_QUOTED = 120  # characters of an error of the driver's; an operator shows the end of the whole text
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+_NO_DEVICE = (
+    "check the node's driver, its device plugin and spec.resources.runtimeClassName, or set accelerator none "
+    "to compute on the CPU"
+)
 _DRIVER_FIXES = (
-    ("Found no NVIDIA driver", "check the node's device plugin and spec.resources.runtimeClassName"),
+    ("Found no NVIDIA driver", _NO_DEVICE),
     ("too old", "update the node's driver, or use an image with an older CUDA"),
-    ("No CUDA GPUs", "check the node's device plugin and spec.resources.runtimeClassName"),
+    ("No CUDA GPUs", _NO_DEVICE),
     ("Error 802", "start the node's fabric manager, which GPUs behind NVSwitch need"),
     ("forward compatibility", "update the node's driver, or use an image with an older CUDA"),
 )
@@ -45,6 +50,8 @@ class CudaFacts:
     """Number of devices; drivers may count some though CUDA does not start."""
     capability: tuple[int, int] | None
     """Compute capability of the device that is asked about; None if there is none."""
+    device_name: str
+    """Model of that device, as CUDA names it; empty if there is none."""
     driver_error: str
     """Text of the error with which CUDA does not start; empty if it does."""
     visible_devices: str | None
@@ -71,16 +78,17 @@ def cuda_facts(index: int) -> CudaFacts:
         is_available=is_available,
         devices=devices,
         capability=torch.cuda.get_device_capability(index) if has_device else None,
+        device_name=torch.cuda.get_device_name(index) if has_device else "",
         driver_error=error,
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 
-def choose_gpu(accelerator: str, index: int, ranks: int, cuda: CudaFacts) -> int:
+def choose_gpu(accelerator: str, index: int, ranks: int, replica_ranks: int, cuda: CudaFacts) -> int:
     """Return the index of the GPU for one of `ranks` ranks on this host, each of which takes its own.
 
     `accelerator` is the name of a device resource. `index` is the rank's place among them, from 0, and `cuda`
-    has the facts of that device.
+    has the facts of that device. The replica has `replica_ranks` ranks on all hosts.
 
     Raises:
         AcceleratorMissing: there is none for it, or torch cannot use it.
@@ -122,6 +130,11 @@ def choose_gpu(accelerator: str, index: int, ranks: int, cuda: CudaFacts) -> int
         raise AcceleratorMissing(
             f"{asked} GPU {index} has compute capability {major}.{minor}, and torch {cuda.torch_version} has kernels for "
             f"{' '.join(cuda.architectures)}: choose other nodes, or another build of torch"
+        )
+    if is_slice(cuda.device_name) and replica_ranks > 1:
+        raise AcceleratorMissing(
+            f"{asked} GPU {index} is a MIG slice ({cuda.device_name:.60}), and NCCL cannot join those of {replica_ranks} ranks: "
+            "set parallelism.tensor, stream and kv to 1, or choose nodes with whole GPUs"
         )
     return index
 

@@ -98,9 +98,14 @@ class LatestXid:
         return self._heard[0], self._now() - self._heard[1]
 
 
+def is_slice(device_name: str) -> bool:
+    """Return whether a device is a slice of a GPU (MIG), by the name that CUDA gives it."""
+    return " MIG " in device_name
+
+
 def nvml_uuid(device_name: str, uuid: str) -> str:
     """Return the UUID that CUDA gives a device as NVML writes it: a slice of a GPU (MIG) has one of its own."""
-    return f"{'MIG' if ' MIG ' in device_name else 'GPU'}-{uuid}"
+    return f"{'MIG' if is_slice(device_name) else 'GPU'}-{uuid}"
 
 
 class GpuProbe(Protocol):

@@ -147,8 +147,9 @@ class ResourcesSpec(Model):
         json_schema_extra=restart(),
     )
     """Name of the device resource. Each pod requests as many devices as it has ranks
-    (`parallelism.tensor`), and does not start without them. `none` runs on the CPU. `medha up` runs on the
-    CPU unless the manifest names a device here."""
+    (`parallelism.tensor`), and does not start without them. A replica that finds no GPU, or one that it cannot
+    use, does not become Ready. No GPU has run this code yet: docs/gpu.md says what is proved without one. `none`
+    runs on the CPU. `medha up` runs on the CPU unless the manifest names a device here."""
     devices: dict[str, Annotated[int, Field(ge=1, le=1024)]] = Field(
         default={}, max_length=8, json_schema_extra=restart()
     )

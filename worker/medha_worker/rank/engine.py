@@ -851,7 +851,10 @@ def _device(settings: RankSettings, dtype: torch.dtype) -> Device:
     if settings.accelerator == NO_ACCELERATOR:
         return host_device(dtype)
     here = settings.place_on_host
-    return cuda_device(choose_gpu(settings.accelerator, here, settings.neighbours, cuda_facts(here)), dtype)
+    chosen = choose_gpu(
+        settings.accelerator, here, settings.neighbours, settings.topology.ranks, cuda_facts(here)
+    )
+    return cuda_device(chosen, dtype)
 
 
 _STORE_SECONDS = 20.0
