@@ -69,7 +69,7 @@ def test_modules_compile_and_their_launch_code_gets_from_the_adapter_what_each_s
         __file__,
         packages=environment.versions("flashinfer-python", "torch"),
         arch=ARCH,
-        modules=manifest(modules),
+        modules=[{"name": name, "bytes": one["bytes"]} for name, one in manifest(modules).items()],
         equal=equal,
         defects_found_by=seen,
     )
