@@ -26,6 +26,20 @@ def test_predictions_are_those_of_the_results_file() -> None:
         assert f"{graph['megabytes']:.0f} MB" in PAGE
 
 
+def test_the_time_and_size_of_compiled_modules_are_those_of_the_results_file() -> None:
+    found = json.loads(
+        (ROOT / "benchmarks" / "results" / "flashinfer_modules.json").read_text(encoding="utf-8")
+    )
+    modules = found["modules"].values()
+    minutes, megabytes = (
+        sum(one["seconds"] for one in modules) / 60,
+        sum(one["bytes"] for one in modules) / 1e6,
+    )
+    assert len(modules) == 7
+    assert f"seven of them for {found['arch'].removesuffix('a')}a" in PAGE
+    assert f"{minutes:.0f} minutes\nand {megabytes:.1f} MB together" in PAGE
+
+
 def test_tests_and_commands_that_the_page_names_exist() -> None:
     named = set(re.findall(r"`((?:tests|benchmarks)/[\w/.]+\.py)`", PAGE))
     assert len(named) >= 8

@@ -1,6 +1,6 @@
 """Defects of the FlashInfer adapter, each a change of its source, that the tests on a CPU have to find.
 
-    python -m tests.worker.flashinfer_defects   # writes the tables of them, and of `step_defects.py`, in docs/gpu.md
+    python -m tests.worker.flashinfer_defects   # writes the tables of them, of `step_defects.py` and of `proved_table.py` in docs/gpu.md
 
 FlashInfer itself accepts most of them in silence. `test_flashinfer_defects.py` plants each one, and so does
 `test_compiled_flashinfer.py`.
@@ -15,6 +15,7 @@ from pathlib import Path
 import medha_worker.kernels.flashinfer as right
 
 from .flashinfer_cases import PACKAGE, Case, Chunk
+from .proved_table import proved_table
 from .step_defects import table as step_table
 
 STEPS = (
@@ -128,6 +129,7 @@ _TABLE = re.compile(r"(?<=<!-- defects: written by `make gen` -->\n).*?(?=<!-- /
 _STEP_TABLE = re.compile(
     r"(?<=<!-- step defects: written by `make gen` -->\n).*?(?=<!-- /step defects -->)", re.DOTALL
 )
+_PROVED_TABLE = re.compile(r"(?<=<!-- proved: written by `make gen` -->\n).*?(?=<!-- /proved -->)", re.DOTALL)
 _STEPS = {
     "assertion": "an assertion", "double": "the double", "device": "two memories", "result": "the result",
 }  # fmt: skip
@@ -137,14 +139,15 @@ _LAUNCHES = {
 
 
 def page_with_table() -> str:
-    """Return docs/gpu.md with its tables of defects as they have to be."""
+    """Return docs/gpu.md with its tables of defects, and of what long tests have compared, as they have to be."""
     rows = [
         f"| {defect.name} | {_STEPS[defect.found_by]} | {_LAUNCHES[defect.found_in_launches]} |"
         for defect in DEFECTS
     ]
     table = "\n".join(["| Defect | Steps | Launch code |", "|---|---|---|", *rows])
     page = _TABLE.sub(lambda _: f"\n{table}\n\n", PAGE.read_text(encoding="utf-8"), count=1)
-    return _STEP_TABLE.sub(lambda _: f"\n{step_table()}\n\n", page, count=1)
+    page = _STEP_TABLE.sub(lambda _: f"\n{step_table()}\n\n", page, count=1)
+    return _PROVED_TABLE.sub(lambda _: f"\n{proved_table()}\n\n", page, count=1)
 
 
 if __name__ == "__main__":

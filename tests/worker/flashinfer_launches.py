@@ -4,6 +4,7 @@
 
 It needs no GPU: the shim stands for CUDA's runtime. No kernel runs, so that results are not looked at; what is looked at is
 what each kernel would have been given: grid, block, pages and their size, lengths, strides, and the addresses of q, K and V.
+A line of JSON says what was equal in each step.
 The modules are compiled, and lie where FlashInfer finds them (`compiled_modules`). With `--defects`, each defect of the adapter
 is planted, and what sees it is printed as JSON.
 """
@@ -287,8 +288,8 @@ def compare(case: Case, found: Sequence[Attention | Merge], needed: Sequence[Att
             raise Mismatch(f"launch {number}: {values}")
 
 
-def run(library: Any, package: str, case: Case) -> None:
-    """Plan and attend a step twice, and compare its launches."""
+def run(library: Any, package: str, case: Case) -> Sequence[Attention | Merge]:
+    """Plan and attend a step twice, and compare its launches; return those of one time."""
     made = importlib.import_module(f"{package}.flashinfer_attention").FlashInferAttention
     attention = made(library, host_device(case.dtype), case.sizes)
     q, keys, values, _ = case.tensors()
@@ -296,16 +297,22 @@ def run(library: Any, package: str, case: Case) -> None:
     for _ in range(2):
         step = attention.plan(case.spans(), case.block_tokens, case.window_tokens)
         step.attend(q, keys, values)
-        compare(case, taken(), needed)
+        found = taken()
+        compare(case, found, needed)
         del step
+    return found
 
 
-def run_captured(library: Any) -> None:
-    """Replan captured decodes, and compare: grids stay as they were captured, and tables follow the step."""
+def run_captured(library: Any) -> Sequence[Attention | Merge]:
+    """Replan captured decodes, and compare: grids stay as they were captured, and tables follow the step.
+
+    Return the launches of all replays.
+    """
     case = Case([Chunk(1, 0)] * 3, block_tokens=16)
     attention = FlashInferAttention(library, host_device(case.dtype), case.sizes)
     graph = attention.for_graph(3, 600)
     assert graph is not None
+    launches: list[Attention | Merge] = []
     for contexts in ((9, 0, 14), (8000, 3, 100), (1, 700, 0)):
         case = replace(case, chunks=[Chunk(1, context) for context in contexts])
         q, keys, values, _ = case.tensors()
@@ -313,7 +320,25 @@ def run_captured(library: Any) -> None:
         assert isinstance(first, Attention)
         graph.replan(case.spans(), case.block_tokens)
         graph.attend(q, keys, values)
-        compare(case, taken(), [replace(first, parts=most_parts(case)), MERGE_OF_PARTS])
+        found = taken()
+        compare(case, found, [replace(first, parts=most_parts(case)), MERGE_OF_PARTS])
+        launches += found
+    return launches
+
+
+def equal_launches(step: str, launches: Sequence[Attention | Merge]) -> dict[str, Any]:
+    """Return what has been compared in a step, launch by launch; `masking` is 0: none, 1: causal, 2: by a mask."""
+    attention = [one for one in launches if isinstance(one, Attention)]
+    return {
+        "step": step,
+        "launches_of_attention": len(attention),
+        "launches_of_merges": len(launches) - len(attention),
+        "thread_blocks": [one.parts * one.grid_heads for one in attention],
+        "kv_heads": [one.heads for one in attention],
+        "page_tokens": [one.page_tokens for one in attention],
+        "pages": [sum(map(len, one.pages)) for one in attention],
+        "masking": [one.masking for one in attention],
+    }
 
 
 def seen_by(library: Any, package: str) -> str:
@@ -376,10 +401,8 @@ def main() -> None:
     library = installed()
     if "--defects" not in sys.argv:
         for case in CASES:
-            run(library, PACKAGE, case)
-            print("launches as needed:", case)
-        run_captured(library)
-        print("launches as needed: captured decodes")
+            print(json.dumps(equal_launches(str(case), run(library, PACKAGE, case))))
+        print(json.dumps(equal_launches("captured decodes, replayed three times", run_captured(library))))
         return
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -71,3 +72,11 @@ class Environment:
         done = self.finished(*argv, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def versions(self, *names: str) -> dict[str, str]:
+        """Return the versions of packages that modules find here."""
+        code = "import importlib.metadata, json, sys; print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))"
+        found: dict[str, str] = json.loads(
+            subprocess.check_output([self.python, "-c", code, *names], text=True)
+        )
+        return found

@@ -1,5 +1,7 @@
 """Run the race in Triton on tensors that say that they are on a GPU, and compare the winners with plain torch's.
 
+It prints a line of JSON for each size that is equal.
+
     python -m ttsem.sanitize tests/worker/race_on_cuda.py -- MODULE
 
 `ttsem` calls `main`, and executes what Triton compiles MODULE's kernel to, on a CPU. `test_triton_ir.py` runs this.
@@ -8,6 +10,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 
 import torch
@@ -29,4 +32,5 @@ def main() -> None:
         wanted = DenseRace().winners(scores.clone(), keys)
         found = race.winners(scores.to("cuda"), keys.to("cuda")).cpu()
         assert torch.equal(found, wanted), f"other winners: {found.tolist()}, not {wanted.tolist()}"
-        print("as plain torch:", rows, vocab)
+        compared = {"rows": rows, "vocab": vocab, "winners": found.numel()}
+        print(json.dumps(compared | {"largest_difference": int((found - wanted).abs().max())}))

@@ -1,7 +1,8 @@
 """FlashInfer's modules compile without a GPU, and its own planner and launch code get from the adapter what they need.
 
 The first run takes 1.8 GB of packages and ten minutes of a processor for the four modules that steps with heads of 64 values
-need. They are kept in `~/.cache/medha`, until the packages or the list of modules change.
+need. They are kept in `~/.cache/medha`, until the packages or the list of modules change. What was compared is written to
+`benchmarks/results/flashinfer_launches.json`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .flashinfer_cases import HEAD_DIM
 from .flashinfer_defects import DEFECTS, ROWS
 from .flashinfer_launches import CASES
 from .further_packages import Environment, pins, required_by
+from .proved_results import write_proved
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 ARCH = "9.0a"
@@ -58,9 +60,19 @@ def test_modules_compile_and_their_launch_code_gets_from_the_adapter_what_each_s
     subprocess.run(["cc", *flags, "-o", str(shim), str(source)], check=True)
     variables |= {"LD_PRELOAD": str(shim), "FLASHINFER_DISABLE_JIT": "1"}
     launches = "tests.worker.flashinfer_launches"
-    assert environment.run(launches, **variables).count("launches as needed") == len(CASES) + 1
+    equal = [json.loads(line) for line in environment.run(launches, **variables).splitlines()]
+    assert len(equal) == len(CASES) + 1
     seen = json.loads(environment.run(launches, "--defects", **variables))
     assert seen == {defect.name: defect.found_in_launches for defect in DEFECTS if defect.file != ROWS}
+    write_proved(
+        "flashinfer_launches",
+        __file__,
+        packages=environment.versions("flashinfer-python", "torch"),
+        arch=ARCH,
+        modules=[{"name": name, "bytes": one["bytes"]} for name, one in manifest(modules).items()],
+        equal=equal,
+        defects_found_by=seen,
+    )
 
 
 def architectures(library: Path) -> set[int]:

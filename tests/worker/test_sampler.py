@@ -23,7 +23,7 @@ from medha_worker.model.flat_columns import Columns
 from medha_worker.model.penalty_tables import PenaltySlots, PenaltyTables
 from medha_worker.model.sampler import NotSampled, SampledToken, SequenceSampler, TokenMask
 from medha_worker.model.sampling_plan import plan_batch, plan_filters, plan_step
-from medha_worker.model.token_sampler import FIRST_NUCLEUS_WIDTH, TokenSampler
+from medha_worker.model.token_sampler import TokenSampler
 
 from .sampling_cases import Allowing
 
@@ -63,7 +63,7 @@ def filter_logits(logits: torch.Tensor, parameters: list[Sampling]) -> torch.Ten
     columns = Columns()
     filters = plan_filters(parameters, logits.shape[1], columns)
     columns.stage(host_device(torch.float32))
-    return token_sampler.filter_logits(logits, filters, FIRST_NUCLEUS_WIDTH, widens=True)[0]
+    return token_sampler.filter_logits(logits, filters, widens=True)
 
 
 def adjusted(logits: torch.Tensor, sequence: SequenceSampler) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from medha_worker.rank.lane_state import SequenceState
 from medha_worker.rank.sampled_tokens import Computed, SampledTokens
 
 from .device_watch import fake_gpu, watched
-from .sampling_cases import CASES, Allowing, case, results
+from .sampling_cases import CASES, Allowing, any_sampling, case, results
 
 
 class Beside(Device):
@@ -45,7 +45,7 @@ def comparable(result: SampledToken | NotSampled) -> object:
 
 @pytest.mark.parametrize("group", range(8))
 def test_a_device_samples_what_the_cpu_samples(group: int) -> None:
-    """All options, alone and together: the race without gaps, and nuclei that are flagged and searched again."""
+    """All options, alone and together: the race without gaps, and nuclei that are searched among all tokens."""
     for number in range(group, CASES, 8):
         here = TokenSampler(SparseRace(), host_device(torch.float32))
         there = TokenSampler(DenseRace(), BESIDE)
@@ -53,6 +53,50 @@ def test_a_device_samples_what_the_cpu_samples(group: int) -> None:
             results(case(number), here.sample), results(case(number), there.sample), strict=True
         ):
             assert repr(list(map(comparable, ours))) == repr(list(map(comparable, theirs))), number
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 1500])
+def test_a_flat_nucleus_takes_one_read(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nuclei of thousands of tokens, and of a `top_k` with many ties, also beside rows without either."""
+    reads = counted_reads(monkeypatch)
+    logits = (torch.randn(4, 20_000, generator=torch.Generator().manual_seed(1)) * 0.01).round(decimals=2)
+    options = [
+        Sampling(top_p=0.95, top_k=top_k),
+        Sampling(),
+        Sampling(top_p=0.3, top_k=top_k),
+        Sampling(top_p=0.99, top_k=top_k),
+    ]
+
+    def sequences() -> list[SequenceSampler]:
+        return [plain_sequence(option, seed, 20_000) for seed, option in enumerate(options)]
+
+    for position in range(20):
+        ours, theirs = sequences(), sequences()
+        for one in (*ours, *theirs):
+            one.position += position
+        here = TokenSampler(SparseRace(), host_device(torch.float32)).sample(logits, ours)
+        reads.clear()
+        assert TokenSampler(DenseRace(), BESIDE).sample(logits, theirs) == here
+        assert len(reads) == 1
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with each read of sampled results from a device."""
+    reads: list[int] = []
+    packed = token_sampler.packed
+
+    def noting(parts: list[torch.Tensor]) -> torch.Tensor:
+        reads.append(len(parts))
+        return packed(parts)
+
+    monkeypatch.setattr(token_sampler, "packed", noting)
+    return reads
+
+
+def plain_sequence(option: Sampling, seed: int, vocab: int) -> SequenceSampler:
+    return SequenceSampler(
+        option, seed=seed, sample_index=0, tokens=np.arange(8, dtype=np.int32), prompt_length=5, vocab_size=vocab
+    )  # fmt: skip
 
 
 def every_option(vocab: int) -> list[SequenceSampler]:
@@ -140,10 +184,10 @@ def test_the_watch_finds(defect: Any, error: str, monkeypatch: pytest.MonkeyPatc
     assert caught.type is not AttributeError
 
 
-def decode(sampler: SequenceSampler) -> PlannedEntry:
+def decode(sampler: SequenceSampler, drafts: tuple[int, ...] = ()) -> PlannedEntry:
     """Return the entry of a decode behind eight tokens; only its sampling is of interest."""
     sequence = SequenceState(np.arange(8, dtype=np.int32), sampler, None, np.arange(1), 7)
-    entry = StepEntry("one", 0, (Extent(7, 1),), samples=True)
+    entry = StepEntry("one", 0, (Extent(7, 1 + len(drafts)),), samples=True, drafts=drafts)
     return PlannedEntry(entry, sequence, 8, ShardMap((Segment(0, 0, 8),)), np.arange(1))
 
 
@@ -171,3 +215,78 @@ def test_only_kernels_follow_the_logits() -> None:
     here = TokenSampler(SparseRace(), host_device(torch.float32))
     expected = here.sample(hidden, every_option(vocab))
     assert list(map(comparable, sampled)) == list(map(comparable, expected))
+
+
+def verified(
+    device: Device, sequences: list[SequenceSampler], rows: list[torch.Tensor], drafts: list[tuple[int, ...]]
+) -> list[list[object]]:
+    """Return what a step samples: for each sequence, its tokens and why it ends; `rows` are those of its logits."""
+    race = SparseRace() if device.is_host else DenseRace()
+    tokens = SampledTokens(lambda hidden: hidden, None, device, TokenSampler(race, device), rows[0].shape[1])
+    hidden = torch.cat(rows)
+    starts = np.cumsum([0, *map(len, rows)]).tolist()
+    computed = [
+        Computed(decode(sampler, draft), hidden, start)
+        for sampler, draft, start in zip(sequences, drafts, starts, strict=False)
+    ]
+    return [
+        [(comparable(one), reason) for one, reason in result.sampled] for result in tokens.sample(computed)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_guesses_are_verified_with_one_read(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device samples behind all guesses at once, and takes the tokens that the CPU samples one behind the other.
+
+    Options that need the tokens before take more reads: penalties, and masks.
+    """
+    chance, vocab = np.random.default_rng(seed), 300
+    count = int(chance.integers(1, 5))
+    options = [any_sampling(chance, vocab) for _ in range(count)]
+    if seed % 2:
+        plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        options = [replace(option, **plain) for option in options]
+    kept = [int(chance.integers(0, 4)) for _ in range(count)]
+
+    def sequences() -> list[SequenceSampler]:
+        return [plain_sequence(option, row, vocab) for row, option in enumerate(options)]
+
+    rows = [
+        torch.randn(1 + right + int(chance.integers(0, 3)), vocab, generator=torch.Generator().manual_seed(seed + 99 * row))
+        for row, right in enumerate(kept)
+    ]  # fmt: skip
+    drafts = []
+    for one, logits, right in zip(sequences(), rows, kept, strict=True):
+        text = []
+        for row in logits:
+            sampled = TokenSampler(SparseRace(), host_device(torch.float32)).sample(row[None], [one])[0]
+            text.append(sampled.token if isinstance(sampled, SampledToken) else 0)
+            one.append(text[-1])
+        wrong = chance.integers(0, vocab, len(logits) - 1 - right).tolist()
+        drafts.append((*text[:right], *wrong))
+    expected = verified(host_device(torch.float32), sequences(), rows, drafts)
+    assert all(one for one in expected)
+    reads = counted_reads(monkeypatch)
+    assert verified(BESIDE, sequences(), rows, drafts) == expected
+    if seed % 2:
+        assert len(reads) == 1
+
+
+def test_too_little_memory_for_all_guesses_leaves_them_to_be_verified_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(4))
+    greedy = Sampling(temperature=0.0)
+    drafts = [tuple(logits[:2].argmax(dim=-1).tolist())]
+    launch, refused = TokenSampler.launch, []
+
+    def scarce(self: TokenSampler, given: torch.Tensor, plan: Any) -> list[torch.Tensor]:
+        if len(given) > 1:
+            refused.append(len(given))
+            raise MemoryError
+        return launch(self, given, plan)
+
+    monkeypatch.setattr(TokenSampler, "launch", scarce)
+    found = verified(BESIDE, [plain_sequence(greedy, 1, 300)], [logits], drafts)
+    assert [one[0].token for one in found[0]] == logits.argmax(dim=-1).tolist()  # type: ignore[index]
+    assert refused == [3]

@@ -1,11 +1,12 @@
 """The race as Triton compiles it, executed on a CPU: every access is inside its tensor, and no two programs write one place.
 
 Triton's interpreter runs a kernel's Python instead, and sees neither. This takes 5.4 GB of packages: another torch and
-Triton, and they need Python 3.12 or 3.13.
+Triton, and they need Python 3.12 or 3.13. What was compared is written to `benchmarks/results/triton_ir.json`.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from medha_worker.kernels.triton import __name__ as package
 
 from .further_packages import Environment
+from .proved_results import write_proved
 from .race_on_cuda import SIZES
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -49,7 +51,8 @@ def test_the_compiled_kernel_is_right_and_each_defect_is_found(tmp_path: Path) -
 
     done = executed(MODULE)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("as plain torch") == len(SIZES)
+    compared = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(one["rows"], one["vocab"]) for one in compared] == list(SIZES)
     text = SOURCE.read_text(encoding="utf-8")
     for right, wrong, says in DEFECTS:
         assert text.count(right) == 1
@@ -57,3 +60,11 @@ def test_the_compiled_kernel_is_right_and_each_defect_is_found(tmp_path: Path) -
         done = executed("planted_race")
         assert done.returncode != 0, says
         assert says in done.stdout + done.stderr
+    write_proved(
+        "triton_ir",
+        __file__,
+        packages=environment.versions("triton", "torch", "ttsem"),
+        kernels=["race_kernel"],
+        compared=compared,
+        defects_found=[says for _, _, says in DEFECTS],
+    )

@@ -111,6 +111,18 @@ class SequenceSampler:
         """True if the next token may be none of `stops_in_vocab`."""
         return self.output_count < self.sampling.min_tokens
 
+    @property
+    def reads_tokens(self) -> bool:
+        """True if the next token depends on what the tokens before it are, beside the logits."""
+        return self.mask is not None or self.penalises_repetition or self.penalises_counts
+
+    def behind(self, tokens: int) -> SequenceSampler:
+        """Return the sampler of the token behind `tokens` more than are known; `reads_tokens` must be False."""
+        assert not self.reads_tokens, "its next token depends on what the tokens before it are"
+        sampler = copy(self)
+        sampler.position += tokens
+        return sampler
+
     def ahead(self) -> SequenceSampler:
         """Return a sampler of the same tokens, whose `position` may be moved to tokens that are only guessed.
 

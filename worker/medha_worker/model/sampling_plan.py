@@ -77,10 +77,15 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class TopP:
-    """The racing rows that keep a nucleus, and their probabilities."""
+    """The racing rows that keep a nucleus, their probabilities, and the most tokens among which one is to be searched.
+
+    Those are all tokens, unless each of the rows has a `top_k`. Then the largest of these is enough: further tokens that are
+    left are as probable as the last one kept, and are kept with it.
+    """
 
     rows: RowIndex
     probabilities: Column
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,6 @@ class Racing:
     rows: RowIndex
     in_block: tuple[int, ...]
     filters: Filters
-    nucleus_rows: tuple[int, ...]  # the rows of the block that have a nucleus
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +224,9 @@ def plan_filters(parameters: Sequence[Sampling], vocab: int, columns: Columns) -
         if top_k
         else None,
         top_p=TopP(
-            _index([row for row, _ in top_p], rows, columns), columns.doubles_of_rows([p for _, p in top_p])
+            _index([row for row, _ in top_p], rows, columns),
+            columns.doubles_of_rows([p for _, p in top_p]),
+            min(vocab, max(parameters[row].top_k or vocab for row, _ in top_p)),
         )
         if top_p
         else None,
@@ -334,7 +340,6 @@ def _racing(rows: _Rows, vocab: int, columns: Columns) -> Racing | None:
         _index(in_block, len(rows), columns),
         in_block,
         plan_filters([one.sampling for _, one in racing], vocab, columns),
-        tuple(row for row, one in racing if one.sampling.top_p < 1.0),
     )
 
 
@@ -346,27 +351,18 @@ def _logprobs(rows: _Rows, vocab: int, columns: Columns) -> Logprobs | None:
     return Logprobs(_index(in_block, len(rows), columns), in_block, counts, min(max(counts), vocab))
 
 
-def read_results(
-    plan: SamplingPlan, parts: Iterable[Sequence[float]], *, flags_nuclei: bool
-) -> tuple[list[SampledToken | NotSampled], list[int]]:
-    """Return the result of each row, and the rows whose nucleus was wider than the candidates that were searched.
-
-    `parts` are the numbers of what `TokenSampler.launch` computes.
-    """
+def read_results(plan: SamplingPlan, parts: Iterable[Sequence[float]]) -> list[SampledToken | NotSampled]:
+    """Return the result of each row. `parts` are the numbers of what `TokenSampler.launch` computes."""
     results: list[SampledToken | NotSampled] = []
-    wide: list[int] = []
     part = iter(parts)
     for block in plan.batch.blocks:
         ids, best = next(part), next(part)
-        if flags_nuclei and block.racing is not None and block.racing.nucleus_rows:
-            flags = zip(block.racing.nucleus_rows, next(part), strict=True)
-            wide += [block.first + row for row, flag in flags if flag and math.isfinite(best[row])]
         logprobs = _read_logprobs(block.logprobs, part) if block.logprobs is not None else {}
         results += [
             SampledToken(int(token), logprobs.get(row)) if math.isfinite(largest) else _not_sampled(largest)
             for row, (token, largest) in enumerate(zip(ids, best, strict=True))
         ]
-    return results, wide
+    return results
 
 
 def _read_logprobs(asked: Logprobs, part: Iterator[Sequence[float]]) -> dict[int, TokenLogprob]:

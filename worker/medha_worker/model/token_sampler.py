@@ -1,9 +1,9 @@
 """Samples the next tokens of a step on the device of the logits, in the order of operations that `sampler` gives.
 
 The device is given a plan, and its results are copied to the host once. Between the two, nothing waits for the
-device: which operators run depends on the plan alone. The exception is a nucleus that is wider than the first
-candidates that are searched for it. Those rows are flagged in the results, and sampled once more among all tokens.
-On the CPU, where waiting costs nothing, the search is widened at once.
+device: which operators run depends on the plan alone. So a nucleus is searched among as many tokens as the options of
+its block allow, which without `top_k` are all. On the CPU, where a look at the numbers costs nothing, the search begins
+with few and is widened where that is needed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from medha_worker.model.sampling_plan import (
 )
 
 _NEGATIVE_INFINITY = float("-inf")
-FIRST_NUCLEUS_WIDTH = 1024
+_FIRST_NUCLEUS_WIDTH = 1024  # tokens among which the CPU searches for a nucleus first
 _BATCHES = 4  # plans that are kept: with several stages, as many batches take turns
-_WIDER = 8  # factor by which the search for a nucleus is widened on the CPU
+_WIDER = 8  # factor by which that is widened
 
 
 class TokenSampler:
@@ -65,23 +65,11 @@ class TokenSampler:
         vocab = logits.shape[1]
         plan = plan or self.plan(sequences, vocab)
         assert vocab == plan.batch.vocab, f"{vocab} tokens, and {plan.batch.vocab} were planned"
-        results, wide = self._results(logits, plan, FIRST_NUCLEUS_WIDTH)
-        if wide:
-            rows = self._device.place(torch.tensor(wide))
-            wider = self.plan([sequences[row] for row in wide], vocab)
-            again, _ = self._results(logits.index_select(0, rows), wider, vocab)
-            for row, result in zip(wide, again, strict=True):
-                results[row] = result
-        return results
-
-    def _results(
-        self, logits: Tensor, plan: SamplingPlan, nucleus_width: int
-    ) -> tuple[list[SampledToken | NotSampled], list[int]]:
-        parts = self.launch(logits, plan, nucleus_width)
+        parts = self.launch(logits, plan)
         if not self._is_host:
             # The one copy to the host, and the one wait for the device.
             parts = list(torch.split(packed(parts).to(HOST), [len(part) for part in parts]))
-        return read_results(plan, [part.tolist() for part in parts], flags_nuclei=not self._is_host)
+        return read_results(plan, [part.tolist() for part in parts])
 
     def plan(self, sequences: Sequence[SequenceSampler], vocab: int) -> SamplingPlan:
         """Return the plan of the next token of each sequence, on the device; the logits need not be there yet."""
@@ -98,9 +86,7 @@ class TokenSampler:
         self._batches.append(batch)
         return batch
 
-    def launch(
-        self, logits: Tensor, plan: SamplingPlan, nucleus_width: int = FIRST_NUCLEUS_WIDTH
-    ) -> list[Tensor]:
+    def launch(self, logits: Tensor, plan: SamplingPlan) -> list[Tensor]:
         """Start the sampling of float32 [rows, vocab]; return what `read_results` reads as parts, [n] each, on the device."""
         if plan.penalties is not None:
             self._tables.update(plan.penalties, plan.batch.vocab)
@@ -109,35 +95,24 @@ class TokenSampler:
         parts: list[Tensor] = []
         for block, keys in zip(plan.batch.blocks, plan.keys, strict=True):
             rows = logits[block.first : block.first + block.rows] if block.rows < len(logits) else logits
-            parts += self._block(rows, block, keys, masks, nucleus_width)
+            parts += self._block(rows, block, keys, masks)
         return parts
 
     def _block(
-        self,
-        logits: Tensor,
-        block: BlockPlan,
-        keys: Column | None,
-        masks: Tensor | None,
-        nucleus_width: int,
+        self, logits: Tensor, block: BlockPlan, keys: Column | None, masks: Tensor | None
     ) -> list[Tensor]:
         adjusted = adjust_logits(logits, block, masks, self._tables) if block.adjusts else logits
         best, tokens = adjusted.max(dim=-1)  # NaN wins a max, so that `best` shows it
-        flags: list[Tensor] = []
         if block.racing is not None:
             assert keys is not None
-            tokens, flags = self._winners(adjusted, tokens, block.racing, keys, nucleus_width)
+            tokens = self._winners(adjusted, tokens, block.racing, keys)
         logprobs = _logprobs(logits, tokens, block.logprobs) if block.logprobs is not None else []
-        return [tokens, best, *flags, *logprobs]
+        return [tokens, best, *logprobs]
 
-    def _winners(
-        self, adjusted: Tensor, tokens: Tensor, racing: Racing, keys: Column, nucleus_width: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return all tokens with those of the racing rows replaced, and bool [nuclei] of those that are too wide."""
-        filtered, wide = filter_logits(
-            _rows(adjusted, racing.rows), racing.filters, nucleus_width, widens=self._is_host
-        )
-        winners = self._race.winners(filtered, keys.tensor)
-        return _replaced(tokens, racing.rows, winners), [] if wide is None else [wide]
+    def _winners(self, adjusted: Tensor, tokens: Tensor, racing: Racing, keys: Column) -> Tensor:
+        """Return all tokens with those of the racing rows replaced."""
+        filtered = filter_logits(_rows(adjusted, racing.rows), racing.filters, widens=self._is_host)
+        return _replaced(tokens, racing.rows, self._race.winners(filtered, keys.tensor))
 
 
 def bits_of_bytes(device: Device) -> Tensor:
@@ -188,14 +163,11 @@ def adjust_logits(logits: Tensor, block: BlockPlan, masks: Tensor | None, tables
     return adjusted
 
 
-def filter_logits(
-    logits: Tensor, filters: Filters, nucleus_width: int, *, widens: bool
-) -> tuple[Tensor, Tensor | None]:
+def filter_logits(logits: Tensor, filters: Filters, *, widens: bool) -> Tensor:
     """Apply step 5: temperature, top-k, top-p and min-p of each row; float64 [rows, vocab], -inf if filtered.
 
-    Rows are shifted so that their largest value is 0, which keeps every temperature above 0 in range. A nucleus
-    is searched among the `nucleus_width` largest logits. If it is wider, the search either `widens` or the
-    second result, bool [nuclei], is true for the row, whose first result is then wrong.
+    Rows are shifted so that their largest value is 0, which keeps every temperature above 0 in range. A nucleus is
+    searched among as many logits as it can have, or, if the search `widens`, among few first: that reads the numbers.
     """
     scaled = logits.double()
     scaled -= scaled.amax(dim=-1, keepdim=True)
@@ -206,35 +178,31 @@ def filter_logits(
         rows = _rows(scaled, top_k.rows)
         last = rows.topk(top_k.most, dim=-1).values.gather(1, top_k.last.tensor)
         scaled = _replaced(scaled, top_k.rows, rows.masked_fill_(rows < last, _NEGATIVE_INFINITY))
-    wide = None
     if (top_p := filters.top_p) is not None:
         rows = _rows(scaled, top_p.rows)
-        threshold, wide = _nucleus_thresholds(rows, top_p.probabilities.tensor, nucleus_width, widens=widens)
+        if widens:
+            threshold = _widened_thresholds(rows, top_p.probabilities.tensor)
+        else:
+            total = rows.exp().sum(dim=-1, keepdim=True)
+            threshold, _ = _thresholds_among(rows, total, top_p.probabilities.tensor, top_p.most)
         scaled = _replaced(scaled, top_p.rows, rows.masked_fill_(rows < threshold, _NEGATIVE_INFINITY))
     if filters.log_min_p is not None:
         # The largest is 0 after the shift.
         scaled.masked_fill_(scaled < filters.log_min_p.tensor, _NEGATIVE_INFINITY)
-    return scaled, wide
+    return scaled
 
 
-def _nucleus_thresholds(
-    rows: Tensor, top_p: Tensor, width: int, *, widens: bool
-) -> tuple[Tensor, Tensor | None]:
+def _widened_thresholds(rows: Tensor, top_p: Tensor) -> Tensor:
     """Return the lowest logit of the smallest set of most probable tokens whose probabilities reach `top_p`.
 
-    `top_p` and the result are [rows, 1]. Only the `width` largest logits are read, without sorting the
-    vocabulary; see `filter_logits` for sets that are wider.
+    `top_p` and the result are [rows, 1]. Few of the largest logits are read first, without sorting the vocabulary, and
+    more of them for the rows that need them.
     """
     vocab = rows.shape[1]
-    if widens:
-        # One by one: then a total is rounded the same whatever the other rows are.
-        total = torch.stack([row.exp().sum() for row in rows])[:, None]
-    else:
-        total = rows.exp().sum(dim=-1, keepdim=True)
-    width = min(width, vocab)
+    # One by one: then a total is rounded the same whatever the other rows are.
+    total = torch.stack([row.exp().sum() for row in rows])[:, None]
+    width = min(_FIRST_NUCLEUS_WIDTH, vocab)
     threshold, wide = _thresholds_among(rows, total, top_p, width)
-    if not widens:
-        return threshold, torch.zeros_like(top_p[:, 0], dtype=torch.bool) if wide is None else wide
     while wide is not None and bool(wide.any()):
         width = min(width * _WIDER, vocab)
         at = wide.nonzero().squeeze(1)
@@ -242,7 +210,7 @@ def _nucleus_thresholds(
         if still_wide is None:
             break
         wide[at] = still_wide
-    return threshold, None
+    return threshold
 
 
 def _thresholds_among(rows: Tensor, total: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
@@ -250,7 +218,10 @@ def _thresholds_among(rows: Tensor, total: Tensor, top_p: Tensor, width: int) ->
 
     If these are all logits, the second result is None.
     """
-    largest = rows.topk(width, dim=-1).values
+    if width == rows.shape[1]:
+        largest = rows.sort(dim=-1, descending=True).values
+    else:
+        largest = rows.topk(width, dim=-1).values
     before = largest.exp().cumsum(dim=-1) / total - largest.exp() / total
     # The most probable token stays, however small top_p is.
     inside = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)

@@ -365,12 +365,13 @@ class Executor:
         if plan.batch is not None:
             computed = self._forward(plan.entries, plan.prepared or self._prepared(plan.batch))
         on_forward_done()
+        # First, because it launches work behind the layers while these run; the others wait for the device.
+        sampling = [one for one in computed if one.entry.samples]
+        results = self._tokens.sample(sampling) if sampling else []
         scored: list[Scored] = []
         if self._pipeline.is_last_stage:
             failures += _lost(computed, self._model.device)
             scored = self._scorer.score(computed, failures)
-        sampling = [one for one in computed if one.entry.samples]
-        results = self._tokens.sample(sampling) if sampling else []
         return computed, results, scored
 
     def _forward(self, entries: Sequence[PlannedEntry], step: PreparedStep) -> list[Computed]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Protocol
@@ -96,6 +96,23 @@ class Result:
         return tokens + [-1] * (1 + len(self.planned.entry.drafts) - len(tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A row of logits behind a draft whose token is sampled before it is known that the draft is right.
+
+    Attributes:
+        entry: Index of the entry.
+        drafts: Number of its drafts up to the row, from 1 on.
+        row: Index of the row among those behind drafts.
+        sampler: The sampler of the row's token.
+    """
+
+    entry: int
+    drafts: int
+    row: int
+    sampler: SequenceSampler
+
+
 class SampledTokens:
     """Samples tokens, or expects those that another rank samples."""
 
@@ -123,8 +140,15 @@ class SampledTokens:
         """
         link, entries = self._link, [one.planned for one in computed]
         samplers = [one.sequence.sampler for one in entries if one.sequence.sampler is not None]
+        # On the host no read is saved, and tokens behind wrong drafts would cost time.
+        ahead = [] if self._device.is_host else _draft_rows(entries)
         # While a device runs the layers: after the logits it is then given nothing but kernels.
-        plan = self._planned(samplers) if link is None or link.samples else None
+        plan = rows = None
+        if link is None or link.samples:
+            plan = self._planned([*samplers, *(one.sampler for one in ahead)])
+            if 0 < len(ahead) < sum(len(one.entry.drafts) for one in entries):
+                chosen = [*range(len(entries)), *(len(entries) + one.row for one in ahead)]
+                rows = self._device.place(torch.tensor(chosen))
         logits = None
         if link is None or link.is_last_stage:
             logits = self._logits(sampled_hidden(computed, self._device))
@@ -136,27 +160,57 @@ class SampledTokens:
                 self._expected.append(entries)
             return []
         first_rows = len(entries)
-        sampled = self._sampled(logits[:first_rows], samplers, plan)
+        sampled = None
+        if ahead:
+            sampled = self._sampled_with_drafts(
+                logits if rows is None else logits[rows], samplers, ahead, plan
+            )
+            if sampled is None:
+                ahead, plan = [], None
+        if sampled is None:
+            sampled = self._sampled(logits[:first_rows], samplers, plan)
         results = [Result(one) for one in entries]
-        for result, token, sampler in zip(results, sampled, samplers, strict=True):
+        for result, token, sampler in zip(results, sampled, samplers, strict=False):
             result.take(_explained(token, sampler))
+        for behind, token in zip(ahead, sampled[first_rows:], strict=True):
+            # Behind a token that is not the one drafted, or that could not be sampled, rows are of another text.
+            drafted = results[behind.entry]
+            is_next = len(drafted.sampled) == behind.drafts and drafted.is_drafted_further
+            if is_next and isinstance(token, SampledToken):
+                drafted.take(token)
         if len(logits) > first_rows:
-            self._verify_drafts(logits[first_rows:], results)
+            self._verify_drafts(logits[first_rows:], results, {behind.entry for behind in ahead})
         if link is not None:
             tokens = [token for result in results for token in result.tokens]
             self._digest = _digest(self._digest, entries, tokens)
             link.send_tokens([*tokens, self._digest])
         return results
 
-    def _verify_drafts(self, logits: Tensor, results: Sequence[Result]) -> None:
-        """Sample one more token wherever the last one is the one drafted, until none is.
+    def _sampled_with_drafts(
+        self,
+        logits: Tensor,
+        samplers: Sequence[SequenceSampler],
+        ahead: Sequence[DraftRow],
+        plan: SamplingPlan | None,
+    ) -> list[SampledToken | NotSampled] | None:
+        """Sample the rows of all entries and those behind drafts, and read them at once; None if that fails."""
+        try:
+            return self._sampler.sample(logits, [*samplers, *(one.sampler for one in ahead)], plan)
+        except Exception as error:  # noqa: BLE001 - then no draft costs the tokens before it
+            _log.warning("%d drafts could not be verified together: %s", len(ahead), error)
+            return None
+
+    def _verify_drafts(self, logits: Tensor, results: Sequence[Result], verified: Container[int]) -> None:
+        """Sample one more token wherever the last one is the one drafted, until none is; not for entries that are `verified`.
 
         Each token is sampled as in a step of its own: from its row of logits, which are [drafts, vocab], and with all
         tokens before it in penalties, grammar and counts. So no draft can change a text. Where no token can be
         sampled, that is left to the step behind this one.
         """
         starts = list(accumulate([len(one.planned.entry.drafts) for one in results], initial=0))
-        going = [index for index, one in enumerate(results) if one.is_drafted_further]
+        going = [
+            index for index, one in enumerate(results) if one.is_drafted_further and index not in verified
+        ]
         while going:
             rows = [starts[index] + len(results[index].sampled) - 1 for index in going]
             samplers = [
@@ -250,6 +304,17 @@ class SampledTokens:
         received = iter(tokens)
         for one, count in zip(entries, counts, strict=True):
             one.sequence.learn(list(islice(received, count)))
+
+
+def _draft_rows(entries: Sequence[PlannedEntry]) -> list[DraftRow]:
+    """Return the rows whose tokens do not depend on those before them but by the logits: they can be sampled at once."""
+    starts = accumulate([len(one.entry.drafts) for one in entries], initial=0)
+    return [
+        DraftRow(index, 1 + draft, start + draft, sampler.behind(1 + draft))
+        for index, (one, start) in enumerate(zip(entries, starts, strict=False))
+        if (sampler := one.sequence.sampler) is not None and not sampler.reads_tokens
+        for draft in range(len(one.entry.drafts))
+    ]
 
 
 def _explained(result: SampledToken | NotSampled, sampler: SequenceSampler) -> SampledToken | NotSampled:
