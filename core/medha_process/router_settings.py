@@ -116,7 +116,8 @@ class RouterSettings(PartSettings):
     status 503. One API key or address gets at most three quarters of it. Default: an eighth of `max_bodies_bytes`."""
     replica_start_seconds: float = Field(default=120.0, gt=0, le=86400)
     """Time that a replica takes from its creation until it serves. While none serves, it is the predicted wait in
-    `medha_deployment_missed_deadline_seconds_predicted`. A spare is desired for work that is due within a quarter of it."""
+    `medha_deployment_missed_deadline_seconds_predicted`. Work that is due within a
+    quarter of it is urgent: a spare is desired for it, and what it will have grown by when a further replica serves."""
     max_samples: int = Field(default=128, ge=1)
     """Largest number of sequences of one request: `n` times its prompts."""
     large_body_bytes: int = Field(default=256 * 2**10, ge=1)

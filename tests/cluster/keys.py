@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import trustme
 from cryptography.hazmat.primitives import serialization
@@ -82,8 +83,7 @@ class Keys:
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "default"}}],
             "current-context": "c",
         }
-        path.write_text(json.dumps(config), encoding="utf-8")
-        path.chmod(0o600)
+        _replace(path, json.dumps(config))
         return path
 
     def _issue(
@@ -101,6 +101,15 @@ class Keys:
         chain = b"".join(blob.bytes() for blob in leaf.cert_chain_pems)
         (self._folder / f"{name}.pem").write_bytes(chain)
         leaf.private_key_pem.write_to_path(str(self._folder / f"{name}-key.pem"))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Give a file this content, for its owner alone. Programs that read it meanwhile see the one content or the other."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as written:
+        written.write(text)
+    Path(written.name).replace(path)
 
 
 def _data(path: Path) -> str:

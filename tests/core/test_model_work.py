@@ -121,6 +121,26 @@ def test_a_router_asks_for_its_part_of_a_spare_as_soon_as_replicas_announce_more
     assert core.demand("m", work(core))["spare"] == pytest.approx(1 / 3), "while none serves, it is as it was"
 
 
+def test_urgent_requests_that_come_faster_and_faster_ask_for_replicas_before_they_are_needed() -> None:
+    """Each of three routers that share the clients asks for a part, and none does once nothing has been asked for a minute."""
+    core = serving(routers=3)
+    arrivals = [
+        *(float(second) for second in range(0, 30, 5)),
+        *(float(second) for second in range(30, 60, 4)),
+        *(60 + number / 2 for number in range(60)),
+    ]
+    before, after = arrivals[:14], arrivals[14:]
+    for at in before:
+        ask(core, f"{at}:", 100, at)  # 1 s of work
+    assert core.demand("m", work(core, 59.9))["growth"] == 0.0, "two requests more may be chance"
+    for at in after:
+        ask(core, f"{at}:", 100, at)
+    assert 0.5 < core.demand("m", work(core, 89.9))["growth"] < 5.0
+    for at in arrivals:
+        core.handle(Abandon(f"{at}:0"), 90.0)
+    assert core.demand("m", work(core, 150.0))["growth"] == 0.0
+
+
 def test_tiny_work_that_is_late_needs_no_whole_lane() -> None:
     core = serving(**BUSY)
     for name in "abcd":

@@ -13,6 +13,7 @@ from medha.routing.replica_demand import (
     OPEN_SHARE,
     ArrivedWork,
     DemandTerms,
+    GrowingWork,
     ModelWork,
     ReplicaSize,
     replica_demand,
@@ -26,6 +27,7 @@ works = st.builds(
     ModelWork,
     arrival_rate=_seconds,
     urgent_rate=_seconds,
+    urgent_growth=_seconds,
     pending_seconds=_seconds,
     waiting_lanes=_seconds,
     missed_seconds=_seconds,
@@ -57,13 +59,15 @@ def test_a_replica_of_several_lanes_does_the_work_of_as_many() -> None:
 def test_replicas_without_a_kv_pool_need_no_more_of_them_for_kv() -> None:
     work = ModelWork(arrival_rate=0.5, kv_tokens=500, open_requests=1)
     assert replica_demand(work, replace(SIZE, kv_tokens=0.0), TERMS) == pytest.approx(
-        {"arrivals": 1.0, "waiting": 0.0, "kv": 0.0, "spare": 0.0, "open": 0.0}
+        {"arrivals": 1.0, "waiting": 0.0, "kv": 0.0, "spare": 0.0, "growth": 0.0, "open": 0.0}
     )
 
 
 def test_kv_counts_as_far_as_it_needs_more_replicas_than_prefill_does() -> None:
     parts = replica_demand(ModelWork(arrival_rate=0.5, kv_tokens=2700), SIZE, TERMS)
-    assert parts == pytest.approx({"arrivals": 1.0, "waiting": 0.0, "kv": 2.0, "spare": 0.0, "open": 0.0})
+    assert parts == pytest.approx(
+        {"arrivals": 1.0, "waiting": 0.0, "kv": 2.0, "spare": 0.0, "growth": 0.0, "open": 0.0}
+    )
     assert replica_demand(ModelWork(arrival_rate=5.0, kv_tokens=2700), SIZE, TERMS)["kv"] == 0.0
     assert replica_demand(ModelWork(waiting_lanes=1.0, kv_tokens=2700), SIZE, TERMS)["kv"] == pytest.approx(
         2.0
@@ -137,11 +141,66 @@ def test_the_parts_are_never_negative_and_an_open_request_keeps_the_sum_above_ze
         assert total(work, size) >= OPEN_SHARE * (1 - 1e-9)
 
 
+# --- the growth of urgent work ---------------------------------------------------------------------------
+
+
+def growing(rates: list[float], terms: DemandTerms = TERMS) -> GrowingWork:
+    """Return work that arrives at these rates, one for each second from 0 on, in requests of 0.1 s."""
+    found, left = GrowingWork(terms), 0.0
+    for second, rate in enumerate(rates):
+        left += rate
+        while left >= 0.1:
+            left -= 0.1
+            found.add(0.1, float(second))
+    return found
+
+
+def test_a_slope_is_predicted_to_go_on_until_a_further_replica_serves() -> None:
+    slope = growing([1.0 + 0.02 * second for second in range(120)], replace(TERMS, growth_errors=0.0))
+    # The later half minute is centred 15 s ago, so that the rate in 120 s is 135 times 0.02 more.
+    assert slope.growth(3.0, 1, 119.9) == pytest.approx(2.7, rel=0.05)
+
+
+def test_a_constant_or_falling_load_grows_by_nothing() -> None:
+    assert growing([2.0] * 120).growth(2.0, 1, 119.9) == 0.0
+    assert growing([2.0 - 0.01 * second for second in range(120)]).growth(2.0, 1, 119.9) == 0.0
+    assert growing([]).growth(0.0, 1, 10.0) == 0.0
+
+
+def test_a_few_large_requests_more_are_chance_and_as_much_work_in_many_small_ones_is_growth() -> None:
+    few, many = GrowingWork(TERMS), GrowingWork(TERMS)
+    few.add(6.0, 100.0)
+    for number in range(600):
+        many.add(0.01, 100.0 + number / 30)
+    assert few.growth(1.0, 1, 120.0) == 0.0
+    assert many.growth(1.0, 1, 120.0) > 0.5
+
+
+def test_a_step_is_predicted_to_grow_by_three_times_the_rate_at_most_and_for_a_minute() -> None:
+    step = growing([0.0] * 60 + [1.0] * 90)
+    assert step.growth(0.5, 1, 89.9) == 1.5
+    assert step.growth(1.0, 1, 149.9) == 0.0
+
+
+@given(st.integers(2, 20), st.lists(st.floats(0, 1), min_size=60, max_size=60))
+def test_routers_that_divide_the_clients_predict_the_growth_that_one_router_of_all_would(
+    routers: int, works: list[float]
+) -> None:
+    """Each of n routers has a request for each of the n that one router has in the same second."""
+    part, whole = GrowingWork(TERMS), GrowingWork(TERMS)
+    for second, work in enumerate(works):
+        part.add(work, float(second))
+        for _ in range(routers):
+            whole.add(work, float(second))
+    found = routers * part.growth(1.0, routers, 59.9)
+    assert found == pytest.approx(whole.growth(routers, 1, 59.9), rel=1e-6, abs=1e-6)
+
+
 # --- the rate of arrivals ---------------------------------------------------------------------------------
 
 
 def test_the_work_of_a_long_prompt_is_spread_over_the_time_until_it_is_due() -> None:
-    arrived = ArrivedWork(60.0)
+    arrived = ArrivedWork(TERMS)
     arrived.add(100.0, 300.0, 1000.0)
     arrived.add(6.0, 2.0, 1000.0)
     assert arrived.rates(1059.0, idle=False)[0] == pytest.approx(100 / 300 + 6 / 60)
@@ -150,7 +209,7 @@ def test_the_work_of_a_long_prompt_is_spread_over_the_time_until_it_is_due() -> 
 
 
 def test_work_is_urgent_if_it_is_due_soon_after_its_arrival() -> None:
-    arrived = ArrivedWork(60.0, 30.0)
+    arrived = ArrivedWork(TERMS)
     arrived.add(6.0, 30.0, 1000.0)
     arrived.add(12.0, 31.0, 1000.0)
     assert arrived.rates(1059.0, idle=False) == pytest.approx((0.3, 0.1))
@@ -159,14 +218,14 @@ def test_work_is_urgent_if_it_is_due_soon_after_its_arrival() -> None:
 
 
 def test_work_that_is_never_due_is_forgotten_all_the_same() -> None:
-    arrived = ArrivedWork(60.0)
+    arrived = ArrivedWork(TERMS)
     arrived.add(36.0, inf, 0.0)
     assert arrived.rates(3600.0, idle=False)[0] == pytest.approx(0.01)
     assert arrived.rates(3606.0, idle=False)[0] == 0.0
 
 
 def test_work_that_is_due_tomorrow_counts_no_more_once_all_has_ended_for_a_minute() -> None:
-    arrived = ArrivedWork(60.0)
+    arrived = ArrivedWork(TERMS)
     arrived.add(36.0, 86_400.0, 0.0)
     arrived.end(100.0)
     assert arrived.rates(159.0, idle=True)[0] == pytest.approx(0.01)
@@ -182,7 +241,7 @@ def test_work_that_is_due_tomorrow_counts_no_more_once_all_has_ended_for_a_minut
 def test_each_arrival_counts_until_it_is_due_give_or_take_a_bucket(
     arrivals: list[tuple[float, float, float]], after: float
 ) -> None:
-    arrived = ArrivedWork(60.0)
+    arrived = ArrivedWork(TERMS)
     for at, work, due in sorted(arrivals):
         arrived.add(work, due, at)
     now = max((at for at, _, _ in arrivals), default=0.0) + after
@@ -195,7 +254,7 @@ def test_each_arrival_counts_until_it_is_due_give_or_take_a_bucket(
 @given(st.floats(0.01, 20), st.floats(0.1, 5))
 def test_a_constant_load_needs_a_constant_number_of_replicas(rate: float, work: float) -> None:
     """Whenever it is asked: the demand of equal arrivals at equal distances varies by one arrival or one bucket."""
-    arrived, gap = ArrivedWork(60.0), 1 / rate
+    arrived, gap = ArrivedWork(TERMS), 1 / rate
     seen = []
     for number in range(int(600 * rate)):
         now = number * gap

@@ -237,6 +237,13 @@ def test_the_page_fits_and_can_be_read_at_every_width_and_in_light_and_dark(
             assert page.evaluate(NAMES) == [], (width, dark)
 
 
+@needs_browser
+def test_durations_are_rounded_before_they_are_divided_into_minutes_and_hours(page: Browser) -> None:
+    durations = {0.0994: "99 ms", 9.949: "9.95 s", 119.0: "119.0 s", 179.7: "3 min 0 s", 3599.6: "1 h 0 min", 8837.0: "2 h 27 min"}  # fmt: skip
+    asked = f"import('/ui/words.js').then(({{ seconds }}) => {list(durations)}.map(seconds))"
+    assert page.evaluate(asked) == list(durations.values())
+
+
 CONTRAST = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = (text) => rgb(text).slice(0, 3).map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4))

@@ -14,7 +14,10 @@ from otlp_collector import collecting
 
 from .conftest import MODEL, free_port, start, stop, write_manifest
 
-pytestmark = pytest.mark.long  # building the Collector takes seven minutes of processor time
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
+]  # building the Collector takes seven minutes of processor time
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 

@@ -25,7 +25,7 @@ class ModelWorks:
 
     def arrived(self, model: str, work_seconds: float, due_seconds: float, now: float) -> None:
         """Count the prefill of a sequence that has just arrived, and is due in `due_seconds`."""
-        arrived = self._arrived.setdefault(model, self._new_arrived())
+        arrived = self._arrived.setdefault(model, ArrivedWork(self.terms))
         arrived.add(work_seconds, due_seconds, now)
 
     def ended(self, model: str, now: float) -> None:
@@ -93,6 +93,7 @@ class ModelWorks:
             model: ModelWork(
                 arrival_rate=arrival_rate,
                 urgent_rate=urgent_rate,
+                urgent_growth=self._growth(model, now),
                 pending_seconds=pending[model],
                 waiting_lanes=lanes[model],
                 missed_seconds=missed[model],
@@ -102,12 +103,13 @@ class ModelWorks:
             for model, (arrival_rate, urgent_rate) in rates.items()
         }
 
-    def _new_arrived(self) -> ArrivedWork:
-        return ArrivedWork(self.terms.spread_seconds, self.terms.spare_due_seconds)
-
     def _rates(self, model: str, now: float, *, idle: bool) -> tuple[float, float]:
         arrived = self._arrived.get(model)
         return arrived.rates(now, idle=idle) if arrived is not None else (0.0, 0.0)
+
+    def _growth(self, model: str, now: float) -> float:
+        arrived, size = self._arrived.get(model), self._sizes.get(model)
+        return arrived.growth(size.routers if size else 1, now) if arrived is not None else 0.0
 
 
 def _ahead(serving: list[KnownReplica], start_seconds: float) -> Callable[[Floats], Floats]:

@@ -10,6 +10,7 @@ const STEPS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200];
 
 // Height of a row of short prompts, by the number of rows.
 export function shortRowHeight(rows) {
+  if (rows <= 8) return 24;
   if (rows <= 14) return 18;
   return rows <= 40 ? 11 : 7;
 }

@@ -13,7 +13,10 @@ export function seconds(value) {
   if (value < 0.0995) return `${Math.max(0, value * 1000).toFixed(0)} ms`;
   if (value < 9.95) return `${value.toFixed(2)} s`;
   if (value < 120) return `${value.toFixed(1)} s`;
-  return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  const whole = Math.round(value); // before it is divided, or 179.7 s would be 2 min 60 s
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  const minutes = Math.round(value / 60);
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export function share(part, whole) {
