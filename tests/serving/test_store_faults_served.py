@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,9 @@ def test_no_fault_of_the_service_changes_a_text_or_keeps_memory(
     def faults() -> int:
         return "".join(served.lines).count("the store has failed, and is left alone for a while")
 
+    def has_failed_since(before: int) -> bool:
+        return faults() > before
+
     texts = [answer(served, number)[0] for number in range(4)]
     wait_for("a write", lambda: counted("written_bytes_total") > 0)
     for fault in FAULTS:
@@ -98,7 +102,7 @@ def test_no_fault_of_the_service_changes_a_text_or_keeps_memory(
         proxy.fault = fault
         for number in (0, 1, 2, 3, 0):
             assert answer(served, number)[0] == texts[number], fault
-        wait_for(f"the fault {fault}", lambda: faults() > failed)
+        wait_for(f"the fault {fault}", partial(has_failed_since, failed))
         proxy.fault = ""
     served.wait_idle()
     files = {path for path in (service.directory / BUCKET).rglob("*") if path.is_file()}
