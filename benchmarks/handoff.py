@@ -4,7 +4,8 @@
     python benchmarks/handoff.py --json benchmarks/results/handoff.json
 
 First, a process reads KV blocks from another process, as a rank reads those of another replica: encrypted, with checksums,
-over the loopback. In the same rounds, plain sockets pass as many bytes between the same two processes.
+over the loopback. In the same rounds, plain sockets pass as many bytes between the same two processes. Where the package
+`nixl` is installed, the blocks are also read over NIXL, which encrypts nothing.
 
 Then, streams run on one of two replicas, which drains. If the replicas hand KV over, the stream moves and the other replica
 reads its KV; otherwise the other replica computes it when the first one ends. The pause of the stream is its longest wait for a token
@@ -24,6 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -34,6 +36,7 @@ from client_stream import MODEL, Stream
 from fleet import Fleet, wait_for
 from harness import Row, claim, exit_with, in_turn, parser, ratio, report, table
 
+from medha.api.replica import PeerPlane
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, ServeBlocks
 from medha.wire.messages import DiskReport
 from medha_worker.device import host_device
@@ -69,11 +72,11 @@ def host_blocks(blocks: int) -> HostBlocks:
     return host
 
 
-def give(pipe: Connection, blocks: int) -> None:
+def give(pipe: Connection, blocks: int, plane: PeerPlane) -> None:
     """Be the replica that gives: with a ticket for all blocks, and with a plain socket for as many bytes, until told to end."""
     host = host_blocks(blocks)
     data = host.rows(0, blocks).tobytes()
-    server = PeerServer("tcp://127.0.0.1:*", host, IDENTITY)
+    server = PeerServer("tcp://127.0.0.1:*", host, IDENTITY, plane)
     server.serve([ServeBlocks(TICKET, ((0, blocks),))])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send((server.figures, listener.getsockname()))
@@ -84,18 +87,23 @@ def give(pipe: Connection, blocks: int) -> None:
     server.close()
 
 
+def planes() -> tuple[PeerPlane, ...]:
+    """Return the planes that blocks can be read on here."""
+    return ("sockets", "nixl") if find_spec("nixl") else ("sockets",)
+
+
 class Taker:
     """The replica that takes, and the process that gives."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, plane: PeerPlane = "sockets") -> None:
         self._blocks, self._host = blocks, host_blocks(blocks)
         self.bytes = blocks * self._host.block_bytes
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=give, args=(theirs, blocks))
+        self._process = spawn.Process(target=give, args=(theirs, blocks, plane))
         self._process.start()
         figures, self._address = self._pipe.recv()
-        self._reader = PeerReader(self._host, IDENTITY, time.monotonic)
+        self._reader = PeerReader(self._host, IDENTITY, time.monotonic, plane)
         self._reports: list[DiskReport] = []
         self._reader.begin_epoch(DiskReport(1), self._reports.append)
         self._reader.learn(TICKET, figures)
@@ -238,13 +246,16 @@ def main() -> int:
     rounds, blocks = arguments.rounds, 2048
     if arguments.quick:
         lengths, rounds, blocks = (1024,), 1, 256
-    taker = Taker(blocks)
+    takers = [Taker(blocks, plane) for plane in planes()]
     try:
-        calls = {"plain": taker.receive, "read": taker.read}
+        calls = {"plain": takers[0].receive, "read": takers[0].read}
+        if len(takers) > 1:
+            calls["nixl"] = takers[1].read
         in_turn(1, calls)  # touches all memory
         rates = in_turn(max(rounds, 3), calls)
     finally:
-        taker.close()
+        for taker in takers:
+            taker.close()
     table(("transfer", "MiB/s"), [(name, statistics.median(each) / 2**20) for name, each in rates.items()])
     with tempfile.TemporaryDirectory(prefix="handoff-") as folder:
         longest = lengths[-1] + OUTPUT_TOKENS

@@ -76,6 +76,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "kvCache.streaming.size": (["1Gi", "2Gi"], ["1GB", "0"]),
     "kvCache.tiers.disk.size": (["8Gi", "9Gi"], ["1GB", "0"]),
     "kvCache.tiers.peers.bandwidth": (["2Gi", "512Mi"], ["1GB", "0"]),
+    "kvCache.tiers.peers.plane": (["nixl", "sockets"], ["NIXL", "", 1]),
     "kvCache.tiers.disk.hostPath": (["/kv/a", "/kv/b"], ["kv", ""]),
     "kvCache.tiers.store.url": (
         ["s3://bucket/a", "s3://bucket", "file:///mnt/kv"],

@@ -1240,6 +1240,24 @@ def test_a_replica_that_lacks_a_prefix_is_told_who_has_it_if_both_hand_kv_over()
         assert (replica, submit.peer) == ("r1", ""), "it is thought to have it by then"
 
 
+@pytest.mark.parametrize(
+    ("ahead_seconds", "read_seconds", "chosen"),
+    [(0.9, 0.8, "r1"), (0.7, 0.8, "r0"), (0.9, 8.0, "r0"), (6.8, 8.0, "r1")],
+)
+def test_a_prefix_attracts_only_as_long_as_another_replica_would_take_longer_to_read_it(
+    ahead_seconds: float, read_seconds: float, chosen: str
+) -> None:
+    core = balanced("r0", "r1", hands_kv_over=True)
+    assert ask(core, "first", 640, prefix=PREFIX) == "r0"
+    card = {
+        "prefill_points": POINTS, "longest_request_tokens": 10_000, "waiting_limit": 1000, "hands_kv_over": True,
+        "read_seconds": read_seconds,
+    }  # fmt: skip
+    announce(core, replica="r0", pending_prefill_seconds=ahead_seconds, **card)
+    announce(core, replica="r1", **card)
+    assert ask(core, "again", 700, prefix=PREFIX) == chosen
+
+
 def test_a_restarted_replica_is_not_thought_to_have_what_its_predecessor_had() -> None:
     core = balanced("r0", "r1")
     assert ask(core, "first", 640, prefix=PREFIX) == "r0"

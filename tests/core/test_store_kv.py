@@ -282,6 +282,41 @@ def test_a_request_waits_only_for_so_long_and_one_that_leaves_begins_no_loads() 
     assert replica.loads == []
 
 
+def test_a_store_that_hangs_delays_no_further_request_until_it_is_tried_by_one_again() -> None:
+    replica = Replica(writes_at_once=False)
+    for number in range(3):  # they come together, so they wait together
+        replica.submit(f"a{number}", ids(10 + number, 101))
+    assert len(replica.looks) == 3
+    due = replica.core.next_due
+    assert due is not None
+    replica.now = due
+    replica.handle(Tick())
+    assert replica.admitted.keys() == {"a0", "a1", "a2"}
+    assert replica.store.rests
+    assert "has not said" in replica.core.store_kv.fault
+    replica.submit("b", ids(20, 101))
+    assert replica.admitted["b"] == 0, "it does not wait"
+    replica.now += 6
+    replica.handle(Tick())
+    assert not replica.store.rests
+    replica.submit("c", ids(21, 101))
+    assert replica.admitted["c"] == 0, "earlier questions are still open"
+    for number in range(3):
+        replica.report(looked=((number, 0),), store_fault="it has timed out")
+    due = replica.core.store_kv.next_due
+    assert due == pytest.approx(replica.now + 10)
+    replica.now += 10
+    replica.submit("d", ids(22, 101))
+    replica.submit("e", ids(23, 101))
+    assert len(replica.looks) == 4
+    assert replica.admitted.keys() == {"a0", "a1", "a2", "b", "c", "e"}, "one tries"
+    replica.report(looked=((3, 0),))
+    assert replica.core.store_kv.fault == ""
+    for number in range(2):
+        replica.submit(f"f{number}", ids(30 + number, 101))
+    assert len(replica.looks) == 6, "all ask again"
+
+
 def test_writes_that_are_not_finished_bound_further_ones() -> None:
     replica = Replica(writes_at_once=False)
     for number in range(4):

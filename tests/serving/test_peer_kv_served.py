@@ -20,17 +20,21 @@ from benchmark import benchmark
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-DOCUMENT_TOKENS, QUESTION_TOKENS, QUESTIONS = 3000, 1200, 5
+DOCUMENT_TOKENS, QUESTION_TOKENS, QUESTIONS = 8000, 1200, 5
 ROUNDS = 12
 """Most documents that are asked about: on a busy machine, a request may not wait until its KV has been read."""
-SPEC = {"kvCache": {"size": "64Mi", "tiers": {"host": {"size": "96Mi"}, "peers": {"bandwidth": "1Gi"}}}}
+MAX_MODEL_LEN = 10_000
+KV_CACHE = {"size": "96Mi", "tiers": {"host": {"size": "128Mi"}, "peers": {"bandwidth": "1Gi"}}}
 
 
 class Site:
     """Two replicas of one grid, and clients."""
 
     def __init__(self, folder: Path, grid: tuple[int, int, int]) -> None:
-        self.fleet = benchmark("fleet").Fleet(folder, (grid, grid), spec=SPEC, silence_seconds=6)
+        source = {"path": str(folder / "checkpoint")}
+        model = {"name": "m", "source": source, "maxModelLen": MAX_MODEL_LEN}
+        spec = {"model": model, "kvCache": KV_CACHE}
+        self.fleet = benchmark("fleet").Fleet(folder, (grid, grid), spec=spec, silence_seconds=6)
         self._clients = ThreadPoolExecutor(QUESTIONS)
 
     def close(self) -> None:

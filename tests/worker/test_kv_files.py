@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from zlib import crc32
@@ -35,6 +36,8 @@ from medha_worker.model.kv_files import (
     blocks_within,
     measured_seconds,
 )
+
+from .small_disk import small_disk
 
 BLOCK_BYTES, KEY = 64, "ab" * 32
 
@@ -252,7 +255,7 @@ def test_the_identity_of_weights_follows_their_content(tmp_path: Path) -> None:
 class Disk:
     """A rank's disk tier over host blocks with numbers in them, and what it reports."""
 
-    def __init__(self, directory: Path, fault: str = "") -> None:
+    def __init__(self, directory: Path, fault: str = "", clock: Callable[[], float] = perf_counter) -> None:
         pool = KVCache(
             num_layers=2, kv_heads=1, head_dim=4, num_blocks=4, block_tokens=2, tensors=2, device=host_device(torch.float32)
         )  # fmt: skip
@@ -260,7 +263,7 @@ class Disk:
         for slot in range(12):
             self.host.put_rows(slot, np.full((1, self.host.block_bytes), slot, dtype=np.uint8))
         self.files = KvFiles(directory, "model", self.host.block_bytes)
-        self.blocks = DiskBlocks(self.files, self.host, perf_counter, fault)
+        self.blocks = DiskBlocks(self.files, self.host, clock, fault)
         self.reports: list[DiskReport] = []
         self.begin()
 
@@ -347,6 +350,32 @@ def test_a_full_disk_costs_files_and_then_the_tier(disk: Disk, monkeypatch: pyte
     assert kept(disk.files) == []
 
 
+def test_a_disk_that_is_really_full_keeps_what_is_written_and_no_remains(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 96 * 1024) as folder:
+        disk = Disk(folder / "rank-3")
+        try:
+            names = range(1, 30)
+            told = {name: disk.write(name, 0) for name in names}
+            written = [name for name in names if told[name][0].written]
+            assert 0 < len(written) < len(names)
+            assert any("No space left" in report.fault for reports in told.values() for report in reports)
+            assert kept(disk.files) == sorted(f"{described(name).name}.kv" for name in written)
+            disk.begin(epoch=1)
+            assert "No space left" in disk.reports[-1].fault
+        finally:
+            disk.blocks.close()
+        again = Disk(folder / "rank-3")  # as when a rank starts
+        try:
+            assert {file.name for one in again.reports for file in one.found} == {
+                described(name).name for name in written
+            }
+            for name in written:
+                assert [len(one.loaded) for one in again.read(name, 6)] == [1]
+                assert [again.held(slot) for slot in (6, 8, 9)] == [0, 1, 3]
+        finally:
+            again.blocks.close()
+
+
 def test_a_directory_that_cannot_be_used_switches_the_tier_off(tmp_path: Path) -> None:
     (tmp_path / "rank-3").write_text("no directory")
     disk = Disk(tmp_path / "rank-3")
@@ -401,6 +430,54 @@ def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.Monk
     assert disk.blocks.drain(60)
     assert disk.reports == []
     assert [disk.held(slot) for slot in (6, 7, 8)] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("work", ["read", "write"])
+def test_a_disk_that_hangs_switches_the_tier_off_and_nothing_waits_for_it(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    disk = Disk(tmp_path / "rank-3", clock=lambda: now)
+    disk.write(1, 0)
+    goes_on, hangs, name = threading.Event(), threading.Event(), "preadv" if work == "read" else "pwrite"
+    real = getattr(os, name)
+
+    def slow(*arguments: object) -> int:
+        hangs.set()
+        goes_on.wait(60)
+        return int(real(*arguments))
+
+    monkeypatch.setattr(os, name, slow)
+    read = ReadBlocks(described(1).name, 0, 9, ((6, 3),))
+    write = WriteBlocks(described(2), 0, 0, ((0, 2), (3, 1)))
+    try:
+        disk.reports.clear()
+        if work == "read":
+            disk.blocks.submit(HostTierWork(reads=(read,)))
+        else:
+            disk.blocks.submit(HostTierWork(writes=(write,)))
+        assert hangs.wait(60)
+        disk.blocks.submit(HostTierWork(reads=(replace(read, extent=10),), writes=(write,)))
+        now = 31.0
+        lost = {9, 10} if work == "read" else {10}
+        unwritten = [(described(2).name,)] * (1 if work == "read" else 2)
+        end = threading.Event()
+        while len(disk.reports) < 2 * (len(lost) + len(unwritten)):
+            assert not end.wait(0.01)
+        assert {one.not_loaded[0] for one in disk.reports if one.not_loaded} == lost
+        assert [one.not_written for one in disk.reports if one.not_written] == unwritten
+        assert all("30 s" in one.fault for one in disk.reports if one.fault)
+        disk.blocks.submit(HostTierWork(reads=(replace(read, extent=11),)))
+        while disk.reports[-1].not_loaded != (11,):
+            assert not end.wait(0.01)
+        told, before = list(disk.reports), disk.host.rows(0, 12)
+        goes_on.set()
+        assert disk.blocks.drain(60)
+        assert disk.reports == told, "what was called off is reported once"
+        assert (disk.host.rows(0, 12) == before).all(), "its host blocks may have other owners"
+    finally:
+        goes_on.set()
+        disk.blocks.close()
 
 
 def test_an_error_of_ours_leaves_no_request_waiting(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from medha.api.replica import PeerPlane
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, ServeBlocks
 from medha.wire.messages import DiskReport, PeerFigures
 from medha_links.key_files import KeyPair
@@ -44,10 +45,10 @@ class Memory:
 class Pair:
     """A rank that gives, and one that takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, gives: PeerPlane = "sockets", takes: PeerPlane = "sockets") -> None:
         self.source, self.target = Memory(1), Memory(2)
-        self.server = PeerServer("tcp://127.0.0.1:*", cast("HostBlocks", self.source), IDENTITY)
-        self.reader = PeerReader(cast("HostBlocks", self.target), IDENTITY, time.monotonic)
+        self.server = PeerServer("tcp://127.0.0.1:*", cast("HostBlocks", self.source), IDENTITY, gives)
+        self.reader = PeerReader(cast("HostBlocks", self.target), IDENTITY, time.monotonic, takes)
         self.reports: list[DiskReport] = []
         self.reader.begin_epoch(DiskReport(1, 0, 4), self.reports.append)
 
@@ -82,7 +83,10 @@ def is_loaded(reports: list[DiskReport]) -> bool:
     return bool(one.loaded)
 
 
-def test_blocks_are_read_in_the_order_of_the_ticket_into_any_host_blocks(pair: Pair) -> None:
+def test_blocks_are_read_in_the_order_of_the_ticket_into_any_host_blocks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_reader, "SILENT_SECONDS", 60.0)
     pair.server.serve([ServeBlocks(TICKET, ((100, 150), (3, 40), (300, 20)))])
     offered = [*range(100, 250), *range(3, 43), *range(300, 320)]
     before = pair.target.bytes.copy()

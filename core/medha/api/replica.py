@@ -272,6 +272,9 @@ class DiskTierSpec(Model):
 _PEERS_NEED_HOST = "kvCache.tiers.peers reads KV of other replicas into the host tier; add kvCache.tiers.host, or leave peers out"
 
 
+PeerPlane = Literal["sockets", "nixl"]
+
+
 class PeersSpec(Model):
     """KV of other replicas of the model, which is read over the network instead of being computed again, if that is faster.
     Both replicas must have this. `medha up` runs one replica, and ignores it."""
@@ -279,6 +282,11 @@ class PeersSpec(Model):
     bandwidth: Quantity = Field(default="256Mi", json_schema_extra=restart())
     """Bytes per second that a rank reads of a rank of another replica, encrypted, e.g. `256Mi`: by this the first reads are
     predicted. Measured reads correct it."""
+
+    plane: PeerPlane = Field(default="sockets", json_schema_extra=restart())
+    """What carries KV between ranks. `sockets`: encrypted sockets. `nixl`: NIXL with UCX, for networks that nobody else uses: it
+    encrypts no KV. It needs the package `nixl` in the image, and ports that this operator does not open. Ranks that lack it use
+    sockets."""
 
     @field_validator("bandwidth")
     @classmethod

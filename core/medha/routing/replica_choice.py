@@ -1,9 +1,9 @@
 """Choice of the replica for a sequence: where its first token is expected soonest, if possible where it finds KV.
 
 The expected time is the prefill work ahead of the sequence on the lane that would take it, as announced plus what
-was forwarded since, and its own prefill without the prefix that the replica is thought to have cached. So a
-sequence follows its cached prefix as long as the replicas' loads differ by less than the seconds that the hit
-saves. A long prefix saves minutes, though, in which a replica would collect all the work of a popular one. So a
+was forwarded since, and its own prefill without the prefix that the replica is thought to have cached, or would
+read from another one. So a sequence follows its cached prefix as long as the replicas' loads differ by less than
+the seconds that the hit saves, or that reading takes. A long prefix saves minutes, though, in which a replica would collect all the work of a popular one. So a
 replica attracts by its cache only while its load is at most `LOAD_FACTOR` times the mean, plus `LOAD_SECONDS`.
 
 If another replica is thought to have more of a prompt, `Submit` names it to the chosen one, which may read the KV there.
@@ -94,6 +94,8 @@ def choose(
         return replicas[0] if replicas else None
     tokens, prefix = sequence.tokens, sequence.new.prefix
     most_seconds = _most_seconds(serving)
+    known = ((one, one.prefixes.known_tokens(prefix)) for one in serving if one.card.hands_kv_over)
+    holders = [(one, there_tokens) for one, there_tokens in known if there_tokens]
 
     def preference(replica: KnownReplica) -> tuple[bool, bool, float, int, int, int, str]:
         card = replica.card
@@ -104,7 +106,7 @@ def choose(
             (replica.lacks_kv(reserved_tokens) or not berth.has_kv)
             and replica.exceeds_share(sequence.owner, reserved_tokens),
             not berth.has_kv,
-            berth.seconds_ahead + replica.own_seconds(tokens, cached),
+            berth.seconds_ahead + _own_seconds(tokens, replica, cached, holders),
             -cached,
             sum(one.tokens for one in replica.forwarded),  # tells idle replicas apart between announcements
             card.running + card.waiting,
@@ -112,6 +114,23 @@ def choose(
         )
 
     return min(replicas, key=preference)
+
+
+def _own_seconds(
+    tokens: int, replica: KnownReplica, cached_tokens: int, holders: Sequence[tuple[KnownReplica, int]]
+) -> float:
+    """Return the seconds of prefill of a sequence in a replica, which may read what a holder is thought to have of it.
+
+    Args:
+        holders: replicas from which others may read, each with the tokens that it is thought to have.
+    """
+    seconds = replica.own_seconds(tokens, cached_tokens)
+    there_tokens = max((found for one, found in holders if replica.reads_from(one)), default=0)
+    if there_tokens <= cached_tokens:
+        return seconds
+    card = replica.card
+    read_seconds = card.read_seconds + card.read_seconds_per_token * (there_tokens - cached_tokens)
+    return min(seconds, read_seconds + replica.own_seconds(tokens, there_tokens))
 
 
 def peer_with_kv(

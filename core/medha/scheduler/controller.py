@@ -368,7 +368,7 @@ class ReplicaController:
         self._peer_kv.expire(now)
         late = self._load_waits.late(now)
         self._peer_kv.late(late, now)
-        self.store_kv.late(late)
+        self.store_kv.late(late, now)
         for request in late:
             self._go_on(request)
         for request in self._grammars.late(now):

@@ -4,7 +4,8 @@ The store (`medha.kv.store_tier`) is not known to the controller. If reading all
 than computing it, its request waits while ranks look which objects are there (`StoreLook`), and then for their loads. What was
 not there is remembered for a while, and not asked for again.
 
-A store that fails is left alone: for a few seconds first, then longer and longer, until something succeeds.
+A store that fails is left alone: for a few seconds first, then longer and longer, until something succeeds. So is one that
+does not say what is there before a request would have computed its prompt. After a fault, one prompt at a time asks.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ class StoreKv:
             submit.tokens, submit.block_hashes, counts, is_long=is_long
         )
         number = self._by_prompt.get(submit.prompt)
-        if seconds is None or (number is None and len(self._looks) >= _MOST_LOOKS):
+        most = (
+            1 if self._rest_seconds else _MOST_LOOKS
+        )  # after a fault, no others wait for the answer that may not come
+        if seconds is None or (number is None and len(self._looks) >= most):
             return []
         asks: list[StoreLook] = []
         if number is None:
@@ -151,16 +155,21 @@ class StoreKv:
             for request in self._waits.loaded(_NOWHERE, [number]):
                 go_on(request)
 
-    def late(self, requests: Iterable[Request]) -> None:
-        """Forget requests that wait for no answer any more."""
+    def late(self, requests: Iterable[Request], now: float) -> None:
+        """Note which requests no longer wait: if the store has not said what it has, it is left alone for a while."""
         for request in requests:
-            self.leave(request)
+            if self._awaits_answer(request):
+                self._rest("it has not said what it has before the prompt could have been computed", now)
+                self.leave(request)
 
     def leave(self, request: Request) -> None:
         """Forget a request that has left; an answer that nobody waits for begins no loads."""
+        if self._awaits_answer(request):
+            self._looks[self._by_prompt[request.submit.prompt]].requests.remove(request)
+
+    def _awaits_answer(self, request: Request) -> bool:
         look = self._looks.get(self._by_prompt.get(request.submit.prompt, -1))
-        if look is not None and request in look.requests:
-            look.requests.remove(request)
+        return look is not None and request in look.requests
 
     def _forget(self, number: int) -> None:
         del self._looks[number]

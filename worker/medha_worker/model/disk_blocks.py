@@ -6,6 +6,9 @@ hand over work, and the thread reports what came of it. Reads come before writes
 Steps and the thread share host blocks. The thread takes the lock to copy a few blocks from or to them. A step that drops
 host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
 a file, and no bytes of a file reach later owners.
+
+A disk may hang. Another thread watches the first one: if some work makes no progress for long, the tier is off, and all work
+is reported as not done.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ MOST_FAILURES = 8
 """Failures in a row after which the disk is no longer used: each costs a write, or a request a wait."""
 _PIECE_BYTES = 4 * 2**20
 """Bytes that are copied at once: for so long a step may wait that drops host blocks."""
+_HUNG_SECONDS = 30.0
+"""Time without any progress after which the disk counts as hung."""
+_WATCH_SECONDS = 0.5
+_CLOSE_SECONDS = 2.0
 
 _log = logging.getLogger("medha.disk")
 
@@ -42,15 +49,25 @@ class _Job:
     work: ReadBlocks | WriteBlocks | str | None  # a name: a file to delete; None: to report what is there
     report: DiskReport  # that names rank, lane and epoch
     is_off: bool = False
+    moved_at: float = 0.0  # the time of its last progress
+    is_given_up: bool = False  # it was reported as not done
 
 
 class DiskBlocks:
-    """Files behind the host blocks of a rank, and the thread that reads and writes them."""
+    """Files behind the host blocks of a rank, the thread that reads and writes them, and the one that watches it."""
 
-    def __init__(self, files: KvFiles, host: HostBlocks, clock: Callable[[], float], fault: str = "") -> None:
+    def __init__(
+        self,
+        files: KvFiles,
+        host: HostBlocks,
+        clock: Callable[[], float],
+        fault: str = "",
+        *,
+        hung_seconds: float = _HUNG_SECONDS,
+    ) -> None:
         """`clock` returns seconds. `fault` is the reason why the disk cannot be used, if it cannot."""
         self._files, self.host, self._clock = files, host, clock
-        self.fault = fault
+        self.fault, self._hung_seconds = fault, hung_seconds
         self._piece_blocks = max(1, _PIECE_BYTES // host.block_bytes)
         self._failures = 0  # in a row
         self._condition = threading.Condition()
@@ -62,7 +79,9 @@ class DiskBlocks:
         self._send: Callable[[DiskReport], None] = lambda _: None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="medha-disk", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="medha-disk-watch", daemon=True)
         self._thread.start()
+        self._watcher.start()
 
     def kept_key(self) -> str:
         """Return the key of the hashes of the files that are there, hexadecimal; empty if there is none."""
@@ -80,7 +99,7 @@ class DiskBlocks:
             self._report, self._send = report, send
             self._others.append(_Job(None, report))
             self._key = key
-            self._condition.notify()
+            self._condition.notify_all()
 
     def end_epoch(self) -> None:
         """Call off all work: the host blocks may get other owners."""
@@ -114,7 +133,7 @@ class DiskBlocks:
             ]
             self._others += [_Job(name, self._report) for name in work.deletes]
             self._others += [_Job(write, self._report) for write in work.writes]
-            self._condition.notify()
+            self._condition.notify_all()
 
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until all work is done; return False if it takes longer. For tests and the end of a process."""
@@ -128,8 +147,9 @@ class DiskBlocks:
         self.end_epoch()
         with self._condition:
             self._closing = True
-            self._condition.notify()
-        self._thread.join(timeout=2.0)
+            self._condition.notify_all()
+        self._watcher.join(_CLOSE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():
             self._files.release()
 
@@ -144,6 +164,7 @@ class DiskBlocks:
                 if self._closing:
                     return
                 job = self._running = (self._reads or self._others).popleft()
+                job.moved_at = self._clock()
             try:
                 self._do(job)
             except Exception:  # noqa: BLE001 - a bug of ours must not leave requests waiting
@@ -169,8 +190,9 @@ class DiskBlocks:
 
     def _tell(self, job: _Job, **fields: object) -> None:
         with self._condition:
-            if not job.is_off or isinstance(job.work, WriteBlocks):
-                self._send(replace(job.report, **fields))  # type: ignore[arg-type]
+            if job.is_given_up or (job.is_off and not isinstance(job.work, WriteBlocks)):
+                return
+            self._send(replace(job.report, **fields))  # type: ignore[arg-type]
 
     def _failed(self, job: _Job, detail: str) -> None:
         _log.warning("the disk tier goes on without: %s", detail)
@@ -232,6 +254,7 @@ class DiskBlocks:
         with self._condition:
             if job.is_off:
                 raise CalledOff
+            job.moved_at = self._clock()
             yield
 
     def _write(self, job: _Job, write: WriteBlocks) -> None:
@@ -245,6 +268,7 @@ class DiskBlocks:
                 with self._condition:
                     if job.is_off:
                         raise CalledOff
+                    job.moved_at = self._clock()
                     rows = self.host.rows(slot, count)
                 yield rows
 
@@ -258,6 +282,37 @@ class DiskBlocks:
         else:
             self._failures = 0
             self._tell(job, written=(name,))
+
+    # --- the thread that watches ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            with self._condition:
+                if self._condition.wait_for(lambda: self._closing, _WATCH_SECONDS):
+                    return
+                running = self._running
+                if running is None or running.work is None:  # to look through many files may take long
+                    continue
+                if self._clock() < running.moved_at + self._hung_seconds:
+                    continue
+                stuck = [running, *self._reads, *self._others]
+                self._reads.clear()
+                self._others.clear()
+                for job in stuck:
+                    if not job.is_given_up:
+                        self._give_up(job)
+
+    def _give_up(self, job: _Job) -> None:
+        """Report that work of a disk that hangs was not done; from then on it reaches neither host blocks nor reports."""
+        self._switch_off(job, f"nothing has come of a file for {self._hung_seconds:g} s")
+        match job.work:
+            case ReadBlocks(extent=extent):
+                self._tell(job, not_loaded=(extent,))
+            case WriteBlocks(file=file):
+                self._tell(job, not_written=(file.name,))
+            case _:
+                pass
+        job.is_off = job.is_given_up = True
 
 
 def place_rows(

@@ -71,8 +71,7 @@ from medha_worker.rank.head_drafter import HeadDrafter
 from medha_worker.rank.kv_objects import KvObjects, StoreFailed
 from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, keeps_windows_alone, pool_sizes
 from medha_worker.rank.mesh import Mesh
-from medha_worker.rank.peer_reader import PeerBlocks, PeerReader
-from medha_worker.rank.peer_server import PeerServer
+from medha_worker.rank.peer_reader import PeerBlocks, peer_blocks
 from medha_worker.rank.rank_reports import shape_of
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.rank.store_threads import StoreThreads, opened_within
@@ -520,8 +519,8 @@ class Loaded:
 
     def _peer_blocks(self, model: Transformer) -> PeerFigures | None:
         """Begin to hand KV over; return where other replicas find this rank, or None if it hands none over."""
-        settings = self._settings
-        if settings.spec.kv_cache.peers is None or not settings.peer_endpoint or not self._host_blocks:
+        settings, spec = self._settings, self._settings.spec.kv_cache.peers
+        if spec is None or not settings.peer_endpoint or not self._host_blocks:
             return None
         host = self._host_blocks[0]
         if self._peers is not None and self._peers.reader.host is not host:
@@ -533,12 +532,11 @@ class Loaded:
             try:
                 if not self._content:
                     raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
-                server = PeerServer(settings.peer_endpoint, host, digest)
+                self._peers = peer_blocks(settings.peer_endpoint, host, digest, spec.plane)
             except (OSError, zmq.ZMQError) as error:
                 _log.warning("no KV is handed over to other replicas, nor taken from them: %s", error)
                 return None
-            self._peers = PeerBlocks(server, PeerReader(host, digest, time.perf_counter))
-            _log.info("other replicas may read KV at %s", server.figures.endpoint)
+            _log.info("other replicas may read KV at %s", self._peers.server.figures.endpoint)
         return self._peers.server.figures
 
     def _store_figures(self, model: Transformer) -> StoreFigures | None:

@@ -12,6 +12,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from zlib import crc32
 import numpy as np
 import zmq
 
+from medha.api.replica import PeerPlane
 from medha.kv.lane_replay import HostTierWork, ReadBlocks
 from medha.wire.messages import DiskReport, PeerFigures
 from medha_links.key_files import KeyPair
@@ -29,7 +31,8 @@ from medha_links.sockets import TOKENS_FRAME_BYTES, connect
 from medha_worker.model.disk_blocks import CalledOff, place_rows
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import Rows
-from medha_worker.rank.peer_server import PIECE_BYTES, UNKNOWN, PeerServer, pieces_of
+from medha_worker.rank.peer_plane import PlaneFailed, plane
+from medha_worker.rank.peer_server import PIECE_BYTES, UNKNOWN, PeerServer, piece_bytes, pieces_of
 
 SILENT_SECONDS = 3.0
 """Time without an answer after which the other replica counts as lost."""
@@ -58,9 +61,16 @@ class _Job:
 class PeerReader:
     """The thread of one rank that reads blocks of other replicas."""
 
-    def __init__(self, host: HostBlocks, identity: str, clock: Callable[[], float]) -> None:
-        """`clock` returns seconds; `identity` is a digest of all that the content of blocks depends on."""
+    def __init__(
+        self, host: HostBlocks, identity: str, clock: Callable[[], float], plane_name: PeerPlane = "sockets"
+    ) -> None:
+        """`clock` returns seconds; `identity` is a digest of all that the content of blocks depends on.
+
+        Raises:
+            PlaneFailed: the plane of this name cannot be opened.
+        """
         self.host, self._identity, self._clock = host, identity, clock
+        self._plane = plane(plane_name).taking(piece_bytes(host.block_bytes))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = KeyPair.new()
         self._condition = threading.Condition()
@@ -118,6 +128,7 @@ class PeerReader:
             self._condition.notify()
         self._thread.join()
         self._context.term()
+        self._plane.close()
 
     # --- the thread -----------------------------------------------------------------------------------
 
@@ -202,7 +213,8 @@ class PeerReader:
 
         def ask(start: int, count: int) -> None:
             question = {
-                "ticket": read.ticket, "identity": self._identity, "start": read.start + start, "count": count
+                "ticket": read.ticket, "identity": self._identity, "start": read.start + start, "count": count,
+                "plane": self._plane.name,
             }  # fmt: skip
             socket.send(json.dumps(question).encode())
             asked.append((start, count))
@@ -221,6 +233,11 @@ class PeerReader:
             is_known = True
             for further in islice(pieces, _IN_FLIGHT - len(asked)):
                 ask(*further)
+            if isinstance(offered := header.get("offered"), dict):
+                try:
+                    payload = self._plane.take(offered, count * self.host.block_bytes)
+                except PlaneFailed as error:
+                    raise PeerFailed(f"{where}: {error!s:.200}") from error
             if header.get("start") != read.start + start or len(payload) != count * self.host.block_bytes:
                 raise PeerFailed(f"{where} has answered with other blocks than were asked for")
             rows = np.frombuffer(payload, dtype=np.uint8).reshape(count, -1)
@@ -228,20 +245,22 @@ class PeerReader:
                 raise PeerFailed(f"{where}: a block does not match its checksum")
             yield rows
 
-    def _received(self, job: _Job, socket: zmq.Socket[bytes], where: str) -> tuple[dict[str, object], bytes]:
+    def _received(
+        self, job: _Job, socket: zmq.Socket[bytes], where: str
+    ) -> tuple[dict[str, object], memoryview]:
         until = self._clock() + SILENT_SECONDS
         while not socket.poll(_POLL_MILLISECONDS):
             self._wait(job, 0.0)
             if self._clock() >= until:
                 raise PeerFailed(f"{where} has not answered for {SILENT_SECONDS:g} s")
         try:
-            text, payload = socket.recv_multipart()
-            header = json.loads(text)
+            text, payload = socket.recv_multipart(copy=False)
+            header = json.loads(text.bytes)
         except ValueError as error:
             raise PeerFailed(f"{where} has answered with what is no answer: {error}") from error
         if not isinstance(header, dict):
             raise PeerFailed(f"{where} has answered with what is no answer")
-        return header, payload
+        return header, payload.buffer
 
     def _wait(self, job: _Job, seconds: float) -> None:
         with self._condition:
@@ -266,3 +285,24 @@ class PeerBlocks:
         """End both threads."""
         self.reader.close()
         self.server.close()
+
+
+def peer_blocks(endpoint: str, host: HostBlocks, identity: str, plane_name: PeerPlane) -> PeerBlocks:
+    """Begin to give and take blocks; over sockets if the plane of this name cannot be opened here.
+
+    Raises:
+        zmq.ZMQError: the endpoint cannot be bound.
+    """
+    try:
+        reader = PeerReader(host, identity, time.perf_counter, plane_name)
+    except PlaneFailed as error:
+        _log.warning(
+            "KV goes to and comes from other replicas over sockets, not over %s: %s", plane_name, error
+        )
+        plane_name = "sockets"
+        reader = PeerReader(host, identity, time.perf_counter)
+    try:
+        return PeerBlocks(PeerServer(endpoint, host, identity, plane_name), reader)
+    except zmq.ZMQError:
+        reader.close()
+        raise

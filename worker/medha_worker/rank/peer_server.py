@@ -22,6 +22,7 @@ from zlib import crc32
 import numpy as np
 import zmq
 
+from medha.api.replica import PeerPlane
 from medha.kv.blocks import Run, cut_runs
 from medha.kv.lane_replay import ServeBlocks
 from medha.wire.messages import PeerFigures
@@ -29,6 +30,7 @@ from medha_links.key_files import KeyPair
 from medha_links.sockets import bind
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import Rows
+from medha_worker.rank.peer_plane import plane
 
 PIECE_BYTES = 4 * 2**20
 """Most bytes of one answer, unless a block is larger: for so long a step may wait that voids a ticket."""
@@ -41,15 +43,20 @@ _log = logging.getLogger("medha.peers")
 
 
 class PeerServer:
-    """The socket of one rank, the tickets that are good there, and the thread that answers."""
+    """The socket and the plane of one rank, the tickets that are good there, and the thread that answers."""
 
-    def __init__(self, endpoint: str, host: HostBlocks, identity: str) -> None:
+    def __init__(
+        self, endpoint: str, host: HostBlocks, identity: str, plane_name: PeerPlane = "sockets"
+    ) -> None:
         """Bind the endpoint; `identity` is a digest of all that the content of blocks depends on.
 
         Raises:
+            PlaneFailed: the plane of this name cannot be opened.
             zmq.ZMQError: the endpoint cannot be bound.
         """
         self._host, self._identity = host, identity
+        self._plane_name = plane_name
+        self._plane = plane(plane_name).giving(piece_bytes(host.block_bytes))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys = KeyPair.new()
         try:
@@ -58,6 +65,7 @@ class PeerServer:
             )
         except zmq.ZMQError:
             self._context.destroy(linger=0)
+            self._plane.close()
             raise
         bound = self._opened.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.figures = PeerFigures(bound, keys.public.decode(), identity)
@@ -92,6 +100,7 @@ class PeerServer:
         self._thread.join()
         self._opened.close(0)
         self._context.term()
+        self._plane.close()
 
     # --- the thread -----------------------------------------------------------------------------------
 
@@ -119,7 +128,7 @@ class PeerServer:
             start, count = int(asked["start"]), int(asked["count"])
         except (ValueError, KeyError, TypeError):
             return {"error": "this is no question"}, nothing
-        number = {"start": start}
+        number: dict[str, Any] = {"start": start}
         if identity != self._identity:
             return number | {"error": "the blocks here are those of another model, grid or version"}, nothing
         if not 0 < count <= max(1, PIECE_BYTES // self._host.block_bytes) or start < 0:
@@ -128,13 +137,31 @@ class PeerServer:
             runs = self._tickets.get(ticket)
             if runs is None:
                 return number | {"error": UNKNOWN}, nothing
-            rows = [
-                self._host.rows(slot, length) for slot, length in cut_runs(list(runs), start, start + count)
-            ]
-        found: Rows = np.concatenate(rows) if rows else np.empty((0, 0), dtype=np.uint8)
+            runs = tuple(cut_runs(list(runs), start, start + count))
+            found = self._rows(runs)
         if len(found) != count:
             return number | {"error": f"the ticket has no blocks {start}+{count}"}, nothing
-        return number | {"checksums": [crc32(row.data) for row in found]}, found.reshape(-1).data
+        number |= {"checksums": [crc32(row.data) for row in found]}
+        offered = self._plane.offer(found) if asked.get("plane") == self._plane_name else None
+        if offered is None:
+            return number, found.reshape(-1).data
+        return number | {"offered": offered[0]}, offered[1]
+
+    def _rows(self, runs: tuple[Run, ...]) -> Rows:
+        """Return a copy of host blocks; most pieces are one run, which is copied once."""
+        rows = [self._host.rows(slot, length) for slot, length in runs]
+        match rows:
+            case []:
+                return np.empty((0, 0), dtype=np.uint8)
+            case [one]:
+                return one
+            case _:
+                return np.concatenate(rows)
+
+
+def piece_bytes(block_bytes: int) -> int:
+    """Return the most bytes of one answer."""
+    return max(PIECE_BYTES, block_bytes)
 
 
 def pieces_of(count: int, block_bytes: int) -> Iterator[tuple[int, int]]:

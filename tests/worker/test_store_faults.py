@@ -1,0 +1,204 @@
+"""A rank's store behind a network and disks that fail: no wrong byte reaches a host block, and nothing waits for long."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.binaries import CannotBuild
+from faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from medha.api.replica import StoreSpec
+from medha_worker.rank import kv_objects
+from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectStore, object_store
+
+from .small_disk import small_disk
+from .store_rank import BLOCKS, SLOTS, Rank, content_of, fill, opened, small_host
+
+pytest.importorskip("obstore")
+
+pytestmark = pytest.mark.timeout(1200)  # the first one may have to build the service
+
+FAULTS: list[Fault] = [
+    "answers 500", "hangs", "resets", "cuts answers", "stalls answers", "stalls questions"
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    folder = tmp_path_factory.mktemp("s3")
+    try:
+        with object_store(folder / "s3", folder / "s3.log") as service:
+            yield service
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def proxy(service: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setattr(kv_objects, "_REQUEST_SECONDS", 0.4)
+    monkeypatch.setattr(kv_objects, "_RETRY_SECONDS", 0.1)
+    with faulty_proxy(service.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_service_that_fails_costs_time_only(
+    fault: Fault, proxy: FaultyProxy, service: ObjectStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = small_host()
+    fill(host)
+    place = StoreSpec(url=f"s3://{BUCKET}/{fault.replace(' ', '-')}", endpoint=proxy.endpoint)
+    with closing(Rank(opened(place, host), host, rest_seconds=0.0)) as rank:
+        rank.write(0)
+        assert [one.stored for one in rank.told()] == [(content_of(0).name,)]
+        before, objects = host.rows(0, 32).copy(), service.objects
+        proxy.fault = fault
+        caplog.clear()
+        told = []
+        for work in (lambda: rank.read(0, ((16, 4),)), lambda: rank.write(1), lambda: rank.look(0)):
+            work()
+            (one,) = rank.told()
+            told.append(one)
+        read, write, look = told
+        short_questions_pass = fault in ("cuts answers", "stalls answers", "stalls questions")
+        if fault != "stalls questions":
+            assert read.not_loaded == (100,)
+            assert read.store_fault
+            assert (host.rows(0, 32) == before).all(), "no byte of it is in a host block"
+        if fault in ("cuts answers", "stalls answers"):
+            assert write.stored == (content_of(1).name,)
+        else:
+            assert write.not_stored == (content_of(1).name,)
+            assert write.store_fault
+            assert service.objects == objects, "half an object is none"
+        assert look.looked == ((7, int(short_questions_pass)),)
+        assert bool(look.store_fault) == (not short_questions_pass)
+        assert "the store has failed" in caplog.text
+        assert SECRET_KEY not in caplog.text
+        proxy.fault = ""
+        rank.look(0, 1)
+        rank.write(1)
+        rank.read(0, ((16, 4),))
+        told = rank.told()
+        assert not [one.store_fault for one in told if one.store_fault], "it is used again"
+        assert [one.stored for one in told if one.stored] == [(content_of(1).name,)]
+        assert sum(len(one.loaded) for one in told) == 1
+        assert (host.rows(16, 2) == host.rows(0, 2)).all()
+    files = {path for path in (service.directory / BUCKET).rglob("*") if path.is_file()}
+    assert files == set(service.objects), "the service has no remains of what failed"
+
+
+def test_an_object_whose_write_was_killed_is_written_again(proxy: FaultyProxy, service: ObjectStore) -> None:
+    prefix = "killed"
+    proxy.fault = "stalls questions"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, f"url=s3://{BUCKET}/{prefix}", f"endpoint={proxy.endpoint}"],
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert proxy.asked.acquire(timeout=60)  # HEAD
+        assert proxy.asked.acquire(timeout=60)  # the beginning of PUT
+    finally:
+        writer.kill()
+        writer.wait()
+    proxy.fault = ""
+    host = small_host()
+    fill(host)
+    place = StoreSpec(url=f"s3://{BUCKET}/{prefix}", endpoint=proxy.endpoint)
+    with closing(Rank(opened(place, host), host)) as rank:
+        rank.look(0)
+        assert [one.looked for one in rank.told()] == [((7, 0),)]
+        rank.write(0)
+        rank.told()
+        rank.read(0, ((16, 4),))
+        assert [len(one.loaded) for one in rank.told()] == [1]
+    assert len([path for path in service.objects if prefix in path.parts]) == 1
+
+
+_WRITER = """
+import sys
+from contextlib import closing
+from medha.api.replica import StoreSpec
+from tests.worker.store_rank import Rank, fill, opened, small_host
+host = small_host()
+fill(host)
+place = StoreSpec(**dict(one.split("=", 1) for one in sys.argv[1:]))
+with closing(Rank(opened(place, host), host)) as rank:
+    for number in range(10**6):
+        rank.write(number)
+        rank.told()
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param((5,), id="once"), pytest.param((1, 7, 20, 50), id="often", marks=pytest.mark.long)]
+)
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_files_only(
+    kills: tuple[int, ...], tmp_path: Path
+) -> None:
+    place = StoreSpec(url=f"file://{tmp_path}/shared")
+    host = small_host()
+    fill(host)
+    expected = np.concatenate([host.rows(slot, count) for slot, count in SLOTS])
+    for writes in kills:
+        writer = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, f"url={place.url}"],
+            cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert writer.stdout is not None
+        for _ in range(writes):
+            assert writer.stdout.readline()
+        os.kill(writer.pid, signal.SIGKILL)  # in the midst of the next ones
+        writer.wait()
+        writer.stdout.close()
+    objects = opened(place, host)
+    there = [number for number in range(10_000) if objects.has(content_of(number).name)]
+    assert len(there) >= max(kills)
+    for number in there:
+        assert (objects.read(content_of(number).name, 0, BLOCKS) == expected).all()
+    names = {content_of(number).name for number in there}
+    files = [path.name for path in (tmp_path / "shared").rglob("*") if path.is_file()]
+    others = [name for name in files if name.removesuffix(".kv") not in names]
+    assert all(re.fullmatch(r"[0-9a-f]+\.kv#\d+", name) for name in others), (
+        "what the manual says how to delete"
+    )
+
+
+def test_a_full_disk_is_a_fault_of_the_store_and_no_loss(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 96 * 1024) as folder:
+        host = small_host()
+        fill(host)
+        place = StoreSpec(url=f"file://{folder}/shared")
+        with closing(Rank(opened(place, host), host, rest_seconds=0.0)) as rank:
+            told = []
+            for number in range(40):
+                rank.write(number)
+                told += rank.told()
+            written = [one.stored[0] for one in told if one.stored]
+            faults = [one.store_fault for one in told if one.store_fault]
+            assert 0 < len(written) < 40
+            assert len(faults) == 40 - len(written)
+            assert "No space left" in faults[0]
+            for number in range(len(written)):
+                rank.read(number, ((16, 4),))
+            assert sum(len(one.loaded) for one in rank.told()) == len(written)
+            assert (host.rows(16, 2) == host.rows(0, 2)).all()
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            assert sorted(path.stem for path in files) == sorted(written), "failed writes leave nothing"
+            files[0].unlink()
+            rank.write(39)
+            assert [one.stored for one in rank.told()] == [(content_of(39).name,)], (
+                "it goes on once there is space"
+            )
