@@ -357,6 +357,7 @@ class Loaded:
         _log.info("warmed up in %.1f s; steps: %s", time.monotonic() - started, times(typical(warm.steps)))
         _log.debug("all steps of the warm-up: %s", times(warm.steps))
         activation_bytes = warm.activation_bytes + self._exchange_bytes(model)
+        activation_bytes += model.made_heads_bytes(self._config.max_model_len)
         profile = warm.profile
         if self._draft is not None:
             drafted = self._warm_up_draft(self._draft, warm)
@@ -407,6 +408,8 @@ class Loaded:
             query_heads=model.shard.query_heads(config),
             kv_heads=model.shard.kv_heads(config),
             head_dim=config.head_dim,
+            query_dim=config.query_dim,
+            result_dim=config.result_dim,
             kv_tensors=config.kv_tensors,
             element_bytes=model.dtype.itemsize,
             kv_element_bytes=kv_element_bytes(config.kv_dtype, model.dtype.itemsize),

@@ -170,6 +170,8 @@ def exchange_bytes(
     query_heads: int,
     kv_heads: int,
     head_dim: int,
+    query_dim: int | None = None,
+    result_dim: int | None = None,
     kv_tensors: int = 2,
     element_bytes: int,
     kv_element_bytes: int,
@@ -179,12 +181,14 @@ def exchange_bytes(
     The warm-up runs on one lane and sees none of it. `chunk_tokens` is the size of the largest chunk,
     `shard_tokens` the most tokens that a lane holds of one request; the heads are this rank's. Queries arrive
     from each other lane and are joined with the rank's own; equally many float32 partial results, with their
-    log-sum-exp, are computed and joined into a message. In a ring that passes K and V, one lane's blocks of a
+    log-sum-exp, are computed and joined into a message. Queries and results are as wide as keys unless `query_dim` and
+    `result_dim` say otherwise. In a ring that passes K and V, one lane's blocks of a
     layer are sent while as many arrive; `kv_tensors` is 1 where latents are both.
     """
     if lanes == 1:
         return 0
-    of_query = query_heads * (2 * head_dim * element_bytes + 2 * (head_dim + 1) * 4)
+    query_dim, result_dim = query_dim or head_dim, result_dim or head_dim
+    of_query = query_heads * (2 * query_dim * element_bytes + 2 * (result_dim + 1) * 4)
     passing = 2 * kv_tensors * kv_heads * shard_tokens * head_dim * kv_element_bytes if passes_keys else 0
     return (lanes - 1) * chunk_tokens * of_query + passing
 
