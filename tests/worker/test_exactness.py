@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.kv.pools import WindowPool
-from medha.kv.window_tables import frees_windows, widest_window, window_blocks
+from medha.kv.window_tables import frees_windows, widest_window, window_need
 from medha.latent_shape import LatentShape
 from medha.topology import Topology
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
@@ -302,9 +302,9 @@ def _is_certain(ranked: torch.Tensor, count: int) -> torch.Tensor:
 def smallest_window_pool(ranks: Ranks) -> WindowPool:
     """Return the smallest pool in which five requests find their windows: little is left for those of cached prefixes."""
     window = widest_window(ranks.windows)
-    blocks = window_blocks(
+    blocks = window_need(
         window, block_size_tokens=BLOCK_TOKENS, max_running=5, max_chunk_tokens=5 * 150, max_model_len=160
-    )
+    ).of(5)
     return WindowPool(blocks, window)
 
 
