@@ -172,7 +172,7 @@ class LatentStep:
         attended, sums = self._absorbed.attend(queries, pool, pool)
         if matrices.scaled is not None:
             attended = matrices.scaled.results(attended)
-        # What lies behind the latent is a sum of keys with position, which is not used.
+        # Values behind the latent are a sum of keys with position, which is not used.
         return forms.each_head(attended[..., : latent.kv_rank], matrices.value_up), sums
 
 
