@@ -252,6 +252,20 @@ class ModelShape:
         return 4.0 * self.layers * self.query_heads * self.head_dim
 
     @property
+    def chunk_flops_per_pair(self) -> float:
+        """FLOPs of a pair in a chunk of many rows: of latents, keys and values of every head are made first."""
+        if self.latent is None:
+            return self.attention_flops_per_pair
+        return 2.0 * self.layers * self.query_heads * (self.latent.query_dim + self.latent.value_dim)
+
+    @property
+    def making_flops_per_key(self) -> float:
+        """FLOPs in which keys and values of all heads are made of a token's latents; 0 without latents."""
+        return (
+            0.0 if self.latent is None else float(self.layers * self.query_heads * self.latent.latent_flops)
+        )
+
+    @property
     def long_threshold_tokens(self) -> int:
         """The context at which a token's attention takes as many FLOPs as its linear layers."""
         return crossover_tokens(
@@ -271,7 +285,7 @@ class ModelShape:
         linear = 2.0 * self.passed_parameters * tokens
         beyond = max(0, tokens - self.window_tokens)  # rows that do not see the whole context in a window
         pairs = tokens * (tokens + 1) / 2 - self.window_share * beyond * (beyond + 1) / 2
-        return linear + head + self.attention_flops_per_pair * pairs
+        return linear + head + self.chunk_flops_per_pair * pairs
 
 
 LLAMA3_8B = ModelShape("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256)
@@ -320,6 +334,10 @@ MODELS = {
         GPT_OSS_20B, GPT_OSS_120B,
     )
 }  # fmt: skip
+
+
+_MOST_QUERIES = 1 << 20
+"""A chunk that no step has."""
 
 
 def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tuple[Operation, ...]:
@@ -406,7 +424,13 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
         window_tokens=model.window_tokens,
         window_share=model.window_share,
     )
-    partial_bytes = q_width * width + 4 * q_width // model.head_dim  # output, and a log-sum-exp for each head
+    heads, query_bytes, result_bytes = model.query_heads // tensor, q_width * width, q_width * width
+    if model.latent is not None:  # as they are before they absorb anything, and as heads' values are
+        attention = replace(attention, points=_latent_points(attention, model.latent, heads, hardware))
+        query_bytes, result_bytes = (
+            heads * size * width for size in (model.latent.query_dim, model.latent.value_dim)
+        )
+    partial_bytes = result_bytes + 4 * heads  # output, and a log-sum-exp for each head
     return Profile(
         name=f"{model.name} on {hardware.name}, {topology}",
         source=f"data sheet, and fractions of it measured on {hardware.fitted_as}",
@@ -423,8 +447,27 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
         head=_reached(head, head_fraction, hardware),
         all_reduce=_all_reduce(hardware, tensor).of_rows(model.hidden * width, times=2),
         hop=_send(hardware).of_rows(model.hidden * width / tensor),
-        exchange=_send(hardware).of_rows((q_width * width + partial_bytes) / 2, times=2),
+        exchange=_send(hardware).of_rows((query_bytes + partial_bytes) / 2, times=2),
     )
+
+
+def _latent_points(
+    attention: Attention, latent: LatentShape, heads: int, hardware: Hardware
+) -> tuple[tuple[int, float], ...]:
+    """Return the seconds per key of many counts of queries: in absorbed form, and from some count on in plain form.
+
+    The slope is that of a long context. Latents of a chunk's own tokens are made keys and values there, too, though its
+    rows' linear layers count as much work for it.
+    """
+    least = latent.least_made_rows
+    if least is None:
+        return ()
+    pair, key = attention.seconds_per_pair, attention.kv_seconds_per_token
+    making = heads * latent.latent_flops / (hardware.attention_efficiency * hardware.peak_flops)
+    knots = {1, max(1, min(int(key / pair), least - 1)), least - 1}
+    points = [(count, max(key, count * pair)) for count in sorted(knots)]
+    made = pair * latent.made_dim / latent.row_dim
+    return *points, *((count, max(points[-1][1], making + count * made)) for count in (least, _MOST_QUERIES))
 
 
 def _widths(model: ModelShape, tensor: int) -> tuple[int, int]:

@@ -41,6 +41,8 @@ class StepCosts:
     row_flops: float
     sampled_row_flops: float
     pair_flops: float
+    chunk_pair_flops: float  # if keys and values are made of latents; else the same
+    made_key_flops: float  # of making those of a token; 0 without latents
     layers_bytes: float  # of what every row passes
     head_bytes: float
     key_bytes: float  # of the keys and values of one token
@@ -56,6 +58,8 @@ class StepCosts:
             row_flops=2.0 * shard.passed_parameters,
             sampled_row_flops=2.0 * head,
             pair_flops=shard.attention_flops_per_pair,
+            chunk_pair_flops=shard.chunk_flops_per_pair,
+            made_key_flops=shard.making_flops_per_key,
             layers_bytes=float(shard.shared_parameters * shard.linear_bytes),
             head_bytes=float(head * shard.dtype_bytes),
             key_bytes=float(shard.kv_bytes_per_token),
@@ -65,12 +69,17 @@ class StepCosts:
         )
 
     def flops(self, work: StepWork) -> float:
-        """Return the FLOPs of a step: two for each weight that a row passes, and four for each pair and head dimension."""
-        return (
-            self.row_flops * work.rows
-            + self.sampled_row_flops * work.sampled_rows
-            + self.pair_flops * work.pairs
+        """Return the FLOPs of a step: two for each weight that a row passes, and four for each pair and head dimension.
+
+        Latents count in the form that takes fewer FLOPs, as if all sequences of the step had the same. A row's own latent
+        takes the same in either form, which the weights that it passes include.
+        """
+        made_keys = max(work.keys - work.rows, 0)
+        attention = min(
+            self.pair_flops * work.pairs,
+            self.chunk_pair_flops * work.pairs + self.made_key_flops * made_keys,
         )
+        return self.row_flops * work.rows + self.sampled_row_flops * work.sampled_rows + attention
 
     def read_bytes(self, work: StepWork) -> float:
         """Return the bytes that a step must read: all weights that it uses once, and each sequence's keys and values once.

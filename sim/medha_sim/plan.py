@@ -24,7 +24,7 @@ from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
-from medha.kv.window_tables import CACHED_WINDOW_PART, frees_windows, window_blocks
+from medha.kv.window_tables import CACHED_WINDOW_PART, frees_windows, window_need
 from medha.latent_shape import LatentShape
 from medha.linear_sizes import ExpertNames, LinearSizes, SparseBlock
 from medha.quantisation import LINEAR_METHODS, Quantisation, decode
@@ -273,7 +273,7 @@ def _kv_pool(
 
     A token whose KV is kept in all layers takes `token_bytes`, of which `in_windows_bytes` are in layers with a window. As
     in a rank, these free KV before their windows if more tokens fit then; their windows are those of `maxRunning` sequences,
-    and of cached prefixes.
+    or of fewer, if all of the wish's still run at a time, and of cached prefixes.
     """
     kept = int(room_bytes / token_bytes), wish.request_tokens * wish.concurrent * token_bytes
     windows = [model.window_tokens] if model.window_share else []
@@ -281,7 +281,7 @@ def _kv_pool(
         return kept
     scheduling = SchedulingSpec()
     running = max(scheduling.max_running, wish.concurrent)
-    blocks = window_blocks(
+    need = window_need(
         model.window_tokens,
         block_size_tokens=_BLOCK_TOKENS,
         max_running=running,
@@ -290,18 +290,22 @@ def _kv_pool(
         stages=topology.stream,
         lanes=topology.kv,
     )
-    window_bytes = (
-        blocks * _BLOCK_TOKENS * in_windows_bytes * topology.kv
-    )  # a window may lie on one lane alone
     whole_bytes = token_bytes - in_windows_bytes  # of a token, in layers without a window
-    left_bytes = room_bytes - window_bytes
-    if left_bytes < 0:
-        return kept
     cached_bytes = in_windows_bytes / CACHED_WINDOW_PART if wish.prefix_caching else 0.0
-    tokens = int(left_bytes / (whole_bytes + cached_bytes)) if whole_bytes else running * wish.request_tokens
-    if tokens <= kept[0]:
-        return kept
-    return tokens, wish.request_tokens * wish.concurrent * whole_bytes + window_bytes
+    whole_blocks = kept[0] // (_BLOCK_TOKENS * topology.kv)  # of one lane
+    for blocks in need.pools(running, whole_blocks, in_all_layers=not whole_bytes):
+        window_bytes = (
+            blocks * _BLOCK_TOKENS * in_windows_bytes * topology.kv
+        )  # a window may lie on one lane alone
+        left_bytes = room_bytes - window_bytes
+        if left_bytes < 0 or need.places(blocks) < wish.concurrent:
+            continue
+        tokens = (
+            int(left_bytes / (whole_bytes + cached_bytes)) if whole_bytes else running * wish.request_tokens
+        )
+        if tokens > kept[0]:
+            return tokens, wish.request_tokens * wish.concurrent * whole_bytes + window_bytes
+    return kept
 
 
 def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:

@@ -22,7 +22,7 @@ from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCost
 from medha.kv.lane_replay import LaneReplay
 from medha.kv.pools import KvPools, Placed, WindowPool
 from medha.kv.prefix_cache import PrefixHasher, hash_at
-from medha.kv.window_tables import WindowTables, window_blocks
+from medha.kv.window_tables import WindowTables, window_need
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
@@ -81,11 +81,11 @@ class Replica:
     spread_hits: int = 0
 
     def __post_init__(self) -> None:
-        blocks = self.spare_blocks + window_blocks(
+        blocks = self.spare_blocks + window_need(
             self.window, block_size_tokens=self.size, max_running=self.max_running,
             max_chunk_tokens=self.max_chunk, max_model_len=MOST_TOKENS, stages=self.stages,
             lanes=self.lanes,
-        )  # fmt: skip
+        ).of(self.max_running)  # fmt: skip
         self.pools = KvPools(
             lanes=self.lanes, kv_blocks=self.kv_blocks, block_size_tokens=self.size,
             tokens_per_lane=self.tokens_per_lane, stripes_prompts=self.striped,
@@ -394,9 +394,9 @@ def test_a_lane_keeps_the_chunks_that_all_lanes_compute(
     scheduling = SchedulingSpec(
         max_chunk_tokens=64, min_chunk_tokens=4, max_running=requests, max_running_long=requests
     )
-    blocks = window_blocks(
+    blocks = window_need(
         1, block_size_tokens=4, max_running=requests, max_chunk_tokens=64, max_model_len=1000, lanes=4
-    )
+    ).of(requests)
     config = ReplicaConfig(
         topology=Topology(kv=4), scheduling=scheduling, service_classes={"default": ServiceClass(name="default")},
         default_class="default", max_model_len=1000, block_size_tokens=4, kv_blocks=1000,

@@ -120,7 +120,8 @@ def test_no_step_beats_its_data_sheet(model: ModelShape, hardware: Hardware) -> 
             work = Work(context, chunk)
             flops = 2.0 * model.passed_parameters * chunk
             seen = model.seen_tokens(context + (chunk + 1) / 2)
-            flops += model.attention_flops_per_pair * chunk * seen
+            made = model.chunk_flops_per_pair * chunk * seen + model.making_flops_per_key * context
+            flops += min(model.attention_flops_per_pair * chunk * seen, made)
             experts = model.experts or ExpertShape(0, 1, 1, 0)
             share = touched_share(experts.count, experts.per_token, np.array(chunk, np.float64))
             read = (model.shared_parameters + float(share) * model.expert_parameters) * model.dtype_bytes

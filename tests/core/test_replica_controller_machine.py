@@ -4,7 +4,7 @@ Everything that a rank can see is checked when a step arrives: whose KV lies whe
 that lanes which hold KV of an entry take part, that no decode is left behind, and that budgets hold. At the end every
 request has ended once and nothing is left; a fresh controller decides the same from the recorded events.
 
-Some lanes free KV before the windows of layers, in a pool that is just as large as ranks make it. Others have a host tier, in which the KV of requests that step aside is kept until they come back, and some requests step
+Some lanes free KV before the windows of layers, in a pool that is just as large as ranks make it, or has windows of two sequences alone. Others have a host tier, in which the KV of requests that step aside is kept until they come back, and some requests step
 aside for the deadlines of others.
 
 Half of the examples do not end in peace: small requests, short and long ones that begin like those that wait, go on to
@@ -26,7 +26,7 @@ from medha.kv.blocks import BlockCopy, BlockLedger
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.lane_replay import LaneReplay
 from medha.kv.pools import WindowPool
-from medha.kv.window_tables import WindowTables, window_blocks
+from medha.kv.window_tables import WindowTables, window_need
 from medha.scheduler.controller import SHORT_STEP, ReplicaController
 from medha.scheduler.growth import MOST_ASIDES
 from medha.scheduler.replica_config import ReplicaConfig
@@ -404,6 +404,7 @@ class ControllerMachine(RuleBasedStateMachine):
         step_seconds=st.sampled_from([0.5, 0.05]),
         tpot_seconds=st.sampled_from([0.05, 0.5]),
         window=st.sampled_from([0, 1, 5, 30]),
+        windows=st.sampled_from([2, 100]),
     )
     def start(
         self,
@@ -428,6 +429,7 @@ class ControllerMachine(RuleBasedStateMachine):
         step_seconds: float,
         tpot_seconds: float,
         window: int = 0,
+        windows: int = 100,
     ) -> None:
         scheduling = {
             "policy": policy,
@@ -461,11 +463,12 @@ class ControllerMachine(RuleBasedStateMachine):
             host_tier=HostTierFigures(host_blocks, 1, 1e-6, 1e-6) if host_blocks else None,
         )
         if window and not host_blocks:
-            blocks = window_blocks(
+            need = window_need(
                 window, block_size_tokens=block_size, max_running=max_running, max_chunk_tokens=max_chunk,
                 max_model_len=200, stages=stages, lanes=lanes,
             )  # fmt: skip
-            self.config = replace(self.config, window_pool=WindowPool(blocks, window))
+            pool = WindowPool(need.of(min(windows, max_running)), window)
+            self.config = replace(self.config, window_pool=pool)
         self.now = 0.0
         self.random = Random(seed)
         self.lanes = Lanes(self.config, 0, self.random, failure_chance, guesses)

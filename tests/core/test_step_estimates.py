@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from medha.hardware import LLAMA3_8B, MIXTRAL_8X7B, ModelShape
+from medha.hardware import DEEPSEEK_V3, LLAMA3_8B, MIXTRAL_8X7B, ModelShape
 from medha.step_estimates import StepCosts, StepWork, attention_pairs, peak_of
 
 LAYER_WEIGHTS = 218_103_808
@@ -49,6 +49,17 @@ def test_a_chunk_that_does_not_sample_passes_no_head() -> None:
 def test_a_prompt_at_once_has_the_flops_of_the_models_shape() -> None:
     work = StepWork(8192, 1, attention_pairs(8192, 0), 8192)
     assert step_flops(LLAMA3_8B, work) == LLAMA3_8B.prefill_flops(8192)
+
+
+def test_latents_count_in_the_form_that_takes_fewer_flops() -> None:
+    heads, latent = 61 * 128, 512
+    absorbed, plain, making = 4 * heads * 576, 2 * heads * (192 + 128), 2 * heads * latent * 256
+    alone = step_flops(DEEPSEEK_V3, StepWork(rows=1))
+    assert step_flops(DEEPSEEK_V3, StepWork(1, 0, 5000, 5000)) == alone + 5000 * absorbed
+    chunk = StepWork(512, 0, attention_pairs(512, 4000), 4512)
+    assert step_flops(DEEPSEEK_V3, chunk) == 512 * alone + plain * chunk.pairs + 4000 * making
+    prompt = StepWork(8192, 1, attention_pairs(8192, 0), 8192)
+    assert step_flops(DEEPSEEK_V3, prompt) == DEEPSEEK_V3.prefill_flops(8192)
 
 
 def test_a_step_reads_the_experts_that_its_rows_pass() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockCopy, BlockLedger, Run
-from medha.kv.window_tables import WindowTable, WindowTables, frees_windows, usable_blocks, window_blocks
+from medha.kv.window_tables import WindowTable, WindowTables, frees_windows, usable_blocks, window_need
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,16 @@ class Tables(WindowTables):
 
 
 def test_the_pool_of_gpt_oss_has_a_window_for_each_sequence_and_one_step() -> None:
-    blocks = window_blocks(
+    blocks = window_need(
         128, block_size_tokens=16, max_running=256, max_chunk_tokens=2048, max_model_len=131072
-    )
+    ).of(256)
     assert blocks == (256 * 128 + 2048 + 512) // 16 + 512
 
 
 def test_short_sequences_need_no_more_than_whole_tables() -> None:
-    blocks = window_blocks(
+    blocks = window_need(
         4096, block_size_tokens=16, max_running=8, max_chunk_tokens=2048, max_model_len=1000
-    )
+    ).of(8)
     assert blocks == 8 * 63
 
 
@@ -86,13 +86,13 @@ class Replica:
     names: int = 0
 
     def __post_init__(self) -> None:
-        blocks = window_blocks(
+        blocks = window_need(
             self.window,
             block_size_tokens=self.size,
             max_running=self.max_running,
             max_chunk_tokens=self.max_chunk,
             max_model_len=self.max_len,
-        )
+        ).of(self.max_running)
         self.tables = Tables(blocks, self.size, self.window, self.max_len)
 
     def slot(self, table: WindowTable, position: int) -> int:
@@ -245,9 +245,9 @@ def test_a_prompt_that_is_shorter_than_the_window_can_be_shared(size: int) -> No
 def test_the_pool_holds_the_drafts_of_all_steps_in_a_pipeline() -> None:
     """Each of eight steps verifies as many drafts of its sequence as fit beside it in `max_running` rows."""
     stages = running = 8
-    blocks = window_blocks(
+    blocks = window_need(
         1, block_size_tokens=1, max_running=running, max_chunk_tokens=1, max_model_len=1000, stages=stages
-    )
+    ).of(running)
     tables = Tables(blocks, 1, 1)
     known = 0
     for accepted in (0, 0, running - 1):

@@ -341,9 +341,17 @@ def test_a_draft_model_keeps_all_of_its_kv_where_the_served_model_frees_what_is_
     assert both.kv_bytes == pytest.approx(alone.kv_bytes + drafted_bytes)
 
 
-def test_windows_that_take_more_than_whole_requests_are_not_kept_alone() -> None:
+def test_a_pool_that_has_no_windows_for_all_that_may_run_has_those_of_fewer() -> None:
     """Windows of 1,024 tokens for 256 sequences are more than all that fits beside the weights of Gemma-3-27B."""
     freed = replace(WISH, context_tokens=100_000)
+    kept = replace(freed, host_bytes=2**30)
+    ratings = [rate(GEMMA3_27B, H100, Topology(1, 1, 1), wish) for wish in (kept, freed)]
+    assert ratings[1].kv_tokens > 1.5 * ratings[0].kv_tokens
+    assert ratings[1].kv_bytes < ratings[0].kv_bytes
+
+
+def test_no_window_is_freed_where_too_few_of_the_requests_would_run() -> None:
+    freed = replace(WISH, context_tokens=100_000, concurrent=200)
     kept = replace(freed, host_bytes=2**30)
     ratings = [rate(GEMMA3_27B, H100, Topology(1, 1, 1), wish) for wish in (kept, freed)]
     assert ratings[0].kv_tokens == ratings[1].kv_tokens

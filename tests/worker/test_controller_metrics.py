@@ -134,7 +134,7 @@ def test_blocks_of_windows_are_shown_where_layers_free_what_is_before_them() -> 
     kept, freed = CollectorRegistry(), CollectorRegistry()
     profile = StepProfile(1e-3, 1e-6, 1e-9, 1e-5)
     Observer(kept).state(ReplicaController(CONFIG, profile, 0))
-    config = replace(CONFIG, topology=Topology(), window_pool=WindowPool(50, 64))
+    config = replace(CONFIG, topology=Topology(), window_pool=WindowPool(500, 64))
     core = ReplicaController(config, profile, 0)
     core.handle(Submit("r", "p", 100, 100, 0), 0.0)
     Observer(freed).state(core)
@@ -143,5 +143,5 @@ def test_blocks_of_windows_are_shown_where_layers_free_what_is_before_them() -> 
         return registry.get_sample_value("medha_kv_window_blocks", {"lane": "0", "state": state})
 
     held = -(-100 // config.block_size_tokens)
-    assert [blocks(freed, state) for state in ("held", "cached", "free")] == [held, 0, 50 - held]
+    assert [blocks(freed, state) for state in ("held", "cached", "free")] == [held, 0, 500 - held]
     assert blocks(kept, "free") is None

@@ -18,14 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.kv.pools import WindowPool
-from medha.kv.window_tables import frees_windows, widest_window, window_blocks
+from medha.kv.window_tables import frees_windows, widest_window, window_need
+from medha.latent_shape import LatentShape
 from medha.topology import Topology
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import Device, host_device
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
-from medha_worker.model import quantised_weights
+from medha_worker.model import latent_forms, quantised_weights
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.kv_parallel_plan import positions
 
@@ -112,6 +113,13 @@ PAIRWISE = [
 
 NEAR_TIE = 2e-5
 """Least distance of what a router ranks at which rounding cannot decide which expert a token goes to."""
+
+FORMS: list[Callable[[LatentShape, int, int, int], bool]] = [
+    LatentShape.makes_heads,
+    lambda _shape, _rows, _keys, _pairs: True,
+    lambda _shape, rows, keys, _pairs: (rows + keys) % 2 == 0,
+]
+"""Functions that choose the form of attention to latents."""
 
 # Windows end in each of the places where rows, blocks, chunks, stripes, shards and prompts can.
 WINDOWS = (1, 2, 3, BLOCK_TOKENS, 7, 16, 30, 64, 149)
@@ -294,9 +302,9 @@ def _is_certain(ranked: torch.Tensor, count: int) -> torch.Tensor:
 def smallest_window_pool(ranks: Ranks) -> WindowPool:
     """Return the smallest pool in which five requests find their windows: little is left for those of cached prefixes."""
     window = widest_window(ranks.windows)
-    blocks = window_blocks(
+    blocks = window_need(
         window, block_size_tokens=BLOCK_TOKENS, max_running=5, max_chunk_tokens=5 * 150, max_model_len=160
-    )
+    ).of(5)
     return WindowPool(blocks, window)
 
 
@@ -388,7 +396,8 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
     Steps are planned while earlier ones run, as in a rank that is busy when they arrive. The pools are fragmented
     before the first request, so that a chunk has runs of blocks of all lengths, in any order. The kernels are those
     that this machine chooses, or would choose in another number format. A model with windows gets one of each size, and
-    frees KV before them in two thirds of the examples, of which half keep windows of cached prefixes.
+    frees KV before them in two thirds of the examples, of which half keep windows of cached prefixes. Latents are attended
+    to in the form of fewer FLOPs, in plain form, or in either by chance.
     """
     ranks, reference, examples, tolerance = replica
 
@@ -403,6 +412,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
         window=st.sampled_from(WINDOWS),
         freeing=st.sampled_from(["", "cached prefixes", "no cached prefixes"]),
+        makes_heads=st.sampled_from(FORMS),
     )
     @settings(max_examples=examples)
     def run(
@@ -416,7 +426,9 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         kernels: Kernels | None,
         window: int,
         freeing: str,
+        makes_heads: Callable[[LatentShape, int, int, int], bool],
     ) -> None:
+        patch.setattr(LatentShape, "makes_heads", makes_heads)
         slide(ranks, reference, window)
         lanes = ranks.topology.kv
         frees = bool(freeing) and frees_windows(ranks.windows, has_tiers=False)
@@ -436,6 +448,8 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_IN_PLACE_TOKENS", 2 * BLOCK_TOKENS)  # the pools are small
         patch.setattr(attention, "_GATHERED_TOKENS", 8 * BLOCK_TOKENS)
+        patch.setattr(latent_forms, "MADE_BYTES", 1)
+        patch.setattr(latent_forms, "_LEAST_TILE_TOKENS", 6 * BLOCK_TOKENS + 1)
         run()
 
 

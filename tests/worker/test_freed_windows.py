@@ -50,7 +50,8 @@ class Rank:
 
     def __init__(self, config: ReplicaConfig) -> None:
         ledger = BlockLedger(config.kv_blocks, config.block_size_tokens)
-        self.tables = WindowTables(ledger, pool_of_windows(config, WINDOW), WINDOW)
+        assert config.window_pool is not None
+        self.tables = WindowTables(ledger, config.window_pool.blocks, WINDOW)
         samplers = new_samplers(VOCAB, (), lambda _: None)
         self.state = LaneState(ledger, 0, 0, samplers, self.tables)
 
@@ -89,12 +90,13 @@ def submit(life: Life, prompt: str, sample: int, tokens: int, max_tokens: int | 
     return name
 
 
+@pytest.mark.parametrize("windows", [6, 3])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_after_200_cancels_no_block_is_held(stages: int, prefix_caching: bool) -> None:
+def test_after_200_cancels_no_block_is_held(stages: int, prefix_caching: bool, windows: int) -> None:
     """Prompts have up to three samples, more than places allow, and begin alike; drafts are accepted in part."""
     config = replace(CONFIG, topology=Topology(1, stages, 1), prefix_caching=prefix_caching)
-    config = replace(config, window_pool=WindowPool(pool_of_windows(config, WINDOW), WINDOW))
+    config = replace(config, window_pool=WindowPool(pool_of_windows(config, WINDOW, windows), WINDOW))
     life, rank, random = Guessed(ReplicaController(config, PROFILE), Random(1)), Rank(config), Random(2)
     open_: list[str] = []
     cancelled = replayed = prompts = drafted = 0
@@ -161,7 +163,7 @@ def test_a_fork_of_a_window_that_is_gone_shows_that_rank_and_controller_disagree
     while second not in admits(life):
         life.move()
     assert admits(life)[second].fork_of == first
-    rank = Rank(life.controller.config)
+    rank = Rank(CONFIG)
     *before, last = (replace(step, state_hash=None) for step in life.steps)  # these show it, too
     for step in before:
         rank.replay(step)

@@ -16,6 +16,7 @@ import pytest
 from medha.cost.cost_profile import Attention, Operation, Profile
 from medha.cost.predictor import Predictor, Work
 from medha.errors import OutOfMemory
+from medha.kv.window_tables import WindowNeed
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.host_memory import host_free_bytes
 from medha_worker.model.model_config import ModelConfig
@@ -85,7 +86,8 @@ def test_nothing_free_is_refused_and_not_a_negative_pool() -> None:
         pool_blocks(REQUEST, 10 * MIB)
 
 
-WINDOWED = replace(REQUEST, window_blocks=200, window_block_bytes=MIB // 2)
+NEED = WindowNeed(1, 100, 63)  # 200 blocks for 100 sequences
+WINDOWED = replace(REQUEST, windows=NEED, window_block_bytes=MIB // 2)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +96,24 @@ WINDOWED = replace(REQUEST, window_blocks=200, window_block_bytes=MIB // 2)
         pytest.param(REQUEST, 1040, PoolSizes(500, 0), id="no layer has a window"),
         pytest.param(WINDOWED, 1040, PoolSizes(500, 800, 200), id="the windows take a fifth of the pool"),
         pytest.param(
-            replace(WINDOWED, window_blocks=600), 1040, PoolSizes(500, 400, 600), id="too many windows"
+            replace(WINDOWED, windows=WindowNeed(5, 100, 63)), 1040, PoolSizes(500, 650, 350),
+            id="windows of fewer sequences",
         ),
         pytest.param(
-            replace(WINDOWED, window_blocks=2000), 1040, PoolSizes(500, 0), id="windows alone do not fit"
+            replace(WINDOWED, windows=WindowNeed(5, 100, 63), max_running=8), 250, PoolSizes(105, 70, 140),
+            id="too many windows for the fewest sequences",
+        ),
+        pytest.param(
+            replace(WINDOWED, windows=WindowNeed(5, 900, 63)), 1040, PoolSizes(500, 0), id="a step alone does not fit"
         ),
         pytest.param(
             replace(WINDOWED, window_block_bytes=MIB), 1040, PoolSizes(500, 6300, 200), id="all layers have one"
         ),
         pytest.param(
-            replace(WINDOWED, window_blocks=40), 150, PoolSizes(0, 70, 40), id="the longest fits beside windows alone"
+            replace(WINDOWED, windows=WindowNeed(2, 20, 63), max_running=10), 150, PoolSizes(0, 70, 40), id="the longest fits beside windows alone"
         ),
         pytest.param(
-            replace(WINDOWED, max_running=4), 9000, PoolSizes(252, 252, 200), id="no more than can be used"
+            replace(WINDOWED, max_running=4), 9000, PoolSizes(252, 252, 104), id="no more than can be used"
         ),
         pytest.param(
             replace(WINDOWED, caches_windows=True), 1040, PoolSizes(500, 711, 289), id="a block of windows for eight others"
@@ -114,6 +121,10 @@ WINDOWED = replace(REQUEST, window_blocks=200, window_block_bytes=MIB // 2)
         pytest.param(
             replace(WINDOWED, window_block_bytes=MIB, caches_windows=True), 1040, PoolSizes(500, 6300, 500),
             id="all layers have one, and the rest is for cached windows",
+        ),
+        pytest.param(
+            replace(WINDOWED, window_block_bytes=MIB, windows=WindowNeed(9, 100, 63)), 1040, PoolSizes(500, 6300, 500),
+            id="all layers have one, and the pool has windows of fewer sequences",
         ),
         pytest.param(
             replace(WINDOWED, max_running=4, caches_windows=True), 9000, PoolSizes(252, 252, 252),
@@ -129,7 +140,7 @@ def test_a_pool_beside_windows_is_what_they_leave(
 
 def test_a_length_that_fits_in_neither_form_names_the_size_of_whole_requests() -> None:
     with pytest.raises(OutOfMemory, match="maxModelLen 1000 needs 63 MiB"):
-        pool_sizes(replace(WINDOWED, window_blocks=50), 150 * MIB)
+        pool_sizes(replace(WINDOWED, windows=WindowNeed(3, 30, 63), max_running=10), 150 * MIB)
 
 
 def test_a_size_that_exceeds_what_is_free_is_refused_also_where_windows_could_be_freed() -> None:

@@ -212,7 +212,7 @@ def test_a_row_gets_the_same_bits_beside_any_others(tmp_path: Path) -> None:
 
 
 def test_kernels_for_gpus_refuse_latents() -> None:
-    sizes, host = KernelSizes(4, 1, 64, 64, 128, has_latents=True), host_device(torch.bfloat16)
+    sizes, host = KernelSizes(4, 1, 64, 64, 128, made_head_dim=48), host_device(torch.bfloat16)
     device = replace(host, torch_device=torch.device("cuda"))
     for make in (triton_kernels, flashinfer_kernels):
         with pytest.raises(KernelsUnavailable, match="no attention over latents"):

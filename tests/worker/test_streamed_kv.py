@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.latent_shape import LatentShape
 from medha_worker.device import host_device
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.latent_forms import LatentForms
+from medha_worker.model.latent_tensors import LatentWeights
 from medha_worker.model.pool_attention import part_of
 from medha_worker.model.prepared_step import OwnStep, StreamedStep, streams
 from medha_worker.model.streamed_blocks import StreamedBlocks
@@ -96,6 +100,39 @@ def test_each_row_attends_as_if_all_keys_were_in_the_pool(
                     reference.attend(layer, q.clone(), k, v, sinks),
                 )
                 assert torch.allclose(found, wanted, atol=2e-6), (start, count, layer)
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["absorbed", "plain"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
+def test_rows_attend_to_streamed_latents_in_either_form(
+    in_place: bool, is_made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, tokens, random = LatentShape(0, 24, 8, 4, 6), 70, np.random.default_rng(7)
+    device = host_device(torch.float32)
+    kernels = torch_kernels(device)
+    forms = LatentForms(shape, HEADS, 0.3, kernels, device)
+    torch.manual_seed(2)
+    latent = LatentWeights(
+        None, None, torch.ones(24), torch.randn(HEADS, 8, 24) / 4, torch.randn(HEADS, 24, 6) / 4
+    )
+    usual, cache = (
+        KVCache(
+            num_layers=1, kv_heads=1, head_dim=shape.row_dim, num_blocks=blocks, block_tokens=SIZE, tensors=1,
+            device=device,
+        )
+        for blocks in (STREAMED, POOL)
+    )  # fmt: skip
+    cache.streamed = StreamedBlocks(cache, STREAMED, in_place=in_place, segment_tokens=3 * SIZE)
+    table, whole = streamed_table(tokens, 3, random), np.arange(STREAMED)
+    for start, count in chunks_of(tokens, random):
+        step = [SequenceSpan(0, count, start, table)]
+        q, row = torch.randn(count, HEADS, shape.query_dim), torch.randn(count, 1, shape.row_dim)
+        monkeypatch.setattr(LatentShape, "makes_heads", lambda *_: False)
+        reference = OwnStep([replace(step[0], blocks=whole)], usual, kernels, forms=forms)
+        wanted = reference.attend(0, q.clone(), row, row, latent=latent)
+        monkeypatch.setattr(LatentShape, "makes_heads", lambda *_: is_made)
+        found = StreamedStep(step, cache, kernels, forms=forms).attend(0, q.clone(), row, row, latent=latent)
+        assert torch.allclose(found, wanted, atol=5e-6), (start, count)
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,8 +17,8 @@ continue go last: the windows before the ends of prompts and sequences, and befo
 tables of their own (`medha.kv.lane_replay`), so that all of them agree. Within a step blocks are given out last, so a window
 that the controller has found here is still here when a rank admits the request that is to share it.
 
-The pool is large enough for every step that a controller may send (`window_blocks`): lack of these blocks never
-delays or ends a request.
+The pool is large enough for every step that a controller may send (`WindowNeed`). Where it has no windows for all
+sequences that may run, admission counts those of running sequences (`medha.scheduler.window_places`), so that a step never lacks a block.
 
 Positions are those of one lane: the n-th token of a sequence that lies there has position n - 1.
 """
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -39,6 +40,9 @@ from medha.kv.blocks import BlockCopy, BlockLedger, FreeRuns, Run, as_blocks
 
 CACHED_WINDOW_PART = 8
 """Blocks of layers without a window for which the others get one more, to keep the windows of cached prefixes."""
+
+LEAST_WINDOWS = 8
+"""Sequences, if so many may run, for which a pool of windows has place at least."""
 
 _NONE = -1
 
@@ -56,7 +60,44 @@ def widest_window(windows: Sequence[int | None]) -> int:
     return max(window for window in windows if window is not None)
 
 
-def window_blocks(
+@dataclass(frozen=True, slots=True)
+class WindowNeed:
+    """Blocks that sequences need in a lane's pool of windows, however the controller fills its steps.
+
+    A sequence keeps its window, which begins and ends somewhere in a block. A step needs more: each of the lanes computes
+    `max_chunk_tokens` positions of prompts at most, and this one may be to keep them all, as they lie where shard maps say.
+    It also computes `max_running` positions and drafts of decodes. As many drafts of the step before it may have been
+    accepted, and of those that are in the pipeline's other stages.
+    """
+
+    sequence_blocks: int
+    """The most that one sequence keeps."""
+    step_blocks: int
+    """What a step needs beside those, of all sequences together."""
+    longest_blocks: int
+    """Blocks of the longest sequence in layers without a window; it never needs more here."""
+
+    def of(self, sequences: int) -> int:
+        """Return the blocks of a pool that never runs out while no more sequences run."""
+        return min(sequences * self.sequence_blocks + self.step_blocks, sequences * self.longest_blocks)
+
+    def places(self, blocks: int) -> int:
+        """Return how many sequences may run on a pool of so many blocks, however long they are."""
+        return max((blocks - self.step_blocks) // self.sequence_blocks, blocks // self.longest_blocks)
+
+    def pools(self, max_running: int, whole_blocks: int, *, in_all_layers: bool) -> list[int]:
+        """Return the blocks that a pool of windows may have, the preferred one first.
+
+        That is one with the windows of `max_running` sequences. The other one takes at most half of the `whole_blocks` that
+        the memory would hold if all layers kept their KV, beside what a step needs. So at least half as many short
+        sequences run, and long ones get the rest. If all layers have windows, it may take all.
+        """
+        wished, least = self.of(max_running), self.of(min(max_running, LEAST_WINDOWS))
+        most = whole_blocks if in_all_layers else max(whole_blocks // 2 + self.step_blocks, least)
+        return [wished, most] if least <= most < wished else [wished]
+
+
+def window_need(
     window_tokens: int,
     *,
     block_size_tokens: int,
@@ -65,17 +106,14 @@ def window_blocks(
     max_model_len: int,
     stages: int = 1,
     lanes: int = 1,
-) -> int:
-    """Return the blocks of a lane's pool that never runs out, however the controller fills its steps.
-
-    Each of `max_running` sequences keeps a window. In a step, each of the `lanes` computes `max_chunk_tokens` positions
-    of prompts at most, and this one may be to keep them all: they lie where shard maps say. A step also computes
-    `max_running` positions and drafts of decodes. As many drafts of the step before it may have been accepted, and of
-    those that are in the pipeline's other `stages`. Each sequence begins and ends somewhere in a block.
-    """
-    longest_blocks = -(-max_model_len // block_size_tokens)
-    tokens = max_running * (window_tokens + 1 + stages) + lanes * max_chunk_tokens
-    return min(-(-tokens // block_size_tokens) + 2 * max_running, max_running * longest_blocks)
+) -> WindowNeed:
+    """Return what the sequences and steps of a replica need, whose layers see `window_tokens` tokens at most."""
+    size = block_size_tokens
+    longest_blocks = -(-max_model_len // size)
+    step_tokens = max_running * (1 + stages) + lanes * max_chunk_tokens
+    return WindowNeed(
+        min(-(-window_tokens // size) + 2, longest_blocks), -(-step_tokens // size), longest_blocks
+    )
 
 
 def usable_blocks(are_here: npt.NDArray[np.bool_], window_tokens: int, block_size_tokens: int) -> int:

@@ -27,10 +27,12 @@ from math import inf
 
 from medha.cost.tier_seconds import TierSeconds
 from medha.kv.pools import KvPools, Placed
+from medha.kv.window_tables import window_need
 from medha.scheduler.growth import Growth, Held, who_make_way, with_too_much
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.scheduler.request_table import Capacity, RequestTable
+from medha.scheduler.window_places import WindowPlaces
 from medha.wire.messages import Admit, Grow
 
 LATE_SHARE = 0.35
@@ -83,6 +85,7 @@ class Admission:
             object_blocks=0 if config.store_block_seconds is None else config.object_blocks,
             streamed_blocks=0 if config.streaming is None else config.streaming.blocks,
         )
+        self._windows = _window_places(config)
         self._config = config
         self._lanes = tuple(range(config.topology.kv))
         self._has_one_lane = len(self._lanes) == 1
@@ -109,7 +112,7 @@ class Admission:
     @property
     def is_full(self) -> bool:
         """True if no more requests may hold KV now: all places are taken, or a running request lacks KV."""
-        return self.is_paused or self._table.running >= self._max_running
+        return self.is_paused or self._free_places <= 0
 
     def has_place(self, request: Request) -> bool:
         """Return whether a waiting request may hold KV: there is a place, and others do not come first for it."""
@@ -128,7 +131,8 @@ class Admission:
 
     @property
     def _free_places(self) -> int:
-        return self._max_running - self._table.running
+        free = self._max_running - self._table.running
+        return free if self._windows is None else min(free, self._windows.free)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._config.block_size_tokens)
@@ -417,6 +421,9 @@ class Admission:
         else:
             self._held_by_shorts += self.blocks_for(request.reserved_tokens)
             self._count_for_owner(request, needed)
+        if self._windows is not None:
+            most_tokens = max(request.most_tokens, request.reservation_tokens)
+            self._windows.take(request.id, self.blocks_for(most_tokens))
         self._watch_growth(request)
         is_claimant = self.claimant is request
         if self._claim is not None:
@@ -612,6 +619,8 @@ class Admission:
     def release(self, request: Request) -> None:
         """Release all KV that a request holds; if it steps aside, host tiers keep it until it comes back."""
         self.pools.release(request.id, request.computed, swaps=request.steps_aside)
+        if self._windows is not None:
+            self._windows.give(request.id)
         self._growth.forget(request)
         self.prefilled(request)
         if self._taken_by_longs.pop(request.id, None) is None:
@@ -627,3 +636,19 @@ class Admission:
                 self._defers_until = inf
         elif any(lane in claim.lanes for lane in request.held_lanes):
             claim.beside[request.id] = needed
+
+
+def _window_places(config: ReplicaConfig) -> WindowPlaces | None:
+    """Return what counts the windows of running sequences; None if no layer frees KV before its window."""
+    if config.window_pool is None:
+        return None
+    need = window_need(
+        config.window_pool.window_tokens,
+        block_size_tokens=config.block_size_tokens,
+        max_running=config.scheduling.max_running,
+        max_chunk_tokens=config.scheduling.max_chunk_tokens,
+        max_model_len=config.max_model_len,
+        stages=config.topology.stream,
+        lanes=config.topology.kv,
+    )
+    return WindowPlaces(need, config.window_pool.blocks)

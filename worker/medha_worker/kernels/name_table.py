@@ -25,15 +25,16 @@ _log = logging.getLogger("medha.kernels")
 
 def torch_kernels(device: Device) -> Kernels:
     """Return the operators in plain torch, which run every model on every device."""
-    products = TorchProducts()
+    products, attention = TorchProducts(), TorchAttention(device)
     return Kernels(
         "torch",
-        TorchAttention(device),
+        attention,
         TorchKVWriter(device),
         products,
         TorchRows(),
         _race(device),
         expert_products(products, device),
+        made_heads=attention,
     )
 
 

@@ -33,8 +33,8 @@ class KernelSizes:
     intermediate_size: int
     expert_intermediate_size: int = 0
     """Width of one expert; 0 if there are none. If all layers have experts, `intermediate_size` is the same."""
-    has_latents: bool = False
-    """True if a layer's keys are its values, too: rows of `head_dim` values, of which RoPE rotates only a part."""
+    made_head_dim: int = 0
+    """Width of a head's keys and values that are made of latents, which a layer keeps in their place; 0: it keeps K and V."""
     further_widths: tuple[int, ...] = ()
     """Further sizes of rows that are normed, and of halves that are rotated."""
     has_fp8_kv: bool = False
@@ -237,3 +237,8 @@ class Kernels:
     rows: RowOperators
     race: TokenRace
     experts: ExpertProducts
+    made_heads: AttentionBackend | None = None
+    """Attention to keys and values that were made of latents for each head, [heads, tokens, `made_head_dim`].
+
+    None: it would not give a row the same bits as attention to latents does, which are then never made keys and values.
+    """

@@ -22,6 +22,7 @@ from medha_worker.device import Mark
 from medha_worker.kernels.protocol import GraphAttention, GraphWrite, Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.latent_tensors import LatentWeights
 from medha_worker.model.prepared_step import LayerStep, Rotations, new_slots
 
 RunLayers = Callable[[torch.Tensor, Rotations, LayerStep], torch.Tensor]
@@ -235,8 +236,15 @@ class _GraphStep:
         self._write.replan(new_slots(spans, block_tokens))
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        latent: LatentWeights | None = None,
     ) -> torch.Tensor:
+        assert latent is None, "no attention over latents can be captured"
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._write.write(*pools, *self._cache.rounded(layer, k, v))
         q = self._cache.queries(layer, q)

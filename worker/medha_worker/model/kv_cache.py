@@ -117,6 +117,10 @@ class KVCache:
         """Return sums of values, of sums of the pool's numbers, [rows, query_heads, head_dim]; they may replace these."""
         return attended if self._scaled is None else self._scaled[layer].results(attended)
 
+    def scaled(self, layer: int) -> ScaledHeads | None:
+        """Return what applies the scales of a layer's pool; None if it has none."""
+        return None if self._scaled is None else self._scaled[layer]
+
     @staticmethod
     def bytes_per_block(
         *,

@@ -58,6 +58,10 @@ class ScaledHeads:
         """Multiply sums of values, [rows, query_heads, head_dim], in place by the scales of the values."""
         return _multiplied(attended, self._values)
 
+    def numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply latent rows of the pool, [rows, row_dim], in place by their scales."""
+        return rows.mul_(self._keys[0])
+
 
 def _rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     # A conversion makes NaN of what is too large.

@@ -1,11 +1,6 @@
-"""Multi-head latent attention in absorbed form: all heads attend to the same rows, which are keys and values at once.
+"""The products of a layer with latent attention: they make queries, and the row of the KV pool that all heads share.
 
-A key of head h is K_h c, for a token's latent c, and so the score of a query q is (K_h^T q) c. Likewise, a sum of
-values V_h c is V_h times the sum of the latents. So a head's queries absorb its key matrix, and its value matrix is
-applied behind attention: K and V of heads are never made. Attention itself is that of a single KV head whose values
-are its keys, by any implementation. The part of the result that lies behind the latent is not used.
-
-Reference: DeepSeek-V2, "A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1.
+A row is a token's latent, and behind it the key with position. `medha_worker.model.latent_forms` attends to it.
 """
 
 from __future__ import annotations
@@ -14,7 +9,9 @@ import math
 
 import torch
 
+from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels
+from medha_worker.model.latent_forms import LatentForms
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.prepared_step import Rotation
 from medha_worker.model.quantised_weights import LinearProducts
@@ -26,19 +23,20 @@ _NORM_EPS = 1e-6
 
 
 class LatentAttention:
-    """A rank's products before and behind the attention of a layer."""
+    """A rank's products before the attention of a layer, and the `forms` of attention itself."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, kernels: Kernels, products: LinearProducts) -> None:
+    def __init__(
+        self, config: ModelConfig, shard: Shard, kernels: Kernels, products: LinearProducts, device: Device
+    ) -> None:
         assert config.latent is not None
         self._latent, self._kernels, self._products = config.latent, kernels, products
         self._heads = shard.query_heads(config)
-        # Attention divides scores by the root of a row's width, but latents are wider than the queries were.
-        self._factor = _softmax_scale(config) * math.sqrt(config.latent.row_dim)
+        self.forms = LatentForms(config.latent, self._heads, _softmax_scale(config), kernels, device)
 
     def heads(
         self, layer: LayerWeights, normed: torch.Tensor, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the queries of own heads, [rows, heads, row_dim], and the rows of the KV pool, [rows, 1, row_dim], twice.
+        """Return the queries of own heads, [rows, heads, query_dim], and the rows of the KV pool, [rows, 1, row_dim], twice.
 
         `normed` is [rows, hidden_size].
         """
@@ -51,36 +49,16 @@ class LatentAttention:
             assert weights.query_norm is not None
             q = operators.rms_norm(q, weights.query_norm, _NORM_EPS)
             q = self._products.product(q, weights.query_up)
-        q = q.reshape(count, self._heads, latent.query_dim)
+        q = _copied(q.reshape(count, self._heads, latent.query_dim))
 
         row = first.new_empty(count, 1, latent.row_dim)
         row[:, 0, : latent.kv_rank] = operators.rms_norm(row_latent, weights.latent_norm, _NORM_EPS)
-        key = _copied(row_key).view(count, 1, latent.rope_dim)
+        key, rotated = _copied(row_key).view(count, 1, latent.rope_dim), _copied(q[..., latent.plain_dim :])
         operators.rotate(key, *rotation)
-        row[:, :, latent.kv_rank :] = key
-
-        queries = first.new_empty(count, self._heads, latent.row_dim)
-        plain, rotated = q[..., : latent.plain_dim], _copied(q[..., latent.plain_dim :])
-        queries[..., : latent.kv_rank] = self._each_head(plain, weights.key_up)
         operators.rotate(rotated, *rotation)
-        queries[..., latent.kv_rank :] = rotated
-        return queries.mul_(self._factor), row, row
-
-    def values(self, layer: LayerWeights, attended: torch.Tensor) -> torch.Tensor:
-        """Return the results of own heads side by side, [rows, heads * value_dim], of [rows, heads, row_dim]."""
-        assert layer.latent is not None
-        return self._each_head(attended[..., : self._latent.kv_rank], layer.latent.value_up).flatten(1)
-
-    def _each_head(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Multiply [rows, heads, inner] by the matrix of each head, [heads, inner, columns]: [rows, heads, columns].
-
-        These are products of experts, of which each gets equally many rows.
-        """
-        rows, heads, inner = x.shape
-        by_head = x.transpose(0, 1).reshape(heads * rows, inner)
-        row_ends = torch.arange(1, heads + 1, dtype=torch.int32, device=x.device) * rows
-        found = self._kernels.experts.product(by_head, weights, row_ends)
-        return found.view(heads, rows, weights.shape[2]).transpose(0, 1)
+        row[:, :, latent.kv_rank :] = key
+        q[..., latent.plain_dim :] = rotated
+        return q, row, row
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ The projections down belong to no head, so that every tensor rank has all of the
 the rows that make the rotated parts of queries and keys are read in another order: the first value of every pair, then
 the second. RoPE then pairs halves, as it does in all other models, and scores are the same.
 
-Keys and values are never made of latents: queries and results absorb that linear, as numbers, whatever format it is stored in.
-Latents are not rounded for it, as in DeepSeek's own code for the absorbed form.
+The linear that makes keys and values of latents is held as numbers, whatever format it is stored in: queries and results
+absorb it, or it makes those of a chunk. Latents are not rounded for it, as in DeepSeek's own code for the absorbed form.
 """
 
 from __future__ import annotations

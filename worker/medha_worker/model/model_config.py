@@ -145,6 +145,16 @@ class ModelConfig:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
+    def query_dim(self) -> int:
+        """Width of a head's query as it enters attention."""
+        return self.head_dim if self.latent is None else self.latent.query_dim
+
+    @property
+    def result_dim(self) -> int:
+        """Width of a head's result as it leaves attention."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def kv_tensors(self) -> int:
         """Number of tensors of a layer's KV: K and V, or the latents alone."""
         return 2 if self.latent is None else 1

@@ -20,6 +20,7 @@ from medha_worker.kernels.partial_results import merge_partials
 from medha_worker.kernels.protocol import KVWriter, StepWrite
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.latent_forms import HeadMatrices
 from medha_worker.model.partial_attention import Attending, Partial, Rows
 from medha_worker.model.streamed_blocks import Segment, SegmentReads
 
@@ -113,14 +114,17 @@ class PoolAttention:
         """Set what reads segments; it is needed if there are some."""
         self._reads = reads
 
-    def attend(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output [rows, heads, head_dim] and log-sum-exp, float32 [rows, heads]; zeros and -inf for rows without keys."""
-        output, sums = self._near.attend(q, self._cache.keys[layer], self._cache.values[layer])
+    def attend(
+        self, layer: int, q: torch.Tensor, matrices: HeadMatrices | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and log-sum-exp as `Partial.attend` does; zeros and -inf for rows without keys."""
+        output, sums = self._near.attend(q, self._cache.keys[layer], self._cache.values[layer], matrices)
         for stream in self._streams:
             assert self._reads is not None
             merged, union = output[stream.rows].float(), sums[stream.rows]
             for segment, partial in stream.parts:
-                part, part_sums = partial.attend(q[stream.rows], *self._reads.read(layer, segment))
+                pools = self._reads.read(layer, segment)
+                part, part_sums = partial.attend(q[stream.rows], *pools, matrices)
                 self._reads.used()
                 merged, union = merge_partials((merged, part), (union, part_sums))
             output[stream.rows], sums[stream.rows] = merged.to(output.dtype), union

@@ -18,6 +18,8 @@ from medha_worker.kernels.partial_results import add_sinks
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan, slot_runs
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.latent_forms import HeadMatrices, LatentForms
+from medha_worker.model.latent_tensors import LatentWeights
 from medha_worker.model.partial_attention import Attending, Rows
 from medha_worker.model.pool_attention import (
     PoolAttention,
@@ -42,11 +44,18 @@ class LayerStep(Protocol):
         ...
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        latent: LatentWeights | None,
     ) -> torch.Tensor:
         """Write K and V, [rows, kv_heads, head_dim], and attend with q, [rows, query_heads, head_dim].
 
-        `sinks` are the layer's attention sinks, [query_heads], if it has any; each row sees them once.
+        `sinks` are the layer's attention sinks, [query_heads], if it has any; each row sees them once. `latent` are its
+        matrices if K and V are latents: then q is [rows, query_heads, query_dim], and the result [rows, query_heads, value_dim].
         """
         ...
 
@@ -79,10 +88,12 @@ class OwnStep:
         kernels: Kernels,
         windows: Sequence[int | None] | None = None,
         window_spans: Sequence[SequenceSpan] | None = None,
+        forms: LatentForms | None = None,
     ) -> None:
         """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them.
 
-        `window_spans` are the same rows in layers with a window that frees the KV before it; None: no layer does.
+        `window_spans` are the same rows in layers with a window that frees the KV before it; None: no layer does. `forms`
+        plan the attention of layers whose pool holds latents.
         """
         self.sequences = [span.rows for span in spans]
         self._spans, self._window_spans = spans, window_spans
@@ -90,9 +101,12 @@ class OwnStep:
         self._kernels = kernels
         self._windows = windows or [None] * len(kv_cache.keys)
         size = kv_cache.block_tokens
+        self._forms = forms
+        self._latent_attention = None if forms is None else forms.plan(spans, size)
         self._attention = {
             window: kernels.attention.plan(self._spans_within(window), size, window)
             for window in dict.fromkeys(self._windows)
+            if forms is None
         }
         frees = [window is not None and window_spans is not None for window in self._windows]
         writes = {
@@ -105,7 +119,7 @@ class OwnStep:
         """Return the same step for one of its sequences, whose rows are then the only ones."""
         window_spans = self._window_spans and [replace(self._window_spans[index], row_start=0)]
         spans = [replace(self._spans[index], row_start=0)]
-        return OwnStep(spans, self._cache, self._kernels, self._windows, window_spans)
+        return OwnStep(spans, self._cache, self._kernels, self._windows, window_spans, self._forms)
 
     def _spans_within(self, window_tokens: int | None) -> Sequence[SequenceSpan]:
         if window_tokens is None or self._window_spans is None:
@@ -113,10 +127,20 @@ class OwnStep:
         return self._window_spans
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        latent: LatentWeights | None = None,
     ) -> torch.Tensor:
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._writes[layer].write(*pools, *self._cache.rounded(layer, k, v))
+        if latent is not None:
+            assert self._latent_attention is not None
+            matrices = HeadMatrices.of(latent, self._cache.scaled(layer))
+            return self._latent_attention.attend(q, pools[0], matrices)[0]
         q = self._cache.queries(layer, q)
         attended, _ = self._attention[self._windows[layer]].attend(q, *pools, sinks, needs_sums=False)
         return self._cache.results(layer, attended)
@@ -131,13 +155,14 @@ class StreamedStep:
         kv_cache: KVCache,
         kernels: Kernels,
         windows: Sequence[int | None] | None = None,
+        forms: LatentForms | None = None,
     ) -> None:
-        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them."""
+        """`windows` and `forms` are as in `OwnStep`."""
         self.sequences = [span.rows for span in spans]
-        self._spans, self._cache, self._kernels = spans, kv_cache, kernels
+        self._spans, self._cache, self._kernels, self._forms = spans, kv_cache, kernels, forms
         self._windows = windows or [None] * len(kv_cache.keys)
         self._write = PoolWrite(new_slots(spans, kv_cache.block_tokens), kv_cache, kernels.writer)
-        attending = Attending(kernels.attention, kv_cache.block_tokens, kv_cache.device)
+        attending = Attending(kernels.attention, kv_cache.block_tokens, kv_cache.device, forms=forms)
         rows = spans[-1].rows.stop
         attention = {
             window: PoolAttention(
@@ -151,12 +176,21 @@ class StreamedStep:
     def alone(self, index: int) -> StreamedStep:
         """Return the same step for one of its sequences, whose rows are then the only ones."""
         spans = [replace(self._spans[index], row_start=0)]
-        return StreamedStep(spans, self._cache, self._kernels, self._windows)
+        return StreamedStep(spans, self._cache, self._kernels, self._windows, self._forms)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        latent: LatentWeights | None = None,
     ) -> torch.Tensor:
         self._write.write(layer, *self._cache.rounded(layer, k, v))
+        if latent is not None:
+            matrices = HeadMatrices.of(latent, self._cache.scaled(layer))
+            return self._attention[layer].attend(layer, q, matrices)[0]
         attended, sums = self._attention[layer].attend(layer, self._cache.queries(layer, q))
         if sinks is not None:
             attended = add_sinks(attended, sums, sinks)[0]

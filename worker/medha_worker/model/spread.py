@@ -30,6 +30,8 @@ from medha_worker.kernels.partial_results import add_sinks, merge_partials
 from medha_worker.kernels.protocol import Kernels, KVWriter
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.latent_forms import HeadMatrices, LatentForms
+from medha_worker.model.latent_tensors import LatentWeights
 from medha_worker.model.partial_attention import Attending, Partial, Rows
 from medha_worker.model.pool_attention import PoolAttention, PoolWrite, read_segments
 
@@ -132,11 +134,15 @@ class SpreadStep:
         kernels: Kernels,
         ran_out: Callable[[], None] = lambda: None,
         windows: Sequence[int | None] | None = None,
+        forms: LatentForms | None = None,
     ) -> None:
-        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them."""
+        """`windows` are the tokens that a row of each of the pool's layers sees; None: all of them.
+
+        `forms` plan the attention of layers whose pool holds latents.
+        """
         self.sequences, self._cache = plan.sequences, cache
         self._windows = windows or [None] * len(cache.keys)
-        attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out)
+        attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out, forms)
         whole = _Placed(plan.landing, cache, kernels.writer)
         self._attention = {}
         for window in dict.fromkeys(self._windows):
@@ -147,14 +153,23 @@ class SpreadStep:
         read_segments(cache, [self._attention[window].local for window in self._windows])
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        latent: LatentWeights | None = None,
     ) -> torch.Tensor:
         """Attend as `StepAttention.attend` does, for own rows [rows, heads, head_dim]; `k` and `v` are theirs.
 
-        `sinks`, [heads], are added to what was merged: each lane that helps would count them once more.
+        `sinks`, [heads], are added to what was merged: each lane that helps would count them once more. With `latent`,
+        queries and results are as wide as `LayerStep.attend` says: other lanes have the matrices of the same heads.
         """
-        q, (k, v) = self._cache.queries(layer, q), self._cache.rounded(layer, k, v)
-        output, sums = self._attention[self._windows[layer]].attend(layer, q, k, v)
+        attention, (k, v) = self._attention[self._windows[layer]], self._cache.rounded(layer, k, v)
+        if latent is not None:
+            return attention.attend(layer, q, k, v, HeadMatrices.of(latent, self._cache.scaled(layer)))[0]
+        output, sums = attention.attend(layer, self._cache.queries(layer, q), k, v)
         if sinks is not None:
             output = add_sinks(output, sums, sinks)[0]
         return self._cache.results(layer, output)
@@ -183,13 +198,18 @@ class _SpreadAttention:
             self._passing.append(self._queries)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        matrices: HeadMatrices | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and log-sum-exp of own rows, [rows, heads, head_dim] and float32 [rows, heads]."""
         all_q = self._share(layer, q, k, v)
         for ring in self._passing:
-            ring.start(layer, q)
-        output, sums = self.local.attend(layer, all_q)
+            ring.start(layer, q, matrices)
+        output, sums = self.local.attend(layer, all_q, matrices)
         for turn in range(1, max((len(ring) for ring in self._passing), default=0)):
             for ring in self._passing:
                 if turn < len(ring):
@@ -201,7 +221,7 @@ class _SpreadAttention:
 
         Returns own queries, followed by those that other lanes have sent.
         """
-        placed, (_, query_heads, head_dim), kv_heads = self._placed, q.shape, k.shape[1]
+        placed, (_, query_heads, query_dim), (_, kv_heads, head_dim) = self._placed, q.shape, k.shape
         placed.write.write(layer, k[placed.staying], v[placed.staying])
         outgoing: dict[int, list[torch.Tensor]] = {}
         tensors = self._cache.tensors
@@ -211,15 +231,15 @@ class _SpreadAttention:
         for part in self._plan.own:
             for lane in part.helpers:
                 outgoing.setdefault(lane, []).append(q[part.rows].reshape(-1))
-        sizes = {lane: tensors * count * kv_heads for lane, (count, _) in placed.arriving.items()}
+        sizes = {lane: tensors * count * kv_heads * head_dim for lane, (count, _) in placed.arriving.items()}
         for lane, asked in self._plan.foreign:
-            sizes[lane] = sizes.get(lane, 0) + asked.count * query_heads
-        readers = self._exchange(outgoing, {lane: size * head_dim for lane, size in sizes.items()}, q)
+            sizes[lane] = sizes.get(lane, 0) + asked.count * query_heads * query_dim
+        readers = self._exchange(outgoing, sizes, q)
         for lane, (count, write) in placed.arriving.items():
             arrived = [readers[lane].take(count, kv_heads, head_dim).to(k.dtype) for _ in range(tensors)]
             write.write(layer, arrived[0], arrived[-1])
         requested_q = [
-            readers[lane].take(asked.count, query_heads, head_dim) for lane, asked in self._plan.foreign
+            readers[lane].take(asked.count, query_heads, query_dim) for lane, asked in self._plan.foreign
         ]
         return _joined([q, *requested_q])
 
@@ -295,7 +315,7 @@ class _Ring(Protocol):
 
     def __len__(self) -> int: ...
 
-    def start(self, layer: int, q: torch.Tensor) -> None: ...
+    def start(self, layer: int, q: torch.Tensor, matrices: HeadMatrices | None) -> None: ...
 
     def turn(self, turn: int) -> None: ...
 
@@ -313,8 +333,8 @@ class _KeysRing:
     def __len__(self) -> int:
         return len(self._order)
 
-    def start(self, layer: int, q: torch.Tensor) -> None:
-        self.partials = []
+    def start(self, layer: int, q: torch.Tensor, matrices: HeadMatrices | None) -> None:
+        self.partials, self._matrices = [], matrices
         self._q = q[self.rows]
         self._message = self._own(layer)
         self._pass(1)
@@ -327,7 +347,8 @@ class _KeysRing:
         self._pass(turn + 1)
         if source in self._attention and len(self.rows):
             blocks = message.view(self._cache.dtype)
-            self.partials.append(self._attention[source].attend(self._q, blocks[0], blocks[-1]))
+            attention = self._attention[source]
+            self.partials.append(attention.attend(self._q, blocks[0], blocks[-1], self._matrices))
 
     def _own(self, layer: int) -> torch.Tensor:
         """Return this lane's blocks, [tensors of KV, kv_heads, tokens, head_dim]; FP8 as bytes, which links can send."""
@@ -364,8 +385,8 @@ class _QueriesRing:
     def __len__(self) -> int:
         return len(self._order)
 
-    def start(self, layer: int, q: torch.Tensor) -> None:
-        self.partials = []
+    def start(self, layer: int, q: torch.Tensor, matrices: HeadMatrices | None) -> None:
+        self.partials, self._matrices = [], matrices
         self._layer = layer
         self._message = q[self.rows]
         self._pass(1)
@@ -377,7 +398,8 @@ class _QueriesRing:
         self._pass(turn + 1)
         if source in self._attention:
             pools = self._cache.keys[self._layer], self._cache.values[self._layer]
-            self.partials.append((source, *self._attention[source].attend(self._message, *pools)))
+            attended = self._attention[source].attend(self._message, *pools, self._matrices)
+            self.partials.append((source, *attended))
 
     def _pass(self, turn: int) -> None:
         if turn == len(self._order):

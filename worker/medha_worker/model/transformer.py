@@ -101,9 +101,12 @@ class Transformer:
             else self.device.place(torch.tensor(config.embedding_scale, dtype=self.dtype))
         )
         self._latents = (
-            None if config.latent is None else LatentAttention(config, shard, kernels, self._products)
+            None
+            if config.latent is None
+            else LatentAttention(config, shard, kernels, self._products, self.device)
         )
         self._windows = config.windows[shard.first_layer : shard.last_layer]
+        self._forms = None if self._latents is None else self._latents.forms
         self._graphs: DecodeGraphs | None = None
         self._in_flight = InFlight(self.device.runtime)
 
@@ -239,6 +242,10 @@ class Transformer:
         config = self.config
         return HeadLayer(self.shard.kv_heads(config), config.head_dim, config.kv_tensors)
 
+    def made_heads_bytes(self, max_model_len: int) -> int:
+        """Return the memory of keys and values that are made of latents at a time: a warm-up's chunk may need less."""
+        return 0 if self._forms is None else self._forms.made_bytes(max_model_len)
+
     @property
     def kv_scales_digest(self) -> str:
         """Digest of the scales of this rank's K and V; empty if they have none."""
@@ -318,13 +325,13 @@ class Transformer:
                     return PreparedStep(self.device.runtime.mark(), captured=captured)
             layers: LayerStep
             if spread is None and is_streamed:
-                layers = StreamedStep(spans, kv_cache, self.kernels, self._windows)
+                layers = StreamedStep(spans, kv_cache, self.kernels, self._windows, self._forms)
             elif spread is None:
-                layers = OwnStep(spans, kv_cache, self.kernels, self._windows, window_spans)
+                layers = OwnStep(spans, kv_cache, self.kernels, self._windows, window_spans, self._forms)
             else:
                 assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
                 layers = SpreadStep(
-                    spread, self._lanes, kv_cache, self.kernels, self._report_once, self._windows
+                    spread, self._lanes, kv_cache, self.kernels, self._report_once, self._windows, self._forms
                 )
             rotations = self._rotations(self.device.place(positions))
             return PreparedStep(self.device.runtime.mark(), layers, rotations)
@@ -460,15 +467,15 @@ class Transformer:
         everything = slice(0, hidden.shape[0])
         if isinstance(step, SpreadStep):  # all rows at once: other lanes wait for what they need of it
             heads = self._heads_of_each(layer, hidden, normed, rotation, step.sequences)
-            attended = step.attend(index, *heads, layer.sinks)
+            attended = step.attend(index, *heads, layer.sinks, layer.latent)
 
             def attend(rows: slice, alone: OneStep | None) -> torch.Tensor:  # noqa: ARG001
-                return self._results(layer, attended[rows])
+                return attended[rows].flatten(1)
         else:
 
             def attend(rows: slice, alone: OneStep | None) -> torch.Tensor:
                 heads = self._heads(layer, hidden, normed, rotation, rows)
-                return self._results(layer, (alone or step).attend(index, *heads, layer.sinks))
+                return (alone or step).attend(index, *heads, layer.sinks, layer.latent).flatten(1)
 
         post_normed = self._add(
             hidden, everything, step, attend, layer.output, layer.output_bias, layer.post_norm,
@@ -561,10 +568,6 @@ class Transformer:
             self.kernels.rows.rotate(heads[:, :-kv_heads], *rotation)  # q and k at once
         return q, k, v
 
-    def _results(self, layer: LayerWeights, attended: torch.Tensor) -> torch.Tensor:
-        """Return the results of own heads side by side, of those of attention, [rows, heads, head_dim]."""
-        return attended.flatten(1) if self._latents is None else self._latents.values(layer, attended)
-
     def _heads_of_each(
         self,
         layer: LayerWeights,
@@ -585,8 +588,12 @@ class Transformer:
         # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
         query_heads, kv_heads = self.shard.query_heads(self.config), self.shard.kv_heads(self.config)
         q, k, v = (
-            hidden.new_full((hidden.shape[0], count, self.config.head_dim), torch.nan)
-            for count in (query_heads, kv_heads, kv_heads)
+            hidden.new_full((hidden.shape[0], count, width), torch.nan)
+            for count, width in (
+                (query_heads, self.config.query_dim),
+                (kv_heads, self.config.head_dim),
+                (kv_heads, self.config.head_dim),
+            )
         )
         for rows in sequences:
             try:

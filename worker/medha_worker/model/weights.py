@@ -85,7 +85,7 @@ class Shard:
             hidden_size=config.hidden_size,
             intermediate_size=widths[0],
             expert_intermediate_size=widths[-1] if is_sparse else 0,
-            has_latents=config.latent is not None,
+            made_head_dim=0 if latent is None else latent.made_dim,
             has_fp8_kv=config.kv_dtype == "fp8",
             further_widths=()
             if latent is None

@@ -22,7 +22,7 @@ from medha.api.cluster import NO_ACCELERATOR
 from medha.api.fields import quantity_bytes
 from medha.errors import OutOfMemory
 from medha.hardware import ModelShape
-from medha.kv.window_tables import frees_windows, widest_window, window_blocks
+from medha.kv.window_tables import frees_windows, widest_window, window_need
 from medha.kv_dtype import kv_element_bytes
 from medha.topology import Topology
 from medha.wire.messages import (
@@ -356,6 +356,7 @@ class Loaded:
         _log.info("warmed up in %.1f s; steps: %s", time.monotonic() - started, times(typical(warm.steps)))
         _log.debug("all steps of the warm-up: %s", times(warm.steps))
         activation_bytes = warm.activation_bytes + self._exchange_bytes(model)
+        activation_bytes += model.made_heads_bytes(self._config.max_model_len)
         profile = warm.profile
         if self._draft is not None:
             drafted = self._warm_up_draft(self._draft, warm)
@@ -406,6 +407,8 @@ class Loaded:
             query_heads=model.shard.query_heads(config),
             kv_heads=model.shard.kv_heads(config),
             head_dim=config.head_dim,
+            query_dim=config.query_dim,
+            result_dim=config.result_dim,
             kv_tensors=config.kv_tensors,
             element_bytes=model.dtype.itemsize,
             kv_element_bytes=kv_element_bytes(config.kv_dtype, model.dtype.itemsize),
@@ -431,11 +434,12 @@ class Loaded:
             blocks, windows = (beside_windows, beside) if frees else (whole, 0)
             if blocks == 0:
                 raise OutOfMemory("no size of the KV pool fits all ranks; lower model.maxModelLen")
-            if request.window_blocks:
+            if request.windows is not None:
                 _log.info(
                     "layers %s KV before their windows: a pool of %d blocks if they keep it; if they do not, of %d, and "
-                    "of %d in layers with a window%s", "free" if frees else "keep", whole, beside_windows, beside,
-                    "" if frees else "; a lower scheduling.maxRunning leaves more room beside these",
+                    "of %d in layers with a window, for at least %d sequences at a time",
+                    "free" if frees else "keep", whole, beside_windows, beside,
+                    min(max(request.windows.places(beside), 0), request.max_running),
                 )  # fmt: skip
         if held is None or (held.num_blocks, held.window_blocks) != (blocks, windows):
             size_tokens = self._settings.spec.kv_cache.block_size_tokens
@@ -638,10 +642,10 @@ class Loaded:
     def _pool_request(self, warm: WarmUp) -> PoolRequest:
         spec, config, model = self._settings.spec, self._config, self._model
         cache, scheduling = spec.kv_cache, spec.scheduling
-        window_pool = 0
+        windows = None
         keeps_all = cache.host_bytes > 0 or cache.streaming_bytes > 0
         if frees_windows(config.windows, has_tiers=keeps_all):
-            window_pool = window_blocks(
+            windows = window_need(
                 widest_window(config.windows),
                 block_size_tokens=cache.block_size_tokens,
                 max_running=scheduling.max_running,
@@ -661,7 +665,7 @@ class Loaded:
             activation_bytes=warm.activation_bytes + self._segment_bytes(),
             streamed_blocks=cache.streaming_bytes // self._block_bytes(),
             streamed_share=1 - scheduling.short_headroom,
-            window_blocks=window_pool,
+            windows=windows,
             caches_windows=cache.prefix_caching,
             window_block_bytes=_block_bytes(config, model, cache.block_size_tokens, len(model.window_layers)),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from medha.errors import OutOfMemory
-from medha.kv.window_tables import CACHED_WINDOW_PART
+from medha.kv.window_tables import CACHED_WINDOW_PART, WindowNeed
 
 MIB = 2**20
 
@@ -23,7 +23,9 @@ class PoolRequest:
     memory_fraction: float  # kvCache.memoryFraction
     weights_bytes: int
     activation_bytes: int
-    window_blocks: int = 0  # that layers with a window need if they free the KV before it; 0: they cannot
+    windows: WindowNeed | None = (
+        None  # of layers with a window if they free the KV before it; None: they cannot
+    )
     window_block_bytes: int = 0  # part of `block_bytes` in such layers
     caches_windows: bool = False  # these layers get room for windows of cached prefixes, too
     streamed_blocks: int = 0  # of the longest sequence, which need no place in the pool
@@ -59,7 +61,7 @@ def pool_sizes(request: PoolRequest, free_bytes: int) -> PoolSizes:
         OutOfMemory: no form of it holds a sequence of `max_model_len` tokens, or `kvCache.size` exceeds the free memory.
     """
     _require_free(request, free_bytes)
-    beside_windows, windows = _beside_windows(request, _pool_bytes(request, free_bytes))
+    beside_windows, windows = _best_beside_windows(request, _pool_bytes(request, free_bytes))
     try:
         return PoolSizes(pool_blocks(request, free_bytes), beside_windows, windows)
     except OutOfMemory:
@@ -71,20 +73,37 @@ def pool_sizes(request: PoolRequest, free_bytes: int) -> PoolSizes:
 def keeps_windows_alone(whole_blocks: int, blocks_beside_windows: int) -> bool:
     """Return whether layers free KV before their windows, given the blocks of the pool if they do not and if they do.
 
-    They do if more tokens fit then. Their own pool has a window for each sequence that may run: if that takes more
-    than whole requests do, it is not worth it.
+    They do if more tokens fit then. Their own pool has windows of sequences that run: if these take more than whole
+    requests do, it is not worth it.
     """
     return blocks_beside_windows > whole_blocks
 
 
-def _beside_windows(request: PoolRequest, pool_bytes: int) -> tuple[int, int]:
+def _best_beside_windows(request: PoolRequest, pool_bytes: int) -> tuple[int, int]:
     """Return the blocks of the layers without a window, and those of the others; 0 if the longest sequence does not fit.
 
-    For cached prefixes, the latter get one block in addition for `CACHED_WINDOW_PART` blocks of the former, and what no
+    The windows are those of `max_running` sequences if more tokens fit beside them than in a pool of all layers, else of fewer.
+    """
+    if request.windows is None:
+        return 0, 0
+    whole_blocks = pool_bytes // request.block_bytes
+    in_all_layers = request.block_bytes == request.window_block_bytes
+    found = [
+        _beside_windows(request, pool_bytes, blocks)
+        for blocks in request.windows.pools(request.max_running, whole_blocks, in_all_layers=in_all_layers)
+    ]
+    usable_blocks = min(whole_blocks, request.longest_blocks * request.max_running)
+    return next((sizes for sizes in found if keeps_windows_alone(usable_blocks, sizes[0])), max(found))
+
+
+def _beside_windows(request: PoolRequest, pool_bytes: int, window_blocks: int) -> tuple[int, int]:
+    """Return the blocks of the layers without a window, and those of the others, at least `window_blocks`.
+
+    Both are 0 if the longest sequence does not fit. For cached prefixes, the latter get one block in addition for `CACHED_WINDOW_PART` blocks of the former, and what no
     sequence could use of these.
     """
-    left_bytes = pool_bytes - request.window_blocks * request.window_block_bytes
-    if request.window_blocks == 0 or left_bytes < 0:
+    left_bytes = pool_bytes - window_blocks * request.window_block_bytes
+    if left_bytes < 0:
         return 0, 0
     longest_blocks = -(-request.max_model_len // request.block_size_tokens)
     most_blocks = longest_blocks * request.max_running
@@ -95,11 +114,11 @@ def _beside_windows(request: PoolRequest, pool_bytes: int) -> tuple[int, int]:
     if blocks < longest_blocks:
         return 0, 0
     if not request.caches_windows:
-        return blocks, request.window_blocks
+        return blocks, window_blocks
     left_bytes -= blocks * block_bytes
-    more_blocks = max(most_blocks - request.window_blocks, 0)
+    more_blocks = max(most_blocks - window_blocks, 0)
     cached = min(left_bytes // window_bytes, more_blocks) if window_bytes else more_blocks
-    return blocks, request.window_blocks + cached
+    return blocks, window_blocks + cached
 
 
 def _pool_bytes(request: PoolRequest, free_bytes: int) -> int:
@@ -170,6 +189,8 @@ def exchange_bytes(
     query_heads: int,
     kv_heads: int,
     head_dim: int,
+    query_dim: int | None = None,
+    result_dim: int | None = None,
     kv_tensors: int = 2,
     element_bytes: int,
     kv_element_bytes: int,
@@ -179,12 +200,14 @@ def exchange_bytes(
     The warm-up runs on one lane and sees none of it. `chunk_tokens` is the size of the largest chunk,
     `shard_tokens` the most tokens that a lane holds of one request; the heads are this rank's. Queries arrive
     from each other lane and are joined with the rank's own; equally many float32 partial results, with their
-    log-sum-exp, are computed and joined into a message. In a ring that passes K and V, one lane's blocks of a
+    log-sum-exp, are computed and joined into a message. Queries and results are as wide as keys unless `query_dim` and
+    `result_dim` say otherwise. In a ring that passes K and V, one lane's blocks of a
     layer are sent while as many arrive; `kv_tensors` is 1 where latents are both.
     """
     if lanes == 1:
         return 0
-    of_query = query_heads * (2 * head_dim * element_bytes + 2 * (head_dim + 1) * 4)
+    query_dim, result_dim = query_dim or head_dim, result_dim or head_dim
+    of_query = query_heads * (2 * query_dim * element_bytes + 2 * (result_dim + 1) * 4)
     passing = 2 * kv_tensors * kv_heads * shard_tokens * head_dim * kv_element_bytes if passes_keys else 0
     return (lanes - 1) * chunk_tokens * of_query + passing
 

@@ -36,9 +36,19 @@ def compiled_kernels(
     team = HelperTeam()
     group = sizes.query_heads // sizes.kv_heads
     attention = CpuAttention(sizes.head_dim, group, team, invariant=invariant, has_fp8_kv=sizes.has_fp8_kv)
+    made_heads = others.made_heads
+    if invariant:
+        made_heads = None
+    elif sizes.made_head_dim and sizes.made_head_dim % lanes == 0:
+        made_heads = CpuAttention(sizes.made_head_dim, 1, team)
     products = CompiledProducts(team)
     kernels = replace(
-        others, name="cpu", attention=attention, products=products, experts=ProductPerExpert(products)
+        others,
+        name="cpu",
+        attention=attention,
+        products=products,
+        experts=ProductPerExpert(products),
+        made_heads=made_heads,
     )
     widths = sizes.hidden_size, sizes.intermediate_size, sizes.expert_intermediate_size, sizes.head_dim // 2
     if any(width % lanes for width in (*widths, *sizes.further_widths)):

@@ -40,7 +40,7 @@ def flashinfer_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> K
         raise KernelsUnavailable(
             f"they compute in {' and '.join(DTYPES)}, and the model runs in {device.dtype}"
         )
-    if sizes.has_latents:
+    if sizes.made_head_dim:
         raise KernelsUnavailable(
             "they have no attention over latents here, which all heads of the model share"
         )

@@ -18,7 +18,7 @@ def triton_kernels(sizes: KernelSizes, device: Device, others: Kernels) -> Kerne
     Raises:
         KernelsUnavailable: they cannot run this model.
     """
-    if sizes.has_latents:
+    if sizes.made_head_dim:
         raise KernelsUnavailable("they have no attention over latents, which all heads of the model share")
     if sizes.has_fp8_kv:
         raise KernelsUnavailable("they read no KV in FP8, for which spec.kvCache.dtype asks")

@@ -1,0 +1,39 @@
+"""Counts the windows of running sequences, where layers free KV before their windows and their pool has none for `maxRunning`.
+
+A request may begin if the pool has a whole window left for it, however short it is: so places are the same for all requests, and no
+long one is passed over because short ones fit. From then on, it takes no more than its longest possible length. Every
+lane has as many blocks, and a sequence counts on each of them, wherever its KV lies.
+"""
+
+from __future__ import annotations
+
+from medha.kv.window_tables import WindowNeed
+
+
+class WindowPlaces:
+    """The windows of a replica's running sequences."""
+
+    def __init__(self, need: WindowNeed, pool_blocks: int) -> None:
+        """`pool_blocks` is the size of a lane's pool of windows."""
+        self._need, self._pool_blocks = need, pool_blocks
+        self._held: dict[str, int] = {}  # blocks of each sequence
+        self._held_blocks = 0
+
+    @property
+    def free(self) -> int:
+        """Sequences that may still begin, however long they become."""
+        need = self._need
+        left_blocks = self._pool_blocks - need.step_blocks - self._held_blocks
+        # If the pool holds every sequence whole, no step needs more.
+        whole = self._pool_blocks // need.longest_blocks - len(self._held)
+        return max(left_blocks // need.sequence_blocks, whole)
+
+    def take(self, sequence: str, most_blocks: int) -> None:
+        """Count a sequence that has at most `most_blocks` blocks in layers without a window."""
+        blocks = min(most_blocks, self._need.sequence_blocks)
+        self._held[sequence] = blocks
+        self._held_blocks += blocks
+
+    def give(self, sequence: str) -> None:
+        """Count a sequence no longer."""
+        self._held_blocks -= self._held.pop(sequence)
