@@ -18,7 +18,8 @@ tables of their own (`medha.kv.lane_replay`), so that all of them agree. Within 
 that the controller has found here is still here when a rank admits the request that is to share it.
 
 The pool is large enough for every step that a controller may send (`WindowNeed`). Where it has no windows for all
-sequences that may run, admission counts those of running sequences (`medha.scheduler.window_places`), so that a step never lacks a block.
+sequences that may run, admission counts those of running sequences (`medha.scheduler.window_places`), so that a step
+never lacks a block.
 
 Positions are those of one lane: the n-th token of a sequence that lies there has position n - 1.
 """

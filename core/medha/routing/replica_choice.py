@@ -3,8 +3,9 @@
 The expected time is the prefill work ahead of the sequence on the lane that would take it, as announced plus what
 was forwarded since, and its own prefill without the prefix that the replica is thought to have cached, or would
 read from another one. So a sequence follows its cached prefix as long as the replicas' loads differ by less than
-the seconds that the hit saves, or that reading takes. A long prefix saves minutes, though, in which a replica would collect all the work of a popular one. So a
-replica attracts by its cache only while its load is at most `LOAD_FACTOR` times the mean, plus `LOAD_SECONDS`.
+the seconds that the hit saves, or that reading takes. A long prefix saves minutes, though, in which a replica would
+collect all the work of a popular one. So a replica attracts by its cache only while its load is at most `LOAD_FACTOR`
+times the mean, plus `LOAD_SECONDS`.
 
 If another replica is thought to have more of a prompt, `Submit` names it to the chosen one, which may read the KV there.
 

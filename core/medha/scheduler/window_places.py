@@ -1,8 +1,8 @@
-"""Counts the windows of running sequences, where layers free KV before their windows and their pool has none for `maxRunning`.
+"""Counts the windows of running sequences, where layers free KV before them and their pool has none for `maxRunning`.
 
-A request may begin if the pool has a whole window left for it, however short it is: so places are the same for all requests, and no
-long one is passed over because short ones fit. From then on, it takes no more than its longest possible length. Every
-lane has as many blocks, and a sequence counts on each of them, wherever its KV lies.
+A request may begin if the pool has a whole window left for it, however short it is. So places are the same for all
+requests, and no long one is passed over because short ones fit. Once it runs, it counts as its longest possible length
+at most. Every lane has as many blocks, and a sequence counts on each of them, wherever its KV lies.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def _best_beside_windows(request: PoolRequest, pool_bytes: int) -> tuple[int, in
 def _beside_windows(request: PoolRequest, pool_bytes: int, window_blocks: int) -> tuple[int, int]:
     """Return the blocks of the layers without a window, and those of the others, at least `window_blocks`.
 
-    Both are 0 if the longest sequence does not fit. For cached prefixes, the latter get one block in addition for `CACHED_WINDOW_PART` blocks of the former, and what no
-    sequence could use of these.
+    Both are 0 if the longest sequence does not fit. For cached prefixes, the latter get one block in addition for
+    `CACHED_WINDOW_PART` blocks of the former, and what no sequence could use of these.
     """
     left_bytes = pool_bytes - window_blocks * request.window_block_bytes
     if left_bytes < 0:
