@@ -115,6 +115,7 @@ class OwnStep:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        self._cache.await_layer(layer)
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._writes[layer].write(*pools, *self._cache.rounded(layer, k, v))
         q = self._cache.queries(layer, q)
@@ -156,6 +157,7 @@ class StreamedStep:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        self._cache.await_layer(layer)
         self._write.write(layer, *self._cache.rounded(layer, k, v))
         attended, sums = self._attention[layer].attend(layer, self._cache.queries(layer, q))
         if sinks is not None:

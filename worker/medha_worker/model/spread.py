@@ -153,6 +153,7 @@ class SpreadStep:
 
         `sinks`, [heads], are added to what was merged: each lane that helps would count them once more.
         """
+        self._cache.await_layer(layer)
         q, (k, v) = self._cache.queries(layer, q), self._cache.rounded(layer, k, v)
         output, sums = self._attention[self._windows[layer]].attend(layer, q, k, v)
         if sinks is not None:
