@@ -29,11 +29,6 @@ class StepWork:
     """Tokens whose keys and values are read, once for each sequence."""
 
 
-def attention_pairs(rows: int, context_tokens: int, stride: int = 1) -> int:
-    """Return the (query, key) pairs of `rows` causal rows behind a context: row i sees `context_tokens + 1 + i * stride`."""
-    return rows * (context_tokens + 1) + stride * (rows * (rows - 1) // 2)
-
-
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """FLOPs and bytes of one rank's part of the model, made once: estimates of a step then take a few additions."""

@@ -6,8 +6,9 @@ import time
 
 import httpx
 
+from medha.attention_pairs import attention_pairs
 from medha.hardware import ModelShape
-from medha.step_estimates import StepCosts, StepWork, attention_pairs
+from medha.step_estimates import StepCosts, StepWork
 from medha_worker.model.model_config import ModelConfig
 
 from .conftest import MODEL, Served

@@ -25,8 +25,8 @@ from typing import Self
 
 import torch
 
+from medha.attention_pairs import attention_pairs
 from medha.latent_shape import LatentShape
-from medha.step_estimates import attention_pairs
 from medha_worker.device import Device
 from medha_worker.kernels.partial_results import merge_partials
 from medha_worker.kernels.protocol import Kernels, StepAttention
