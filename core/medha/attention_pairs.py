@@ -1,4 +1,7 @@
-"""The number of (query, key) pairs that causal attention computes. It needs no other module, so that a GPU machine can load it alone."""
+"""The number of (query, key) pairs that causal attention computes.
+
+The module imports nothing, so that `benchmarks/gpu.py` runs on a machine without pydantic.
+"""
 
 from __future__ import annotations
 

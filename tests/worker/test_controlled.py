@@ -23,7 +23,6 @@ from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.pools import WindowPool
 from medha.kv.prefix_cache import PrefixHasher
-from medha.kv.window_tables import window_need
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
@@ -214,15 +213,8 @@ def live(life: Life, sampling: Sampling, asked: dict[str, Query]) -> None:
 
 def pool_of_windows(config: ReplicaConfig, window_tokens: int, sequences: int | None = None) -> int:
     """Return the blocks that ranks make for layers with this window, for all sequences that may run or for fewer."""
-    return window_need(
-        window_tokens,
-        block_size_tokens=config.block_size_tokens,
-        max_running=config.scheduling.max_running,
-        max_chunk_tokens=config.scheduling.max_chunk_tokens,
-        max_model_len=config.max_model_len,
-        stages=config.topology.stream,
-        lanes=config.topology.kv,
-    ).of(config.scheduling.max_running if sequences is None else sequences)
+    running = config.scheduling.max_running if sequences is None else sequences
+    return config.window_need(window_tokens).of(running)
 
 
 def extend_greedily(reference: torch.nn.Module, ids: list[int], tokens: int) -> list[int]:

@@ -284,7 +284,7 @@ class PeersSpec(Model):
     predicted. Measured reads correct it."""
 
     plane: PeerPlane = Field(default="sockets", json_schema_extra=restart())
-    """What carries KV between ranks. `sockets`: encrypted sockets. `nixl`: NIXL with UCX, for networks that nobody else uses: it
+    """Transport of KV between ranks. `sockets`: encrypted sockets. `nixl`: NIXL with UCX, for networks that nobody else uses: it
     encrypts no KV. It needs the package `nixl` in the image, and ports that this operator does not open. Ranks that lack it use
     sockets."""
 

@@ -72,9 +72,9 @@ class WindowNeed:
     """
 
     sequence_blocks: int
-    """The most that one sequence keeps."""
+    """Most blocks that one sequence keeps."""
     step_blocks: int
-    """What a step needs beside those, of all sequences together."""
+    """Blocks that a step needs beside those, for all sequences together."""
     longest_blocks: int
     """Blocks of the longest sequence in layers without a window; it never needs more here."""
 

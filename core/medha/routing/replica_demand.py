@@ -16,7 +16,7 @@ is what all clients need, and an autoscaler rounds it up. It has six parts, and 
   is the geometric mean of one replica and the urgent load, as far as it is at most one replica. It is large beside a
   small load, small beside a large one, and 0 for work that can wait for a further replica.
 - `growth`: what urgent work will need beyond what it needs now, by the time at which a further replica would serve, if it
-  goes on growing as it has in the last minute. Requests come by chance, so a difference that chance explains is none.
+  goes on growing as it has in the last minute. A difference that chance explains does not count as growth.
 - `open`: a small share while a request is open or waits for the first replica, so that there is at least one.
 
 A minute after the last request has ended, the sum is exactly 0. Smallest and largest numbers and
@@ -61,7 +61,7 @@ class DemandTerms:
     growth_seconds: float = 30.0
     """Time whose urgent arrivals are compared with those of as much time before, to see whether they grow."""
     growth_errors: float = 1.0
-    """Standard errors of that difference which are taken for chance."""
+    """Number of standard errors up to which that difference is taken for chance."""
     most_growth: float = 3.0
     """Largest growth that is predicted, as a multiple of the urgent rate: a step looks like the beginning of a slope."""
 

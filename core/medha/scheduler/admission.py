@@ -27,7 +27,6 @@ from math import inf
 
 from medha.cost.tier_seconds import TierSeconds
 from medha.kv.pools import KvPools, Placed
-from medha.kv.window_tables import window_need
 from medha.scheduler.growth import Growth, Held, who_make_way, with_too_much
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.request import Request
@@ -639,16 +638,6 @@ class Admission:
 
 
 def _window_places(config: ReplicaConfig) -> WindowPlaces | None:
-    """Return what counts the windows of running sequences; None if no layer frees KV before its window."""
-    if config.window_pool is None:
-        return None
-    need = window_need(
-        config.window_pool.window_tokens,
-        block_size_tokens=config.block_size_tokens,
-        max_running=config.scheduling.max_running,
-        max_chunk_tokens=config.scheduling.max_chunk_tokens,
-        max_model_len=config.max_model_len,
-        stages=config.topology.stream,
-        lanes=config.topology.kv,
-    )
-    return WindowPlaces(need, config.window_pool.blocks)
+    """Return the count of running sequences' windows; None if no layer frees KV before its window."""
+    pool = config.window_pool
+    return None if pool is None else WindowPlaces(config.window_need(pool.window_tokens), pool.blocks)

@@ -12,6 +12,7 @@ from medha.errors import ConfigInvalid
 from medha.kv.context_parallel import ContextParallel, RingCosts
 from medha.kv.pools import WindowPool
 from medha.kv.store_tier import object_blocks
+from medha.kv.window_tables import WindowNeed, window_need
 from medha.topology import Topology
 from medha.wire.messages import DiskTierFigures, DraftCosts, HostTierFigures, RankReady, StreamingFigures
 
@@ -52,6 +53,18 @@ class ReplicaConfig:
     def pool_tokens(self) -> int:
         """Tokens that the KV pools of all lanes hold together."""
         return self.topology.kv * self.kv_tokens
+
+    def window_need(self, window_tokens: int) -> WindowNeed:
+        """Return the blocks that sequences and steps need in layers that see `window_tokens` tokens at most."""
+        return window_need(
+            window_tokens,
+            block_size_tokens=self.block_size_tokens,
+            max_running=self.scheduling.max_running,
+            max_chunk_tokens=self.scheduling.max_chunk_tokens,
+            max_model_len=self.max_model_len,
+            stages=self.topology.stream,
+            lanes=self.topology.kv,
+        )
 
     @property
     def streamed_device_blocks(self) -> int:

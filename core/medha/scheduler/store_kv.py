@@ -81,9 +81,8 @@ class StoreKv:
             submit.tokens, submit.block_hashes, counts, is_long=is_long
         )
         number = self._by_prompt.get(submit.prompt)
-        most = (
-            1 if self._rest_seconds else _MOST_LOOKS
-        )  # after a fault, no others wait for the answer that may not come
+        # After a fault, no others wait for the answer that may not come.
+        most = 1 if self._rest_seconds else _MOST_LOOKS
         if seconds is None or (number is None and len(self._looks) >= most):
             return []
         asks: list[StoreLook] = []

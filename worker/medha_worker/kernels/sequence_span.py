@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from medha.attention_pairs import attention_pairs
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceSpan:
@@ -40,6 +42,13 @@ class SequenceSpan:
         if not self.is_causal:
             return self.context_length
         return self.context_length + 1 + (self.row_count - 1) * self.stride
+
+    @property
+    def pairs_without_window(self) -> int:
+        """(Query, key) pairs of the rows, if each sees all tokens before it."""
+        if not self.is_causal:
+            return self.row_count * self.context_length
+        return attention_pairs(self.row_count, self.context_length, self.stride)
 
     @property
     def rows(self) -> slice:

@@ -25,7 +25,6 @@ from typing import Self
 
 import torch
 
-from medha.attention_pairs import attention_pairs
 from medha.latent_shape import LatentShape
 from medha_worker.device import Device
 from medha_worker.kernels.partial_results import merge_partials
@@ -93,13 +92,7 @@ class LatentForms:
         """Return True if the plain form is used for a span."""
         if self.kernels.made_heads is None:
             return False
-        rows, keys = span.row_count, span.total_length
-        pairs = (
-            attention_pairs(rows, span.context_length, span.stride)
-            if span.is_causal
-            else rows * span.context_length
-        )
-        return self.latent.makes_heads(rows, keys, pairs)
+        return self.latent.makes_heads(span.row_count, span.total_length, span.pairs_without_window)
 
     def each_head(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Multiply [rows, heads, inner] by the matrix of each head, [heads, inner, columns]: [rows, heads, columns].
@@ -194,7 +187,7 @@ class _Tile:
 
 
 class _MadeSpan:
-    """One span in plain form."""
+    """Computes the attention of one span in plain form, for one tile of its tokens after another."""
 
     def __init__(self, forms: LatentForms, span: SequenceSpan, block_tokens: int) -> None:
         assert forms.kernels.made_heads is not None

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medha.attention_pairs import attention_pairs
 from medha.kv.blocks import BlockCopy
 from medha.kv.context_parallel import OWNER
 from medha.kv.host_tier import TierCopy
@@ -205,10 +204,10 @@ def _pairs_and_keys(
     pairs, held = 0, dict[int, int]()
     spread = batch.spread if window_tokens is None else batch.spread.windowed[window_tokens]
     for span in _attended(spread):
-        count, context, table = span.row_count, span.context_length, id(span.blocks)
-        pairs += attention_pairs(count, context, span.stride) if span.is_causal else count * context
+        table = id(span.blocks)
+        pairs += span.pairs_without_window
         if span.has_window:
-            first = span.first_key + span.first_stride * np.arange(count)
+            first = span.first_key + span.first_stride * np.arange(span.row_count)
             pairs -= int(np.maximum(first, 0).sum())
         held[table] = max(held.get(table, 0), span.total_length - span.first_seen)
     return pairs, sum(held.values())
