@@ -2,7 +2,7 @@
 
 The rank that gives copies the blocks of an answer to a place of its registered memory, and says where. The other one reads
 them from there, and NIXL then reports to the first one that the place is free. Nothing but these places is registered, so nothing
-else can be read. Who takes verifies checksums that came over encrypted sockets, so bytes of later answers do no harm.
+else can be read. The rank that reads verifies checksums that came over encrypted sockets, so it notices bytes of another answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "nixl"
 _PLACES = 8
 """Answers whose bytes wait to be read; further ones carry their bytes themselves."""
 _FREE_SECONDS = 10.0
-"""Time after which a place is free although nobody has read it: who has asked has gone."""
+"""Time after which a place is free although nobody has read it: the rank that asked has gone."""
 _READ_SECONDS = 3.0
 _POLL_SECONDS = 0.0001
 _MOST_GIVERS = 64
@@ -91,7 +91,7 @@ class NixlGiving:
         return offered, memoryview(b"")
 
     def close(self) -> None:
-        """Register no memory any longer."""
+        """Deregister the memory, so that no rank can read it."""
         self._agent.close()
 
     def _take_back(self) -> None:
@@ -136,7 +136,7 @@ class NixlTaking:
         return self._agent.memory[:size_bytes].data
 
     def close(self) -> None:
-        """Register no memory any longer."""
+        """Deregister the memory, so that no rank can read it."""
         self._agent.close()
 
     def _read(self, offered: Mapping[str, Any], size_bytes: int) -> None:
