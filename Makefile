@@ -87,8 +87,9 @@ gpu-check: ## prove and measure the engine on this machine's GPU; goes on where 
 	@site=$$(mktemp -d); trap 'rm -rf "$$site"' EXIT; \
 	if ls $(GPU_KIT)/*.whl >/dev/null 2>&1; then \
 		$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --target "$$site" $(GPU_KIT)/*.whl; \
+		[ ! -d $(GPU_KIT)/aot ] || ln -s "$(CURDIR)/$(GPU_KIT)/aot" "$$site/flashinfer/data/aot"; \
 	fi; \
-	PYTHONPATH="$$site:$(CURDIR)/core:$(CURDIR)/worker:$${PYTHONPATH:-}" PYTHONUNBUFFERED=1 \
+	FLASHINFER_USE_CUDA_NORM=1 PYTHONPATH="$(CURDIR)/core:$(CURDIR)/worker:$$site:$${PYTHONPATH:-}" PYTHONUNBUFFERED=1 \
 		$(GPU_PYTHON) benchmarks/gpu.py --json $(GPU_RESULTS) $(if $(GPU_VLLM_PYTHON),--vllm-python "$(GPU_VLLM_PYTHON)")
 
 .PHONY: binaries-early

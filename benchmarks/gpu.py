@@ -74,6 +74,7 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.kv_scales import FP8, LayerScales
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.prepared_step import PreparedStep
 from medha_worker.model.sampler import NotSampled, SequenceSampler
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
@@ -86,7 +87,7 @@ STATIC_CHUNKS = (128, 512, 2048, 8192)
 PART_SECONDS = 150
 COMPILE_SECONDS = 420  # of parts in which FlashInfer or vLLM compile the kernels that nobody has compiled yet
 _VLLM_SECONDS = COMPILE_SECONDS - 60  # the rest is for our own engine
-_STEPS = 20  # decode steps of `overhead`, one after the other
+_STEPS = 20  # decode steps, one after the other
 _WORKER = ROOT / "worker" / "medha_worker"
 _ABORT_SECONDS = 5.0
 QUANTISED_EXPERTS = (
@@ -97,6 +98,7 @@ QUANTISED_EXPERTS = (
 )
 _CHECKED_TOKENS, _WINDOW_TOKENS = 200, 64  # of a small model
 _WINDOWED = ("gemma3_text", "gpt_oss", "mistral")  # the others' decodes are captured
+RunStep = Callable[[PreparedStep], torch.Tensor]
 PROVED = (
     "device.py",
     "cuda_device.py",
@@ -400,8 +402,12 @@ def _of_transformers(model: Transformer, place: Place) -> Any:
         for key, value in config_fields(sizes.shape, sizes.layers).items()
         if key != "architectures"
     }
-    theirs = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa"))
+    with device.torch_device:  # it draws weights first, which takes a CPU long
+        theirs = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa"))
+    # A checkpoint that is loaded in 16 bits keeps its frequencies in float32; a cast of the whole model would round them.
+    frequencies = theirs.model.rotary_emb.inv_freq.clone()
     theirs = theirs.to(device.torch_device, device.dtype).eval()
+    theirs.model.rotary_emb.inv_freq = frequencies.to(device.torch_device)
     theirs.load_state_dict(_state(model), strict=True)
     return theirs
 
@@ -566,12 +572,12 @@ def prefill(place: Place) -> Row:
 
 def decode(place: Place) -> Row:
     sizes, rows = place.sizes, []
-    model = place.model()
+    model = place.model(_decoding_layers(place))
     for sequences, context in sizes.decodes:
         cache = _filled(model, sequences * (-(-(context + 8) // BLOCK_TOKENS)))
         model.forget_captured()
         model.capture_decodes(cache, [sequences])
-        taken = place.seconds(_step(model, cache, [(context, 1)] * sequences))
+        taken = _decode_seconds(model, cache, [(context, 1)] * sequences, place)
         moved = (
             model.weights_bytes
             - 2 * model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize
@@ -580,7 +586,7 @@ def decode(place: Place) -> Row:
         rows.append({"sequences": sequences, "context": context, "seconds": round(taken, 6),
                      "gigabytes_per_second": round(moved / taken / 1e9, 1), "captured": model.captures})  # fmt: skip
         del cache
-    return {"layers": sizes.layers, "steps": rows}
+    return {"layers": model.config.num_layers, "steps": rows}
 
 
 def chunks(place: Place) -> Row:
@@ -669,23 +675,19 @@ def prefills(mixed: Sequence[Row], tokens: int, scale: float) -> list[Row]:
 
 
 def overhead(place: Place) -> Row:
-    """Measure decode steps as an executor runs them, one after the other, and the kernels' own time in them."""
-    model = place.model()
+    """Measure decode steps as a rank runs them, the next one prepared beside each, and the kernels' own time in them."""
+    model = place.model(_decoding_layers(place))
     sequences, context = place.sizes.decodes[-1]
     cache = _filled(model, sequences * (-(-(context + 8) // BLOCK_TOKENS)))
-    found: Row = {"sequences": sequences, "context": context, "layers": place.sizes.layers}
+    found: Row = {"sequences": sequences, "context": context, "layers": model.config.num_layers}
     for name in ("eager", "captured"):
         if name == "captured":
             model.capture_decodes(cache, [sequences])
-        run = _step(model, cache, [(context, 1)] * sequences)
-
-        def many(run: Callable[[], object] = run) -> None:
-            for _ in range(_STEPS):
-                run()
-                place.device.synchronise()
-
-        found[f"{name}_seconds"] = place.seconds(many) / _STEPS
-        found[f"{name}_busy_seconds"] = _busy_seconds(many, place) / _STEPS
+        works = [(context, 1)] * sequences
+        found[f"{name}_seconds"] = _decode_seconds(model, cache, works, place)
+        found[f"{name}_busy_seconds"] = _busy_seconds(_decodes(model, cache, works, place), place) / _STEPS
+        step = _step(model, cache, works)
+        found[f"{name}_alone_seconds"] = place.seconds(step)  # with the time in which it is prepared
     return found
 
 
@@ -706,11 +708,11 @@ def fp8_kv(place: Place) -> Row:
     kernels = choose_kernels(replace(place.kernel_sizes, has_fp8_kv=True), device)
     numbers = (100 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(6))).clamp_(-448, 448)
     rounded = [x.to(FP8).cpu().view(torch.uint8) for x in (numbers, numbers.to(device.torch_device))]
-    plain = place.model()
+    plain = place.model(_decoding_layers(place))
     one = torch.ones(plain.shard.kv_heads(plain.config), 1, device=device.torch_device)
     scaled = Transformer(
         replace(plain.config, kv_dtype="fp8"), plain.shard,
-        replace(plain._weights, kv_scales=[LayerScales(one, one)] * sizes.layers), kernels=kernels,
+        replace(plain._weights, kv_scales=[LayerScales(one, one)] * plain.config.num_layers), kernels=kernels,
     )  # fmt: skip
     rows = []
     for sequences, context in sizes.decodes:
@@ -718,11 +720,11 @@ def fp8_kv(place: Place) -> Row:
         for name, model in (("seconds", plain), ("fp8_seconds", scaled)):
             cache = _filled(model, sequences * (-(-(context + 8) // BLOCK_TOKENS)))
             model.capture_decodes(cache, [sequences])
-            row[name] = round(place.seconds(_step(model, cache, [(context, 1)] * sequences)), 6)
+            row[name] = round(_decode_seconds(model, cache, [(context, 1)] * sequences, place), 6)
             model.forget_captured()
             del cache
         rows.append(row)
-    return {"kernels": kernels.name, "layers": sizes.layers, "rounded_otherwise": int((rounded[0] != rounded[1]).sum()),
+    return {"kernels": kernels.name, "layers": plain.config.num_layers, "rounded_otherwise": int((rounded[0] != rounded[1]).sum()),
             "attention": _attention_errors(place, kernels, FP8), "steps": rows}  # fmt: skip
 
 
@@ -923,6 +925,11 @@ PARTS: dict[str, Callable[[Place], Row]] = {
 # --- shared by the parts ------------------------------------------------------------------------------
 
 
+def _decoding_layers(place: Place) -> int:
+    """Return the layers of a model that decodes: twice as many, so that a step takes longer than the host needs to prepare one."""
+    return 2 * place.sizes.layers
+
+
 def _filled(model: Transformer, blocks: int) -> KVCache:
     """Return a pool of random keys and values, the same each time."""
     cache = model.new_kv_cache(blocks, BLOCK_TOKENS)
@@ -935,6 +942,38 @@ def _filled(model: Transformer, blocks: int) -> KVCache:
 
 def _step(model: Transformer, cache: KVCache, works: Sequence[tuple[int, int]]) -> Callable[[], torch.Tensor]:
     """Return a function that prepares and runs one step of sequences of (context, tokens)."""
+    prepare, run = _halves_of_step(model, cache, works)
+    return lambda: run(prepare())
+
+
+def _decodes(
+    model: Transformer, cache: KVCache, works: Sequence[tuple[int, int]], place: Place
+) -> Callable[[], None]:
+    """Return a function that runs `_STEPS` steps as a rank does: the next one is prepared beside each."""
+    prepare, run = _halves_of_step(model, cache, works)
+
+    def many() -> None:
+        ahead = prepare()
+        for _ in range(_STEPS - 1):
+            run(ahead)
+            ahead = prepare()
+            place.device.synchronise()
+        run(ahead)
+        place.device.synchronise()
+
+    return many
+
+
+def _decode_seconds(
+    model: Transformer, cache: KVCache, works: Sequence[tuple[int, int]], place: Place
+) -> float:
+    return place.seconds(_decodes(model, cache, works, place)) / _STEPS
+
+
+def _halves_of_step(
+    model: Transformer, cache: KVCache, works: Sequence[tuple[int, int]]
+) -> tuple[Callable[[], PreparedStep], RunStep]:
+    """Return a function that prepares a step, and one that runs it."""
     spans, row, block = [], 0, 0
     for context, count in works:
         end = block + -(-(context + count) // BLOCK_TOKENS)
@@ -942,7 +981,7 @@ def _step(model: Transformer, cache: KVCache, works: Sequence[tuple[int, int]]) 
         row, block = row + count, end
     positions = torch.cat([torch.arange(context, context + count) for context, count in works])
     tokens = torch.arange(row) % model.config.vocab_size
-    return lambda: model.forward(tokens, model.prepare(positions, spans, cache))
+    return lambda: model.prepare(positions, spans, cache), lambda prepared: model.forward(tokens, prepared)
 
 
 def _flops(model: Transformer, context: int, count: int) -> float:
@@ -1190,7 +1229,8 @@ def _show(found: Row) -> None:
     for key, value in found.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             print(f"{key}:")
-            table(value[0], [row.values() for row in value])
+            columns = list(dict.fromkeys(name for row in value for name in row))
+            table(columns, [[row.get(name, "") for name in columns] for row in value])
         elif isinstance(value, dict):
             print(f"{key}: {value}")
 

@@ -16,7 +16,12 @@ from unittest.mock import MagicMock
 import torch
 
 from medha_worker.device import host_device
-from medha_worker.kernels.flashinfer.compiled_modules import DTYPES, HEAD_DIMS, declared_modules
+from medha_worker.kernels.flashinfer.compiled_modules import (
+    DTYPES,
+    HEAD_DIMS,
+    WIDE_HEAD_DIMS,
+    declared_modules,
+)
 from medha_worker.kernels.flashinfer.flashinfer_attention import FlashInferAttention, ScaledPool
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
 from medha_worker.kernels.protocol import KernelSizes
@@ -45,11 +50,17 @@ def asked() -> set[str]:
     importlib.import_module("flashinfer.jit.core").JitSpec.build_and_load = load
     library = importlib.import_module("flashinfer")
     pools = (None, ScaledPool(torch.float8_e4m3fn, 1.0, 1.0))
-    for dtype, head_dim, window, scaled in product(DTYPES.values(), HEAD_DIMS, (None, 7), pools):
+    for dtype, head_dim, window, scaled, wide_rows in product(
+        DTYPES.values(), HEAD_DIMS, (None, 7), pools, (None, 3)
+    ):
+        if wide_rows is not None and (scaled is not None or head_dim not in WIDE_HEAD_DIMS):
+            continue
         sizes = KernelSizes(4, 2, head_dim, 256, 512)
         heads = torch.zeros(SPANS[-1].rows.stop, 4, head_dim, dtype=dtype)
         pool = torch.zeros(2, len(BLOCKS) * BLOCK_TOKENS, head_dim, dtype=scaled.dtype if scaled else dtype)
-        attention = FlashInferAttention(library, host_device(dtype), sizes, scaled_pool=scaled)
+        attention = FlashInferAttention(
+            library, host_device(dtype), sizes, wide_rows=wide_rows, scaled_pool=scaled
+        )
         attention.plan(SPANS, BLOCK_TOKENS, window).attend(heads, pool, pool)
         rows, angles = FlashInferRows(library, TorchRows()), heads[:, 0, : head_dim // 2]
         rows.rms_norm(heads, heads[0, 0], 1e-5)

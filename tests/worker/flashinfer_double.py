@@ -266,7 +266,7 @@ class _Wrapper(ABC):
             backend in ("fa2", "fa3"),
             f"backend {backend!r} is chosen by the first plan, and then kept for all plans",
         )
-        self._layout, self._backend = kv_layout, backend
+        self._layout, self.backend = kv_layout, backend
 
     def _planned(
         self,
@@ -301,7 +301,7 @@ class _Wrapper(ABC):
         demand(heads[0] % heads[1] == 0, "query heads do not share KV heads evenly")
         demand(options["q_data_type"] is not None, "q_data_type defaults to float16")
         self.split = split, never = options.get("fixed_split_size"), options.get("disable_split_kv", False)
-        demand(self._backend == "fa2" or (split is None and not never), "fa3 ignores how keys are split")
+        demand(self.backend == "fa2" or (split is None and not never), "fa3 ignores how keys are split")
         self._plan = {
             "row_starts": row_starts.tolist(), "page_starts": page_starts.tolist(), "pages": on_host(pages).clone(),
             "lengths": ((page_starts.diff() - 1) * page_size + last_page_len).tolist(), "heads": heads,
@@ -389,7 +389,7 @@ class PrefillDouble(_Wrapper):
         self._library.bind(f"{self._name}.plan", None, *tables, *sizes, **options)
         mask = options.pop("packed_custom_mask", None)
         if mask is not None:
-            demand(self._backend == "fa2", "fa3 ignores the mask")
+            demand(self.backend == "fa2", "fa3 ignores the mask")
             demand(mask.dtype == torch.uint8 and _is_on_device(mask), "a packed mask is uint8 on the device")
             demand(
                 len(qo_indptr) == 2,

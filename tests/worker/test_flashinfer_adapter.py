@@ -6,6 +6,7 @@ import gc
 import math
 from dataclasses import replace
 from importlib import util
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from medha_worker.device import HOST, Device, InOrder, host_device
 from medha_worker.host_memory import HostMemory
 from medha_worker.kernels.flashinfer import flashinfer_attention, flashinfer_kernels
 from medha_worker.kernels.flashinfer.flashinfer_attention import FlashInferAttention, ScaledPool
+from medha_worker.kernels.flashinfer.flashinfer_kernels import wide_rows
 from medha_worker.kernels.flashinfer.flashinfer_rows import FlashInferRows
 from medha_worker.kernels.name_table import KERNELS, choose_kernels
 from medha_worker.kernels.protocol import KernelSizes, KernelsUnavailable
@@ -97,12 +99,12 @@ def test_a_pool_of_fp8_is_read_with_its_scales(dtype: torch.dtype, version: str)
 def test_a_pool_of_fp8_needs_an_implementation_and_a_type_that_can_be_read() -> None:
     double = FlashInferDouble()
     device = computing_device(torch.bfloat16, double.work)
-    with pytest.raises(ValueError, match="scaled_pool needs prefill_backend='fa2': 'fa3'"):
+    with pytest.raises(ValueError, match="wide_rows is 256, and has to be None with scaled_pool"):
         FlashInferAttention(
             double,
             device,
             STEPS[0].sizes,
-            prefill_backend="fa3",
+            wide_rows=256,
             scaled_pool=ScaledPool(torch.float8_e4m3fn, 1.0, 1.0),
         )
     with pytest.raises(ValueError, match=r"scaled_pool has torch\.int8"):
@@ -305,6 +307,8 @@ def test_the_tables_of_two_rotations_are_made_once_for_all_layers_and_anew_for_o
 @pytest.fixture
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    about = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
 
 
 SIZES = KernelSizes(8, 2, 128, 1024, 4096)
@@ -339,6 +343,52 @@ def test_kernels_that_cannot_run_say_why(
     monkeypatch.setattr(flashinfer_kernels, "import_module", missing)
     with pytest.raises(KernelsUnavailable, match=reason):
         KERNELS["flashinfer"](sizes, Device(torch.device(device), dtype, HostMemory(), InOrder(HOST)))
+
+
+@pytest.mark.parametrize("wide_rows", [1, 4])
+def test_chunks_of_many_rows_without_a_window_or_a_mask_run_on_another_kernel(wide_rows: int) -> None:
+    for case in STEPS:
+        double = FlashInferDouble()
+        device = computing_device(case.dtype, double.work)
+        attention = FlashInferAttention(double, device, case.sizes, wide_rows=wide_rows)
+        assert_equals_torch(case, attended(case, attention))
+        plain = [one for one in case.spans() if one.row_count > 1 and one.stride == 1 and not one.has_window]
+        is_wide = case.window_tokens is None and any(one.row_count >= wide_rows for one in plain)
+        if is_wide or case.window_tokens is not None:
+            assert ("fa3" in {one.backend for one in double.wrappers}) == is_wide, case
+
+
+def test_the_kernel_for_many_rows_is_chosen_where_its_tiles_fill_the_gpu() -> None:
+    of_llama = replace(SIZES, query_heads=32)
+    assert wide_rows(of_llama, (9, 0), 132) == 396  # 99 tiles of 128 rows of 32 heads, for 132 processors
+    assert wide_rows(SIZES, (9, 0), 132) == 4 * 396
+    assert wide_rows(of_llama, (8, 0), 108) is None
+    assert wide_rows(of_llama, (10, 0), 148) is None
+    assert wide_rows(replace(of_llama, head_dim=64), (9, 0), 132) is None
+    assert wide_rows(replace(of_llama, has_fp8_kv=True), (9, 0), 132) is None
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_without_the_kernel_for_many_rows_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    double = FlashInferDouble()
+    monkeypatch.setattr(flashinfer_kernels, "import_module", lambda _: double)
+    monkeypatch.setattr(flashinfer_attention, "check_planned", lambda *_: None)
+    device = Device(torch.device("cuda", 0), torch.bfloat16, HostMemory(), Computing(double.work))
+    make = double.BatchPrefillWithPagedKVCacheWrapper
+
+    def missing(*args: Any, backend: str, **kwargs: Any) -> Any:
+        if backend == "fa3":
+            raise RuntimeError("nvcc was not found")
+        return make(*args, backend=backend, **kwargs)
+
+    monkeypatch.setattr(double, "BatchPrefillWithPagedKVCacheWrapper", missing)
+    assert KERNELS["flashinfer"](SIZES, device).name == "flashinfer"
+    assert (
+        "large chunks run on FlashInfer's fa2, because fa3 failed (RuntimeError: nvcc was not found)"
+        in caplog.text
+    )
 
 
 @pytest.mark.usefixtures("_gpu")

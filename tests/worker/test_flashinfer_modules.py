@@ -17,6 +17,7 @@ from medha_worker.kernels.flashinfer.compiled_modules import (
     described,
     main,
     make_cuda_home,
+    modules_for,
 )
 
 PARTS = (
@@ -94,10 +95,16 @@ def test_the_command_says_what_to_install(
 def test_each_type_and_size_of_heads_has_a_module_with_and_without_a_window_and_fp8() -> None:
     names = list(declared_modules())
     assert names[:4] == ["merge", "silu", "rope", "norm"]
-    assert len(names[4:]) == len(set(names[4:])) == 2 * 3 * 2 * 2
+    assert len(names[4:]) == len(set(names[4:])) == 2 * 3 * 2 * 2 + 2
     assert "attention-float16-256-window" in names
     assert "attention-bfloat16-64" in names
     assert "attention-bfloat16-128-window-fp8" in names
+
+
+def test_modules_for_wide_chunks_are_compiled_for_hopper_alone() -> None:
+    wide = {"attention-bfloat16-128-wide", "attention-float16-128-wide"}
+    assert set(modules_for("8.0 9.0a 10.0f")) - set(modules_for("8.0 10.0f")) == wide
+    assert set(modules_for("9.0a")) == set(declared_modules())
 
 
 def test_a_description_is_what_flashinfers_own_function_would_load_and_that_function_loads_it_later(

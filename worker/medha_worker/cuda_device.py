@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 
@@ -30,7 +31,8 @@ class CudaRuntime:
         self._device = torch_device
         self._ahead = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
         self._copying = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
-        self._graphs = torch.cuda.graph_pool_handle()  # graphs run one at a time, so they share their memory
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._graphs_memory = torch.cuda.graph_pool_handle()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == self._device.type:
@@ -59,15 +61,21 @@ class CudaRuntime:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
         beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(beside):
             for _ in range(_WARM_RUNS):
                 run()
         torch.cuda.current_stream(self._device).wait_stream(beside)
-        # No other thread may allocate meanwhile: captures are made before the first step, while none runs.
-        with torch.cuda.graph(graph, pool=self._graphs):
+        if (
+            not self._graphs
+        ):  # torch frees their memory with the last of them, and then captures nothing into it
+            self._graphs_memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # No other thread may allocate meanwhile: captures are made before the first step, while none runs. Graphs run one
+        # at a time, so they share their memory.
+        with torch.cuda.graph(graph, pool=self._graphs_memory):
             run()
+        self._graphs.add(graph)
         return graph.replay
 
     def synchronise(self) -> None:

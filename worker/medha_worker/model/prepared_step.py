@@ -206,7 +206,14 @@ def streams(spans: Sequence[SequenceSpan], kv_cache: KVCache) -> bool:
 
 def new_slots(spans: Sequence[SequenceSpan], block_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return the slots of all rows of spans that are causal, int64 [rows]."""
-    runs = [
-        run for span in spans for run in slot_runs(span, span.context_length, span.total_length, block_tokens)
-    ]
-    return np.concatenate([np.arange(run.start, run.stop) for run in runs])
+    slots = np.empty(spans[-1].rows.stop - spans[0].row_start, dtype=np.int64)
+    for span in spans:
+        first = span.context_length
+        start = span.row_start - spans[0].row_start
+        if span.row_count == 1:  # hundreds of decodes, for which arrays would take milliseconds
+            slots[start] = span.blocks[first // block_tokens] * block_tokens + first % block_tokens
+        else:
+            runs = slot_runs(span, first, span.total_length, block_tokens)
+            own = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+            slots[start : start + span.row_count] = own
+    return slots

@@ -37,8 +37,12 @@ import torch
 
 HEAD_DIMS = (64, 128, 256)
 """Values of a head, for which the adapter has kernels."""
+WIDE_HEAD_DIMS = (128,)
+"""Values of a head, for which chunks of many rows have a module of their own on Hopper."""
+WIDE_ARCHITECTURE = "9.0a"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of queries and of the pool, for which the adapter has kernels."""
+_WIDE = "wide"
 ARCHITECTURES = "8.0 9.0a 10.0f"
 """GPUs that an image has modules for. Those for 8.0 also run on 8.6 and 8.9, and those for 10.0f on 10.3."""
 
@@ -55,7 +59,17 @@ def declared_modules() -> dict[str, Callable[[], Any]]:
         given = attention_arguments(DTYPES[dtype], head_dim, has_window, has_fp8_kv=has_fp8_kv)
         name = attention_name(dtype, head_dim, has_window, has_fp8_kv=has_fp8_kv)
         modules[name] = partial(described, "prefill", "get_batch_prefill_module", *given)
+    for dtype, head_dim in product(DTYPES, WIDE_HEAD_DIMS):
+        given = attention_arguments(DTYPES[dtype], head_dim, has_window=False, backend="fa3")
+        name = f"attention-{dtype}-{head_dim}-{_WIDE}"
+        modules[name] = partial(described, "prefill", "get_batch_prefill_module", *given)
     return modules
+
+
+def modules_for(architectures: str) -> list[str]:
+    """Return the declared modules that GPUs of these architectures run; those for wide chunks are for Hopper alone."""
+    is_hopper = WIDE_ARCHITECTURE in architectures.split()
+    return [name for name in declared_modules() if is_hopper or not name.endswith(_WIDE)]
 
 
 def described(part: str, loader: str, *given: Any) -> Any:
@@ -85,12 +99,12 @@ class _Unloaded:
 
 
 def attention_arguments(
-    dtype: torch.dtype, head_dim: int, has_window: bool, *, has_fp8_kv: bool = False
+    dtype: torch.dtype, head_dim: int, has_window: bool, *, has_fp8_kv: bool = False, backend: str = "fa2"
 ) -> tuple[Any, ...]:
     """Return what FlashInfer's wrappers load their module with: types, sizes, positions, window, cap, sums in 16 bits."""
     no_positions = 0  # FlashInfer rotates nothing in its attention
     types = (dtype, torch.float8_e4m3fn if has_fp8_kv else dtype, dtype, torch.int32)
-    return ("fa2", *types, head_dim, head_dim, no_positions, has_window, False, False)
+    return (backend, *types, head_dim, head_dim, no_positions, has_window, False, False)
 
 
 def attention_name(dtype: str, head_dim: int, has_window: bool, *, has_fp8_kv: bool = False) -> str:
@@ -210,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
         os.environ.update(environment(work, arch))
-        for name in options.only or declared_modules():
+        for name in options.only or modules_for(arch):
             manifest["modules"][name] = made = compile_module(name, options.out)
             print(f"{name}: {made['seconds']} s, {made['bytes']} bytes", flush=True)
             (options.out / "modules.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -7,9 +7,7 @@ Its log-sum-exps have base 2, here and in its merge; they become natural in one 
 and only if something needs them. Its own
 argument for sinks is ignored by the implementations used here, so sinks are added to the result.
 
-Unproven until a GPU has run it: all numerics; that plans and runs of different threads do not disturb each other; graphs; whether
-the memory for partial results and for captured plans is large enough; and every speed, among them which of "fa2" and "fa3" is
-faster for chunks on Hopper.
+`make gpu-check` has run it on a GPU (docs/gpu.md says which).
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class FlashInferAttention:
         device: Device,
         sizes: KernelSizes,
         *,
-        prefill_backend: str = "fa2",
+        wide_rows: int | None = None,
         scaled_pool: ScaledPool | None = None,
     ) -> None:
         """Set up attention.
@@ -62,15 +60,16 @@ class FlashInferAttention:
             library: The package `flashinfer`.
             device: The pool's; its dtype is that of queries and, without `scaled_pool`, of the pool.
             sizes: Heads and their size.
-            prefill_backend: FlashInfer's implementation for chunks.
+            wide_rows: Rows from which a batch of chunks without a window runs on FlashInfer's "fa3" instead of "fa2"; None: none
+                does.
             scaled_pool: The pool's numbers if they are FP8. Only "fa2" reads them with queries of 16 bits.
 
         Raises:
-            ValueError: `scaled_pool` is given with an implementation that cannot read it, or with another type than FP8.
+            ValueError: `scaled_pool` is given with `wide_rows`, or with another type than FP8.
         """
-        if scaled_pool is not None and prefill_backend != "fa2":
+        if scaled_pool is not None and wide_rows is not None:
             raise ValueError(
-                f"scaled_pool needs prefill_backend='fa2': {prefill_backend!r} reads no FP8 pool with queries of 16 bits"
+                f"wide_rows is {wide_rows}, and has to be None with scaled_pool: fa3 reads no FP8 pool with queries of 16 bits"
             )
         if scaled_pool is not None and scaled_pool.dtype not in _FP8:
             raise ValueError(f"scaled_pool has {scaled_pool.dtype}, and has to be one of {_FP8}")
@@ -82,7 +81,8 @@ class FlashInferAttention:
         )
         self.library, self.device = library, device
         self._sizes = sizes.query_heads, sizes.kv_heads, sizes.head_dim
-        self.pool = WrapperPool(library, device, sizes, prefill_backend)
+        self._wide_rows = math.inf if wide_rows is None else wide_rows
+        self.pool = WrapperPool(library, device, sizes)
 
     def plan(
         self, spans: Sequence[SequenceSpan], block_tokens: int, window_tokens: int | None = None
@@ -96,19 +96,25 @@ class FlashInferAttention:
         if batches.decodes is not None:
             runs.append(self._run("decode", batches.decodes, block_tokens, window))
         if batches.causal is not None:
-            runs.append(self._run("prefill", batches.causal, block_tokens, window, causal=True))
+            kind = self._chunk_kind(batches.causal, window)
+            runs.append(self._run(kind, batches.causal, block_tokens, window, causal=True))
         if batches.contexts is not None:
-            runs.append(self._run("prefill", batches.contexts, block_tokens, window))
+            kind = self._chunk_kind(batches.contexts, window)
+            runs.append(self._run(kind, batches.contexts, block_tokens, window))
         for own, before in batches.strided:
             runs.append(self._run("masked", own, block_tokens, _NO_WINDOW))
             if before is not None:
-                runs.append(self._run("prefill", before, block_tokens, _NO_WINDOW, merged=True))
+                kind = self._chunk_kind(before, _NO_WINDOW)
+                runs.append(self._run(kind, before, block_tokens, _NO_WINDOW, merged=True))
         step = FlashInferStep(self, runs, block_tokens)
         planned = self.device.runtime.mark()
         for run in runs:
             back = weakref.finalize(step, self.pool.give_back, run.kind, run.wrapper, planned)
             back.atexit = False
         return step
+
+    def _chunk_kind(self, batch: PagedBatch, window: int) -> Kind:
+        return "wide" if window == _NO_WINDOW and len(batch.rows) >= self._wide_rows else "prefill"
 
     def for_graph(self, rows: int, most_blocks: int) -> FlashInferGraph:
         """Return attention of `rows` decodes of together at most `most_blocks` blocks that can be captured."""

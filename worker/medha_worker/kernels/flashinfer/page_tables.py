@@ -115,22 +115,23 @@ def _batch(
     """Return the batch of some spans; the first page of each begins at or before its first key."""
     if not group:
         return None
-    tables = [_pages(keys, block_tokens) for keys in group]
+    firsts = [keys.first // block_tokens for keys in group]
+    stops = [-(-keys.stop // block_tokens) for keys in group]
+    tables = [keys.span.blocks[first:stop] for keys, first, stop in zip(group, firsts, stops, strict=True)]
+    pages = np.concatenate(tables).astype(np.int32)
+    assert len(pages) == sum(stops) - sum(firsts), "a block table is shorter than its sequence"
+    if all(keys.span.row_count == 1 for keys in group):
+        rows = np.array([keys.span.row_start for keys in group], dtype=np.int64)
+    else:
+        rows = np.concatenate([np.arange(keys.span.rows.start, keys.span.rows.stop) for keys in group])
     return PagedBatch(
-        rows=np.concatenate([np.arange(keys.span.rows.start, keys.span.rows.stop) for keys in group]),
+        rows=rows,
         row_starts=_starts([keys.span.row_count for keys in group]),
-        page_starts=_starts([len(table) for table in tables]),
-        pages=np.concatenate(tables).astype(np.int32),
+        page_starts=_starts([stop - first for first, stop in zip(firsts, stops, strict=True)]),
+        pages=pages,
         last_page_tokens=np.array([(keys.stop - 1) % block_tokens + 1 for keys in group], dtype=np.int32),
         mask=mask,
     )
-
-
-def _pages(keys: _Keys, block_tokens: int) -> npt.NDArray[np.int64]:
-    first, stop = keys.first // block_tokens, -(-keys.stop // block_tokens)
-    table = np.asarray(keys.span.blocks[first:stop], dtype=np.int64)
-    assert len(table) == stop - first, "the block table is shorter than the sequence"
-    return table
 
 
 def _starts(counts: Sequence[int]) -> Int32s:

@@ -28,7 +28,8 @@ _MOST_PROCESSORS, _CHUNK_TILE, _DECODE_TILE = 160, 128, 16
 # there are dozens of captures.
 GRAPH_PLAN_BYTES = 1 << 20
 
-Kind = Literal["decode", "prefill", "masked"]
+Kind = Literal["decode", "prefill", "wide", "masked"]
+"""Batches by the kernel that runs them: `prefill` are chunks, and `wide` are those of many rows, on GPUs that have "fa3"."""
 
 
 def zeros(device: Device, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -39,23 +40,21 @@ def zeros(device: Device, count: int, dtype: torch.dtype) -> torch.Tensor:
 class WrapperPool:
     """Makes wrappers, and keeps those that are not in use. Threads may take and give back at the same time."""
 
-    def __init__(self, library: Any, device: Device, sizes: KernelSizes, prefill_backend: str) -> None:
+    def __init__(self, library: Any, device: Device, sizes: KernelSizes) -> None:
         """Allocate the shared memory.
 
         Args:
             library: The package `flashinfer`.
             device: Where the kernels run.
             sizes: Heads and their size.
-            prefill_backend: FlashInfer's implementation for chunks, such as "fa2".
         """
         self._library = library
-        self._prefill_backend = prefill_backend
         self._mark = device.runtime.mark
         self._device, self._sizes = device, sizes
         parts = 2 * _MOST_PROCESSORS // sizes.kv_heads
         self._partials = zeros(device, self._bytes(parts * _CHUNK_TILE), torch.uint8)
         self._free: dict[Kind, deque[tuple[Any, Mark, Mark]]] = {
-            "decode": deque(), "prefill": deque(), "masked": deque(),
+            "decode": deque(), "prefill": deque(), "wide": deque(), "masked": deque(),
         }  # fmt: skip
 
     def partials_of_decodes(self, rows: int) -> torch.Tensor:
@@ -95,7 +94,7 @@ class WrapperPool:
                 self._partials, kv_layout="HND", use_tensor_cores=True, backend="fa2"
             )
         # Only fa2 applies an explicit mask; fa3 ignores it.
-        backend = "fa2" if kind == "masked" else self._prefill_backend
+        backend = "fa3" if kind == "wide" else "fa2"
         return self._library.BatchPrefillWithPagedKVCacheWrapper(
             self._partials, kv_layout="HND", backend=backend
         )
