@@ -158,13 +158,14 @@ release-check: $(STAMP) ## compare a release's files with its manifest; FOLDER=d
 	@$(RELEASE) check $(FOLDER)
 
 .PHONY: gen
-gen: $(STAMP) ## write the generated files: the version where it stands, crds/, charts/, dashboards/, docs/cli.md, docs/http-fields.md, docs/metrics.md, docs/modules.md, a table of docs/gpu.md
+gen: $(STAMP) ## write the generated files: the version where it stands, crds/, charts/, dashboards/, docs/cli.md, docs/http-fields.md, docs/metrics.md, docs/modules.md, tables of docs/gpu.md
 	PYTHONPATH=release $(BIN)/python -m medha_release.versions
 	$(BIN)/python -m medha_cli.reference docs
 	$(BIN)/python -m medha_operator.crds crds
 	$(BIN)/python dashboards/generate.py dashboards charts/medha/files/dashboards
 	$(BIN)/python charts/generate.py
 	$(BIN)/python -m tests.worker.flashinfer_defects
+	$(BIN)/python benchmarks/gpu_page.py
 	$(BIN)/python benchmarks/clients.py --page docs/clients.md
 
 .PHONY: clean

@@ -49,14 +49,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
-from harness import ROOT, Row, claim, exit_with, parser, progress, report, save, table
+from gpu_sources import sources
+from harness import Row, claim, exit_with, parser, progress, report, save, table
 from random_llama import LLAMA3_8B, SMALL, LlamaShape, config_fields, random_model
 
 from medha.errors import ConfigInvalid
@@ -88,7 +88,6 @@ PART_SECONDS = 150
 COMPILE_SECONDS = 420  # of parts in which FlashInfer or vLLM compile the kernels that nobody has compiled yet
 _VLLM_SECONDS = COMPILE_SECONDS - 60  # the rest is for our own engine
 _STEPS = 20  # decode steps, one after the other
-_WORKER = ROOT / "worker" / "medha_worker"
 _ABORT_SECONDS = 5.0
 QUANTISED_EXPERTS = (
     ("gpt_oss", "mxfp4"),
@@ -99,16 +98,6 @@ QUANTISED_EXPERTS = (
 _CHECKED_TOKENS, _WINDOW_TOKENS = 200, 64  # of a small model
 _WINDOWED = ("gemma3_text", "gpt_oss", "mistral")  # the others' decodes are captured
 RunStep = Callable[[PreparedStep], torch.Tensor]
-PROVED = (
-    "device.py",
-    "cuda_device.py",
-    "nvml.py",
-    "kernels",
-    "model",
-    "rank/nccl_plane.py",
-    "rank/loss_guard.py",
-)
-"""Files and folders of the worker whose digest a result names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1006,16 +995,6 @@ def _output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def sources() -> str:
-    """Return a digest of the engine's sources."""
-    found = sha256()
-    for name in PROVED:
-        path = _WORKER / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            found.update(f"{file.relative_to(_WORKER)}\n".encode() + file.read_bytes())
-    return found.hexdigest()[:12]
 
 
 # --- claims -------------------------------------------------------------------------------------------

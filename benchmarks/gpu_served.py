@@ -158,7 +158,7 @@ class Place:
         kv_cache = dict(spec.pop("kvCache", {})) | ({} if pool is None else {"size": pool})
         whole = {
             "model": {"name": MODEL, "source": {"path": str(self.checkpoint)}, "maxModelLen": longest or 4 * self.sizes.document_tokens},
-            "kvCache": kv_cache, **({"resources": {"accelerator": "nvidia.com/gpu"}} if torch.cuda.is_available() else {}), **spec,
+            "kvCache": kv_cache, **spec,
         }  # fmt: skip
         manifest = self.checkpoint.parent / "served.yaml"
         url = write_manifest(manifest, MODEL, whole)

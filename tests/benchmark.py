@@ -18,6 +18,8 @@ SHARED = (
     "fleet",
     "chaos_accounts",
     "autoscale_page",
+    "gpu_page",
+    "gpu_sources",
 )
 """Modules that the scripts import from their own folder. It is not on the path of tests, where a package is called `campaign`, too."""
 

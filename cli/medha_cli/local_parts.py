@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from medha.api.cluster import NO_ACCELERATOR, ResourcesSpec
+from medha.api.cluster import NO_ACCELERATOR, NVIDIA_GPU, ResourcesSpec
 from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplica
 from medha.declared import DeclaredModel, to_text
 from medha.wire.messages import Readiness
 from medha_cli.manifest import draft_directory
 from medha_cli.runs import KEYS
+from medha_process.host_resources import has_nvidia_gpu
 from medha_process.launch import controller_part, rank_part, router_part
 from medha_process.part_settings import ControllerSettings, LogLevel, RankSettings, RouterEndpoints
 from medha_process.router_settings import RouterSettings
@@ -192,8 +193,10 @@ def _disk_directory(replica: MedhaReplica, files: RunFiles) -> Path | None:
 
 
 def _accelerator(resources: ResourcesSpec) -> str:
-    """Return the accelerator that ranks on this machine compute on: the one that the manifest itself names.
+    """Return the accelerator that ranks on this machine compute on: the one that the manifest names, or else its NVIDIA GPU, if any.
 
-    The default is for pods.
+    The manifest's default is for pods.
     """
-    return resources.accelerator if "accelerator" in resources.model_fields_set else NO_ACCELERATOR
+    if "accelerator" in resources.model_fields_set:
+        return resources.accelerator
+    return NVIDIA_GPU if has_nvidia_gpu() else NO_ACCELERATOR

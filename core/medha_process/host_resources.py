@@ -1,4 +1,4 @@
-"""Resources of this machine that a process may use: open files, CPUs, TCP ports."""
+"""Resources of this machine that a process may use: open files, CPUs, GPUs, TCP ports."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def raise_file_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return True if NVIDIA's driver offers this machine a GPU, whether or not torch can use it."""
+    return (devices / "nvidiactl").exists() and any(devices.glob("nvidia[0-9]*"))
 
 
 def free_port(host: str) -> int:

@@ -372,6 +372,28 @@ def test_the_parts_get_what_the_manifest_declares(tmp_path: Path) -> None:
     assert {settings["log_level"] for settings in (router, controller, rank)} == {"debug"}
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "resources", "accelerator"),
+    [
+        (True, {}, "nvidia.com/gpu"),
+        (False, {}, "none"),
+        (True, {"resources": {"accelerator": "none"}}, "none"),
+        (False, {"resources": {"accelerator": "nvidia.com/gpu"}}, "nvidia.com/gpu"),
+    ],
+)
+def test_ranks_of_this_machine_compute_on_its_gpu_unless_the_manifest_names_another_device(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_gpu: bool,
+    resources: dict[str, object],
+    accelerator: str,
+) -> None:
+    monkeypatch.setattr("medha_cli.local_parts.has_nvidia_gpu", lambda: has_gpu)
+    replica = parse_replica(REPLICA | {"spec": REPLICA["spec"] | resources})  # type: ignore[operator]
+    write_parts(replica, tmp_path, RunFiles(tmp_path), record=None, log_level="info")
+    assert json.loads((tmp_path / "rank-0.json").read_text())["accelerator"] == accelerator
+
+
 def test_settings_of_each_part_are_what_that_part_reads(tmp_path: Path) -> None:
     from medha_process.part_settings import ControllerSettings, RankSettings
     from medha_process.router_settings import RouterSettings

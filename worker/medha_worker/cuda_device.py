@@ -1,7 +1,6 @@
 """NVIDIA GPUs as devices: streams, events, graphs and memory figures of torch's CUDA runtime.
 
-Unproven until a GPU has run it (docs/gpu.md): this module is type-checked, and its calls are compared with the
-signatures of the pinned torch.
+`make gpu-check` runs it on a GPU; docs/gpu.md has the results.
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ class ImagePullSecret(Model):
 
 
 NO_ACCELERATOR = "none"
+NVIDIA_GPU = "nvidia.com/gpu"
 """Value of `resources.accelerator` that asks for no device."""
 _DEVICE = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 _NOT_A_DEVICE = (
@@ -141,15 +142,15 @@ class ResourcesSpec(Model):
     )
 
     accelerator: str = Field(
-        default="nvidia.com/gpu",
+        default=NVIDIA_GPU,
         max_length=253,
         pattern=r"^(none|[a-z0-9.-]+/[A-Za-z0-9_.-]+)$",
         json_schema_extra=restart(),
     )
     """Name of the device resource. Each pod requests as many devices as it has ranks
     (`parallelism.tensor`), and does not start without them. A replica that finds no GPU, or one that it cannot
-    use, does not become Ready. No GPU has run this code yet: docs/gpu.md says what is proved without one. `none`
-    runs on the CPU. `medha up` runs on the CPU unless the manifest names a device here."""
+    use, does not become Ready. docs/gpu.md says which GPU has run what. `none` runs on the CPU. If a manifest
+    does not name a device here, `medha up` uses this machine's NVIDIA GPU, or the CPU if there is none."""
     devices: dict[str, Annotated[int, Field(ge=1, le=1024)]] = Field(
         default={}, max_length=8, json_schema_extra=restart()
     )

@@ -8,7 +8,7 @@ plain torch is used.
 
 On a GPU, `_scaled_dot_product_flash_attention` computes 16-bit types and `_scaled_dot_product_efficient_attention`
 float32. Both are aligned to the top left, too; the second pads its log-sum-exp to a multiple of 32 rows. Shapes, types
-and devices of this path are tested without a GPU; its numbers are unproven until one has run it (docs/gpu.md).
+and devices of this path are tested without a GPU, and its numbers by `make gpu-check` on one (docs/gpu.md).
 """
 
 import math

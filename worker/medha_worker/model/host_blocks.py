@@ -5,8 +5,7 @@ keeps its own layers and heads of a block, in the pool's data type, so FP8 and l
 
 All copies are given to the device in order, on the stream that computes steps. So a block is read before a later step
 writes it, a fetched block is complete before attention reads it, and a host block is written before it is read back.
-Host memory is pinned where that makes copies fast. The copies on a device other than the CPU are unproven until a GPU
-has run them (docs/gpu.md).
+Host memory is pinned where that makes copies fast. `make gpu-check` copies to and from a GPU (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Its log-sum-exps have base 2, here and in its merge; they become natural in one 
 and only if something needs them. Its own
 argument for sinks is ignored by the implementations used here, so sinks are added to the result.
 
-`make gpu-check` has run it on a GPU (docs/gpu.md says which).
+`make gpu-check` runs it on a GPU; docs/gpu.md has the results.
 """
 
 from __future__ import annotations

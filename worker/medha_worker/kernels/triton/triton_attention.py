@@ -5,7 +5,7 @@ each split of each tile of rows alone, so that a single decode over a long conte
 merges the splits of a row in their order. Keys that a row does not see add exact zeros, so it does not matter which other
 rows share its tile, nor how many splits those have.
 
-Run by Triton's interpreter and compiled for sm_80, sm_90 and sm_100 in the tests; unproven on a GPU (docs/gpu.md).
+Tests run it by Triton's interpreter and compile it for sm_80, sm_90 and sm_100; `make gpu-check` runs it on a GPU (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Matrix products in tiles of one size: each element is added up over `inner` in one order, whatever the rows beside it.
 
 Libraries choose tiles, and whether to split `inner`, by the number of rows. Here the number of rows decides only how many
-tiles there are. Run by Triton's interpreter and compiled for sm_80, sm_90 and sm_100 in the tests; unproven on a GPU
-(docs/gpu.md).
+tiles there are. Tests run them by Triton's interpreter and compile them for sm_80, sm_90 and sm_100;
+`make gpu-check` runs them on a GPU (docs/gpu.md).
 """
 
 from __future__ import annotations

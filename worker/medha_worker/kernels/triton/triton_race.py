@@ -3,7 +3,7 @@
 It computes what `torch_race.DenseRace` computes: hashes and uniforms are equal to the bit, and the noise differs by the rounding of
 two logarithms. 1 - u is exact for a u of 52 bits and a half, so that ln(1 - u) loses nothing against log1p.
 
-Run by Triton's interpreter and compiled for sm_80, sm_90 and sm_100 in the tests; unproven on a GPU (docs/gpu.md).
+Tests run it by Triton's interpreter and compile it for sm_80, sm_90 and sm_100; `make gpu-check` runs it on a GPU (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RMSNorm with one program per row, whose order of addition depends on the row's size alone.
 
-Run by Triton's interpreter and compiled for sm_80, sm_90 and sm_100 in the tests; unproven on a GPU (docs/gpu.md).
+Tests run it by Triton's interpreter and compile it for sm_80, sm_90 and sm_100; `make gpu-check` runs it on a GPU (docs/gpu.md).
 """
 
 from __future__ import annotations
