@@ -100,12 +100,29 @@ _PASSED_ON_BY = 2
 _Received = TypeVar("_Received")
 
 
-async def in_turns(receive: Callable[[], Awaitable[_Received]]) -> AsyncIterator[_Received]:
-    """Yield what `receive` returns, for ever; other tasks run in between even if there is always more at once."""
+async def in_turns(
+    receive: Callable[[], Awaitable[_Received]], receive_now: Callable[[], _Received | None]
+) -> AsyncIterator[_Received]:
+    """Yield what `receive` returns, for ever; other tasks run in between even if there is always more at once.
+
+    What has come meanwhile is taken by `receive_now`, which returns None if there is none: a step of a replica brings the
+    tokens of all of its requests at once, and waiting for each would cost more than reading it.
+    """
     while True:
-        for _ in range(_MESSAGES_IN_A_TURN):
-            yield await receive()
+        yield await receive()
+        for _ in range(_MESSAGES_IN_A_TURN - 1):
+            if (received := receive_now()) is None:
+                break
+            yield received
         await asyncio.sleep(0)
+
+
+def frames_at_hand(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
+    """Return the frames of a message that has come already, or None."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
 
 
 class ReplicaLink:
@@ -153,6 +170,7 @@ class ReplicaLink:
             ),
         }
         self._control, self._tokens = (link.socket for link in self._links.values())
+        self._control_at_hand = zmq.Socket.shadow(self._control.underlying)
         folder = settings.models_directory
         self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
         self._poll_seconds = settings.poll_seconds
@@ -395,7 +413,8 @@ class ReplicaLink:
 
     async def _receive_tokens(self) -> None:
         """Receive `Announce`s, the only messages on this link: they identify the replica of a connection."""
-        async for frames in in_turns(self._tokens.recv_multipart):
+        while True:
+            frames = await self._tokens.recv_multipart()
             try:
                 identity, message, _ = self._read(frames)
                 if not isinstance(message, Announce):
@@ -408,7 +427,10 @@ class ReplicaLink:
                 self._handle(Received(card.replica, card))
 
     async def _receive_control(self) -> None:
-        async for received in in_turns(lambda: self._control.recv_multipart(copy=False)):
+        at_hand = self._control_at_hand
+        async for received in in_turns(
+            lambda: self._control.recv_multipart(copy=False), lambda: frames_at_hand(at_hand)
+        ):
             frames = [frame.bytes for frame in received]
             self._connected(frames[0], connection_of(received[0]))
             try:

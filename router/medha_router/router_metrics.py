@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
@@ -93,11 +93,19 @@ class Observer:
             self._count("medha_router_waiting_room_refusals", 0, reason)
 
         self._key_names: set[str] = set()  # those that have series
+        self._token_children: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
         counter = self._metrics[name]
         assert isinstance(counter, Counter)
         (counter.labels(*labels) if labels else counter).inc(amount)
+
+    def _token_series(self, name: str, *labels: str) -> Any:
+        """Return a series that each token adds to, and that is never removed: finding it takes longer than adding to it."""
+        found = self._token_children.get((name, labels))
+        if found is None:
+            found = self._token_children[name, labels] = self._metrics[name].labels(*labels)  # type: ignore[attr-defined]
+        return found
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         gauge = self._metrics[name]
@@ -176,9 +184,9 @@ class Observer:
 
     def output(self, model: str, tokens: int, thought_tokens: int) -> None:
         """Count output tokens, of which some are of thoughts."""
-        self._count("medha_output_tokens", tokens, model)
-        self._count("medha_reasoning_tokens", thought_tokens, model)
-        self._count("vllm:generation_tokens", tokens, model, _ENGINE)
+        self._token_series("medha_output_tokens", model).inc(tokens)
+        self._token_series("medha_reasoning_tokens", model).inc(thought_tokens)
+        self._token_series("vllm:generation_tokens", model, _ENGINE).inc(tokens)
 
     def key_ttft_attained(self, key: str, met: bool) -> None:
         self._key_names.add(key)
@@ -210,8 +218,8 @@ class Observer:
         self._count("medha_request_ttft_attainment", 1, model, service_class, length, str(met).lower())
 
     def between_tokens(self, model: str, service_class: str, seconds: float) -> None:
-        self._observe("medha_inter_token_seconds", seconds, model, service_class)
-        self._observe("vllm:inter_token_latency_seconds", seconds, model, _ENGINE)
+        self._token_series("medha_inter_token_seconds", model, service_class).observe(seconds)
+        self._token_series("vllm:inter_token_latency_seconds", model, _ENGINE).observe(seconds)
 
     def per_token(self, model: str, service_class: str, seconds: float) -> None:
         self._observe("medha_request_tpot_seconds", seconds, model, service_class)

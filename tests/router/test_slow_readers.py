@@ -323,7 +323,7 @@ def test_other_tasks_run_while_messages_keep_coming() -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        async for _ in in_turns(at_once):
+        async for _ in in_turns(at_once, lambda: 1):
             turns["messages"] += 1
             if turns["messages"] == 1000:
                 break
