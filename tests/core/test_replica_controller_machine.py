@@ -142,6 +142,8 @@ class Lanes:
             for grow in step.grows:
                 assert replica.grow(grow)
         copies = [(replica, copy) for admit in step.admits for replica, copy in self._admit(admit)]
+        for replica in self.replicas:
+            replica.fetch(step.fetches)
         self._copy(copies)
         hashes = tuple(replica.state_hash() for replica in self.replicas)
         if len(hashes) == 1:
@@ -442,6 +444,7 @@ class ControllerMachine(RuleBasedStateMachine):
             "max_swaps": max_swaps,
             "max_step_seconds": step_seconds,
         }
+        fetch_seconds = 1e-6 if seed % 2 else 3e-4  # so that a prefix comes with one step, or with several
         self.config = ReplicaConfig(
             topology=Topology(stream=stages, kv=lanes),
             scheduling=SchedulingSpec.model_validate(scheduling),
@@ -460,7 +463,7 @@ class ControllerMachine(RuleBasedStateMachine):
             long_threshold_tokens=long_threshold,
             tokens_per_lane=tokens_per_lane,
             context_parallel=ContextParallel(prefill, RingCosts(4, 1)) if prefill and lanes > 1 else None,
-            host_tier=HostTierFigures(host_blocks, 1, 1e-6, 1e-6) if host_blocks else None,
+            host_tier=HostTierFigures(host_blocks, 1, fetch_seconds, 1e-6) if host_blocks else None,
         )
         if window and not host_blocks:
             need = window_need(
