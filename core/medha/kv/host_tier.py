@@ -462,8 +462,10 @@ class HostTier:
         They get the next step of a coarse scale. So extents that come one behind the other, each worth a little more than
         the one before, do not raise all of those before them each time.
         """
+        if extent is not None and extent.worth < worth:
+            worth = _next_step(worth)
         while extent is not None and extent.worth < worth:
-            extent.worth = _next_step(worth)
+            extent.worth = worth
             self._offer(extent)
             extent = extent.parent
 
