@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
-from sys import maxsize
 
 import numpy as np
 
@@ -225,7 +224,7 @@ class StepBuilder:
             return
         step_seconds = self._fetching_seconds(self._batch_of_decodes(lanes), self._tpot_targets(lanes))
         block_seconds = self._tier_seconds.demote_seconds(1)
-        blocks = int(FETCH_SHARE * step_seconds / block_seconds) if block_seconds > 0 else maxsize
+        blocks = int(FETCH_SHARE * step_seconds / block_seconds) if block_seconds > 0 else pools.blocks
         pools.write_through(blocks)
 
     def _fetching_seconds(self, batch: Batch, targets: DecodeTargets | None) -> float:
