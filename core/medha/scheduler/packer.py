@@ -87,7 +87,9 @@ class Packed:
         default_factory=PartedSeconds
     )  # the same before correction, in its parts
     streamed_blocks: int = 0  # of all its sequences, on the lane that streams most of each
-    is_streaming: bool = False  # to stream these takes longer than to compute, and nothing else is copied beside
+    is_streaming: bool = (
+        False  # to stream these takes longer than to compute, and nothing else is copied beside
+    )
     copies_bind: bool = (
         False  # all copies beside the layers take longer than these, so its time says little of computing
     )
