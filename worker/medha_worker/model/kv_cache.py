@@ -122,6 +122,13 @@ class KVCache:
         for layer in sorted(self._arriving):
             self.await_layer(layer)
 
+    def abandon(self) -> None:
+        """Wait until copies that are expected are over, even if they fail: nobody needs what they bring."""
+        for mark in self._arriving.values():
+            with suppress(Exception):
+                mark.wait()
+        self._arriving.clear()
+
     def rounded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V, [rows, kv_heads, head_dim], as a layer's pool holds them: the same tensor twice if they are one."""
         return (k, v) if self._scaled is None else self._scaled[layer].rounded(k, v)

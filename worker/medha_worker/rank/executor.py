@@ -150,6 +150,8 @@ class Executor:
             widest = widest_window(model.windows)
             self.window_tables = WindowTables(self.ledger, kv_cache.window_blocks, widest)
         self._host_blocks, self._disk, self._peers, self._store = tuple(host_blocks), disk, peers, store
+        for one in self._host_blocks:
+            one.kv_cache.abandon()  # a step of an earlier epoch may have failed while its fetches were being made
         self._state = LaneState(
             self.ledger,
             lane,
@@ -257,7 +259,8 @@ class Executor:
         if self._drafter is not None:
             self._drafter.copy_blocks(plan.copies)
         if not plan.takes_part:
-            self._await_fetches()
+            if beside:
+                self._end_fetches()
             return None
         failures = list(plan.failures)
         run = self._run_alone if self._pipeline is None else self._run_in_lock_step
@@ -269,8 +272,7 @@ class Executor:
         for one in plan.entries:
             if one.entry.samples:
                 one.sequence.fill(one.known + 1)
-        self._await_fetches()
-        self._model.device.synchronise()  # otherwise the time would be that of launching the step
+        self._end_fetches()
         waited_seconds = self._waited_seconds + arrivals.waited_seconds
         return Done(
             step_id=plan.step.step_id,
@@ -324,10 +326,15 @@ class Executor:
                 self._drafter.copied(copies)
         return arrivals
 
-    def _await_fetches(self) -> None:
-        """Wait for all fetches of the step: a later one may give their blocks to other sequences."""
+    def _end_fetches(self) -> None:
+        """Wait until the device has made all fetches, and all else that it was given.
+
+        A later step may give their blocks to other sequences, and what works beside it may write to their host blocks.
+        Without that wait, the time of a step would be that of launching it.
+        """
         for host_blocks in self._host_blocks:
             host_blocks.kv_cache.await_all()
+        self._model.device.synchronise()
 
     def _use_disk(self, work: HostTierWork) -> None:
         """Let what works beside the steps begin with what a step asks for."""
