@@ -60,6 +60,13 @@ class Chats:
             if any(entry.id == name for entry in step.entries)
         )
 
+    def left_nothing(self) -> None:
+        """Assert that no request holds KV, and that no fetch keeps any in the tier."""
+        (tier,) = self.replica.controller.pools.tiers
+        assert not tier._pinned
+        assert self.replica.controller.pools.held_blocks == 0
+        tier.check()
+
 
 @pytest.fixture
 def chats(replica_of: Any, submit_of: Any) -> Chats:
@@ -155,6 +162,41 @@ def test_what_a_step_fetches_is_not_dropped_for_another_request_of_that_step(
     assert not host._pinned
 
 
+def test_two_requests_that_want_the_same_prefix_each_get_it(chats: Chats) -> None:
+    """The second one cannot use what the first one fetches until that has computed a step."""
+    decode(chats)
+    names = [chats.again("long")]
+    chats.replica.advance()
+    names.append("same text")
+    chats.ask("same text", 4 * 60 + 2, "long", max_tokens=1)
+    chats.replica.run()
+    for name in names:
+        assert chats.replica.endings[name] == ["length"]
+        fetching = [
+            at for at, step in enumerate(chats.replica.steps) if any(one.id == name for one in step.fetches)
+        ]
+        assert chats.step_of(name) > max(fetching, default=-1)
+    chats.left_nothing()
+
+
+def test_samples_of_a_prompt_fork_it_only_once_its_prefix_is_there(chats: Chats) -> None:
+    decode(chats)
+    first, tokens = "first", 4 * 60 + 2
+    chats.ask(first, tokens, "long", max_tokens=5)
+    hashes = HASHER.hashes(np.array(chats.replica.prompt_ids[first], dtype=np.int32))
+    chats.replica.submit(chats.submit_of("second", tokens, prompt=first, block_hashes=hashes, max_tokens=1))
+    chats.replica.run()
+    assert sum(chats.fetched(first)) == 60
+    assert chats.fetched("second") == []
+    forks = [
+        at for at, step in enumerate(chats.replica.steps) if any(one.fork_of == first for one in step.admits)
+    ]
+    assert forks
+    assert forks[0] > chats.step_of(first)
+    assert chats.replica.endings["second"] == ["length"]
+    chats.left_nothing()
+
+
 @pytest.mark.parametrize("moves", [0, 1, 4])
 def test_a_request_that_leaves_while_its_prefix_comes_keeps_nothing(chats: Chats, moves: int) -> None:
     decode(chats)
@@ -163,8 +205,5 @@ def test_a_request_that_leaves_while_its_prefix_comes_keeps_nothing(chats: Chats
         chats.replica.advance()
     chats.replica.cancel(name)
     chats.replica.run()
-    (tier,) = chats.replica.controller.pools.tiers
-    assert not tier._pinned
-    assert chats.replica.controller.pools.held_blocks == 0
     assert sum(chats.fetched(name)) < 60
-    tier.check()
+    chats.left_nothing()
