@@ -96,6 +96,9 @@ class Lanes:
     content: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
     on_host: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
     in_windows: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
+    arriving: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # lanes and blocks that are fetched beside the last step
     sources: dict[str, str] = field(default_factory=dict)  # of prompts that end in output: what they began as
     grammars: dict[str, set[int]] = field(
         default_factory=dict
@@ -142,6 +145,7 @@ class Lanes:
             for grow in step.grows:
                 assert replica.grow(grow)
         copies = [(replica, copy) for admit in step.admits for replica, copy in self._admit(admit)]
+        self.arriving.clear()
         for replica in self.replicas:
             replica.fetch(step.fetches)
         self._copy(copies)
@@ -170,6 +174,8 @@ class Lanes:
             lane = replica.lane
             for one in replica.take_tier_copies():
                 for block in range(one.count):
+                    if one.is_fetch:
+                        self.arriving.add((lane, one.block + block))
                     for offset in range(self.size):
                         here, there = (lane, one.block + block, offset), (lane, one.slot + block, offset)
                         if one.is_fetch:
@@ -177,6 +183,7 @@ class Lanes:
                         else:
                             self.on_host[there] = self.content[here]
         for replica, copy in copies:
+            assert (replica.lane, copy.source) not in self.arriving, "it is not there yet"
             content = self.in_windows if copy.in_windows else self.content
             for offset in range(self.size):
                 found = content.get((replica.lane, copy.source, offset))
@@ -292,6 +299,8 @@ class Lanes:
             if position >= start:
                 self.content[place] = key
             assert self.content[place] == key, f"{entry.id}: position {position} holds {self.content[place]}"
+            if (lane, block) in self.arriving:
+                assert any(one.id == entry.id for one in step.fetches), "it waits for its own fetches alone"
         if self.config.window_pool is not None:
             self._compute_windows(sequence, start, end, known, self.config.window_pool.window_tokens)
         sequence.next_position = known

@@ -107,6 +107,17 @@ def test_each_layer_waits_for_its_own_part_of_a_fetch(tensors: int, dtype: torch
     assert later.made == 3
 
 
+def test_no_layer_waits_for_a_fetch_that_a_later_step_reads() -> None:
+    later = Later()
+    pool = pool_of(replace(host_device(torch.float32), runtime=later))
+    tier = HostBlocks(pool, BLOCKS)
+    tier.fetch_beside([TierCopy(True, 2, 5, 4)], Arrivals(lambda: 0.0), reads=False)
+    pool.await_layers()
+    assert later.made == 0
+    pool.await_all()
+    assert later.made == len(later.waiting) == 1
+
+
 def test_a_fetch_that_fails_is_no_fetch_that_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(host_device(torch.float32))
     tier = HostBlocks(pool, BLOCKS)

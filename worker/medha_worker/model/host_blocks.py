@@ -141,13 +141,21 @@ class HostBlocks:
         """Make the copies, in order; the call may return before a device has made them."""
         self._copy_tensors(copies, self._tensors)
 
-    def fetch_beside(self, copies: Sequence[TierCopy], arrivals: Arrivals) -> None:
-        """Let fetches be made beside what the calling thread gives next; each layer of the pool waits for its own."""
-        marks = [
-            arrivals.add(self._device.runtime, partial(self._copy_tensors, copies, tensors))
-            for tensors in self._layers
-        ]
-        self.kv_cache.expect(dict(enumerate(marks)))
+    def fetch_beside(self, copies: Sequence[TierCopy], arrivals: Arrivals, *, reads: bool = True) -> None:
+        """Let fetches be made beside what the calling thread gives next.
+
+        If that `reads` what comes, each layer of the pool waits for its own part. Else it has to be there only at the end of the step.
+        """
+        runtime = self._device.runtime
+        if reads:
+            marks = [
+                arrivals.add(runtime, partial(self._copy_tensors, copies, tensors))
+                for tensors in self._layers
+            ]
+            self.kv_cache.expect(dict(enumerate(marks)))
+        else:
+            mark = arrivals.add(runtime, partial(self._copy_tensors, copies, self._tensors))
+            self.kv_cache.expect({len(self._layers): mark})
 
     def _copy_tensors(self, copies: Sequence[TierCopy], tensors: Sequence[_HostAndPool]) -> None:
         for one in copies:

@@ -108,7 +108,10 @@ class KVCache:
         return sum([pool.nbytes for pool in self.pools()]) - sum(scratch_bytes)
 
     def expect(self, arriving: Mapping[int, Mark]) -> None:
-        """Let each layer wait for copies into the pool that are made beside the layers before it."""
+        """Let each layer wait for copies into the pool that are made beside the layers before it.
+
+        What comes as that of the layer behind the last one only has to be there before the next step (`await_all`).
+        """
         self._arriving.update(arriving)
 
     def await_layer(self, layer: int) -> None:
@@ -117,8 +120,13 @@ class KVCache:
             mark.wait()  # if the copies have failed, whoever tries again must fail, too
             del self._arriving[layer]
 
+    def await_layers(self) -> None:
+        """Wait for the copies that layers expect."""
+        for layer in range(len(self.keys)):
+            self.await_layer(layer)
+
     def await_all(self) -> None:
-        """Wait for all copies that are expected."""
+        """Wait for all copies that are expected, also for those that no layer expects."""
         for layer in sorted(self._arriving):
             self.await_layer(layer)
 

@@ -252,7 +252,9 @@ class Executor:
             self._peers.server.void(plan.host_tier_work.unserves)
         before, beside = _parted(plan.tier_copies)
         copy_seconds = self._copy_tier(before)
-        arrivals = self._fetch_beside(beside)
+        computed_now = {entry.id for entry in plan.step.entries}
+        reads = any(one.id in computed_now for one in plan.step.fetches)
+        arrivals = self._fetch_beside(beside, reads=reads)
         self._use_disk(plan.host_tier_work)
         started, self._waited_seconds = self._clock(), 0.0
         self._kv_cache.copy_blocks(plan.copies)
@@ -294,7 +296,7 @@ class Executor:
         """Let a draft model or head, if there is one, do what entries ask for; return its reports, and the seconds of its guesses."""
         if self._drafter is None:
             return (), (), 0.0
-        self._kv_cache.await_all()  # a head's layer is behind those of the model
+        self._kv_cache.await_layers()  # a head's layer is behind those of the model
         followed = self._drafter.note(computed, results)
         if not any(one.entry.draws or one.entry.follows for one in computed):
             return (), followed, 0.0
@@ -316,12 +318,12 @@ class Executor:
         self._model.device.synchronise()
         return self._clock() - started
 
-    def _fetch_beside(self, copies: Sequence[TierCopy]) -> Arrivals:
-        """Let fetches be made while the step computes; each layer waits for its own."""
+    def _fetch_beside(self, copies: Sequence[TierCopy], *, reads: bool) -> Arrivals:
+        """Let fetches be made while the step computes; each layer waits for its own if the step `reads` what comes."""
         arrivals = Arrivals(self._clock)
         if copies:
             for host_blocks in self._host_blocks:
-                host_blocks.fetch_beside(copies, arrivals)
+                host_blocks.fetch_beside(copies, arrivals, reads=reads)
             if self._drafter is not None:
                 self._drafter.copied(copies)
         return arrivals
@@ -408,7 +410,7 @@ class Executor:
         inputs = self._input(entries)
         self._waited_seconds = self._clock() - asked
         if step.captured is not None:  # its layers wait for nothing
-            self._kv_cache.await_all()
+            self._kv_cache.await_layers()
         hidden = self._model.forward(inputs, step)
         if self._pipeline is not None and not self._pipeline.is_last_stage and len(hidden):
             self._pipeline.send_hidden(hidden)
