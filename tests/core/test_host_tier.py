@@ -349,6 +349,18 @@ def test_a_long_text_that_comes_in_small_extents_costs_a_time_that_grows_with_it
     assert many < 20 * 2000
 
 
+def test_what_an_old_tier_keeps_for_what_is_behind_it_is_worth_little_more_than_that() -> None:
+    """Worth grows with the age of a tier, and the part that keeps extents in order must not grow along."""
+    tier = HostTier(16, SIZE, Prices())
+    dearest = tier._block_seconds(4, 8)
+    for seed in range(400):
+        for start in (0, 4):
+            tier.demote([branch(seed, start, start + 4)])
+            assert all(one.worth <= tier._aged + 1.2 * dearest for one in tier._extents.values())
+    tier.check()
+    assert tier._aged > 20 * dearest
+
+
 def test_ledgers_refuse_what_they_cannot_do() -> None:
     ledger = HostLedger(6)
     assert ledger.store(4) == (0, [(0, 4)])

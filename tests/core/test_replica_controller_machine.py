@@ -219,7 +219,8 @@ class Lanes:
             return  # the controller has gone on since, so that it no longer shows what this step chose from
         for request in self.controller.requests():
             has_place = not request.waits or self.controller._admission.has_place(request)
-            has_place = has_place and not request.stalls
+            comes = any(one.id == request.id for one in step.fetches)  # its KV is there behind this step
+            has_place = has_place and not request.stalls and not comes
             may_prefill = request.dispatched < request.submit.tokens and has_place
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
             assert not request.waits or len(step.entries) == len(moving.step.entries), "a place is free then"

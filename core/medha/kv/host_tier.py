@@ -459,11 +459,11 @@ class HostTier:
     def _raise(self, extent: _Extent | None, worth: float) -> None:
         """Make an extent, and those that it continues, worth at least so much.
 
-        They get the next step of a coarse scale. So extents that come one behind the other, each worth a little more than
-        the one before, do not raise all of those before them each time.
+        What they are worth beyond the tier's age becomes the next step of a coarse scale. So extents that come one behind
+        the other, each worth a little more than the one before, do not raise all of those before them each time.
         """
         if extent is not None and extent.worth < worth:
-            worth = _next_step(worth)
+            worth = max(worth, self._aged + _next_step(max(worth - self._aged, 0.0)))
         while extent is not None and extent.worth < worth:
             extent.worth = worth
             self._offer(extent)
@@ -648,9 +648,9 @@ class HostTier:
                 assert self._orphans[extent.before][number] is extent
 
 
-def _next_step(worth: float) -> float:
-    """Return the least value of a scale that is not below a worth: its steps grow with it, by a sixteenth to an eighth."""
-    fraction, exponent = frexp(worth)
+def _next_step(value: float) -> float:
+    """Return the least value of a scale that is not below another one: its steps grow with it, by a sixteenth to an eighth."""
+    fraction, exponent = frexp(value)
     return ldexp(ceil(16 * fraction) / 16, exponent)
 
 
