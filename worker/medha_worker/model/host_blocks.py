@@ -4,8 +4,8 @@ The ledger in the core decides which block goes where (`medha.kv.host_tier`); th
 keeps its own layers and heads of a block, in the pool's data type, so FP8 and latents are copied as they are.
 
 Copies to host memory are given to the device in order, on the stream that computes steps, and so are fetches that come
-before one of them. The other fetches of a step are made beside it, layer by layer: the attention of a layer waits for the
-copies of its own tensors alone (`KVCache.await_layer`), and the step ends when all are made. So a block is read before it is
+before one of them. The other fetches of a step are made beside it, layer by layer. If the step reads what comes, the attention
+of a layer waits for the copies of its own tensors alone (`KVCache.await_layer`); the step ends when all are made. So a block is read before it is
 written again, a fetched block is complete before attention reads it, and a host block is written before it is read back.
 Host memory is pinned where that makes copies fast. The copies on a device other than the CPU are unproven until a GPU
 has run them (docs/gpu.md).
