@@ -2,7 +2,7 @@
 
 A request that is admitted computes once all that it fetches is copied. Ranks copy beside the layers of a step, layer by layer
 (`medha_worker.model.host_blocks`). If a step decodes, the copies beside it may take a part of its time only, so that the
-decodes hardly notice them: a long prefix then comes with several steps. Those whose deadlines are nearest come first.
+decodes do not wait for them: a long prefix then comes with several steps. Those whose deadlines are nearest come first.
 """
 
 from __future__ import annotations
