@@ -17,6 +17,7 @@ from medha.scheduler.status_report import (
     ReplicaStatus,
     RequestStatus,
     StepStatus,
+    StoreStatus,
 )
 from medha_cli.listing import Column, Listing, line
 from medha_cli.replica_snapshot import RouterStatus, Snapshot
@@ -25,7 +26,6 @@ ID_WIDTH = 22
 BAR_WIDTH = 20
 MOST_STEPS = 12
 FEWEST_REQUESTS = 5  # other tables are dropped before fewer are shown
-HEADING_LINES = 3
 _PHASES = {"waiting": "yellow", "prefill": "cyan", "decode": "green", "ending": "dim"}
 
 
@@ -64,10 +64,11 @@ def page(snapshot: Snapshot, order: Order, *, height: int | None = None, skip: i
         tables.append(steps_listing(core.steps[:MOST_STEPS]))
     if len(core.classes) > 1:
         tables.append(classes_listing(core.classes, status))
+    lines = len(parts)
     wanted = min(FEWEST_REQUESTS, len(core.requests))
-    while len(tables) > 1 and height is not None and _room(height, tables) < wanted:
+    while len(tables) > 1 and height is not None and _room(height, lines, tables) < wanted:
         tables.pop()
-    room = None if height is None else max(1, _room(height, tables))
+    room = None if height is None else max(1, _room(height, lines, tables))
     for table in tables:
         parts += [Text(), table]
     shown = core.requests[skip:] if room is None else core.requests[skip : skip + room]
@@ -77,9 +78,9 @@ def page(snapshot: Snapshot, order: Order, *, height: int | None = None, skip: i
     return Group(*parts)
 
 
-def _room(height: int, tables: Sequence[Listing]) -> int:
-    """Return the lines left for requests below the heading and these tables, each with a gap and its own heading."""
-    above = HEADING_LINES + sum(2 + len(table.rows) for table in tables)
+def _room(height: int, lines: int, tables: Sequence[Listing]) -> int:
+    """Return the lines left for requests below a heading of so many and these tables, each with a gap and its own heading."""
+    above = lines + sum(2 + len(table.rows) for table in tables)
     return height - above - 3  # the gap and the heading of their table, and the line with the order
 
 
@@ -111,7 +112,21 @@ def heading(snapshot: Snapshot) -> list[Text]:
             ("   Steps/s ", "bold"), f"{status.steps_per_second:,.0f}",
             *attainment(status, router),
         ),
+        *store_line(core.store),
     ]  # fmt: skip
+
+
+def store_line(store: StoreStatus | None) -> list[Text]:
+    """Return the line about the store that the replica shares with others; none if it has no store."""
+    if store is None:
+        return []
+    what: list[str | tuple[str, str]] = [
+        ("Store ", "bold"),
+        f"{store.hits:,} hits, {store.loaded:,} blocks loaded, {store.written:,} written, {store.failures:,} failures",
+    ]
+    if store.rests:
+        what.append((f"   rests: {store.fault}", "yellow"))
+    return [line(*what)]
 
 
 def attainment(status: ReplicaStatus, router: RouterStatus | None) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from medha.cost.predictor import Predictor, Work
-from medha.cost.tier_seconds import copy_seconds
+from medha.cost.tier_seconds import demote_seconds, fetch_seconds
 from medha.kv.lane_replay import admitted_map, grown_map
 from medha.shards import ShardMap
 from medha.wire.messages import ControllerEvent, Done, HostTierFigures, Sample, StageFree, Step
@@ -33,6 +33,9 @@ class StepTiming:
     stage_seconds: tuple[float, ...]  # with copies
     transit_seconds: float = 0.0  # hop to the next stage; after the last one, sampling
     copy_seconds: float = 0.0  # in each stage, of copies between KV pool and host tier
+    waits_seconds: float = (
+        0.0  # the part of each stage's time in which it computes nothing, because of copies
+    )
 
 
 class StepCost(Protocol):
@@ -70,9 +73,14 @@ class PredictorCost:
             self._place(step)
         timing = self._computed(step)
         if self._host_tier is not None:
-            by_lane = copy_seconds(self._host_tier, step.admits, step.grows, step.loads)
-            timing.copy_seconds = max((by_lane.get(lane, 0.0) for lane in step.lanes), default=0.0)
-            timing.stage_seconds = tuple(seconds + timing.copy_seconds for seconds in timing.stage_seconds)
+            demoted = demote_seconds(self._host_tier, step.admits, step.grows, step.loads)
+            fetched = fetch_seconds(self._host_tier, step.fetches)
+            before = max(demoted.get(lane, 0.0) for lane in step.lanes)
+            beside = max(fetched.get(lane, 0.0) for lane in step.lanes)
+            busiest = max(timing.stage_seconds)
+            timing.copy_seconds = before + beside
+            timing.waits_seconds = before + max(beside - busiest, 0.0)
+            timing.stage_seconds = tuple(before + max(seconds, beside) for seconds in timing.stage_seconds)
         return timing
 
     def _computed(self, step: Step) -> StepTiming:
@@ -153,6 +161,7 @@ class Perturbed:
             tuple(seconds * factor for seconds in timing.stage_seconds),
             timing.transit_seconds * factor,
             timing.copy_seconds * factor,
+            timing.waits_seconds * factor,
         )
 
 
@@ -207,13 +216,12 @@ class Executor:
                 at = self._done_at[lane]
         for lane in lanes:
             self._done_at[lane] = at
-        busiest, copied = max(timing.stage_seconds), timing.copy_seconds
         done = Done(
             step.step_id,
             self._samples(step),
-            compute_seconds=busiest - copied,
+            compute_seconds=max(timing.stage_seconds) - timing.waits_seconds,
             lanes=lanes,
-            copy_seconds=copied,
+            copy_seconds=timing.copy_seconds,
         )
         free = StageFree(step.step_id, 0, lanes)
         message = self._message_seconds

@@ -296,6 +296,8 @@ class FakeReplica:
         self._copy_tier()
         for admit in step.admits:
             self._admit(admit)
+        self._lane.fetch(step.fetches)
+        self._copy_tier()
         if step.state_hash is not None:
             assert step.state_hash == self._lane.state_hash()
         if len(self._pipeline) == self.config.topology.stream:
@@ -328,7 +330,10 @@ class FakeReplica:
             assert self._sequences[entry.id].next_position >= self._sequences[entry.id].admit.tokens
         for request in self.controller.requests():
             has_place = not request.waits or self.controller._admission.has_place(request)
-            has_place = has_place and not request.stalls
+            comes = any(
+                one.id == request.id for one in step.fetches
+            )  # all of its KV is there behind this step
+            has_place = has_place and not request.stalls and not comes
             may_prefill = request.dispatched < request.submit.tokens and has_place
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
             assert not request.waits or len(step.entries) == len(self._pipeline[0].step.entries), (

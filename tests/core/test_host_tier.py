@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
 from medha.cost.predictor import Predictor
-from medha.cost.tier_seconds import TierSeconds, copy_seconds
+from medha.cost.tier_seconds import TierSeconds, demote_seconds, fetch_seconds
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockLedger
 from medha.kv.host_tier import HostLedger, HostTier, TierCopy, tier_copies
@@ -23,6 +24,7 @@ from medha.wire.messages import (
     Grow,
     HostDrop,
     HostTierFigures,
+    KvFetch,
     Sampling,
     Step,
     StepProfile,
@@ -142,7 +144,7 @@ def test_a_long_prompt_is_fetched_on_whichever_lanes_have_it() -> None:
     placed = serve("1", 24)
     assert placed.shards.lanes == (1, 0)
     assert placed.cached_tokens == expected == 23 * SIZE
-    assert sum(one.count for one in placed.fetches) == 23
+    assert pools.tier_counts.fetched_blocks == 23
 
 
 def test_a_full_tier_gives_way_to_what_costs_more_and_keeps_the_beginnings() -> None:
@@ -175,7 +177,8 @@ def test_what_is_used_stays() -> None:
     for seed in range(3, 40):
         found = tier.match(hashes(1, 4), 0, 4)
         assert sum(one.count for one in found) == 4, f"before text {seed}"
-        assert tier.fetch(found, 0) == (Fetch(0, 0, 4),)
+        assert tier.fetch("a", found, 0) == (Fetch(0, 0, 4),)
+        tier.fetched("a")
         tier.demote([branch(seed, 0, 4)])
         tier.check()
     assert held(tier, 2, 4) == 0
@@ -313,9 +316,49 @@ def test_a_prefix_is_fetched_only_if_that_is_faster(price: float, fetched: int) 
     assert pools.expected(16, hashes(1, 4))[0] == fetched * SIZE
     placed = pools.admit("again", 16, 16, block_hashes=hashes(1, 4))
     assert placed is not None
-    assert sum(one.count for one in placed.fetches) == fetched
+    assert pools.unfetched_blocks("again") == fetched
     assert placed.cached_tokens == fetched * SIZE
     assert pools.tier_counts.hits == (fetched > 0)
+
+
+def test_a_long_text_that_comes_in_small_extents_costs_a_time_that_grows_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each extent is worth a little more than the one before it, and none may be worth less than those behind it."""
+    offers = 0
+    offer = HostTier._offer
+
+    def counted(self: HostTier, extent: Any) -> None:
+        nonlocal offers
+        offers += 1
+        offer(self, extent)
+
+    monkeypatch.setattr(HostTier, "_offer", counted)
+
+    def cost(extents: int) -> int:
+        nonlocal offers
+        tier, text = HostTier(4 * extents, SIZE, Prices()), hashes(1, 4 * extents)
+        offers = 0
+        for first in range(0, 4 * extents, 4):
+            assert tier.take_in(text, first, 4) is not None
+        tier.check()
+        return offers
+
+    few, many = cost(200), cost(2000)
+    assert many < 40 * few
+    assert many < 20 * 2000
+
+
+def test_what_an_old_tier_keeps_for_what_is_behind_it_is_worth_little_more_than_that() -> None:
+    """Worth grows with the age of a tier, and the part that keeps extents in order must not grow along."""
+    tier = HostTier(16, SIZE, Prices())
+    dearest = tier._block_seconds(4, 8)
+    for seed in range(400):
+        for start in (0, 4):
+            tier.demote([branch(seed, start, start + 4)])
+            assert all(one.worth <= tier._aged + 1.2 * dearest for one in tier._extents.values())
+    tier.check()
+    assert tier._aged > 20 * dearest
 
 
 def test_ledgers_refuse_what_they_cannot_do() -> None:
@@ -342,7 +385,7 @@ def test_a_rank_without_a_tier_does_not_follow_a_controller_that_has_one() -> No
     replica = LaneReplay(BlockLedger(8, SIZE))
     assert replica.admit(Admit("a", "p", 8, 8, 0, Sampling(), 8)) == []
     with pytest.raises(LedgerMismatch, match="this rank has none"):
-        replica.admit(Admit("b", "p", 8, 8, 0, Sampling(), 8, fetches=(Fetch(0, 0, 1),)))
+        replica.fetch([KvFetch("a", (Fetch(0, 0, 1),))])
 
 
 def test_copies_pair_the_blocks_of_both_sides_in_order() -> None:
@@ -356,13 +399,16 @@ def test_copies_pair_the_blocks_of_both_sides_in_order() -> None:
 def test_a_steps_copies_are_predicted_by_lane_and_corrected_by_what_they_took() -> None:
     figures = HostTierFigures(100, 1, fetch_seconds_per_block=0.5, demote_seconds_per_block=0.25)
     evictions = tuple(Eviction(0, 0, 0, lane, (), (Demotion(3, 2), Demotion(9, 2))) for lane in (0, 1))
-    admit = Admit("a", "p", 8, 8, 0, Sampling(), 8, evictions=evictions, fetches=(Fetch(0, 0, 6, lane=1),))
+    admit = Admit("a", "p", 8, 8, 0, Sampling(), 8, evictions=evictions)
+    fetch = KvFetch("a", (Fetch(0, 0, 6, lane=1),))
     grow = Grow("b", 8, evictions=evictions[:1])
-    assert copy_seconds(figures, [admit], [grow]) == {0: 2.0, 1: 4.0}
+    assert demote_seconds(figures, [admit], [grow]) == {0: 2.0, 1: 1.0}
+    assert fetch_seconds(figures, [fetch]) == {1: 3.0}
     seconds = TierSeconds(figures, Predictor(StepProfile(1e-3, 1e-5, 1e-8, 1e-5)))
-    step = Step(0, 0, (), admits=(admit,), grows=(grow,), lanes=(0, 1))
+    step = Step(0, 0, (), admits=(admit,), grows=(grow,), lanes=(0, 1), fetches=(fetch,))
     for _ in range(40):
         seconds.observe(step, 8.0)
     assert seconds.factor == pytest.approx(2.0, rel=0.01)
     assert seconds.fetch_seconds(10) == pytest.approx(10.0, rel=0.01)
-    assert seconds.by_lane([admit])[1] == pytest.approx(8.0, rel=0.01)
+    assert seconds.by_lane([admit])[1] == pytest.approx(2.0, rel=0.01)
+    assert seconds.fetch_by_lane([fetch])[1] == pytest.approx(6.0, rel=0.01)

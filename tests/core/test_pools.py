@@ -339,7 +339,6 @@ class PoolsMachine(RuleBasedStateMachine):
             cached_tokens=placed.cached_tokens,
             prefixes=placed.prefixes,
             evictions=placed.evictions,
-            fetches=placed.fetches,
         )
         for lane, ranks in enumerate(self.ranks):
             copies = ranks.replica.admit(admit)
@@ -351,6 +350,12 @@ class PoolsMachine(RuleBasedStateMachine):
                         ranks.content[copy.target, offset] = ranks.content[copy.source, offset]
             assert ranks.replica.state_hash() == self.pools.state_hashes()[lane]
             assert ranks.replica.shards(name) == placed.shards
+        while self.pools.unfetched_blocks(name):
+            fetch = self.pools.fetch(name, 2)
+            for ranks in self.ranks:
+                ranks.replica.fetch([fetch])
+                ranks.copy_tier()
+        self.pools.end_fetches()
 
     def _write(self, name: str, one: Sequence, position: int) -> None:
         lane, local = self.ranks[0].replica.shards(name).locate(position)

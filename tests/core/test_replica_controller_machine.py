@@ -96,6 +96,9 @@ class Lanes:
     content: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
     on_host: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
     in_windows: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
+    arriving: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # lanes and blocks that are fetched beside the last step
     sources: dict[str, str] = field(default_factory=dict)  # of prompts that end in output: what they began as
     grammars: dict[str, set[int]] = field(
         default_factory=dict
@@ -142,6 +145,9 @@ class Lanes:
             for grow in step.grows:
                 assert replica.grow(grow)
         copies = [(replica, copy) for admit in step.admits for replica, copy in self._admit(admit)]
+        self.arriving.clear()
+        for replica in self.replicas:
+            replica.fetch(step.fetches)
         self._copy(copies)
         hashes = tuple(replica.state_hash() for replica in self.replicas)
         if len(hashes) == 1:
@@ -168,6 +174,8 @@ class Lanes:
             lane = replica.lane
             for one in replica.take_tier_copies():
                 for block in range(one.count):
+                    if one.is_fetch:
+                        self.arriving.add((lane, one.block + block))
                     for offset in range(self.size):
                         here, there = (lane, one.block + block, offset), (lane, one.slot + block, offset)
                         if one.is_fetch:
@@ -175,6 +183,7 @@ class Lanes:
                         else:
                             self.on_host[there] = self.content[here]
         for replica, copy in copies:
+            assert (replica.lane, copy.source) not in self.arriving, "it is not there yet"
             content = self.in_windows if copy.in_windows else self.content
             for offset in range(self.size):
                 found = content.get((replica.lane, copy.source, offset))
@@ -210,7 +219,8 @@ class Lanes:
             return  # the controller has gone on since, so that it no longer shows what this step chose from
         for request in self.controller.requests():
             has_place = not request.waits or self.controller._admission.has_place(request)
-            has_place = has_place and not request.stalls
+            comes = any(one.id == request.id for one in step.fetches)  # its KV is there behind this step
+            has_place = has_place and not request.stalls and not comes
             may_prefill = request.dispatched < request.submit.tokens and has_place
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
             assert not request.waits or len(step.entries) == len(moving.step.entries), "a place is free then"
@@ -290,6 +300,8 @@ class Lanes:
             if position >= start:
                 self.content[place] = key
             assert self.content[place] == key, f"{entry.id}: position {position} holds {self.content[place]}"
+            if (lane, block) in self.arriving:
+                assert any(one.id == entry.id for one in step.fetches), "it waits for its own fetches alone"
         if self.config.window_pool is not None:
             self._compute_windows(sequence, start, end, known, self.config.window_pool.window_tokens)
         sequence.next_position = known
@@ -442,6 +454,7 @@ class ControllerMachine(RuleBasedStateMachine):
             "max_swaps": max_swaps,
             "max_step_seconds": step_seconds,
         }
+        fetch_seconds = 1e-6 if seed % 2 else 3e-4  # so that a prefix comes with one step, or with several
         self.config = ReplicaConfig(
             topology=Topology(stream=stages, kv=lanes),
             scheduling=SchedulingSpec.model_validate(scheduling),
@@ -460,7 +473,7 @@ class ControllerMachine(RuleBasedStateMachine):
             long_threshold_tokens=long_threshold,
             tokens_per_lane=tokens_per_lane,
             context_parallel=ContextParallel(prefill, RingCosts(4, 1)) if prefill and lanes > 1 else None,
-            host_tier=HostTierFigures(host_blocks, 1, 1e-6, 1e-6) if host_blocks else None,
+            host_tier=HostTierFigures(host_blocks, 1, fetch_seconds, 1e-6) if host_blocks else None,
         )
         if window and not host_blocks:
             need = window_need(

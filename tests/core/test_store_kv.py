@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec, ServiceClass
-from medha.kv.prefix_cache import PrefixHasher
+from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixHasher
 from medha.kv.store_tier import StoreTier, object_blocks
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
@@ -26,6 +27,7 @@ from medha.wire.messages import (
     Sampling,
     StageFree,
     Step,
+    StepEntry,
     StepProfile,
     StoreLook,
     StoreWrite,
@@ -54,14 +56,19 @@ class Replica:
     profile: StepProfile = SLOW
     host_blocks: int = HOST_BLOCKS
     writes_at_once: bool = True
+    copy_seconds: float = 1e-7  # of a block
+    output_tokens: int = 1
     now: float = 0.0
     looks: list[StoreLook] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     log: list[tuple[ControllerEvent, float, str]] = field(default_factory=list)
     admitted: dict[str, int] = field(default_factory=dict)  # request -> cached tokens
+    texts: dict[str, Ids] = field(default_factory=dict)  # request -> its prompt and output
 
     def __post_init__(self) -> None:
         self.core = self.new_core()
+        self._launched = deque[Step]()
+        self._is_running = False
 
     def new_core(self) -> ReplicaController:
         config = ReplicaConfig(
@@ -73,7 +80,7 @@ class Replica:
             block_size_tokens=SIZE,
             kv_blocks=200,
             long_threshold_tokens=10_000,
-            host_tier=HostTierFigures(self.host_blocks, 100, 1e-7, 1e-7),
+            host_tier=HostTierFigures(self.host_blocks, 100, 1e-7, self.copy_seconds),
             store_block_seconds=1e-6,
             object_blocks=OBJECT_BLOCKS,
         )
@@ -86,16 +93,24 @@ class Replica:
             match command:
                 case Step() as step:
                     self.steps.append(step)
+                    self._launched.append(step)
                     self.admitted |= {one.id: one.cached_tokens for one in step.admits}
-                    samples = tuple(Sample(one.id, 7, "length") for one in step.entries if one.samples)
-                    self.handle(StageFree(step.step_id, 0))
-                    self.handle(Done(step.step_id, samples, (), 0.001))
-                    if self.writes_at_once:
-                        self.report(stored=tuple(one.object.name for one in step.stores))
                 case StoreLook() as look:
                     self.looks.append(look)
                 case _:
                     pass
+        if self._launched and not self._is_running:
+            self._is_running = True
+            while self._launched:
+                self.run(self._launched.popleft())
+            self._is_running = False
+
+    def run(self, step: Step) -> None:
+        samples = tuple(self.sample(one) for one in step.entries if one.samples)
+        self.handle(StageFree(step.step_id, 0))
+        self.handle(Done(step.step_id, samples, (), 0.001, block_hashes=self.filled(samples)))
+        if self.writes_at_once:
+            self.report(stored=tuple(one.object.name for one in step.stores))
 
     def report(self, **fields: object) -> None:
         """Let both ranks report the same."""
@@ -104,11 +119,28 @@ class Replica:
                 self.handle(DiskReport(rank, **fields))  # type: ignore[arg-type]
 
     def submit(self, name: str, prompt: Ids = PROMPT, salt: str = "") -> None:
+        self.texts[name] = prompt
         hashes = HASHER.hashes(prompt, salt)
         count = len(prompt)
         self.handle(
-            Submit(name, name, count, count, seed=1, sampling=Sampling(max_tokens=1), block_hashes=hashes)
-        )
+            Submit(
+                name, name, count, count, seed=1,
+                sampling=Sampling(max_tokens=self.output_tokens), block_hashes=hashes,
+            )
+        )  # fmt: skip
+
+    def sample(self, entry: StepEntry) -> Sample:
+        """Let an entry sample a 7; the last one that its request may have ends it."""
+        request = self.core.find(entry.id)
+        assert request is not None
+        prompt = self.texts.get(entry.id, np.zeros(request.submit.tokens, np.int32))
+        text = self.texts[entry.id] = np.append(prompt, np.int32(7))
+        return Sample(entry.id, 7, "length" if len(text) == request.limit_tokens else None)
+
+    def filled(self, samples: tuple[Sample, ...]) -> tuple[tuple[str, str], ...]:
+        """Return the hashes of the blocks that samples have filled."""
+        full = (one.id for one in samples if len(self.texts[one.id]) % SIZE == 0)
+        return tuple((name, HASHER.hashes(self.texts[name])[-HASH_CHARACTERS:]) for name in full)
 
     @property
     def store(self) -> StoreTier:
@@ -333,6 +365,37 @@ def test_writes_that_are_not_finished_bound_further_ones() -> None:
     replica.report(looked=((4, 0),))
     assert len(replica.stores) == most + 5
     replica.store.check()
+
+
+def test_a_long_prompt_that_is_cached_is_copied_for_the_store_with_several_steps() -> None:
+    """The store has lost it, and copies take so long that an object is all that goes beside a step."""
+    replica = Replica(copy_seconds=0.01, output_tokens=20)
+    replica.store.rests = True
+    replica.core.store_kv._rests_until = 1.0
+    replica.submit("a")
+    assert replica.stores == []
+    replica.now = 2.0
+    before = len(replica.steps)
+    replica.submit("again")
+    replica.report(looked=((0, 0),))
+    assert [one.object.name for one in replica.stores] == written()
+    copying = [step for step in replica.steps[before:] if step.stores]
+    assert [len(step.stores) for step in copying] == [1] * 5
+    for step in copying:
+        assert step.entries
+        assert step.predicted_seconds >= 0.01 * sum(load.count for load in step.loads)
+
+
+def test_an_output_is_written_once_it_is_part_of_a_prompt() -> None:
+    replica = Replica(output_tokens=2 * SIZE * OBJECT_BLOCKS + 1)
+    replica.submit("a")
+    replica.report(looked=((0, 0),))
+    assert [one.object.name for one in replica.stores] == written()
+    text = replica.texts["a"]
+    assert len(text) > len(PROMPT) + 2 * SIZE * OBJECT_BLOCKS
+    replica.submit("goes on", text)
+    replica.report(looked=((1, 0),))
+    assert [one.object.name for one in replica.stores] == written(text)
 
 
 def test_reports_that_nobody_asked_for_change_nothing() -> None:

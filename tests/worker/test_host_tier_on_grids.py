@@ -22,7 +22,7 @@ from medha.kv_dtype import KvDtype
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import DiskTierFigures, HostTierFigures, Sampling, Submit
+from medha.wire.messages import DiskTierFigures, HostTierFigures, Sampling, Step, Submit
 
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life, Query
@@ -33,6 +33,8 @@ pytestmark = pytest.mark.timeout(400)
 BLOCK_TOKENS, POOL_TOKENS = 4, 160
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, ignore_eos=True)
 DOCUMENTS, TURNS = 4, 3
+IN_PIECES = 1e-4
+"""Seconds to fetch a block, so that a prefix comes with several steps beside which others decode."""
 Answers = dict[str, list[int]]
 
 
@@ -72,6 +74,8 @@ def run(
     disk: Path | None = None,
     disk_blocks: int = 400,
     new_life: Callable[[ReplicaController, Random], Life] = Life,
+    fetch_seconds: float = 1e-7,
+    steps: list[Step] | None = None,
 ) -> tuple[Answers, dict[tuple[str, int], torch.Tensor], ReplicaController]:
     config = ReplicaConfig(
         topology=ranks.topology,
@@ -84,11 +88,13 @@ def run(
         long_threshold_tokens=60,
         tokens_per_lane=24,
         context_parallel=ContextParallel("striped", RingCosts(8, 2)) if striped else None,
-        host_tier=HostTierFigures(host_blocks, 1, 1e-7, 1e-7) if host_blocks else None,
+        host_tier=HostTierFigures(host_blocks, 1, fetch_seconds, 1e-7) if host_blocks else None,
         disk_tier=DiskTierFigures(disk_blocks, 1e-6, 1e-7) if disk else None,
     )
     life = new_life(ReplicaController(config, PROFILE), Random(1))
     asked = chats(life, sampling)
+    if steps is not None:
+        steps += life.steps
     samples, logits = ranks.run(
         life.steps,
         {one.prompt: one.ids for one in asked.values()},
@@ -129,10 +135,20 @@ def test_texts_are_those_without_a_tier_and_less_is_computed(
     # Rounded to FP8, a number may become the other one of two where another chunk computed it.
     tolerance = 1e-4 if kv_dtype == "auto" else 0.05
     try:
-        for sampling, host_blocks in ((GREEDY, 400), (SAMPLED, 400), (GREEDY, 25)):
+        cases = ((GREEDY, 400, 1e-7), (SAMPLED, 400, IN_PIECES), (GREEDY, 25, 1e-7))
+        for sampling, host_blocks, seconds in cases:
             texts, logits, without = run(ranks, sampling, 0, striped=striped)
-            found, fetched, controller = run(ranks, sampling, host_blocks, striped=striped)
+            steps: list[Step] = []
+            found, fetched, controller = run(
+                ranks, sampling, host_blocks, striped=striped, fetch_seconds=seconds, steps=steps
+            )
             assert found == texts
+            computed = [{entry.id for entry in step.entries} for step in steps]
+            comes_before = [
+                one.id not in ids for step, ids in zip(steps, computed, strict=True) for one in step.fetches
+            ]
+            if seconds == IN_PIECES and ranks.topology.kv == 1:  # a lane of several has less of a prompt
+                assert any(comes_before)
             for at in fetched.keys() & logits.keys():
                 assert float((fetched[at] - logits[at]).abs().max()) <= tolerance, at
             assert fetched.keys() < logits.keys(), "some prefill was avoided"

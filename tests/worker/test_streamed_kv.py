@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.latent_shape import LatentShape
-from medha_worker.device import host_device
+from medha_worker.device import Mark, host_device
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
@@ -133,6 +133,39 @@ def test_rows_attend_to_streamed_latents_in_either_form(
         monkeypatch.setattr(LatentShape, "makes_heads", lambda *_: is_made)
         found = StreamedStep(step, cache, kernels, forms=forms).attend(0, q.clone(), row, row, latent=latent)
         assert torch.allclose(found, wanted, atol=5e-6), (start, count)
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "in the pool"])
+def test_each_layer_waits_for_what_is_copied_into_its_pool(streamed: bool) -> None:
+    """The second sequence of the step reads KV that comes from a host tier only once the layer waits for it."""
+    device, cache = host_device(torch.float32), cache_of(POOL)
+    cache.streamed = StreamedBlocks(cache, STREAMED)
+    torch.manual_seed(1)
+    arriving = torch.randn(LAYERS, 2, HEADS, SIZE, WIDTH)
+    first = np.array([POOL, 0]) if streamed else np.array([1, 0])
+    spans = [SequenceSpan(0, 1, 5, first), SequenceSpan(1, 1, SIZE, np.array([3, 4]))]
+    assert streams(spans, cache) == streamed
+    step = (StreamedStep if streamed else OwnStep)(spans, cache, torch_kernels(device))
+
+    class Arrives(Mark):
+        def __init__(self, layer: int) -> None:
+            self._layer = layer
+
+        def wait(self) -> None:
+            for pool, rows in zip(
+                (cache.keys[self._layer], cache.values[self._layer]), arriving[self._layer], strict=True
+            ):
+                pool[:, 3 * SIZE : 4 * SIZE] = rows
+
+        def is_done(self) -> bool:
+            return False
+
+    q, (k, v) = torch.randn(2, 2 * HEADS, WIDTH), torch.randn(2, 2, HEADS, WIDTH)
+    cache.expect({layer: Arrives(layer) for layer in range(LAYERS)})
+    found, wanted = ([step.attend(layer, q.clone(), k, v) for layer in range(LAYERS)] for _ in range(2))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    assert not any(torch.equal(one, found[0]) for one in found[1:])
 
 
 @settings(max_examples=60, deadline=None)

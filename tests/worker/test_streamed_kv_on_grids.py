@@ -6,6 +6,7 @@ gloo. The same requests on pools that hold everything are the reference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -20,8 +21,9 @@ from medha.kv_dtype import KvDtype
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import Sampling, StreamingFigures, Submit
+from medha.wire.messages import HostTierFigures, Sampling, StreamingFigures, Submit
 
+from .late_copies import make_copies_late
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life
 from .test_model_transformer import save_reference
@@ -31,30 +33,46 @@ pytestmark = pytest.mark.timeout(400)
 BLOCK_TOKENS, LONG_TOKENS, LONGEST = 4, 150, 200
 POOL_BLOCKS, STREAMED_BLOCKS, AMPLE_BLOCKS = 12, 45, 120  # of all lanes together
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, ignore_eos=True)
-PROMPTS = {"long": LONG_TOKENS, "a": 9, "b": 17, "again": LONG_TOKENS - 20, "c": 12}
+PROMPTS = {"long": LONG_TOKENS, "a": 9, "b": 17, "again": LONG_TOKENS - 20, "c": 12, "d": 40}
+USUAL = ("long", "a", "b", "again", "c")
 Logits = dict[tuple[str, int], torch.Tensor]
 
 
 def run(
-    ranks: Ranks, sampling: Sampling, *, streams: bool, in_place: bool = True
+    ranks: Ranks,
+    sampling: Sampling,
+    *,
+    streams: bool,
+    in_place: bool = True,
+    prompts: Sequence[tuple[str, str]] = tuple((name, name) for name in USUAL),
+    host_blocks: int = 0,
+    pool_blocks: int = POOL_BLOCKS,
+    short_headroom: float = 0.05,
 ) -> tuple[dict[str, list[int]], Logits, ReplicaController]:
+    """Let a controller serve requests, each with the prompt of one in `PROMPTS`; those called `then` come when all before have ended, and `beside` once the long one decodes."""
     lanes = ranks.topology.kv
     config = ReplicaConfig(
         topology=ranks.topology,
-        scheduling=SchedulingSpec(max_chunk_tokens=32, min_chunk_tokens=4, max_running=8),
+        scheduling=SchedulingSpec(
+            max_chunk_tokens=32, min_chunk_tokens=4, max_running=8, short_headroom=short_headroom
+        ),
         service_classes={"default": ServiceClass(name="default", default_output_tokens=4)},
         default_class="default",
         max_model_len=LONGEST,
         block_size_tokens=BLOCK_TOKENS,
-        kv_blocks=(POOL_BLOCKS if streams else AMPLE_BLOCKS) // lanes,
+        kv_blocks=(pool_blocks if streams else AMPLE_BLOCKS) // lanes,
         long_threshold_tokens=60,
         tokens_per_lane=-(-LONG_TOKENS // lanes),
         streaming=StreamingFigures(STREAMED_BLOCKS // lanes, 1, 1e-6) if streams else None,
+        host_tier=HostTierFigures(host_blocks, 1, 1e-7, 1e-7) if host_blocks else None,
     )
     life = Life(ReplicaController(config, PROFILE), Random(1))
     rng, hasher = np.random.default_rng(5), PrefixHasher(BLOCK_TOKENS, b"secret")
-    asked = {name: rng.integers(0, VOCAB, tokens).astype(np.int32) for name, tokens in PROMPTS.items()}
+    texts = {name: rng.integers(0, VOCAB, tokens).astype(np.int32) for name, tokens in PROMPTS.items()}
+    asked = {name: texts[text] for name, text in prompts}
     for number, (name, ids) in enumerate(asked.items()):
+        while life.moving and (name.startswith("then ") or (name == "beside" and "long" not in life.sampled)):
+            life.move()
         life.handle(
             Submit(
                 name, name, len(ids), len(ids), seed=number, sampling=replace(sampling, max_tokens=7),
@@ -71,10 +89,15 @@ def run(
         block_tokens=BLOCK_TOKENS,
         streamed_blocks=0 if config.streaming is None else config.streaming.blocks,
         streams_in_place=in_place,
+        host_blocks=host_blocks,
     )
     answers: dict[str, list[int]] = {name: [] for name in asked}
     for sample in samples:
         answers[sample.id].append(sample.token)
+    fetching = [step for step in life.steps if step.fetches]
+    assert bool(fetching) == bool(host_blocks and streams)
+    if fetching:  # and computed what they fetched, in a step with the one that streams
+        assert any({"long", step.fetches[0].id} <= {entry.id for entry in step.entries} for step in fetching)
     return answers, logits, life.controller
 
 
@@ -114,6 +137,33 @@ def test_sampled_text_on_two_lanes_is_that_of_pools_which_hold_everything(tmp_pa
     ranks = Ranks(Topology(1, 1, 2), tmp_path)
     try:
         compare(ranks, SAMPLED, (False,), 1e-4)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "copied"])
+def test_what_comes_from_a_host_tier_beside_a_streamed_request_is_there_in_time(
+    in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_copies_late(monkeypatch)
+    save_reference(tmp_path, "llama", **MODEL)
+    ranks = Ranks(Topology(1, 1, 1), tmp_path)
+    prompts = (("b", "b"), ("then d", "d"), ("long", "long"), ("beside", "b"), ("c", "c"))
+    try:
+        wanted, logits, _ = run(ranks, SAMPLED, streams=False, prompts=prompts)
+        texts, found, _ = run(
+            ranks,
+            SAMPLED,
+            streams=True,
+            in_place=in_place,
+            prompts=prompts,
+            host_blocks=80,
+            pool_blocks=30,
+            short_headroom=0.25,
+        )
+        assert texts == wanted
+        for at in found.keys() & logits.keys():
+            assert float((found[at] - logits[at]).abs().max()) <= 1e-4, at
     finally:
         ranks.close()
 

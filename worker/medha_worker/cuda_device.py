@@ -20,8 +20,8 @@ _WARM_RUNS = 2
 
 
 class CudaRuntime:
-    """`Runtime` of one GPU. Work of `ahead` has a stream of its own, and so has that of `copying`; everything else is on the
-    default one.
+    """`Runtime` of one GPU. Work of `ahead` has a stream of its own, and so have that of `copying` and copies `beside`; everything
+    else is on the default one.
     """
 
     captures = True
@@ -30,6 +30,7 @@ class CudaRuntime:
         self._device = torch_device
         self._ahead = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
         self._copying = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._graphs_memory = torch.cuda.graph_pool_handle()
 
@@ -51,6 +52,12 @@ class CudaRuntime:
     def copying(self) -> Iterator[None]:
         with torch.cuda.stream(self._copying):
             yield
+
+    def beside(self, copies: Callable[[], None]) -> CudaMark:
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            copies()
+            return CudaMark(self._device)
 
     def mark(self) -> CudaMark:
         return CudaMark(self._device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -86,6 +87,14 @@ class Runtime(Protocol):
         """Run what the calling thread gives in this context beside all other work: copies, each behind those before it."""
         ...
 
+    def beside(self, copies: Callable[[], None]) -> Mark:
+        """Let `copies` be made beside what the calling thread gives next; return the point behind them.
+
+        They begin after all that this thread has given, and after all copies of earlier calls. `copies` may be called by
+        another thread. The mark raises what they raised.
+        """
+        ...
+
     def mark(self) -> Mark:
         """Return the point behind all work that the calling thread has given so far."""
         ...
@@ -154,12 +163,16 @@ class InFlight:
 
 
 class InOrder:
-    """`Runtime` of a device that has done each piece of work when the call returns, as a CPU does."""
+    """`Runtime` of a device that has done each piece of work when the call returns, as a CPU does.
+
+    Copies beside it are made by a thread.
+    """
 
     captures = False
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device
+        self._copier: ThreadPoolExecutor | None = None
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._torch_device)
@@ -174,6 +187,11 @@ class InOrder:
     @contextmanager
     def copying(self) -> Iterator[None]:
         yield
+
+    def beside(self, copies: Callable[[], None]) -> Mark:
+        if self._copier is None:
+            self._copier = ThreadPoolExecutor(1, "medha-copy")
+        return _Beside(self._copier.submit(copies))
 
     def mark(self) -> Mark:
         return _PASSED
@@ -195,6 +213,19 @@ class _Passed:
 
 
 _PASSED = _Passed()
+
+
+class _Beside:
+    """The end of copies that a thread makes."""
+
+    def __init__(self, made: Future[None]) -> None:
+        self._made = made
+
+    def wait(self) -> None:
+        self._made.result()
+
+    def is_done(self) -> bool:
+        return self._made.done()
 
 
 def host_device(dtype: torch.dtype) -> Device:

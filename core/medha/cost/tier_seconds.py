@@ -13,7 +13,16 @@ from math import inf
 
 from medha.cost.correction import Correction, PartedSeconds
 from medha.cost.predictor import Predictor
-from medha.wire.messages import Admit, DiskTierFigures, Eviction, Grow, HostLoad, HostTierFigures, Step
+from medha.wire.messages import (
+    Admit,
+    DiskTierFigures,
+    Eviction,
+    Grow,
+    HostLoad,
+    HostTierFigures,
+    KvFetch,
+    Step,
+)
 
 _KEPT = 0.9
 """Weight of earlier reads beside a new one: a change of the disk shows within some ten reads."""
@@ -103,15 +112,24 @@ class TierSeconds:
         """Return the predicted time to bring a prompt from `context` to `tokens` tokens of KV, alone."""
         return self._predictor.prefill_seconds(context, tokens)
 
-    def by_lane(self, admits: Iterable[Admit], grows: Iterable[Grow] = ()) -> Mapping[int, float]:
-        """Return how long the copies of a step's admits and grows keep each lane busy; by lane."""
-        seconds = copy_seconds(self.figures, admits, grows)
+    def by_lane(
+        self, admits: Iterable[Admit] = (), grows: Iterable[Grow] = (), loads: Iterable[HostLoad] = ()
+    ) -> Mapping[int, float]:
+        """Return how long each lane copies to its host tier for a step's admits, grows and loads; by lane."""
+        return self._corrected(demote_seconds(self.figures, admits, grows, loads))
+
+    def fetch_by_lane(self, fetches: Iterable[KvFetch]) -> Mapping[int, float]:
+        """Return how long each lane copies what sequences fetch from its host tier; by lane."""
+        return self._corrected(fetch_seconds(self.figures, fetches))
+
+    def _corrected(self, seconds: Mapping[int, float]) -> Mapping[int, float]:
         return {lane: self.factor * one for lane, one in seconds.items()}
 
     def observe(self, step: Step, observed_seconds: float) -> None:
         """Update the correction by the measured time of a step's copies, on the lane where they take longest."""
-        predicted = copy_seconds(self.figures, step.admits, step.grows, step.loads)
-        longest_seconds = max((predicted.get(lane, 0.0) for lane in step.lanes), default=0.0)
+        demoted = demote_seconds(self.figures, step.admits, step.grows, step.loads)
+        fetched = fetch_seconds(self.figures, step.fetches)
+        longest_seconds = max(demoted.get(lane, 0.0) + fetched.get(lane, 0.0) for lane in step.lanes)
         self._correction = self._correction.after(PartedSeconds(longest_seconds), observed_seconds)
 
 
@@ -153,13 +171,23 @@ class ReadSeconds:
         self.access_seconds = (self._seconds - self.seconds_per_block * self._blocks) / self._weight
 
 
-def copy_seconds(
+def fetch_seconds(figures: HostTierFigures, fetches: Iterable[KvFetch]) -> Mapping[int, float]:
+    """Return how long each lane copies what sequences fetch, before correction; by lane."""
+    by_lane: dict[int, float] = {}
+    for one in fetches:
+        for part in one.blocks:
+            seconds = part.count * figures.fetch_seconds_per_block
+            by_lane[part.lane] = by_lane.get(part.lane, 0.0) + seconds
+    return by_lane
+
+
+def demote_seconds(
     figures: HostTierFigures,
     admits: Iterable[Admit],
     grows: Iterable[Grow],
     loads: Iterable[HostLoad] = (),
 ) -> Mapping[int, float]:
-    """Return how long the copies of a step's admits, grows and loads keep each lane busy, before correction; by lane."""
+    """Return how long each lane copies to its host tier for admits, grows and loads, before correction; by lane."""
     by_lane: dict[int, float] = {}
 
     def add(evictions: Iterable[Eviction]) -> None:
@@ -177,7 +205,4 @@ def copy_seconds(
         add(grow.evictions)
     for admit in admits:
         add(admit.evictions)
-        for fetch in admit.fetches:
-            seconds = fetch.count * figures.fetch_seconds_per_block
-            by_lane[fetch.lane] = by_lane.get(fetch.lane, 0.0) + seconds
     return by_lane

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from itertools import repeat
+from math import ceil, frexp, ldexp
 from typing import Protocol
 
 from medha.errors import LedgerMismatch
@@ -251,6 +252,9 @@ class HostTier:
         self._pinned: set[int] = set()
         self._loading: set[int] = set()  # extents that are being read from a file, or from another replica
         self._served: dict[str, tuple[Held, ...]] = {}  # ticket -> blocks that another replica may read
+        self._fetching: dict[
+            str, tuple[Held, ...]
+        ] = {}  # sequence -> blocks of which some are still to be copied
         self._swapped = Counter[str]()  # hash -> requests that have stepped aside and will need its block
         self._new: list[int] = []  # extents that were demoted since `take_new`
         self.notes_new = False
@@ -288,9 +292,10 @@ class HostTier:
         self._pinned.update(one.extent for one in held)
 
     def unpin(self) -> None:
-        """Let the extents go that a ticket does not keep."""
+        """Let the extents go that neither a ticket nor a fetch keeps."""
         self._pinned.clear()
-        self._pinned.update(one.extent for held in self._served.values() for one in held)
+        for kept in (self._served, self._fetching):
+            self._pinned.update(one.extent for held in kept.values() for one in held)
 
     # --- blocks that another replica reads ------------------------------------------------------------
 
@@ -346,8 +351,10 @@ class HostTier:
         """Blocks that requests which have stepped aside will need: those that are kept, and those that may yet come."""
         return len(self._swapped)
 
-    def fetch(self, held: Sequence[Held], lane: int) -> tuple[Fetch, ...]:
-        """Count a request's fetch of `held`, which makes it worth as much as if it were new."""
+    def fetch(self, sequence: str, held: Sequence[Held], lane: int) -> tuple[Fetch, ...]:
+        """Count a sequence's fetch of `held`, which makes it worth as much as if it were new, and keep it until `fetched`."""
+        self._fetching[sequence] = tuple(held)
+        self.unpin()
         for one in held:
             extent = self._extents[one.extent]
             stop = extent.start + one.start + one.count
@@ -355,6 +362,11 @@ class HostTier:
             self.counts.fetched_blocks += one.count
         self.counts.hits += bool(held)
         return tuple(Fetch(one.extent, one.start, one.count, lane) for one in held)
+
+    def fetched(self, sequence: str) -> None:
+        """Keep the blocks of a sequence's fetch no longer: all are copied, or none is needed any more."""
+        if self._fetching.pop(sequence, None) is not None:
+            self.unpin()
 
     # --- demotion -------------------------------------------------------------------------------------
 
@@ -445,6 +457,13 @@ class HostTier:
             self._raise(place[0], one.worth)
 
     def _raise(self, extent: _Extent | None, worth: float) -> None:
+        """Make an extent, and those that it continues, worth at least so much.
+
+        What they are worth beyond the tier's age becomes the next step of a coarse scale. So extents that come one behind
+        the other, each worth a little more than the one before, do not raise all of those before them each time.
+        """
+        if extent is not None and extent.worth < worth:
+            worth = max(worth, self._aged + _next_step(max(worth - self._aged, 0.0)))
         while extent is not None and extent.worth < worth:
             extent.worth = worth
             self._offer(extent)
@@ -627,6 +646,12 @@ class HostTier:
             elif extent.before:
                 assert extent.before not in self._places
                 assert self._orphans[extent.before][number] is extent
+
+
+def _next_step(value: float) -> float:
+    """Return the least value of a scale that is not below another one: its steps grow with it, by a sixteenth to an eighth."""
+    fraction, exponent = frexp(value)
+    return ldexp(ceil(16 * fraction) / 16, exponent)
 
 
 def _each(hashes: str) -> Iterable[str]:

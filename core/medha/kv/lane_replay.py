@@ -28,6 +28,7 @@ from medha.wire.messages import (
     Grow,
     HostDrop,
     HostLoad,
+    KvFetch,
     KvServe,
     Publish,
     Step,
@@ -98,7 +99,7 @@ class HostTierWork:
 class LaneReplay:
     """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
-    Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, writes. If
+    Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, fetches, writes. If
     layers free KV before their windows, `begin_step` comes behind the releases, and `place_windows` comes last.
     """
 
@@ -128,6 +129,7 @@ class LaneReplay:
         self._stores: list[StoreBlocks] = []
         self._paths = CachedPaths(ledger.blocks)
         self._shards: dict[str, ShardMap] = {}
+        self._filled: dict[str, int] = {}  # blocks of a sequence that were cached or fetched
 
     def shards(self, sequence: str) -> ShardMap:
         return self._shards[sequence]
@@ -146,7 +148,7 @@ class LaneReplay:
             self._windows_digest = self.windows.digest()
 
     def take_tier_copies(self) -> tuple[TierCopy, ...]:
-        """Take the copies between KV pool and host tier that grows and admits have decided, in order.
+        """Take the copies between KV pool and host tier that grows, admits and fetches have decided, in order.
 
         They must be made in this order, and before all other copies of their step.
         """
@@ -249,6 +251,7 @@ class LaneReplay:
         Releases must come in the controller's order, because that determines which blocks are least recently
         used.
         """
+        self._filled.pop(sequence, None)
         if self._shards.pop(sequence, None) is not None and sequence in self.ledger:
             windows = self.windows
             if windows is not None:
@@ -302,12 +305,32 @@ class LaneReplay:
             shared = shards.local_lengths(admit.shared_tokens).get(self.lane, 0)
             copies = fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
         elif self.ledger.reserve(admit.id, tokens, cached, device_blocks=admit.device_blocks):
-            self._fetch(admit, count)
+            self._filled[admit.id] = count
         else:
             return None
         if self.windows is not None and copies is not None:
             self._admit_windows(self.windows, admit, shards, cached)
         return copies
+
+    def fetch(self, fetches: Iterable[KvFetch]) -> None:
+        """Copy blocks of the host tier to the blocks of sequences behind those that are filled.
+
+        Raises:
+            LedgerMismatch: the host tier or a sequence has no such blocks.
+        """
+        for one in fetches:
+            for part in one.blocks:
+                if part.lane != self.lane:
+                    continue
+                start, slots = (
+                    self._filled.get(one.id, 0),
+                    self._tier().runs(part.extent, part.start, part.count),
+                )
+                blocks = self.ledger.runs(one.id, start, start + part.count) if one.id in self.ledger else []
+                if sum(length for _, length in blocks) != part.count:
+                    raise LedgerMismatch(f"{one.id} has no room for {part.count} blocks that it fetches")
+                self._tier_copies += tier_copies(blocks, slots, is_fetch=True)
+                self._filled[one.id] = start + part.count
 
     # --- layers that free KV before their windows -----------------------------------------------------
 
@@ -413,17 +436,6 @@ class LaneReplay:
         for drop in drops:
             self._tier().drop(drop.extent, drop.keep)
             self._drops.append(drop)
-
-    def _fetch(self, admit: Admit, start: int) -> None:
-        """Fetch blocks of the tier into a sequence's table, from its `start`-th block on."""
-        for fetch in admit.fetches:
-            if fetch.lane == self.lane:
-                blocks = self.ledger.runs(admit.id, start, start + fetch.count)
-                slots = self._tier().runs(fetch.extent, fetch.start, fetch.count)
-                if sum(length for _, length in blocks) != fetch.count:
-                    raise LedgerMismatch(f"{admit.id} has no room for {fetch.count} blocks that it fetches")
-                self._tier_copies += tier_copies(blocks, slots, is_fetch=True)
-                start += fetch.count
 
     def _tier(self) -> HostLedger:
         if self.host is None:

@@ -23,6 +23,7 @@ which windows they have (`medha.kv.window_tables`), and a cached prefix counts u
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
@@ -63,6 +64,7 @@ from medha.wire.messages import (
     Grow,
     HostDrop,
     HostLoad,
+    KvFetch,
     KvPart,
     KvServe,
     Publish,
@@ -101,7 +103,6 @@ class Placed:
     stripings: tuple[Striping, ...] = ()
     prefixes: tuple[CachedPrefix, ...] = ()
     evictions: tuple[Eviction, ...] = ()
-    fetches: tuple[Fetch, ...] = ()
 
 
 @dataclass(slots=True)
@@ -381,15 +382,15 @@ class _Lane:
         return (Eviction(evicted.used_before, evicted.last, evicted.count, lane, drops, demotions),)
 
     def make_free_beside(
-        self, found: _Found, blocks: int, lane: int
+        self, sequence: str, found: _Found, blocks: int, lane: int
     ) -> tuple[tuple[Eviction, ...], tuple[Fetch, ...]]:
-        """Do the same for a request that fetches what was found in the tier; return its fetches, too."""
+        """Do the same for a sequence that fetches what was found in the tier; return its fetches, too."""
         if self.tier is None or not found.held:
             return self.make_free(blocks, lane), ()
         self.tier.pin(found.held)
         evictions = self.make_free(blocks, lane)
         self.tier.unpin()
-        return evictions, self.tier.fetch(found.held, lane)
+        return evictions, self.tier.fetch(sequence, found.held, lane)
 
     def locked(self, sequence: str, lane: int) -> tuple[CachedPrefix, ...]:
         """Return the cached prefix that a newly admitted sequence uses on this lane; empty if none."""
@@ -408,6 +409,16 @@ class _SequenceKv:
     outputs: list[str] = field(default_factory=list)  # hashes of the blocks after those of the prompt
     objects: dict[int, int] = field(default_factory=dict)  # by lane: how many the store was offered
     is_stored: bool | None = None  # whether the store takes the prompt; None: this was not decided
+
+
+@dataclass(slots=True)
+class _Offer:
+    """Objects `first .. stop` of what a lane has of a prompt, whose blocks are `chain`, may be written to the store."""
+
+    lane: int
+    chain: str
+    first: int
+    stop: int
 
 
 class KvPools:
@@ -478,9 +489,12 @@ class KvPools:
         """The store that replicas share; None: there is none."""
         if prices is not None and prefix_caching and object_blocks:
             self.store = StoreTier(lane_ranks, object_blocks, max(host_blocks // _WRITING_PART, 1))
+        self._offers = deque[_Offer]()
         self._loads: list[HostLoad] = []
         self._serves: list[KvServe] = []
         self._unserves: list[str] = []
+        self._fetches: dict[str, list[Fetch]] = {}  # by sequence: what is still to be copied from host tiers
+        self._fetched: list[str] = []  # sequences that fetch nothing more
         self._swapped: dict[str, dict[int, str]] = {}  # sequences that have stepped aside -> hashes by lane
         self._held: dict[str, _SequenceKv] = {}
         # Both cover all lanes, in the order in which they happened. A lane's clock counts its releases: if
@@ -726,6 +740,42 @@ class KvPools:
         """Return how many blocks of a sequence are streamed, on the lane that streams most."""
         return max(lane.ledger.streamed_blocks_of(sequence) for lane in self._lanes)
 
+    def unfetched_blocks(self, sequence: str) -> int:
+        """Return how many blocks are still to be copied from a host tier to a sequence, on the lane with most of them."""
+        by_lane: dict[int, int] = {}
+        for one in self._fetches.get(sequence, ()):
+            by_lane[one.lane] = by_lane.get(one.lane, 0) + one.count
+        return max(by_lane.values(), default=0)
+
+    def fetch(self, sequence: str, most_blocks: int) -> KvFetch:
+        """Take up to `most_blocks` blocks on each lane of what is still to be copied to a sequence, in order."""
+        taken: list[Fetch] = []
+        left: list[Fetch] = []
+        room: dict[int, int] = {}
+        for one in self._fetches.get(sequence, ()):
+            count = min(one.count, room.get(one.lane, most_blocks))
+            room[one.lane] = room.get(one.lane, most_blocks) - count
+            if count:
+                taken.append(Fetch(one.extent, one.start, count, one.lane))
+            if count < one.count:
+                left.append(Fetch(one.extent, one.start + count, one.count - count, one.lane))
+        if left:
+            self._fetches[sequence] = left
+        else:
+            self._fetches.pop(sequence, None)
+            self._fetched.append(sequence)
+        return KvFetch(sequence, tuple(taken))
+
+    def end_fetches(self) -> None:
+        """Let host tiers drop what sequences have fetched: the step that says so is on its way.
+
+        Ranks copy it behind all drops of that step.
+        """
+        for sequence in self._fetched:
+            for tier in self.tiers:
+                tier.fetched(sequence)
+        self._fetched.clear()
+
     def begin_loads(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> Awaited | None:
         """Load what files hold of a prompt behind the other tiers; return what its request should wait for.
 
@@ -951,12 +1001,12 @@ class KvPools:
         return frozenset(extents)
 
     def _offer_to_store(self, held: _SequenceKv, lane: int, chain: str, stop: int) -> None:
-        """Copy the whole objects among the first `stop` blocks of a prompt to the host tier, and write them to the store.
+        """Let the whole objects among the first `stop` blocks of a prompt be written to the store (`write_through`).
 
         A prompt is written if reading all of it is predicted to be faster than to compute it.
         """
-        here, store = self._lanes[lane], self.store
-        if store is None or here.tier is None or self._prices is None:
+        store = self.store
+        if store is None or self._prices is None:
             return
         size = store.object_blocks
         if held.is_stored is None:
@@ -968,19 +1018,43 @@ class KvPools:
             held.is_stored = seconds < self._prices.compute_seconds(0, max(tokens, 1))
         first = held.objects.get(lane, 0)
         held.objects[lane] = stop // size
-        if not held.is_stored or first == stop // size:
+        if held.is_stored and first < stop // size:
+            self._offers.append(_Offer(lane, chain, first, stop // size))
+
+    @property
+    def has_offers(self) -> bool:
+        """True if objects are offered to the store that were not looked at."""
+        return bool(self._offers)
+
+    def write_through(self, most_blocks: int) -> None:
+        """Copy objects that are offered to the store to host tiers, and let them be written: one, or up to so many blocks."""
+        if self.store is None:
             return
-        match: _Found | None = None
-        for at in range(first, stop // size):
-            one = store.object(chain, at)
-            if not store.takes(one, lane):
+        left = max(most_blocks // self.store.object_blocks, 1)
+        while self._offers and left > 0:
+            offer = self._offers[0]
+            left -= self._write_through(self.store, offer, left)
+            if offer.first == offer.stop:
+                self._offers.popleft()
+
+    def _write_through(self, store: StoreTier, offer: _Offer, most: int) -> int:
+        """Write up to `most` of the objects of an offer; return how many."""
+        here, size = self._lanes[offer.lane], store.object_blocks
+        assert here.tier is not None
+        found = here.find(offer.chain, offer.stop * size, reach="device")
+        written = 0
+        while offer.first < offer.stop and written < most:
+            one = store.object(offer.chain, offer.first)
+            offer.first += 1
+            if not store.takes(one, offer.lane):
                 continue
-            match = match or here.find(chain, stop, reach="device")
-            loads, parts = here.take_in(match, at * size, (at + 1) * size, lane)
+            written += 1
+            loads, parts = here.take_in(found, (offer.first - 1) * size, offer.first * size, offer.lane)
             self._loads += loads
             if sum(part.count for part in parts) < size:
                 store.call_off(one)
         here.tier.unpin()
+        return written
 
     def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, which has the same prompt.
@@ -1052,7 +1126,7 @@ class KvPools:
                 stop = min(computed.get(lane, 0), hash_count(chain))
                 left += hash_count(chain) - stop
                 if stop:
-                    self._publish(sequence, lane, chain, stop)
+                    self._publish_prompt(sequence, lane, chain, stop)
             held.unpublished = left
             return
         if len(held.chains) == 1:
@@ -1060,14 +1134,14 @@ class KvPools:
             stop = min(min(tokens, held.prompt_tokens) // size, hash_count(chain))
             held.unpublished = hash_count(chain) - stop
             if stop:
-                self._publish(sequence, lane, chain, stop)
+                self._publish_prompt(sequence, lane, chain, stop)
             return
         for piece in held.shards.pieces(0, held.prompt_tokens):
             chain = held.chains.get(piece.lane, "")
             stop = min(max(0, min(piece.stop, tokens) - piece.start) // size, hash_count(chain))
             left += hash_count(chain) - stop
             if stop:
-                self._publish(sequence, piece.lane, chain, stop)
+                self._publish_prompt(sequence, piece.lane, chain, stop)
         held.unpublished = left
 
     def extend(self, sequence: str, hashes: str, filled_tokens: int) -> None:
@@ -1109,6 +1183,8 @@ class KvPools:
         self.publish_output(sequence, computed_tokens)
         if swaps and self._prices is not None:
             self._begin_swap(sequence, held, computed_tokens)
+        if self._fetches.pop(sequence, None) is not None:
+            self._fetched.append(sequence)
         for lane in self._held.pop(sequence).shards.lanes:
             here = self._lanes[lane]
             here.ledger.release(sequence)
@@ -1153,6 +1229,11 @@ class KvPools:
         releases, self._releases = self._releases, {}
         return tuple(releases)
 
+    @property
+    def pending_loads(self) -> Sequence[HostLoad]:
+        """Loads of all lanes that go with the next step."""
+        return self._loads
+
     def take_loads(self) -> tuple[HostLoad, ...]:
         """Take the pending loads of all lanes, in order; ranks apply them before all else in a step."""
         loads, self._loads = self._loads, []
@@ -1192,6 +1273,7 @@ class KvPools:
             self._publishes
             or self._releases
             or self._loads
+            or self._offers
             or self._serves
             or self._unserves
             or (self.store is not None and self.store.has_changes)
@@ -1216,6 +1298,7 @@ class KvPools:
 
         If ranks free KV before windows, this replays it.
         """
+        self.end_fetches()
         for lane in self._lanes:
             if lane.replay is not None:
                 lane.replay.replay(step)
@@ -1511,7 +1594,7 @@ class KvPools:
             match = matches.get(lane, _Found(0, (), 0))
             here.cache.lock(sequence, chains.get(lane, ""), match.blocks)  # before anything is evicted
             needed = here.ledger.blocks_for(tokens) - match.blocks
-            evicted, fetched = here.make_free_beside(match, needed, lane)
+            evicted, fetched = here.make_free_beside(sequence, match, needed, lane)
             evictions += evicted
             fetches += fetched
             if here.tier is not None and sequence in self._swapped:
@@ -1520,6 +1603,8 @@ class KvPools:
             assert reserved
             prefixes += here.locked(sequence, lane)
             cached_blocks += match.all_blocks
+        if fetches:
+            self._fetches[sequence] = fetches
         cached_tokens = cached_blocks * self.block_size_tokens
         unpublished = sum(map(hash_count, chains.values()))
         self._held[sequence] = _SequenceKv(shards, prompt_tokens, chains, unpublished)
@@ -1533,7 +1618,6 @@ class KvPools:
             *self._message_fields(shards.segments),
             tuple(prefixes),
             tuple(evictions),
-            tuple(fetches),
         )
 
     def _admit_on_only_lane(self, sequence: str, prompt: int, reserved: int, hashes: str) -> Placed | None:
@@ -1577,8 +1661,11 @@ class KvPools:
             if new:
                 here.ledger.remember(sequence, stop - new, new)
             self._publishes.append(Publish(sequence, stop - new, new, lane, after))
-        if self.store is not None:
-            self._offer_to_store(self._held[sequence], lane, chain, stop)
+
+    def _publish_prompt(self, sequence: str, lane: int, chain: str, stop: int) -> None:
+        """Insert blocks of a prompt into the cache of a lane, and offer them to the store."""
+        self._publish(sequence, lane, chain, stop)
+        self._offer_to_store(self._held[sequence], lane, chain, stop)
 
     def _message_fields(
         self, segments: tuple[Segment, ...]

@@ -447,7 +447,6 @@ class Admission:
             cached_tokens=placed.cached_tokens,
             prefixes=placed.prefixes,
             evictions=placed.evictions,
-            fetches=placed.fetches,
             device_blocks=self._config.streamed_device_blocks if request.streams else 0,
         )
 

@@ -435,6 +435,7 @@ class ReplicaController:
             return False
         waiting = self._table.waiting
         stalled, stalled_waiting = self._grammars.stalled()
+        stalled += len(self._step_builder.fetches)
         if len(self._table.rows) > waiting + stalled:
             return True
         return waiting > len(stalled_waiting | self._load_waits.waiting) and self._admission.has_place_for_any
@@ -446,6 +447,7 @@ class ReplicaController:
         if not (self._table.rows or self._lanes.decode(lanes) or self._has_changes):
             self._step_builder.rested(lanes)
             return []
+        self._step_builder.write_through(lanes)
         self._sharing.end_forks()
         grows, exhausted, aside = self._grow(lanes)
         self._admission.is_paused = any(lane.decodes.starved for lane in self._lanes)
@@ -456,7 +458,7 @@ class ReplicaController:
         ends: list[ControllerCommand] = [
             Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
         ]
-        if not (built.entries or admits or grows or self._has_changes):
+        if not (built.entries or admits or grows or built.fetches or self._has_changes):
             for request in (*exhausted, *aside):
                 self._end(request)
             returning = self._come_back(now)
@@ -498,6 +500,7 @@ class ReplicaController:
             serves=serves,
             unserves=unserves,
             stores=self._pools.take_stores(),
+            fetches=built.fetches,
         )
         self._next_step_id += 1
         self._sharing.forgets = {}
@@ -777,6 +780,7 @@ class ReplicaController:
         if request.is_decoding:
             self._lanes[request.lane].decodes.end(request)
         self._lanes.ended(request)
+        self._step_builder.fetches.leave(request)
         self._table.stop(request)
         self._sharing.stop(request)
 
@@ -912,7 +916,7 @@ class ReplicaController:
         self._streamed_blocks += built.packed.streamed_blocks
         if built.packed.is_streaming and self._stream_seconds is not None:
             self._stream_seconds.observe(built.packed.streamed_blocks, seconds)
-        else:
+        elif not built.packed.copies_bind:
             self.predictor.observe(built.packed.uncorrected, seconds)
 
     def _note_filled_blocks(self, block_hashes: Iterable[tuple[str, str]]) -> None:

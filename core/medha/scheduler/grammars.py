@@ -91,7 +91,8 @@ class Grammars:
 
     def stalled(self) -> tuple[int, set[str]]:
         """Return how many requests with KV, and which ones without, can take part in no step before a report comes."""
-        stalled = [request for request, _ in self._awaiting.values() if not request.ended and request.stalls]
+        each = (request for request, _ in self._awaiting.values() if not (request.ended or request.fetches))
+        stalled = [request for request in each if request.stalls]
         waiting = {request.id for request in stalled if request.waits}
         return len(stalled) - len(waiting), waiting
 

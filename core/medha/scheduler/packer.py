@@ -86,9 +86,13 @@ class Packed:
     uncorrected: PartedSeconds = field(
         default_factory=PartedSeconds
     )  # the same before correction, in its parts
-    copy_seconds: float = 0.0  # part of `predicted_seconds`: copies between KV pool and host tier
     streamed_blocks: int = 0  # of all its sequences, on the lane that streams most of each
-    is_streaming: bool = False  # to stream these takes longer than to compute
+    is_streaming: bool = (
+        False  # to stream these takes longer than to compute, and nothing else is copied beside
+    )
+    copies_bind: bool = (
+        False  # all copies beside the layers take longer than these, so its time says little of computing
+    )
     budget_seconds: float = 0.0
     decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
     misses_tpot: bool = False  # the whole step does: because of decodes, or of the share that prefills keep
@@ -110,6 +114,9 @@ class Batch:
         self._exchanged_decodes = 0  # those of them that are decodes
         self._copies: dict[int, float] = {}  # seconds that copies to and from the host tier take, by lane
         self._copy_seconds = 0.0  # of the lane where they take longest: they come before all that is computed
+        self._beside: dict[int, float] = {}  # seconds that copies beside the layers take, by lane
+        self.fetch_seconds = 0.0
+        """The time of fetches beside the layers, on the lane where they take longest, after correction."""
         self._exchanged_guesses = 0  # queries of guesses, on top of all these
         self.draw_seconds = 0.0
         """The time that a draft model takes behind the step, corrected."""
@@ -158,15 +165,23 @@ class Batch:
         """Let a decode of the step stream so many blocks from host memory."""
         self.streamed_blocks += blocks
 
-    def streaming_seconds(self, more_blocks: int = 0) -> float:
-        """Return the time in which lanes stream the step's blocks, and so many more, while they compute."""
+    def copy_beside(self, seconds_by_lane: Mapping[int, float]) -> None:
+        """Let lanes copy blocks from host tier to KV pool, which takes so long, while the step computes."""
+        for lane, seconds in seconds_by_lane.items():
+            if lane in self._tallies:
+                self._beside[lane] = self._beside.get(lane, 0.0) + seconds
+                self.fetch_seconds = max(self.fetch_seconds, self._beside[lane])
+
+    def beside_seconds(self, more_blocks: int = 0) -> float:
+        """Return the time of all that lanes copy from host memory while they compute, with so many more blocks to stream.
+
+        Fetched and streamed blocks come over the same link.
+        """
+        return self.fetch_seconds + self._streaming_seconds(more_blocks)
+
+    def _streaming_seconds(self, more_blocks: int = 0) -> float:
         blocks = self.streamed_blocks + more_blocks
         return self._streaming.seconds(blocks) if blocks and self._streaming is not None else 0.0
-
-    @property
-    def copy_seconds(self) -> float:
-        """Time of the step's copies between KV pool and host tier, after correction."""
-        return self._copy_seconds
 
     def _draft(
         self, lane: int, lane_tokens: Mapping[int, int], context: int, count: int, sign: int, is_masked: bool
@@ -214,16 +229,16 @@ class Batch:
 
     def corrected(self, predicted: PartedSeconds) -> float:
         """Return the time of the step that is predicted so, after correction, with its copies and that of a draft model."""
-        seconds = self._predictor.correction.seconds(predicted)
-        if self.streamed_blocks:
-            seconds = max(seconds, self.streaming_seconds())
-        return seconds + self._copy_seconds + self.draw_seconds
+        computed_seconds = self._predictor.correction.seconds(predicted)
+        return max(computed_seconds, self.beside_seconds()) + self._copy_seconds + self.draw_seconds
 
     def is_streaming(self, predicted: PartedSeconds) -> bool:
-        """Return whether the step, of which this is predicted, streams KV for longer than it computes."""
-        if not self.streamed_blocks:
-            return False
-        return self.streaming_seconds() > self._predictor.correction.seconds(predicted)
+        """Return whether the step, of which this is predicted, streams KV for longer than it computes, and fetches none."""
+        return not self.fetch_seconds and self.copies_bind(predicted)
+
+    def copies_bind(self, predicted: PartedSeconds) -> bool:
+        """Return whether copies beside the layers take longer than the step that is predicted so."""
+        return self.beside_seconds() > self._predictor.correction.seconds(predicted)
 
     def parted_seconds(self) -> PartedSeconds:
         """Return the predicted time before correction, in its parts, without that of a draft model."""
@@ -240,9 +255,7 @@ class Batch:
         """Return the predicted time of the step with one more chunk."""
         if self._alone is not None:
             seconds = self._alone.seconds_with(prefill.context, count, prefill.head_rows(count))
-            if self.streamed_blocks or prefill.streamed_blocks:
-                seconds = max(seconds, self.streaming_seconds(prefill.streamed_blocks))
-            return seconds + self._copy_seconds
+            return max(seconds, self.beside_seconds(prefill.streamed_blocks)) + self._copy_seconds
         self.add(prefill, count)
         seconds = self.seconds()
         self.remove(prefill, count)
@@ -256,7 +269,7 @@ class Batch:
         if most < least:
             return 0
         if prefill.streamed_blocks:
-            streaming_seconds = self.streaming_seconds(prefill.streamed_blocks)
+            streaming_seconds = self.beside_seconds(prefill.streamed_blocks)
             budget_seconds = max(budget_seconds, streaming_seconds + self._copy_seconds)
         above = self.seconds_with(prefill, most)
         if above <= budget_seconds:
@@ -441,9 +454,9 @@ class Space:
         packed, targets = self.packed, self._targets
         packed.uncorrected = self._batch.parted_seconds()
         packed.predicted_seconds = self._batch.corrected(packed.uncorrected)
-        packed.copy_seconds = self._batch.copy_seconds
         packed.streamed_blocks = self._batch.streamed_blocks
         packed.is_streaming = self._batch.is_streaming(packed.uncorrected)
+        packed.copies_bind = self._batch.copies_bind(packed.uncorrected)
         if targets is not None:
             # The tolerance keeps rounding errors of the sum from counting as a miss.
             packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / self._limits.stages * (

@@ -95,6 +95,7 @@ class Request:
     grammar: str = ""  # name of its grammar; empty: it has none
     awaits_grammar: bool = False  # not compiled yet: the last position of its prompt is not computed before
     awaits_load: bool = False  # what a tier has of its prompt is being loaded: it gets no KV before
+    fetches: bool = False  # blocks that it holds are still to be copied from a host tier
     draft: tuple[int, ...] = ()  # guesses at the tokens behind those that have arrived
     draft_chance: float = 0.5  # chance that the next one of its guesses is right
     draft_tokens: float = 0.0  # tokens from which that chance is known
@@ -137,8 +138,8 @@ class Request:
 
     @property
     def stalls(self) -> bool:
-        """True if none of its tokens can be computed before its grammar is compiled, or before KV is loaded for it."""
-        if self.awaits_load and self.waits:
+        """True if none of its tokens can be computed before its grammar is compiled, or before KV comes from a tier."""
+        if self.fetches or (self.awaits_load and self.waits):
             return True
         if not self.awaits_grammar:
             return False

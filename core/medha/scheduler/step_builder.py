@@ -14,6 +14,7 @@ from medha.cost.stream_seconds import StreamSeconds
 from medha.cost.tier_seconds import TierSeconds
 from medha.kv.context_parallel import ContextParallel
 from medha.scheduler.admission import Admission
+from medha.scheduler.fetches import FETCH_SHARE, Fetches
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.pace import Pace
 from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, Space
@@ -24,7 +25,7 @@ from medha.scheduler.request_table import NEAR_REVISED_DEADLINE, RequestTable
 from medha.scheduler.sharing import Sharing
 from medha.scheduler.speculation import Drafts, Draws
 from medha.scheduler.speculator import Speculator
-from medha.wire.messages import Admit, Extent, Grow, PolicyTerms, StepEntry
+from medha.wire.messages import Admit, Extent, Grow, KvFetch, PolicyTerms, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
 """Gives KV to a waiting prefill and updates it; returns False if it gets none or cannot take part in the step."""
@@ -56,6 +57,7 @@ class BuiltStep:
     prefills: list[tuple[Request, int]]  # with the tokens of its chunk
     drafts: Drafts  # that the decodes verify
     draws: Draws  # that follow them
+    fetches: tuple[KvFetch, ...] = ()
 
 
 def pack(
@@ -143,6 +145,7 @@ class StepBuilder:
         self._stream_seconds = stream_seconds
         self._predictor = predictor
         self._tier_seconds = tier_seconds
+        self.fetches = Fetches(admission.pools, tier_seconds)
         self._table = table
         self._admission = admission
         self._sharing = sharing
@@ -170,6 +173,10 @@ class StepBuilder:
             if self._tier_seconds is not None and len(admits) > known:
                 batch.copy(self._tier_seconds.by_lane(admits[known:]))
                 prefill.moved = True  # what the copies leave of the step may be too little for its chunk
+                request = self._table[prefill.id]
+                if placed and request.fetches:
+                    turn.fetch_at_once(request, self._fetching_seconds(batch, targets))
+                    return not request.fetches
             return placed
 
         drafts: Drafts = {}
@@ -182,8 +189,13 @@ class StepBuilder:
 
         batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
         if self._tier_seconds is not None:
-            batch.copy(self._tier_seconds.by_lane(admits, grows))
+            batch.copy(self._tier_seconds.by_lane(admits, grows, self._admission.pools.pending_loads))
+        turn = self.fetches.turn(batch, lanes, decodes=targets is not None)
+        if targets is None:
+            turn.fetch(self._fetching_seconds(batch, targets))
         packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place, admits, draft)
+        if targets is not None:  # they take part in the next step, so that decodes can run ahead
+            turn.fetch(self._fetching_seconds(batch, targets))
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]
         entries = self._decode_entries(decodes, drafts, draws)
@@ -200,7 +212,27 @@ class StepBuilder:
         else:
             self.rested(lanes)
         self._lanes.couple()
-        return BuiltStep(packed, entries, decodes, prefills, drafts, draws)
+        return BuiltStep(packed, entries, decodes, prefills, drafts, draws, tuple(turn.taken))
+
+    def write_through(self, lanes: tuple[int, ...]) -> None:
+        """Let a step of `lanes` copy to host tiers what is offered to the store: as much as takes a part of the step.
+
+        It comes before all other changes of the step.
+        """
+        pools = self._admission.pools
+        if self._tier_seconds is None or not pools.has_offers:
+            return
+        step_seconds = self._fetching_seconds(self._batch_of_decodes(lanes), self._tpot_targets(lanes))
+        block_seconds = self._tier_seconds.demote_seconds(1)
+        blocks = int(FETCH_SHARE * step_seconds / block_seconds) if block_seconds > 0 else pools.blocks
+        pools.write_through(blocks)
+
+    def _fetching_seconds(self, batch: Batch, targets: DecodeTargets | None) -> float:
+        """Return the time of a step beside which fetches are copied, as far as it is filled; the longest if it is empty."""
+        longest = self._limits.max_step_seconds
+        if targets is None:
+            return longest / self._stages
+        return batch.seconds() or min(targets.tpot_seconds, longest) / self._stages
 
     def _guess(self, space: Space, lanes: tuple[int, ...], now: float) -> tuple[Drafts, Draws]:
         """Let the decodes of a step verify drafted tokens; return these, and what is drawn behind them."""
@@ -329,6 +361,7 @@ class StepBuilder:
                 self._table.misfits(request)
             return False
         admits.append(admit)
+        self.fetches.begin(request)
         self._sharing.enter(request)
         if request.cached_tokens:
             self._progressed(request)

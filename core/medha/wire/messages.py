@@ -463,6 +463,17 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class KvFetch:
+    """Blocks of host tiers are copied to a sequence: on each lane behind its cached prefix and what was copied before.
+
+    Its first entry comes in this step or a later one, once all of its blocks are copied.
+    """
+
+    id: str
+    blocks: tuple[Fetch, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HostLoad:
     """`count` blocks become the next extent in the host tier of a lane, once it has carried out `drops`.
 
@@ -572,10 +583,10 @@ class Admit:
     `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
     whole blocks by reference and the rest of the last block by copy. `segments`, or `stripings` if there are
     many, give the lane of each position (neither: all on lane 0). `evictions` are cached blocks to evict
-    first. `prefixes` are the cached blocks that begin the table of each lane, and `fetches` are copied into the blocks
-    behind them; together they hold the KV of the first `cached_tokens` tokens. For a fork, `prefixes` are the cached part
-    of the shared tokens. If `device_blocks` is above 0, at most so many blocks on each lane are of its pool, the last ones
-    of its table; those before are streamed from host memory.
+    first. `prefixes` are the cached blocks that begin the table of each lane. With what is fetched into the blocks behind
+    them (`KvFetch`), they hold the KV of the first `cached_tokens` tokens. For a fork, `prefixes` are the cached part of the
+    shared tokens. If `device_blocks` is above 0, at most so many blocks on each lane are of its pool, the last ones of its
+    table; those before are streamed from host memory.
     """
 
     id: str
@@ -593,7 +604,6 @@ class Admit:
     prefixes: tuple[CachedPrefix, ...] = ()
     evictions: tuple[Eviction, ...] = ()
     stripings: tuple[Striping, ...] = ()
-    fetches: tuple[Fetch, ...] = ()
     device_blocks: int = 0
 
 
@@ -658,8 +668,8 @@ class StepEntry:
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Step:
-    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, serves, grows, admits, deletes, writes; then
-    they run the entries.
+    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, serves, grows, admits, fetches, deletes,
+    writes; then they run the entries.
 
     The controller applies the same operations to its own ledgers in the same order, so that the ledgers
     agree. Every rank is therefore sent every step and applies what concerns its lane; only `lanes` run the
@@ -684,6 +694,7 @@ class Step:
     serves: tuple[KvServe, ...] = ()
     unserves: tuple[str, ...] = ()  # tickets that are void: their blocks may get other owners from here on
     stores: tuple[StoreWrite, ...] = ()
+    fetches: tuple[KvFetch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -934,7 +945,9 @@ class Done:
     drafts: tuple[
         tuple[str, tuple[int, ...]], ...
     ] = ()  # (request, guesses at the tokens behind its samples); from ranks only what the step's entries ask for
-    copy_seconds: float = 0.0  # of copies to and from the host tier; not part of `compute_seconds`
+    copy_seconds: float = (
+        0.0  # of copies to and from the host tier, also beside the layers; `compute_seconds` has none
+    )
     draft_seconds: float = 0.0  # the part of `compute_seconds` in which a draft model computed
     followed: tuple[
         tuple[str, int], ...

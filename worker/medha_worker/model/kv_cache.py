@@ -12,7 +12,7 @@ attention reads no others, those of its own chunk included.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from medha.kv.blocks import BlockCopy
-from medha_worker.device import Device
+from medha_worker.device import Device, Mark
 from medha_worker.model.kv_scales import FP8, LayerScales, ScaledHeads
 
 if TYPE_CHECKING:
@@ -90,12 +90,14 @@ class KVCache:
             for keys, count, shape in zip(self.keys, counts, shapes, strict=True)
         ]
         self._scaled = None if scales is None else [ScaledHeads(one) for one in scales]
+        self._arriving: dict[int, Mark] = {}  # by layer: points behind copies that its attention must see
 
     def last_layer(self) -> KVCache:
         """Return the pool of the last layer alone, in the same memory."""
         one = copy(self)
         one.keys, one.values = self.keys[-1:], self.values[-1:]
         one._in_windows = self._in_windows[-1:]
+        one._arriving = {}
         one._scaled = None if self._scaled is None else self._scaled[-1:]
         return one
 
@@ -104,6 +106,36 @@ class KVCache:
         """Memory of all blocks that sequences can hold, K and V together."""
         scratch_bytes = [pool[:, : self.block_tokens].numel() * self.dtype.itemsize for pool in self.pools()]
         return sum([pool.nbytes for pool in self.pools()]) - sum(scratch_bytes)
+
+    def expect(self, arriving: Mapping[int, Mark]) -> None:
+        """Let each layer wait for copies into the pool that are made beside the layers before it.
+
+        What comes as that of the layer behind the last one only has to be there before the next step (`await_all`).
+        """
+        self._arriving.update(arriving)
+
+    def await_layer(self, layer: int) -> None:
+        """Wait for the copies into a layer's tensors that are expected, before its attention reads them."""
+        if self._arriving and (mark := self._arriving.get(layer)) is not None:
+            mark.wait()  # if the copies have failed, whoever tries again must fail, too
+            del self._arriving[layer]
+
+    def await_layers(self) -> None:
+        """Wait for the copies that layers expect."""
+        for layer in range(len(self.keys)):
+            self.await_layer(layer)
+
+    def await_all(self) -> None:
+        """Wait for all copies that are expected, also for those that no layer expects."""
+        for layer in sorted(self._arriving):
+            self.await_layer(layer)
+
+    def abandon(self) -> None:
+        """Wait until copies that are expected are over, even if they fail: nobody needs what they bring."""
+        for mark in self._arriving.values():
+            with suppress(Exception):
+                mark.wait()
+        self._arriving.clear()
 
     def rounded(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V, [rows, kv_heads, head_dim], as a layer's pool holds them: the same tensor twice if they are one."""

@@ -135,6 +135,7 @@ class OwnStep:
         sinks: torch.Tensor | None = None,
         latent: LatentWeights | None = None,
     ) -> torch.Tensor:
+        self._cache.await_layer(layer)
         pools = self._cache.keys[layer], self._cache.values[layer]
         self._writes[layer].write(*pools, *self._cache.rounded(layer, k, v))
         if latent is not None:
@@ -187,6 +188,7 @@ class StreamedStep:
         sinks: torch.Tensor | None = None,
         latent: LatentWeights | None = None,
     ) -> torch.Tensor:
+        self._cache.await_layer(layer)
         self._write.write(layer, *self._cache.rounded(layer, k, v))
         if latent is not None:
             matrices = HeadMatrices.of(latent, self._cache.scaled(layer))

@@ -166,6 +166,7 @@ class SpreadStep:
         `sinks`, [heads], are added to what was merged: each lane that helps would count them once more. With `latent`,
         queries and results are as wide as `LayerStep.attend` says: other lanes have the matrices of the same heads.
         """
+        self._cache.await_layer(layer)
         attention, (k, v) = self._attention[self._windows[layer]], self._cache.rounded(layer, k, v)
         if latent is not None:
             return attention.attend(layer, q, k, v, HeadMatrices.of(latent, self._cache.scaled(layer)))[0]

@@ -33,7 +33,7 @@ from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.disk_blocks import DiskBlocks
-from medha_worker.model.host_blocks import HostBlocks
+from medha_worker.model.host_blocks import Arrivals, HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.prepared_step import PreparedStep
@@ -150,6 +150,8 @@ class Executor:
             widest = widest_window(model.windows)
             self.window_tables = WindowTables(self.ledger, kv_cache.window_blocks, widest)
         self._host_blocks, self._disk, self._peers, self._store = tuple(host_blocks), disk, peers, store
+        for one in self._host_blocks:
+            one.kv_cache.abandon()  # a step of an earlier epoch may have failed while its fetches were being made
         self._state = LaneState(
             self.ledger,
             lane,
@@ -248,13 +250,19 @@ class Executor:
             self._store.drop(plan.host_tier_work.drops)
         if self._peers is not None and plan.host_tier_work.unserves:
             self._peers.server.void(plan.host_tier_work.unserves)
-        copy_seconds = self._copy_tier(plan.tier_copies)
+        before, beside = _parted(plan.tier_copies)
+        copy_seconds = self._copy_tier(before)
+        computed_now = {entry.id for entry in plan.step.entries}
+        reads = any(one.id in computed_now for one in plan.step.fetches)
+        arrivals = self._fetch_beside(beside, reads=reads)
         self._use_disk(plan.host_tier_work)
         started, self._waited_seconds = self._clock(), 0.0
         self._kv_cache.copy_blocks(plan.copies)
         if self._drafter is not None:
             self._drafter.copy_blocks(plan.copies)
         if not plan.takes_part:
+            if beside:
+                self._end_fetches()
             return None
         failures = list(plan.failures)
         run = self._run_alone if self._pipeline is None else self._run_in_lock_step
@@ -266,17 +274,18 @@ class Executor:
         for one in plan.entries:
             if one.entry.samples:
                 one.sequence.fill(one.known + 1)
-        self._model.device.synchronise()  # otherwise the time would be that of launching the step
+        self._end_fetches()
+        waited_seconds = self._waited_seconds + arrivals.waited_seconds
         return Done(
             step_id=plan.step.step_id,
             samples=tuple(samples),
             failures=tuple(failures),
-            compute_seconds=self._clock() - started - self._waited_seconds,
+            compute_seconds=max(self._clock() - started - waited_seconds, 0.0),
             lanes=(self._state.lane,),
             epoch=self.epoch,
             prompt_logprobs=tuple(scored),
             drafts=drafts,
-            copy_seconds=copy_seconds,
+            copy_seconds=copy_seconds + arrivals.seconds(),
             draft_seconds=draft_seconds,
             followed=followed,
         )
@@ -287,6 +296,7 @@ class Executor:
         """Let a draft model or head, if there is one, do what entries ask for; return its reports, and the seconds of its guesses."""
         if self._drafter is None:
             return (), (), 0.0
+        self._kv_cache.await_layers()  # a head's layer is behind those of the model
         followed = self._drafter.note(computed, results)
         if not any(one.entry.draws or one.entry.follows for one in computed):
             return (), followed, 0.0
@@ -297,7 +307,7 @@ class Executor:
         return drafts, followed, self._clock() - started
 
     def _copy_tier(self, copies: Sequence[TierCopy]) -> float:
-        """Copy blocks between KV pool and host tier; return how long that took, in seconds."""
+        """Copy blocks between KV pool and host tier before the step; return how long that took, in seconds."""
         if not copies:
             return 0.0
         started = self._clock()
@@ -307,6 +317,26 @@ class Executor:
             self._drafter.copied(copies)
         self._model.device.synchronise()
         return self._clock() - started
+
+    def _fetch_beside(self, copies: Sequence[TierCopy], *, reads: bool) -> Arrivals:
+        """Let fetches be made while the step computes; each layer waits for its own if the step `reads` what comes."""
+        arrivals = Arrivals(self._clock)
+        if copies:
+            for host_blocks in self._host_blocks:
+                host_blocks.fetch_beside(copies, arrivals, reads=reads)
+            if self._drafter is not None:
+                self._drafter.copied(copies)
+        return arrivals
+
+    def _end_fetches(self) -> None:
+        """Wait until the device has made all fetches, and all else that it was given.
+
+        A later step may give their blocks to other sequences, and what works beside it may write to their host blocks.
+        Without that wait, the time of a step would be that of launching it.
+        """
+        for host_blocks in self._host_blocks:
+            host_blocks.kv_cache.await_all()
+        self._model.device.synchronise()
 
     def _use_disk(self, work: HostTierWork) -> None:
         """Let what works beside the steps begin with what a step asks for."""
@@ -379,6 +409,8 @@ class Executor:
         asked = self._clock()
         inputs = self._input(entries)
         self._waited_seconds = self._clock() - asked
+        if step.captured is not None:  # its layers wait for nothing
+            self._kv_cache.await_layers()
         hidden = self._model.forward(inputs, step)
         if self._pipeline is not None and not self._pipeline.is_last_stage and len(hidden):
             self._pipeline.send_hidden(hidden)
@@ -415,6 +447,12 @@ def _run_guarded(
         _log.warning("a batch of %d sequences failed, so each runs alone: %s", len(items), error)
     # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
     return [result for item in items for result in _run_guarded(run, [item], failures)]
+
+
+def _parted(copies: Sequence[TierCopy]) -> tuple[Sequence[TierCopy], Sequence[TierCopy]]:
+    """Return the copies up to the last one to host memory, and the fetches behind it, which may be made beside a step."""
+    last = max((at for at, one in enumerate(copies) if not one.is_fetch), default=-1)
+    return copies[: last + 1], copies[last + 1 :]
 
 
 def _samples(result: Result, failures: list[EntryFailed]) -> list[Sample]:

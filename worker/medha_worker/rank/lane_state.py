@@ -190,7 +190,7 @@ class LaneState:
             self.prompts.pop(name, None)  # absent if its requests were cancelled before admission
 
     def reserve(self, step: Step) -> tuple[BlockCopy, ...]:
-        """Settle what was drafted, and apply the step's loads, serves, grows, admits and writes; return the KV blocks to copy before it runs.
+        """Settle what was drafted, and apply the step's loads, serves, grows, admits, fetches and writes; return the KV blocks to copy before it runs.
 
         If layers free KV before their windows, the step's entries get blocks of these.
 
@@ -211,6 +211,7 @@ class LaneState:
             sequence.table = self._table(grow.id)
         for admit in step.admits:
             copies += self._admit(admit, step)
+        self.replica.fetch(step.fetches)
         self.replica.write(step.deletes, step.writes)
         self.replica.store(step.stores)
         state_hash = step.state_hashes[self.lane] if step.state_hashes else step.state_hash

@@ -1,0 +1,98 @@
+"""Copies of KV from host tiers to requests that hold blocks for it: how much of it goes with which step.
+
+A request that is admitted computes once all that it fetches is copied. Ranks copy beside the layers of a step, layer by layer
+(`medha_worker.model.host_blocks`). If a step decodes, the copies beside it may take a part of its time only, so that the
+decodes do not wait for them: a long prefix then comes with several steps. Those whose deadlines are nearest come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from medha.cost.tier_seconds import TierSeconds
+from medha.kv.pools import KvPools
+from medha.scheduler.packer import Batch
+from medha.scheduler.request import Request
+from medha.wire.messages import KvFetch
+
+FETCH_SHARE = 0.25
+"""Part of the time of a step with decodes that the copies beside it may take."""
+
+
+class Fetches:
+    """The requests of a replica that hold KV, of which a part is still in host tiers."""
+
+    def __init__(self, pools: KvPools, seconds: TierSeconds | None) -> None:
+        """`seconds` are the times of copies; None: there is no tier."""
+        self._pools, self._seconds = pools, seconds
+        self._requests: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def begin(self, request: Request) -> None:
+        """Note that a request was admitted, and may have something to fetch."""
+        if self._pools.unfetched_blocks(request.id):
+            request.fetches = True
+            self._requests[request.id] = request
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that gets no more steps."""
+        request.fetches = False
+        self._requests.pop(request.id, None)
+
+    def turn(self, batch: Batch, lanes: tuple[int, ...], *, decodes: bool) -> FetchTurn:
+        """Begin to choose what goes with a step of `lanes`; if it `decodes`, or keeps decodes waiting, fetches get a part of it."""
+        return FetchTurn(self, batch, lanes, decodes=decodes)
+
+    def on(self, lanes: tuple[int, ...]) -> list[Request]:
+        """Return the requests whose fetches a step of `lanes` may carry, those with the nearest deadlines first."""
+        here = [request for request in self._requests.values() if request.runs_on(lanes)]
+        return sorted(here, key=lambda request: (request.deadline, request.tie))
+
+    def take(self, request: Request, most_seconds: float, *, at_least_one: bool) -> KvFetch | None:
+        """Take what can be copied in a time, or one block; the request can compute if nothing is left then."""
+        assert self._seconds is not None
+        block_seconds = self._seconds.fetch_seconds(1)
+        unfetched = self._pools.unfetched_blocks(request.id)
+        # The tolerance keeps rounding errors from leaving a block behind.
+        most = int(most_seconds / block_seconds * (1 + 1e-9)) if block_seconds > 0 else unfetched
+        blocks = min(max(most, int(at_least_one)), unfetched)
+        if blocks <= 0:
+            return None
+        fetch = self._pools.fetch(request.id, blocks)
+        if blocks == unfetched:
+            self.leave(request)
+        return fetch
+
+    def copy_beside(self, batch: Batch, fetches: Iterable[KvFetch]) -> None:
+        """Let a step make copies beside its layers."""
+        assert self._seconds is not None
+        batch.copy_beside(self._seconds.fetch_by_lane(fetches))
+
+
+class FetchTurn:
+    """The fetches of one step."""
+
+    def __init__(self, fetches: Fetches, batch: Batch, lanes: tuple[int, ...], *, decodes: bool) -> None:
+        self._fetches, self._batch, self._lanes = fetches, batch, lanes
+        self._share = FETCH_SHARE if decodes else 1.0
+        self.taken: list[KvFetch] = []
+
+    def fetch_at_once(self, request: Request, step_seconds: float) -> None:
+        """Let a request that this step admits fetch, unless the deadline of another one is nearer."""
+        if self._fetches.on(self._lanes)[:1] == [request]:
+            self._fetch((request,), step_seconds)
+
+    def fetch(self, step_seconds: float) -> None:
+        """Let requests fetch what can be copied beside a step of so many seconds; at least one block goes with it."""
+        self._fetch(self._fetches.on(self._lanes), step_seconds)
+
+    def _fetch(self, requests: Iterable[Request], step_seconds: float) -> None:
+        for request in requests:
+            left_seconds = self._share * step_seconds - self._batch.fetch_seconds
+            taken = self._fetches.take(request, left_seconds, at_least_one=not self.taken)
+            if taken is None:
+                return
+            self.taken.append(taken)
+            self._fetches.copy_beside(self._batch, (taken,))
