@@ -169,7 +169,7 @@ def fleet(folder: Path, longest: int, *, hands_over: bool) -> Fleet:
         kv_cache["tiers"] = {"host": {"size": "192Mi"}, "peers": {"bandwidth": "256Mi"}}
     model = {"name": MODEL, "source": {"path": str(folder / "checkpoint")}, "maxModelLen": longest}
     spec = {"model": model, "kvCache": kv_cache}
-    return Fleet(folder, (ONE_RANK, ONE_RANK), spec, PRESET, silence_seconds=10)
+    return Fleet(folder, (ONE_RANK, ONE_RANK), spec, preset=PRESET, silence_seconds=10)
 
 
 def pause(found: Fleet, drain_seconds: float, length: int, number: int) -> Pause:
