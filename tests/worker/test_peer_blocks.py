@@ -168,6 +168,7 @@ class Liar:
         self._context.term()
 
 
+@pytest.mark.parametrize("pair", [""], indirect=True)
 @pytest.mark.parametrize(
     "kind", ["damaged", "cut off", "another place", "no JSON", "no object", "silent", "gone"]
 )
@@ -202,6 +203,7 @@ def test_a_rank_that_answers_wrongly_or_not_at_all_costs_time_only(pair: Pair, k
     assert is_loaded(pair.read(0, (0, 5))), "the next read is not disturbed"
 
 
+@pytest.mark.parametrize("pair", [""], indirect=True)
 def test_further_reads_of_a_ticket_that_has_failed_end_at_once(pair: Pair) -> None:
     rank = Liar()
     try:
@@ -216,6 +218,7 @@ def test_further_reads_of_a_ticket_that_has_failed_end_at_once(pair: Pair) -> No
     assert [one.not_loaded for one in pair.reports] == [(0,), (1,), (2,)]
 
 
+@pytest.mark.parametrize("pair", [""], indirect=True)
 def test_a_read_is_called_off_with_its_epoch_and_reports_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +231,7 @@ def test_a_read_is_called_off_with_its_epoch_and_reports_nothing(
     assert pair.reports == []
 
 
+@pytest.mark.parametrize("pair", [""], indirect=True)
 @pytest.mark.parametrize(
     "question",
     [
