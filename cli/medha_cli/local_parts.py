@@ -156,6 +156,7 @@ def write_parts(
         trace_file=trace.absolute() if trace else None,
         log_level=log_level,
     )
+    peer_endpoint = "" if spec.kv_cache.peers is None else "tcp://127.0.0.1:*"
     ranks = (
         RankSettings(
             rank=rank,
@@ -163,7 +164,8 @@ def write_parts(
             model_directory=model,
             draft_directory=draft_directory(replica),
             disk_directory=_disk_directory(replica, files),
-            peer_endpoint="" if spec.kv_cache.peers is None else "tcp://127.0.0.1:*",
+            peer_endpoint=peer_endpoint,
+            peer_bytes_endpoint=peer_endpoint,
             accelerator=_accelerator(spec.resources),
             control=rank_control,
             tokens=rank_tokens,

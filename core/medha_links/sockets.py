@@ -1,4 +1,4 @@
-"""Encrypted sockets (CURVE, ZeroMQ RFC 26), and the choice of peers that may connect to them.
+"""Encrypted sockets (CURVE, ZeroMQ RFC 26), the choice of peers that may connect to them, and plain sockets for encrypted bytes.
 
 A link is a bound ROUTER and the DEALERs that connect to it. Its queues are unlimited: dropping a message
 would fork replicated state, and the open requests bound what waits. The size of a frame is limited: a larger
@@ -28,6 +28,8 @@ RECONNECT_MILLISECONDS = 100
 
 CONTROL_FRAME_BYTES = 64 * 2**20  # the largest control message is a step with everything it names
 TOKENS_FRAME_BYTES = 8 * 2**20  # ids come in pieces of 1 MiB
+
+_UNREAD_FRAME_BYTES = 4096  # for sockets that only send
 
 _DOMAIN = "medha"
 _FAILED = (
@@ -147,8 +149,29 @@ def connect(
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.CURVE_SERVERKEY, server)
     socket.setsockopt(zmq.RECONNECT_IVL, reconnect_milliseconds)
-    socket.connect(endpoint)
+    return _connected(opened, endpoint)
+
+
+def bind_plain(context: zmq.Context[_Socket], endpoint: str) -> Opened[_Socket]:
+    """Return a socket without encryption that only sends, and only bytes which are encrypted already.
+
+    Whoever has connected keeps its identity: nobody else takes it over.
+    """
+    opened = _open(context, zmq.ROUTER, _UNREAD_FRAME_BYTES, heartbeats=True)
+    opened.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    opened.socket.setsockopt(zmq.RCVHWM, 1)  # nobody reads what arrives
+    opened.socket.bind(endpoint)
     return opened
+
+
+def connect_plain(
+    context: zmq.Context[_Socket], endpoint: str, identity: bytes, *, largest_frame_bytes: int
+) -> Opened[_Socket]:
+    """Return a socket without encryption that only takes bytes, each of which must prove where it comes from."""
+    opened = _open(context, zmq.DEALER, largest_frame_bytes, heartbeats=True)
+    opened.socket.setsockopt(zmq.IDENTITY, identity)
+    opened.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
+    return _connected(opened, endpoint)
 
 
 def crosses_network(endpoint: str) -> bool:
@@ -169,6 +192,16 @@ def _open(
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MILLISECONDS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MILLISECONDS)
     return Opened(socket, Connections(socket))
+
+
+def _connected(opened: Opened[_Socket], endpoint: str) -> Opened[_Socket]:
+    """Return a socket that connects; close it if this is no endpoint, since an open one would keep its context from ending."""
+    try:
+        opened.socket.connect(endpoint)
+    except zmq.ZMQError:
+        opened.close(0)
+        raise
+    return opened
 
 
 class Authenticator:

@@ -76,6 +76,8 @@ class RankSettings(ReplicaPartSettings):
     """Directory in which each rank of the replica keeps the files of its disk tier; None: there is none."""
     peer_endpoint: str = ""
     """ZeroMQ endpoint at which this rank gives KV to ranks of other replicas; empty: it gives none, and takes none."""
+    peer_bytes_endpoint: str = ""
+    """ZeroMQ endpoint from which this KV goes encrypted over a plain socket; empty: all of it goes with the answers."""
     controller_key_file: Path
     """File of the controller's public key."""
 

@@ -222,15 +222,14 @@ def test_other_replicas_reach_the_ports_at_which_ranks_give_kv_and_no_others() -
         for one in pod({"accelerator": "none"}, **joined)["containers"][0]["ports"]
     }
     assert {name: port for name, port in ports.items() if name.startswith("peer")} == {
-        "peer-0": PEERS_PORT,
-        "peer-1": PEERS_PORT + 1,
+        f"peer-{at}": PEERS_PORT + at for at in range(4)
     }
     owner = Owner("a", "models", "1")
     spec = MedhaReplicaSpec.model_validate(
         {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}} | joined
     )
     rules = network_policy(owner, given_at=peer_ports(spec))["spec"]["ingress"]
-    assert rules[2]["ports"] == [{"protocol": "TCP", "port": PEERS_PORT, "endPort": PEERS_PORT + 1}]
+    assert rules[2]["ports"] == [{"protocol": "TCP", "port": PEERS_PORT, "endPort": PEERS_PORT + 3}]
     assert rules[2]["from"] == [
         {"podSelector": {"matchExpressions": [{"key": "medha.dev/replica", "operator": "Exists"}]}}
     ]

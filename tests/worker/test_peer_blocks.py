@@ -22,6 +22,7 @@ from medha_worker.model.kv_files import Rows
 from medha_worker.rank import peer_reader
 from medha_worker.rank.peer_reader import PeerReader
 from medha_worker.rank.peer_server import PIECE_BYTES, PeerServer
+from medha_worker.rank.sealed_bytes import SealedGiving
 
 BLOCK_BYTES, BLOCKS = 64 * 1024, 400
 IDENTITY, TICKET = "the same", "nobody guesses this"
@@ -45,9 +46,13 @@ class Memory:
 class Pair:
     """A rank that gives, and one that takes."""
 
-    def __init__(self, gives: PeerPlane = "sockets", takes: PeerPlane = "sockets") -> None:
+    def __init__(
+        self, gives: PeerPlane = "sockets", takes: PeerPlane = "sockets", bytes_endpoint: str = ""
+    ) -> None:
         self.source, self.target = Memory(1), Memory(2)
-        self.server = PeerServer("tcp://127.0.0.1:*", cast("HostBlocks", self.source), IDENTITY, gives)
+        self.server = PeerServer(
+            "tcp://127.0.0.1:*", cast("HostBlocks", self.source), IDENTITY, gives, bytes_endpoint
+        )
         self.reader = PeerReader(cast("HostBlocks", self.target), IDENTITY, time.monotonic, takes)
         self.reports: list[DiskReport] = []
         self.reader.begin_epoch(DiskReport(1, 0, 4), self.reports.append)
@@ -67,11 +72,11 @@ class Pair:
         self.server.close()
 
 
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+@pytest.fixture(params=["", "tcp://127.0.0.1:*"], ids=["with answers", "sealed"])
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(peer_reader, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(peer_reader, "UNKNOWN_SECONDS", 0.5)
-    pair = Pair()
+    pair = Pair(bytes_endpoint=request.param)
     yield pair
     pair.close()
 
@@ -163,6 +168,7 @@ class Liar:
         self._context.term()
 
 
+@pytest.mark.parametrize("pair", [""], indirect=True)
 @pytest.mark.parametrize(
     "kind", ["damaged", "cut off", "another place", "no JSON", "no object", "silent", "gone"]
 )
@@ -197,6 +203,7 @@ def test_a_rank_that_answers_wrongly_or_not_at_all_costs_time_only(pair: Pair, k
     assert is_loaded(pair.read(0, (0, 5))), "the next read is not disturbed"
 
 
+@pytest.mark.parametrize("pair", [""], indirect=True)
 def test_further_reads_of_a_ticket_that_has_failed_end_at_once(pair: Pair) -> None:
     rank = Liar()
     try:
@@ -211,6 +218,7 @@ def test_further_reads_of_a_ticket_that_has_failed_end_at_once(pair: Pair) -> No
     assert [one.not_loaded for one in pair.reports] == [(0,), (1,), (2,)]
 
 
+@pytest.mark.parametrize("pair", [""], indirect=True)
 def test_a_read_is_called_off_with_its_epoch_and_reports_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +231,7 @@ def test_a_read_is_called_off_with_its_epoch_and_reports_nothing(
     assert pair.reports == []
 
 
+@pytest.mark.parametrize("pair", [""], indirect=True)
 @pytest.mark.parametrize(
     "question",
     [
@@ -256,3 +265,82 @@ def test_whoever_does_not_know_the_key_of_the_socket_is_not_answered(pair: Pair)
     pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
     stranger = replace(pair.server.figures, public_key=KeyPair.new().public.decode())
     assert not is_loaded(pair.read(0, (0, 5), source=stranger))
+
+
+class SealedLiar:
+    """A rank that answers a question with a key, and sends bytes as it is told."""
+
+    def __init__(self, rank: Liar) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._rank, self._sealed = rank, SealedGiving(self._context, "tcp://127.0.0.1:*")
+        self.figures = replace(rank.figures, bytes_endpoint=self._sealed.endpoint)
+
+    def answer(self, kind: str) -> None:
+        assert self._rank.socket.poll(10_000)
+        peer, question = self._rank.socket.recv_multipart()
+        identity = json.loads(question)["sealed_to"]
+        rows = np.zeros((1, BLOCK_BYTES - (kind == "cut off")), dtype=np.uint8)
+        until = time.monotonic() + 10
+        while kind != "silent" and (key := self._sealed.send(identity, rows)) is None:
+            assert time.monotonic() < until, "the reader connects to the plain socket"
+        if kind in ("silent", "another key"):
+            key = "00" * 32
+        header = {"start": 0, "sealed": "none" if kind == "no key" else key}
+        self._rank.socket.send_multipart([peer, json.dumps(header).encode(), b""])
+
+    def close(self) -> None:
+        self._sealed.close()
+        self._context.term()
+
+
+@pytest.mark.parametrize("pair", [""], indirect=True)
+@pytest.mark.parametrize("kind", ["another key", "no key", "cut off", "silent"])
+def test_bytes_that_do_not_fit_the_key_of_their_answer_are_not_taken(pair: Pair, kind: str) -> None:
+    rank = Liar()
+    sealed = SealedLiar(rank)
+    before = pair.target.bytes.copy()
+    try:
+        pair.reader.learn(TICKET, sealed.figures)
+        pair.reader.submit(HostTierWork(reads=(ReadBlocks("", 0, 9, ((0, 1),), TICKET),)))
+        sealed.answer(kind)
+        assert pair.reader.drain(60)
+    finally:
+        sealed.close()
+        rank.close()
+    assert not is_loaded(pair.reports)
+    assert (pair.target.bytes == before).all()
+
+
+@pytest.mark.parametrize("pair", ["tcp://127.0.0.1:*"], indirect=True)
+@pytest.mark.parametrize("place", ["tcp://127.0.0.1:1", "no endpoint"])
+def test_bytes_come_with_answers_if_nobody_is_reached_at_the_plain_socket(pair: Pair, place: str) -> None:
+    pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
+    assert is_loaded(pair.read(0, (7, 5), source=replace(pair.server.figures, bytes_endpoint=place)))
+    assert (pair.target.bytes[7:12] == pair.source.bytes[:5]).all()
+
+
+def test_each_answer_has_a_key_of_its_own_and_its_bytes_are_not_readable_on_the_plain_socket() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    giving, plain = SealedGiving(context, "tcp://127.0.0.1:*"), context.socket(zmq.DEALER)
+    plain.setsockopt(zmq.IDENTITY, b"me")
+    plain.connect(giving.endpoint)
+    rows = np.zeros((2, 1024), dtype=np.uint8)
+    keys, sent = set(), set()
+    try:
+        until = time.monotonic() + 10
+        while (key := giving.send(b"me".hex(), rows)) is None:
+            assert time.monotonic() < until
+        keys.add(key)
+        keys.add(giving.send(b"me".hex(), rows))
+        for _ in range(2):
+            assert plain.poll(10_000)
+            sent.add(plain.recv())
+        assert giving.send(b"stranger".hex(), rows) is None
+        assert giving.send("", rows) is None
+        assert giving.send("no hexadecimal", rows) is None
+    finally:
+        plain.close(0)
+        giving.close()
+        context.term()
+    assert len(keys) == len(sent) == 2
+    assert not any(bytes(64) in one for one in sent)

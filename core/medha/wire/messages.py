@@ -860,6 +860,7 @@ class PeerFigures:
     endpoint: str
     public_key: str  # of the socket there, Z85
     identity: str  # digest of all that the content of its blocks depends on
+    bytes_endpoint: str = ""  # of a plain socket for bytes that are encrypted already; empty: there is none
 
 
 @dataclass(frozen=True, slots=True)

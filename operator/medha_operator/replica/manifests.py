@@ -28,7 +28,7 @@ node."""
 CONTROL_PORT = 5600
 TOKENS_PORT = 5601
 PEERS_PORT = 5610
-"""Port at which the first rank of a pod gives KV to other replicas; those of the others follow."""
+"""Port at which the first rank of a pod gives KV to other replicas; those of the others follow, and then one more for each, for bytes."""
 METRICS_PORT = 9400
 HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
@@ -159,10 +159,10 @@ def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
 
 
 def peer_ports(spec: MedhaReplicaSpec) -> range:
-    """Return the ports at which the ranks of a pod give KV to other replicas; empty if they give none."""
+    """Return the ports at which the ranks of a pod give KV to other replicas, two for each; empty if they give none."""
     if spec.kv_cache.peers is None or spec.router_ref is None:
         return range(0)
-    return range(PEERS_PORT, PEERS_PORT + spec.parallelism.tensor)
+    return range(PEERS_PORT, PEERS_PORT + 2 * spec.parallelism.tensor)
 
 
 def network_policy(

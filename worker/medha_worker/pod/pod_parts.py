@@ -155,6 +155,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
             draft_directory=_draft_directory(spec),
             disk_directory=_disk_directory(replica),
             peer_endpoint=_peer_endpoint(place, spec, tensor),
+            peer_bytes_endpoint=_peer_endpoint(place, spec, spec.parallelism.tensor + tensor),
             control=f"tcp://{host}:{CONTROL_PORT}",
             tokens=f"tcp://{host}:{TOKENS_PORT}",
             address=place.address,
@@ -172,11 +173,14 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
     return (controller_part(controller, place.run_directory),), tuple(ranks)
 
 
-def _peer_endpoint(place: Place, spec: MedhaReplicaSpec, tensor: int) -> str:
-    """Return where a rank of this pod gives KV to other replicas; empty if it gives none."""
+def _peer_endpoint(place: Place, spec: MedhaReplicaSpec, number: int) -> str:
+    """Return the endpoint of this number at which this pod gives KV to other replicas; empty if it gives none.
+
+    The first ones, as many as ranks, are for questions; the others are for bytes.
+    """
     if spec.kv_cache.peers is None or spec.router_ref is None:
         return ""
-    return f"tcp://{_bracketed(place.address)}:{PEERS_PORT + tensor}"
+    return f"tcp://{_bracketed(place.address)}:{PEERS_PORT + number}"
 
 
 def _disk_directory(replica: MedhaReplica) -> Path | None:

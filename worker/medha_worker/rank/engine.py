@@ -536,7 +536,9 @@ class Loaded:
             try:
                 if not self._content:
                     raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
-                self._peers = peer_blocks(settings.peer_endpoint, host, digest, spec.plane)
+                self._peers = peer_blocks(
+                    settings.peer_endpoint, host, digest, spec.plane, settings.peer_bytes_endpoint
+                )
             except (OSError, zmq.ZMQError) as error:
                 _log.warning("no KV is handed over to other replicas, nor taken from them: %s", error)
                 return None

@@ -2,7 +2,7 @@
 
 Steps hand over which blocks of a ticket go to which host blocks (`medha.kv.lane_replay`), and each rank reads its part from
 the same rank of the other replica (`peer_server`). The thread reports what came of it, in the form of reads from files.
-Bytes reach a host block only after their checksum was verified. Host blocks that are being read into keep their owner
+Bytes reach a host block only after their checksum, or the tag of their encryption, was verified. Host blocks that are being read into keep their owner
 until all ranks have reported.
 """
 
@@ -33,6 +33,7 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import Rows
 from medha_worker.rank.peer_plane import PlaneFailed, plane
 from medha_worker.rank.peer_server import PIECE_BYTES, UNKNOWN, PeerServer, piece_bytes, pieces_of
+from medha_worker.rank.sealed_bytes import NotSealed, SealedTaking
 
 SILENT_SECONDS = 3.0
 """Time without an answer after which the other replica counts as lost."""
@@ -187,18 +188,32 @@ class PeerReader:
             )
         except zmq.ZMQError as error:
             raise PeerFailed(f"{source.endpoint:.80} is no place to connect to: {error}") from error
+        sealed: SealedTaking | None = None
         try:
+            if source.bytes_endpoint and not self._plane.name:
+                sealed = self._connect_sealed(source.bytes_endpoint)
             place_rows(
                 self.host,
                 job.read.slots,
                 max(1, PIECE_BYTES // self.host.block_bytes),
-                self._pieces(job, opened.socket, source.endpoint),
+                self._pieces(job, opened.socket, sealed, source.endpoint),
                 lambda: self._guard(job),
             )
         finally:
             opened.close(0)
+            if sealed:
+                sealed.close()
 
-    def _pieces(self, job: _Job, socket: zmq.Socket[bytes], where: str) -> Iterator[Rows]:
+    def _connect_sealed(self, endpoint: str) -> SealedTaking | None:
+        """Return a plain socket for encrypted bytes; None if this is no place to connect to, so that they come with answers."""
+        try:
+            return SealedTaking(self._context, endpoint, piece_bytes(self.host.block_bytes))
+        except zmq.ZMQError:
+            return None
+
+    def _pieces(
+        self, job: _Job, socket: zmq.Socket[bytes], sealed: SealedTaking | None, where: str
+    ) -> Iterator[Rows]:
         """Yield the blocks of a job in order, verified, a few at a time.
 
         Raises:
@@ -214,7 +229,7 @@ class PeerReader:
         def ask(start: int, count: int) -> None:
             question = {
                 "ticket": read.ticket, "identity": self._identity, "start": read.start + start, "count": count,
-                "plane": self._plane.name,
+                "plane": self._plane.name, "sealed_to": sealed.identity if sealed else "",
             }  # fmt: skip
             socket.send(json.dumps(question).encode())
             asked.append((start, count))
@@ -233,26 +248,40 @@ class PeerReader:
             is_known = True
             for further in islice(pieces, _IN_FLIGHT - len(asked)):
                 ask(*further)
+            if header.get("start") != read.start + start:
+                raise PeerFailed(f"{where} has answered with other blocks than were asked for")
+            size_bytes = count * self.host.block_bytes
+            if sealed and isinstance(key := header.get("sealed"), str):
+                yield self._unsealed(job, sealed, key, size_bytes, where).reshape(count, -1)
+                continue
             if isinstance(offered := header.get("offered"), dict):
                 try:
-                    payload = self._plane.take(offered, count * self.host.block_bytes)
+                    payload = self._plane.take(offered, size_bytes)
                 except PlaneFailed as error:
                     raise PeerFailed(f"{where}: {error!s:.200}") from error
-            if header.get("start") != read.start + start or len(payload) != count * self.host.block_bytes:
+            if len(payload) != size_bytes:
                 raise PeerFailed(f"{where} has answered with other blocks than were asked for")
             rows = np.frombuffer(payload, dtype=np.uint8).reshape(count, -1)
             if header.get("checksums") != [crc32(row.data) for row in rows]:
                 raise PeerFailed(f"{where}: a block does not match its checksum")
             yield rows
 
+    def _unsealed(self, job: _Job, sealed: SealedTaking, key: str, size_bytes: int, where: str) -> Rows:
+        """Return bytes that come over the plain socket; their tag verifies more than checksums would."""
+        until = self._clock() + SILENT_SECONDS
+        try:
+            while (taken := sealed.take(key, size_bytes, _POLL_MILLISECONDS)) is None:
+                self._wait_until(until, job, where)
+        except NotSealed as error:
+            raise PeerFailed(f"{where}: {error}") from error
+        return taken
+
     def _received(
         self, job: _Job, socket: zmq.Socket[bytes], where: str
     ) -> tuple[dict[str, object], memoryview]:
         until = self._clock() + SILENT_SECONDS
         while not socket.poll(_POLL_MILLISECONDS):
-            self._wait(job, 0.0)
-            if self._clock() >= until:
-                raise PeerFailed(f"{where} has not answered for {SILENT_SECONDS:g} s")
+            self._wait_until(until, job, where)
         try:
             text, payload = socket.recv_multipart(copy=False)
             header = json.loads(text.bytes)
@@ -261,6 +290,12 @@ class PeerReader:
         if not isinstance(header, dict):
             raise PeerFailed(f"{where} has answered with what is no answer")
         return header, payload.buffer
+
+    def _wait_until(self, until: float, job: _Job, where: str) -> None:
+        """Go on waiting for what another rank sends, if it is not too late and the job is still on."""
+        self._wait(job, 0.0)
+        if self._clock() >= until:
+            raise PeerFailed(f"{where} has not answered for {SILENT_SECONDS:g} s")
 
     def _wait(self, job: _Job, seconds: float) -> None:
         with self._condition:
@@ -287,11 +322,13 @@ class PeerBlocks:
         self.server.close()
 
 
-def peer_blocks(endpoint: str, host: HostBlocks, identity: str, plane_name: PeerPlane) -> PeerBlocks:
+def peer_blocks(
+    endpoint: str, host: HostBlocks, identity: str, plane_name: PeerPlane, bytes_endpoint: str = ""
+) -> PeerBlocks:
     """Begin to give and take blocks; over sockets if the plane of this name cannot be opened here.
 
     Raises:
-        zmq.ZMQError: the endpoint cannot be bound.
+        zmq.ZMQError: an endpoint cannot be bound.
     """
     try:
         reader = PeerReader(host, identity, time.perf_counter, plane_name)
@@ -302,7 +339,7 @@ def peer_blocks(endpoint: str, host: HostBlocks, identity: str, plane_name: Peer
         plane_name = "sockets"
         reader = PeerReader(host, identity, time.perf_counter)
     try:
-        return PeerBlocks(PeerServer(endpoint, host, identity, plane_name), reader)
+        return PeerBlocks(PeerServer(endpoint, host, identity, plane_name, bytes_endpoint), reader)
     except zmq.ZMQError:
         reader.close()
         raise

@@ -31,6 +31,7 @@ from medha_links.sockets import bind
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_files import Rows
 from medha_worker.rank.peer_plane import plane
+from medha_worker.rank.sealed_bytes import SealedGiving
 
 PIECE_BYTES = 4 * 2**20
 """Most bytes of one answer, unless a block is larger: for so long a step may wait that voids a ticket."""
@@ -46,29 +47,41 @@ class PeerServer:
     """The socket and the plane of one rank, the tickets that are good there, and the thread that answers."""
 
     def __init__(
-        self, endpoint: str, host: HostBlocks, identity: str, plane_name: PeerPlane = "sockets"
+        self,
+        endpoint: str,
+        host: HostBlocks,
+        identity: str,
+        plane_name: PeerPlane = "sockets",
+        bytes_endpoint: str = "",
     ) -> None:
-        """Bind the endpoint; `identity` is a digest of all that the content of blocks depends on.
+        """Bind the endpoints; `identity` is a digest of all that the content of blocks depends on.
+
+        Without `bytes_endpoint`, no bytes go over a plain socket.
 
         Raises:
             PlaneFailed: the plane of this name cannot be opened.
-            zmq.ZMQError: the endpoint cannot be bound.
+            zmq.ZMQError: an endpoint cannot be bound.
         """
         self._host, self._identity = host, identity
         self._plane_name = plane_name
         self._plane = plane(plane_name).giving(piece_bytes(host.block_bytes))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys = KeyPair.new()
+        self._sealed: SealedGiving | None = None
         try:
             self._opened = bind(
                 self._context, endpoint, keys, largest_frame_bytes=_REQUEST_BYTES, admits_all=True
             )
+            if bytes_endpoint:
+                self._sealed = SealedGiving(self._context, bytes_endpoint)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             self._plane.close()
             raise
         bound = self._opened.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.figures = PeerFigures(bound, keys.public.decode(), identity)
+        self.figures = PeerFigures(
+            bound, keys.public.decode(), identity, self._sealed.endpoint if self._sealed else ""
+        )
         self._lock = threading.Lock()
         self._tickets: dict[str, tuple[Run, ...]] = {}
         self._closing = False
@@ -99,6 +112,8 @@ class PeerServer:
         self._closing = True
         self._thread.join()
         self._opened.close(0)
+        if self._sealed:
+            self._sealed.close()
         self._context.term()
         self._plane.close()
 
@@ -141,6 +156,8 @@ class PeerServer:
             found = self._rows(runs)
         if len(found) != count:
             return number | {"error": f"the ticket has no blocks {start}+{count}"}, nothing
+        if self._sealed and (key := self._sealed.send(str(asked.get("sealed_to", "")), found)):
+            return number | {"sealed": key}, nothing
         number |= {"checksums": [crc32(row.data) for row in found]}
         offered = self._plane.offer(found) if asked.get("plane") == self._plane_name else None
         if offered is None:
