@@ -24,11 +24,13 @@ from medha_worker.rank.engine import Loaded, load
 from medha_worker.rank.step_recorder import StepRecorder
 
 
-def loaded(folder: Path, *, rank: int = 0, stages: int = 1, **speculation: object) -> Loaded:
+def loaded(
+    folder: Path, *, rank: int = 0, stages: int = 1, kv_dtype: str = "auto", **speculation: object
+) -> Loaded:
     tiers = {"host": {"size": "384Ki"}, "peers": {"bandwidth": "1Gi"}}
     document = {
         "model": {"name": "m", "source": {"path": "/models/tiny"}, "maxModelLen": 128},
-        "kvCache": {"size": "384Ki", "tiers": tiers},
+        "kvCache": {"size": "384Ki", "tiers": tiers, "dtype": kv_dtype},
         "parallelism": {"stream": stages},
         "scheduling": {"maxChunkTokens": 32, "maxRunning": 4, "speculation": speculation},
         "threads": 1,
@@ -78,6 +80,13 @@ def test_copies_of_a_checkpoint_exchange_kv_and_other_weights_do_not(folder: Pat
     os.utime(folder / "copy" / "model.safetensors", (1, 1))
     one, copy, other = (identity(loaded(folder / name)) for name in ("one", "copy", "other"))
     assert one == copy != other
+
+
+def test_kv_in_fp8_is_other_kv(folder: Path) -> None:
+    rounded, again, full = (
+        identity(loaded(folder / "one", kv_dtype=dtype)) for dtype in ("fp8", "fp8", "auto")
+    )
+    assert rounded == again != full
 
 
 def test_replicas_with_and_without_a_prediction_head_exchange_no_kv(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ TOLERANCES = {
     "fp8-kv": 0.3,
 }
 WEIGHT_ONLY = 1e-4
+DISTANCES = {"w8": 0.06, "fp8": 0.25, "w4": 0.55, "awq": 0.45, "gptq": 0.45}
+"""Bounds of the root mean square of the errors of logits, by how the name of a format begins."""
+LEAST_AGREEMENT = 0.97
 EXPERTS = (
     "fp8-block deepseek_v3",
     "fp8-block-ue8m0 deepseek_v3",
@@ -98,3 +101,24 @@ def test_greedy_text_of_64_tokens_is_that_of_the_rounded_model(
     tolerance = tolerance_of(name)
     assert float(behind.max()) <= (0.0 if tolerance == WEIGHT_ONLY else tolerance)
     assert len(set(text[30:].tolist())) > 8
+
+
+@pytest.mark.parametrize("name", sorted(QUANTISATIONS))
+def test_logits_are_as_far_from_full_precision_as_documented_and_best_tokens_are_those_of_the_rounded_model(
+    name: str, tmp_path: Path
+) -> None:
+    """The standard deviation of the logits is 1.3; docs/quantisation.md has the distances."""
+    reference, tokens = save_reference(tmp_path, "llama"), random_tokens(300)
+    with torch.inference_mode():
+        full = reference(tokens[None]).logits[0]
+    quantise_checkpoint(tmp_path, reference, with_sizes(name, 16))
+    config = ModelConfig.from_directory(tmp_path)
+    found = run_chunks(
+        load_model(tmp_path, config, kernels=kernels_of_a_rank(config)), tokens, [tokens.numel()]
+    )
+    with torch.inference_mode():
+        wanted = reference(tokens[None]).logits[0]
+    (bound,) = [bound for start, bound in DISTANCES.items() if name.startswith(start)]
+    assert bound / 10 < float((found - full).square().mean().sqrt()) <= bound
+    agreement = float((found.argmax(-1) == wanted.argmax(-1)).float().mean())
+    assert agreement >= (1.0 if tolerance_of(name) == WEIGHT_ONLY else LEAST_AGREEMENT)
