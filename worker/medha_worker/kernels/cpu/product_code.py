@@ -52,6 +52,16 @@ class ProductSizes:
         return _BLOCK_FLOATS // self.panel_columns
 
     @property
+    def panel_lines(self) -> int:
+        """Cache lines of a row of a panel."""
+        return self.panel_columns // _CACHE_LINE_FLOATS
+
+    @property
+    def fetched_lines(self) -> tuple[int, ...]:
+        """Cache lines that may be prefetched for each value of the sum: all of a row, a half, and so on, or none."""
+        return (*(self.panel_lines >> halved for halved in range(self.panel_lines.bit_length())), 0)
+
+    @property
     def tile_floats(self) -> int:
         """Floats of the largest result that is computed in registers."""
         return self.target.rows * self.panel_columns
@@ -103,7 +113,11 @@ class _Emitter:
 
     def __init__(self, module: ir.Module, target: Target) -> None:
         self.module, self.target, self.sizes = module, target, ProductSizes(target)
-        self.multiply = {rows: self._multiply(rows) for rows in range(1, target.rows + 1)}
+        self.multiply = {
+            (rows, lines): self._multiply(rows, lines)
+            for rows in range(1, target.rows + 1)
+            for lines in self.sizes.fetched_lines
+        }
         self._emit("product", self._copy_rows(), is_transposed=False)
         self._emit("product_transposed", self._copy_transposed(), is_transposed=True)
         self._emit_row()
@@ -113,18 +127,18 @@ class _Emitter:
         function.linkage = "internal"
         return function
 
-    def _multiply(self, rows: int) -> ir.Function:
+    def _multiply(self, rows: int, fetched_lines: int) -> ir.Function:
         """Emit the product of a few rows and a block.
 
-        `f(x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, ahead_stride,
-        ahead_step)`: out
-        [rows, panel columns] = base + x [rows, inner] @ block [inner, panel columns]. As many lines from `ahead` on are prefetched
-        as there are in the block. `base` may be `out`.
+        `f(x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, ahead_stride)`: out
+        [rows, panel columns] = base + x [rows, inner] @ block [inner, panel columns]. So many cache lines are prefetched for
+        each value of the sum, from `ahead` on. `base` may be `out`.
         """
         lanes, columns = self.target.lanes, range(0, self.sizes.panel_columns, self.target.lanes)
         strided = (POINTER, INT64)
-        function = self._function(f"multiply_{rows}", *strided * 2, INT64, *strided * 3, INT64)
-        x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, *ahead_steps = (
+        name = f"multiply_{rows}_{fetched_lines}"
+        function = self._function(name, *strided * 2, INT64, *strided * 3)
+        x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, ahead_stride = (
             function.args
         )
         code = VectorBuilder(function, lanes)
@@ -133,9 +147,13 @@ class _Emitter:
         with code.counting(0, inner, 1, [code.same(0.0) for _ in places]) as loop:
             first = code.times(loop.index, block_stride)
             weights = {column: code.vector(block, code.plus(first, column)) for column in columns}
-            fetched = code.times(loop.index, ahead_steps[0])
-            for line in range(self.sizes.panel_columns // _CACHE_LINE_FLOATS):
-                code.prefetch(ahead, code.plus(fetched, code.times(ahead_steps[1], line)))
+            if fetched_lines:
+                parts = self.sizes.panel_lines // fetched_lines  # of a row, one in each iteration
+                fetched = code.times(code.udiv(loop.index, code.number(parts)), ahead_stride)
+                first_line = code.times(code.urem(loop.index, code.number(parts)), fetched_lines)
+                fetched = code.plus(fetched, code.times(first_line, _CACHE_LINE_FLOATS))
+                for line in range(fetched_lines):
+                    code.prefetch(ahead, code.plus(fetched, line * _CACHE_LINE_FLOATS))
             for row, source in enumerate(sources):
                 value = code.splat(code.one(source, loop.index))
                 for column in columns:
@@ -213,7 +231,7 @@ class _Emitter:
             # A matrix that is read once or twice is multiplied where it lies: a copy would take longer.
             is_short = code.icmp_signed("<=", groups, code.number(0 if is_transposed else 2))
             is_direct = code.and_(is_whole, is_short)
-            ahead_step = code.udiv(code.number(_CACHE_LINE_FLOATS), groups)
+            lines = self._fetched_by_each(code, groups)
             with code.counting(0, inner, self.sizes.block_inner) as part:
                 depth = code.smaller(code.sub(inner, part.index), self.sizes.block_inner)
                 source = weight.part(code, part.index, column)
@@ -241,12 +259,15 @@ class _Emitter:
                     old, new = before.part(code, row, column), out.part(code, row, column)
                     # The columns of the last panel that are not there must not be written.
                     read, written = _chosen(code, is_whole, old, zeros), _chosen(code, is_whole, new, tile)
-                    ahead = code.at(following, code.udiv(code.times(group.index, width), groups))
+                    each = code.times(lines, self.sizes.block_inner // self.sizes.panel_lines)
+                    fetched = code.times(group.index, each)
+                    has_more = code.icmp_signed("<", fetched, code.number(self.sizes.block_inner))
+                    ahead = code.at(following, code.times(fetched, stride))
                     arguments = [
                         x.part(code, row, part.index).start, call["x_stride"], read_block, block_step, depth,
-                        read.start, read.row_step, written.start, written.row_step, ahead, stride, ahead_step,
+                        read.start, read.row_step, written.start, written.row_step, ahead, stride,
                     ]  # fmt: skip
-                    self._call_for(code, count, arguments)
+                    self._call_for(code, count, code.select(has_more, lines, code.number(0)), arguments)
                     with (
                         code.if_then(code.not_(is_whole)),
                         code.counting(0, count) as at_row,
@@ -304,13 +325,27 @@ class _Emitter:
                     code.put(total, out, code.plus(column, at.index))
         code.ret_void()
 
-    def _call_for(self, code: VectorBuilder, count: ir.Value, arguments: list[ir.Value]) -> None:
-        """Emit the call of `multiply` for so many rows."""
+    def _fetched_by_each(self, code: VectorBuilder, groups: ir.Value) -> ir.Value:
+        """Return how many cache lines each group of rows prefetches for a value of the sum, so that all share the next block.
+
+        A line that is prefetched twice would take the place of one that is still to come.
+        """
+        lines = code.number(self.sizes.panel_lines)
+        for some in self.sizes.fetched_lines[1:-1]:
+            is_enough = code.icmp_signed("<=", code.number(self.sizes.panel_lines // some), groups)
+            lines = code.select(is_enough, code.number(some), lines)
+        return lines
+
+    def _call_for(
+        self, code: VectorBuilder, count: ir.Value, lines: ir.Value, arguments: list[ir.Value]
+    ) -> None:
+        """Emit the call of `multiply` for so many rows and prefetched lines."""
         done = code.append_basic_block("multiplied")
-        switch = code.switch(count, done)
-        for rows, multiply in self.multiply.items():
-            case = code.append_basic_block(f"of_{rows}")
-            switch.add_case(code.number(rows), case)
+        most = max(self.sizes.fetched_lines) + 1
+        switch = code.switch(code.plus(code.times(count, most), lines), done)
+        for (rows, fetched), multiply in self.multiply.items():
+            case = code.append_basic_block(f"of_{rows}_{fetched}")
+            switch.add_case(code.number(rows * most + fetched), case)
             code.position_at_end(case)
             code.call(multiply, arguments)
             code.branch(done)
