@@ -121,10 +121,10 @@ def test_torch_multiplies_by_a_packed_weight_as_by_its_numbers(ours: CompiledPro
     assert torch.equal(*totals)
 
 
-def test_weights_that_do_not_fill_panels_or_share_memory_with_an_embedding_are_not_packed(
+def test_weights_that_are_empty_do_not_fill_panels_or_share_memory_with_an_embedding_are_not_packed(
     ours: CompiledProducts,
 ) -> None:
-    for weight in (normal(64, 100), normal(128, 64).t(), normal(2, 64, 128)):
+    for weight in (normal(64, 100), normal(128, 64).t(), normal(2, 64, 128), normal(64, 0)):
         assert ours.pack(weight) is weight
 
 

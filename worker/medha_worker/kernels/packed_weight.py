@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -14,15 +14,18 @@ class PackedWeight:
 
     Attributes:
         panels: The columns of each panel, [panels, inner, columns of a panel], contiguous.
+        shape: Numbers of inputs and outputs.
+        address: Address of the first number. Asking a tensor for it takes longer.
     """
 
     panels: torch.Tensor
+    shape: tuple[int, int] = field(init=False)
+    address: int = field(init=False)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Numbers of inputs and outputs."""
+    def __post_init__(self) -> None:
         panels, inner, width = self.panels.shape
-        return inner, panels * width
+        object.__setattr__(self, "shape", (inner, panels * width))
+        object.__setattr__(self, "address", self.panels.data_ptr())
 
     def numbers(self) -> torch.Tensor:
         """Return a copy of the weight as a matrix, [inner, columns]."""

@@ -23,6 +23,7 @@ class CompiledProducts:
         self._team = team
         target = Target.of_host()
         self._sizes = ProductSizes(target)
+        self._panel_columns = self._sizes.panel_columns
         compiled = compiled_products(target)
         self._products = [team.function(compiled, name) for name in ("product", "product_transposed")]
         self._packed_product = team.function(compiled, "packed_product")
@@ -30,6 +31,7 @@ class CompiledProducts:
         self._scratch = torch.empty(0)
         self._huge_pages = HugePages()
         self._zeros = torch.zeros(self._sizes.zeros)
+        self._nothing = self._zeros.data_ptr(), 0, 0  # is added to a product
 
     def product(
         self,
@@ -41,7 +43,7 @@ class CompiledProducts:
         if out is None:
             out = torch.empty(x.shape[0], weight.shape[1])
         if bias is None:
-            self._run(x, weight, (self._zeros.data_ptr(), 0, 0), out)
+            self._run(x, weight, self._nothing, out)
         else:
             self._run(x, weight, (bias.data_ptr(), 0, 1), out)
         return out
@@ -56,7 +58,7 @@ class CompiledProducts:
         with an embedding.
         """
         width = self._sizes.panel_columns
-        if weight.dim() != 2 or weight.shape[1] % width or weight.stride(1) != 1:
+        if weight.dim() != 2 or not weight.numel() or weight.shape[1] % width or weight.stride(1) != 1:
             return weight
         inner, columns = weight.shape
         panels = self._huge_pages.take(columns // width, inner, width)
@@ -68,36 +70,29 @@ class CompiledProducts:
     ) -> None:
         """Compute out = base + x @ weight; `base` has the address and the steps between rows and columns."""
         rows, inner = x.shape
-        columns = weight.shape[1]
-        assert weight.shape[0] == inner
+        wanted_inner, columns = weight.shape
+        assert wanted_inner == inner
         assert out.shape == (rows, columns)
-        assert x.stride(1) == out.stride(1) == 1
+        (x_stride, x_step), (out_stride, out_step) = x.stride(), out.stride()
+        assert x_step == out_step == 1
+        threads = self._team.grow(torch.get_num_threads())
+        tasks = -(-columns // self._panel_columns) * -(-rows // CHUNK_ROWS)
+        parts = min(tasks, threads * _PARTS_PER_THREAD if threads > 1 else 1)
         if isinstance(weight, PackedWeight):
-            self._run_packed(x, weight.panels, base, out)
+            fields = (
+                rows, inner, columns, x.data_ptr(), x_stride, weight.address, inner * self._panel_columns,
+                *base, out.data_ptr(), out_stride, 0, 0,
+            )  # fmt: skip
+            self._packed_product(fields, parts)
             return
         is_transposed = weight.stride(1) != 1
         assert weight.stride(0 if is_transposed else 1) == 1
-        tasks = -(-columns // self._sizes.panel_columns) * -(-rows // CHUNK_ROWS)
-        threads = self._team.grow(torch.get_num_threads())
         if self._scratch.shape[0] < threads:
             self._scratch = torch.zeros(threads, self._sizes.scratch_floats)
         fields = (
-            rows, inner, columns, x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(int(is_transposed)),
-            *base, out.data_ptr(), out.stride(0), self._scratch.data_ptr(), self._scratch.stride(0),
+            rows, inner, columns, x.data_ptr(), x_stride, weight.data_ptr(), weight.stride(int(is_transposed)),
+            *base, out.data_ptr(), out_stride, self._scratch.data_ptr(), self._scratch.stride(0),
         )  # fmt: skip
-        parts = min(tasks, threads * _PARTS_PER_THREAD if threads > 1 else 1)
         fills_vectors = columns % self._sizes.target.lanes == 0
         is_alone = rows == 1 and not is_transposed and fills_vectors
         (self._row_product if is_alone else self._products[is_transposed])(fields, parts)
-
-    def _run_packed(
-        self, x: torch.Tensor, panels: torch.Tensor, base: tuple[int, int, int], out: torch.Tensor
-    ) -> None:
-        rows, (count, inner, width) = x.shape[0], panels.shape
-        threads = self._team.grow(torch.get_num_threads())
-        fields = (
-            rows, inner, count * width, x.data_ptr(), x.stride(0), panels.data_ptr(), inner * width,
-            *base, out.data_ptr(), out.stride(0), 0, 0,
-        )  # fmt: skip
-        tasks = count * -(-rows // CHUNK_ROWS)
-        self._packed_product(fields, min(tasks, threads * _PARTS_PER_THREAD if threads > 1 else 1))
