@@ -7,8 +7,8 @@ The products are those of several layers, whose weights together do not fit the 
 preset, and of the shapes of Llama 3.2 1B. Rows are decodes up to 32, and a chunk from 128 on. All ways take turns in
 each round:
 
-* `compiled`  the kernels that a rank runs, on their own team of threads;
-* `openmp`    the same code on the threads of torch's OpenMP, which wait for each other at the end of each product;
+* `compiled`  the kernels that a rank runs, on their own team of threads, by weights that are packed as a rank packs them;
+* `openmp`    the same on the threads of torch's OpenMP, which wait for each other at the end of each product;
 * `mm`        torch, by weights that are kept as [in, out];
 * `linear`    torch, by weights that are kept as [out, in], as in transformers.
 
@@ -138,9 +138,12 @@ def measure(shape: str, rows: int, rounds: int) -> dict[str, float]:
     def all_by(product: Callable[..., object]) -> Callable[[], object]:
         return lambda: [product(x[len(weight)], weight) for weight in weights]
 
+    compiled = CompiledProducts(HelperTeam())
+    openmp = CompiledProducts(OpenMPTeam())
+    packed = [compiled.pack(weight) for weight in weights]
     calls = {
-        "compiled": all_by(CompiledProducts(HelperTeam()).product),
-        "openmp": all_by(CompiledProducts(OpenMPTeam()).product),
+        "compiled": lambda: [compiled.product(x[weight.shape[0]], weight) for weight in packed],
+        "openmp": lambda: [openmp.product(x[weight.shape[0]], weight) for weight in packed],
         "mm": all_by(torch.mm),
         "linear": lambda: [torch.nn.functional.linear(x[weight.shape[1]], weight) for weight in turned],
     }

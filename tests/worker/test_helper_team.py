@@ -24,7 +24,11 @@ def code_of(function: ir.Function) -> VectorBuilder:
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    """`count`: adds 1 to the number of its part. `meet`: parts wait for each other at the first number, and write their threads."""
+    """Compile functions of calls.
+
+    `count`: adds 1 to the number of its part. `meet`: parts wait for each other at the first number, and write their threads.
+    `linger`: the caller's parts end when a helper has begun one, which takes long.
+    """
     module = ir.Module("test_helper_team")
     count = ir.Function(module, PART, "count")
     code = code_of(count)
@@ -46,12 +50,32 @@ def compiled() -> Compiled:
     code.cbranch(code.icmp_signed("<", here, parts), wait, end)
     code.position_at_end(end)
     code.ret_void()
+    linger = ir.Function(module, PART, "linger")
+    code = code_of(linger)
+    call, _, _, thread = linger.args
+    numbers = code.inttoptr(code.one(call, 0, INT64), POINTER)
+    is_caller = code.icmp_signed("==", thread, code.number(0))
+    own, wait, help_, end = (code.append_basic_block(name) for name in ("own", "wait", "help", "end"))
+    code.cbranch(is_caller, own, help_)
+    code.position_at_end(own)
+    code.branch(wait)
+    code.position_at_end(wait)
+    begun = code.load_atomic(numbers, "seq_cst", 8, typ=INT64)
+    code.cbranch(code.icmp_signed("==", begun, code.number(0)), wait, end)
+    code.position_at_end(help_)
+    code.atomic_rmw("add", numbers, code.number(1), "seq_cst")
+    with code.counting(0, 1 << 20):
+        code.atomic_rmw("add", code.at(numbers, 1, INT64), code.number(1), "seq_cst")
+    code.branch(end)
+    code.position_at_end(end)
+    code.ret_void()
     return Compiled(module)
 
 
 @pytest.fixture
 def team() -> Iterator[HelperTeam]:
-    yield HelperTeam()
+    """A team that always asks its helpers."""
+    yield HelperTeam(alone_seconds=0.0)
     gc.collect()
 
 
@@ -88,6 +112,27 @@ def test_a_helper_that_does_not_run_delays_nothing(
     for _ in range(10):
         team.function(compiled, "count")([counts.ctypes.data], 7)
     assert counts[:7].tolist() == [10] * 7
+
+
+def test_a_caller_that_had_to_wait_for_a_helper_computes_alone_for_a_while(compiled: Compiled) -> None:
+    now = 0.0
+    team = HelperTeam(alone_seconds=1.0, clock=lambda: now)
+    team.grow(2)
+    linger, meet = team.function(compiled, "linger"), team.function(compiled, "meet")
+    numbers = np.zeros(3, dtype=np.int64)
+    for _ in range(100):  # a caller that is interrupted itself may not notice
+        if not team.is_alone:
+            numbers[:] = 0
+            linger([numbers.ctypes.data], MOST_PARTS)
+    assert team.is_alone
+    numbers[:] = 1, 0, 0
+    linger([numbers.ctypes.data], MOST_PARTS)
+    assert numbers.tolist() == [1, 0, 0]
+    now = 1.0
+    assert not team.is_alone
+    numbers[:] = 0
+    meet([numbers.ctypes.data], 2)  # it ends when two threads are in it
+    assert sorted(numbers[1:].tolist()) == [0, 1]
 
 
 def test_the_helpers_of_a_team_that_is_not_used_any_more_end() -> None:

@@ -8,10 +8,14 @@ import torch
 from medha_worker.kernels.cpu.compiled_products import CompiledProducts
 from medha_worker.kernels.cpu.helper_team import HelperTeam
 from medha_worker.kernels.cpu.host_compiler import Target
+from medha_worker.kernels.cpu.huge_pages import HugePages
 from medha_worker.kernels.cpu.product_code import CHUNK_ROWS
+from medha_worker.kernels.packed_weight import PackedWeight
+from medha_worker.kernels.torch_products import TorchProducts
 
 TARGETS = {"avx512": Target(16, 4, 6), "avx2": Target(8, 2, 6), "others": Target(4, 4, 4)}
 ROWS = (1, 2, 6, 7, 32, CHUNK_ROWS + 3)
+PACKED_ROWS = (0, 1, 2, 3, 7, 13, 25, CHUNK_ROWS + 3)
 # Inner and columns: whole blocks and panels, and parts of them.
 SIZES = ((512, 768), (1408, 128), (131, 100), (5, 17), (1, 1))
 
@@ -82,6 +86,58 @@ def test_a_row_gets_the_same_bits_alone_and_among_others_in_every_layout(
     for part in (slice(0, 1), slice(5, 7), slice(3, 36), slice(190, 399)):
         for same in (weight, weight.t().contiguous().t()):
             assert torch.equal(ours.product(x[part], same), everything[part])
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_a_packed_weight_gives_the_same_bits_for_any_rows_and_targets(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "of_host", classmethod(lambda _: target))
+    ours = CompiledProducts(HelperTeam())
+    x, added = normal(max(PACKED_ROWS), 300), normal(max(PACKED_ROWS), 448, seed=2)
+    for columns in (64, 448):
+        weight, bias = normal(300, columns, seed=1), normal(columns, seed=3)
+        packed = ours.pack(weight)
+        assert isinstance(packed, PackedWeight)
+        assert packed.shape == weight.shape
+        assert torch.equal(packed.numbers(), weight)
+        for rows in PACKED_ROWS:
+            some = x[:rows]
+            assert torch.equal(ours.product(some, packed), ours.product(some, weight))
+            assert torch.equal(ours.product(some, packed, bias), ours.product(some, weight, bias))
+            totals = [added[:rows, :columns].clone() for _ in range(2)]
+            for total, form in zip(totals, (weight, packed), strict=True):
+                ours.add_product(total, some, form)
+            assert torch.equal(*totals)
+
+
+def test_torch_multiplies_by_a_packed_weight_as_by_its_numbers(ours: CompiledProducts) -> None:
+    x, weight = normal(3, 96), normal(96, 128, seed=1)
+    packed, torchs = ours.pack(weight), TorchProducts()
+    assert torch.equal(torchs.product(x, packed), torchs.product(x, weight))
+    totals = torch.zeros(2, 3, 128)
+    for total, form in zip(totals, (weight, packed), strict=True):
+        torchs.add_product(total, x, form)
+    assert torch.equal(*totals)
+
+
+def test_weights_that_are_empty_do_not_fill_panels_or_share_memory_with_an_embedding_are_not_packed(
+    ours: CompiledProducts,
+) -> None:
+    for weight in (normal(64, 100), normal(128, 64).t(), normal(2, 64, 128), normal(64, 0)):
+        assert ours.pack(weight) is weight
+
+
+def test_packed_weights_lie_one_behind_the_other_and_outlive_what_packed_them() -> None:
+    pages = HugePages()
+    first, second, wide = pages.take(3, 5), pages.take(1024), pages.take(17 << 20)
+    assert second.data_ptr() - first.data_ptr() == 4096
+    assert not any(part.any() for part in (first, second, wide[:: 1 << 20]))
+    first.fill_(1.0)
+    second.fill_(2.0)
+    del pages
+    assert first.unique().tolist() == [1.0]
+    assert second.unique().tolist() == [2.0]
 
 
 def test_no_rows_and_no_columns_are_no_work(ours: CompiledProducts) -> None:

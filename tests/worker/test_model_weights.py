@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import host_device
+from medha_worker.kernels.packed_weight import PackedWeight, matrix_of
 from medha_worker.model import weights as weights_module
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.weights import LayerWeights, Shard, Weights, load_weights
@@ -241,6 +242,22 @@ def test_every_format_is_converted_to_the_run_dtype(
     assert {tensor.dtype for tensor in tensors_of(weights)} == {run}
     assert weights.embedding is not None
     assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"].to(run))
+
+
+def test_weights_of_products_are_packed_and_hold_the_same_numbers(llama: Path) -> None:
+    plain, packed = load(llama), load(llama, pack=lambda weight: PackedWeight(weight[None].clone()))
+    names = {"qkv", "output", "gate_up", "down"}
+    for before, after in zip(plain.layers, packed.layers, strict=True):
+        for field in fields(before):
+            was, now = getattr(before, field.name), getattr(after, field.name)
+            assert isinstance(now, PackedWeight) == (field.name in names), field.name
+            assert was is now is None or torch.equal(was, matrix_of(now)), field.name
+    assert plain.embedding is not None
+    assert packed.embedding is not None
+    assert torch.equal(plain.embedding, packed.embedding)
+    assert isinstance(plain.head, torch.Tensor)
+    assert isinstance(packed.head, PackedWeight)
+    assert torch.equal(plain.head, packed.head.numbers())
 
 
 def test_progress_ends_at_the_total(checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -88,7 +89,11 @@ def differences(kernels: Kernels, sizes: KernelSizes, device: Device) -> list[st
 
     def product(inner: int, columns: int) -> bool:
         x, weight = values(_ROWS, inner), values(inner, min(columns, _MOST_COLUMNS))
-        return _is_invariant(lambda rows: kernels.products.product(x[rows], weight))
+        forms = (weight,) if kernels.pack is None else (weight, kernels.pack(weight))
+        return all(
+            _is_invariant(partial(lambda form, rows: kernels.products.product(x[rows], form), form))
+            for form in forms
+        )
 
     def norm(*shape: int) -> bool:
         x, weight = values(_ROWS, *shape), values(shape[-1])

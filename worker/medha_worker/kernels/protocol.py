@@ -7,7 +7,7 @@ Whatever has to be sorted, split, or copied to the device therefore happens once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from medha_worker.kernels.packed_weight import MatrixWeight
 from medha_worker.kernels.sequence_span import SequenceSpan
 
 
@@ -142,19 +143,19 @@ class KVWriter(Protocol):
 
 
 class MatrixProducts(Protocol):
-    """Products of activations, [rows, inner], with weights, [inner, columns], whose rows or columns are contiguous."""
+    """Products of activations, [rows, inner], with weights, [inner, columns], whose rows or columns are contiguous, or packed."""
 
     def product(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: MatrixWeight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return x @ weight + bias, [rows, columns], in `out` if that is given."""
         ...
 
-    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: MatrixWeight) -> None:
         """Add x @ weight to `target`, [rows, columns]."""
         ...
 
@@ -242,3 +243,5 @@ class Kernels:
 
     None: it would not give a row the same bits as attention to latents does, which are then never made keys and values.
     """
+    pack: Callable[[torch.Tensor], MatrixWeight] | None = None
+    """Returns a weight in the form in which its products are fastest, or as it is. None: weights stay as they are read."""

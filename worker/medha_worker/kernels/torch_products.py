@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from medha_worker.kernels.packed_weight import MatrixWeight, matrix_of
+
 
 class TorchProducts:
     """Products in one call."""
@@ -11,11 +13,12 @@ class TorchProducts:
     def product(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: MatrixWeight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+        matrix = matrix_of(weight)
+        return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
 
-    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-        target.addmm_(x, weight)
+    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: MatrixWeight) -> None:
+        target.addmm_(x, matrix_of(weight))

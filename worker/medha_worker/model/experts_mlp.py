@@ -12,8 +12,8 @@ import torch
 from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.expert_routing import ExpertRouting
 from medha_worker.model.model_config import ClampedSwiglu, ExpertsConfig
-from medha_worker.model.quantised_experts import products_of_experts
-from medha_worker.model.quantised_weights import LinearProducts, QuantisedWeight
+from medha_worker.model.quantised_experts import QuantisedExperts, products_of_experts
+from medha_worker.model.quantised_weights import LinearProducts
 from medha_worker.model.weights import LayerWeights
 
 _LEAST_SUM = 1e-20
@@ -79,8 +79,8 @@ def experts_mlp(
 
     `choice` is what `choose` returned for these rows. Nothing waits for the device, unless the products do.
     """
-    assert not isinstance(layer.gate_up, QuantisedWeight)
-    assert not isinstance(layer.down, QuantisedWeight)
+    assert isinstance(layer.gate_up, torch.Tensor | QuantisedExperts)
+    assert isinstance(layer.down, torch.Tensor | QuantisedExperts)
     rows, per_token = normed.shape[0], experts.per_token
     weights, chosen = choice
 

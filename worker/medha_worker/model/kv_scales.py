@@ -21,7 +21,8 @@ from hashlib import blake2b
 
 import torch
 
-from medha_worker.model.quantised_weights import Linear
+from medha_worker.kernels.packed_weight import matrix_of
+from medha_worker.model.quantised_weights import Linear, QuantisedWeight
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -148,9 +149,10 @@ def _rotated(bounds: torch.Tensor, made_by: HeadWeights) -> torch.Tensor:
 
 def _rows_of(weight: Linear, columns: range) -> Iterator[torch.Tensor]:
     """Yield what makes some of a product's outputs, float64 [some, inputs]."""
-    if isinstance(weight, torch.Tensor):
+    if not isinstance(weight, QuantisedWeight):
+        matrix = matrix_of(weight)
         for start in range(columns.start, columns.stop, _TILE_ROWS):
-            yield weight[:, start : min(start + _TILE_ROWS, columns.stop)].t().double()
+            yield matrix[:, start : min(start + _TILE_ROWS, columns.stop)].t().double()
         return
     first = 0
     for part in weight.parts:

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
 from medha.quantisation import ActivationFormat
 from medha_worker.device import is_in_host_memory
+from medha_worker.kernels.packed_weight import MatrixWeight, PackedWeight
 from medha_worker.kernels.protocol import MatrixProducts
 from medha_worker.model.tensor_group import TensorGroup
 
@@ -237,7 +238,7 @@ class RowScaled(Protocol):
     def has_row_scales(self) -> bool: ...
 
 
-Linear = torch.Tensor | QuantisedWeight
+Linear = MatrixWeight | QuantisedWeight
 """The weight of a linear layer, [in, out]."""
 
 
@@ -255,6 +256,8 @@ def tensors_of(weight: Linear) -> Iterator[torch.Tensor]:
     """Return what a weight holds in memory."""
     if isinstance(weight, torch.Tensor):
         yield weight
+    elif isinstance(weight, PackedWeight):
+        yield weight.panels
     else:
         yield from weight.tensors()
 
@@ -288,7 +291,7 @@ class LinearProducts:
             is_partial: True if x is this rank's part of the input's columns, so that all ranks of the group call this together.
             largest: What `largest_in_rows` returned for these rows, if the caller has asked already.
         """
-        if isinstance(weight, torch.Tensor):
+        if not isinstance(weight, QuantisedWeight):
             return self._products.product(x, weight, bias, out)
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[1])
@@ -303,7 +306,7 @@ class LinearProducts:
         self, target: torch.Tensor, x: torch.Tensor, weight: Linear, *, is_partial: bool = False
     ) -> None:
         """Add x @ weight to `target`, [rows, columns]; `is_partial` as in `product`."""
-        if isinstance(weight, torch.Tensor):
+        if not isinstance(weight, QuantisedWeight):
             self._products.add_product(target, x, weight)
             return
         largest = self.largest_in_rows(x, weight, is_partial=is_partial)

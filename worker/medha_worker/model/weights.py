@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from medha.errors import CheckpointInvalid, ModelUnsupported
 from medha.quantisation import StoredTensor
 from medha_worker.device import Device
+from medha_worker.kernels.packed_weight import MatrixWeight
 from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.model.expert_tensors import ExpertTensors, MlpWeights
 from medha_worker.model.interleaved_experts import InterleavedExperts
@@ -43,6 +44,9 @@ _MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 # Called with the bytes of weights read so far, and the bytes to read in total, both as they are stored.
 Progress = Callable[[int, int], None]
+
+Pack = Callable[[torch.Tensor], MatrixWeight]
+"""Returns a weight in another form of memory, or as it is."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +184,11 @@ def load_weights(
     *,
     device: Device,
     progress: Progress | None = None,
+    pack: Pack | None = None,
 ) -> Weights:
     """Read what `shard` needs from the safetensors files in `directory`, in the device's memory and dtype.
+
+    `pack` is applied to weights of products, layer by layer, so that a single layer is held twice at a time.
 
     Raises:
         CheckpointInvalid: a file or tensor is missing, misshaped or unexpected; the text names it.
@@ -191,17 +198,30 @@ def load_weights(
     config.require_tensor_size(shard.tensor_size)
     with ExitStack() as stack:
         reader = _Reader(Path(directory), config, shard, device, progress, stack)
-        layers = [reader.layer(index) for index in range(shard.first_layer, shard.last_layer)]
+        layers: list[LayerWeights] = []
+        scales: list[LayerScales] | None = [] if config.kv_dtype == "fp8" else None
+        for index in range(shard.first_layer, shard.last_layer):
+            layer = reader.layer(index)
+            if scales is not None:
+                scales.append(reader.kv_scales(index, layer))
+            layers.append(layer if pack is None else _packed(layer, pack))
         embedding = reader.vocabulary("model.embed_tokens.weight") if shard.is_first_stage else None
         final_norm: torch.Tensor | None = None
         head: Linear | None = None
         if shard.is_last_stage:
             final_norm = reader.norm("model.norm.weight")
             head = reader.head(embedding)
-        scales = None
-        if config.kv_dtype == "fp8":
-            scales = [reader.kv_scales(index, layer) for index, layer in enumerate(layers, shard.first_layer)]
+            if pack is not None and isinstance(head, torch.Tensor):
+                head = pack(head)
         return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head, scales)
+
+
+def _packed(layer: LayerWeights, pack: Pack) -> LayerWeights:
+    """Return a layer whose weights of products are packed, but for those of experts and of latent attention behind the first."""
+    names = ("qkv", "output", "gate_up", "down", "shared_gate_up", "shared_down")
+    weights: dict[str, Any] = {name: getattr(layer, name) for name in names}
+    packed = {name: pack(one) for name, one in weights.items() if isinstance(one, torch.Tensor)}
+    return replace(layer, **(weights | packed))
 
 
 def load_embedding(directory: Path | str, config: ModelConfig, *, device: Device) -> torch.Tensor:

@@ -49,6 +49,7 @@ def compiled_kernels(
         products=products,
         experts=ProductPerExpert(products),
         made_heads=made_heads,
+        pack=products.pack,
     )
     widths = sizes.hidden_size, sizes.intermediate_size, sizes.expert_intermediate_size, sizes.head_dim // 2
     if any(width % lanes for width in (*widths, *sizes.further_widths)):

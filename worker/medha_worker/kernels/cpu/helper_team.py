@@ -3,13 +3,18 @@
 OpenMP's teams wait until every thread has come. Where router and controller share the cores with a rank, a thread is
 often not running when a call begins. Each of a step's dozens of calls would then last as long as the other process's
 turn.
+
+A helper may still be interrupted within a part, and the caller then waits for it. After such a wait the caller computes alone
+for some milliseconds, in which the other process has the helper's core. The results are the same to the bit.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -28,10 +33,12 @@ from medha_worker.kernels.cpu.team_code import (
     compiled_team,
 )
 
-_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+_RUN = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 _HELP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 _PART = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
+_ALONE_SECONDS = 0.003  # about a turn of the process that has interrupted a helper
+_LATE_NANOSECONDS = 50_000
 TeamFunction: TypeAlias = Callable[[Sequence[int], int], None]
 """Computes so many parts of a call, whose fields are given, on the threads that `HelperTeam.grow` has started."""
 
@@ -45,7 +52,11 @@ def float_bits(value: float) -> int:
 class HelperTeam:
     """Threads that compute the parts of a call. One thread at a time may call it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, alone_seconds: float = _ALONE_SECONDS, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Make a team of the caller alone; it computes alone for `alone_seconds` after it has waited for a helper."""
+        self._alone_seconds, self._clock = alone_seconds, clock
         library = ctypes.CDLL(None)
         for name in LIBRARY_FUNCTIONS:
             llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
@@ -53,7 +64,13 @@ class HelperTeam:
         self._state = _State()
         self._run = _RUN(self._code.address("run"))
         self._helpers: list[threading.Thread] = []
+        self._alone_until = -math.inf
         weakref.finalize(self, _stop, self._state, self._helpers)
+
+    @property
+    def is_alone(self) -> bool:
+        """True while the caller computes alone because a helper was interrupted."""
+        return self._clock() < self._alone_until
 
     def grow(self, threads: int) -> int:
         """Have so many threads at least, the caller's among them; return how many there are."""
@@ -72,9 +89,10 @@ class HelperTeam:
         def run(fields: Sequence[int], parts: int) -> None:
             call = array("q", fields)  # numpy's arrays take longer to make, and to ask for their address
             data, _ = call.buffer_info()
-            if parts > 1 and self._helpers:
+            if parts > 1 and self._helpers and not self.is_alone:
                 assert parts < MOST_PARTS
-                self._run(self._state.address, address, data, parts)
+                if self._run(self._state.address, address, data, parts) > _LATE_NANOSECONDS:
+                    self._alone_until = self._clock() + self._alone_seconds
                 return
             for part in range(parts):
                 compute(data, part, parts, 0)

@@ -5,12 +5,17 @@ block of a panel into first-level cache, and multiplies a few rows at a time by 
 at once need no copy. Meanwhile the next block is prefetched: products of few rows wait for nothing but the weight.
 A row that is alone is multiplied along the lines of the weight instead, which the processor prefetches by itself.
 
+A *packed* weight has its panels one behind the other, so that a thread reads memory in one run and copies nothing. One or
+two rows are multiplied by several panels at once: memory then has several requests to answer at a time.
+
 Every element is added up in one order, which depends on the length of the sum alone: over the values of a block one by
 one, then over the blocks, then to what was there. So a row gets the same bits beside any other rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,7 +33,7 @@ _LINE_FLOATS = 2048  # most of a line that is read before the next ones: its sum
 _CACHE_LINE_FLOATS = 16
 _PAGE_FLOATS = 1024
 
-# Fields of a call, in order, int64 each. Strides are in floats. What is added to the products begins at `base`: its
+# Fields of a call, in order, int64 each. Strides are in floats; that of a packed weight is between panels. What is added to the products begins at `base`: its
 # element for a row and a column is `base_row_step` and `base_column_step` floats further for each of them.
 CALL_FIELDS = (
     "rows", "inner", "columns", "x", "x_stride", "weight", "weight_stride", "base", "base_row_step",
@@ -52,9 +57,30 @@ class ProductSizes:
         return _BLOCK_FLOATS // self.panel_columns
 
     @property
+    def panel_lines(self) -> int:
+        """Cache lines of a row of a panel."""
+        return self.panel_columns // _CACHE_LINE_FLOATS
+
+    @property
+    def fetched_lines(self) -> tuple[int, ...]:
+        """Cache lines that may be prefetched for each value of the sum: all of a row, a half, and so on, or none."""
+        return (*(self.panel_lines >> halved for halved in range(self.panel_lines.bit_length())), 0)
+
+    @property
     def tile_floats(self) -> int:
         """Floats of the largest result that is computed in registers."""
         return self.target.rows * self.panel_columns
+
+    @property
+    def wide(self) -> dict[int, int]:
+        """Numbers of panels of a packed weight that few rows are multiplied by at once, by the number of rows."""
+        most = 2 * self.target.rows // 3  # the sums leave registers for weights and rows
+        return {rows: 1 << (most // rows).bit_length() - 1 for rows in range(1, most // 2 + 1)}
+
+    @property
+    def zeros(self) -> int:
+        """Zeros that stand for what is added to a product if there is nothing: those of the most columns at once."""
+        return self.panel_columns * max(self.wide.values())
 
     @property
     def scratch_floats(self) -> int:
@@ -96,35 +122,40 @@ def _chosen(code: VectorBuilder, condition: ir.Value, a: _Matrix, b: _Matrix) ->
 
 
 class _Emitter:
-    """Emits `product`, for weights whose columns are adjacent in memory, `product_transposed`, for adjacent rows, and `row_product`.
+    """Emits `product`, for weights whose columns are adjacent in memory, `product_transposed`, for adjacent rows, and two more.
 
-    The last is `product` of one row, for a number of columns that fills vectors.
+    `row_product` is `product` of one row, for a number of columns that fills vectors. `packed_product` is for packed weights.
     """
 
     def __init__(self, module: ir.Module, target: Target) -> None:
         self.module, self.target, self.sizes = module, target, ProductSizes(target)
-        self.multiply = {rows: self._multiply(rows) for rows in range(1, target.rows + 1)}
+        self.multiply = {
+            (rows, lines): self._multiply(rows, lines)
+            for rows in range(1, target.rows + 1)
+            for lines in self.sizes.fetched_lines
+        }
         self._emit("product", self._copy_rows(), is_transposed=False)
         self._emit("product_transposed", self._copy_transposed(), is_transposed=True)
         self._emit_row()
+        self._emit_packed()
 
     def _function(self, name: str, *arguments: ir.Type) -> ir.Function:
         function = ir.Function(self.module, ir.FunctionType(VOID, arguments), name)
         function.linkage = "internal"
         return function
 
-    def _multiply(self, rows: int) -> ir.Function:
+    def _multiply(self, rows: int, fetched_lines: int) -> ir.Function:
         """Emit the product of a few rows and a block.
 
-        `f(x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, ahead_stride,
-        ahead_step)`: out
-        [rows, panel columns] = base + x [rows, inner] @ block [inner, panel columns]. As many lines from `ahead` on are prefetched
-        as there are in the block. `base` may be `out`.
+        `f(x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, ahead_stride)`: out
+        [rows, panel columns] = base + x [rows, inner] @ block [inner, panel columns]. So many cache lines are prefetched for
+        each value of the sum, from `ahead` on. `base` may be `out`.
         """
         lanes, columns = self.target.lanes, range(0, self.sizes.panel_columns, self.target.lanes)
         strided = (POINTER, INT64)
-        function = self._function(f"multiply_{rows}", *strided * 2, INT64, *strided * 3, INT64)
-        x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, *ahead_steps = (
+        name = f"multiply_{rows}_{fetched_lines}"
+        function = self._function(name, *strided * 2, INT64, *strided * 3)
+        x, x_stride, block, block_stride, inner, base, base_stride, out, out_stride, ahead, ahead_stride = (
             function.args
         )
         code = VectorBuilder(function, lanes)
@@ -133,9 +164,13 @@ class _Emitter:
         with code.counting(0, inner, 1, [code.same(0.0) for _ in places]) as loop:
             first = code.times(loop.index, block_stride)
             weights = {column: code.vector(block, code.plus(first, column)) for column in columns}
-            fetched = code.times(loop.index, ahead_steps[0])
-            for line in range(self.sizes.panel_columns // _CACHE_LINE_FLOATS):
-                code.prefetch(ahead, code.plus(fetched, code.times(ahead_steps[1], line)))
+            if fetched_lines:
+                parts = self.sizes.panel_lines // fetched_lines  # of a row, one in each iteration
+                fetched = code.times(code.udiv(loop.index, code.number(parts)), ahead_stride)
+                first_line = code.times(code.urem(loop.index, code.number(parts)), fetched_lines)
+                fetched = code.plus(fetched, code.times(first_line, _CACHE_LINE_FLOATS))
+                for line in range(fetched_lines):
+                    code.prefetch(ahead, code.plus(fetched, line * _CACHE_LINE_FLOATS))
             for row, source in enumerate(sources):
                 value = code.splat(code.one(source, loop.index))
                 for column in columns:
@@ -213,7 +248,7 @@ class _Emitter:
             # A matrix that is read once or twice is multiplied where it lies: a copy would take longer.
             is_short = code.icmp_signed("<=", groups, code.number(0 if is_transposed else 2))
             is_direct = code.and_(is_whole, is_short)
-            ahead_step = code.udiv(code.number(_CACHE_LINE_FLOATS), groups)
+            lines = self._fetched_by_each(code, groups)
             with code.counting(0, inner, self.sizes.block_inner) as part:
                 depth = code.smaller(code.sub(inner, part.index), self.sizes.block_inner)
                 source = weight.part(code, part.index, column)
@@ -241,12 +276,14 @@ class _Emitter:
                     old, new = before.part(code, row, column), out.part(code, row, column)
                     # The columns of the last panel that are not there must not be written.
                     read, written = _chosen(code, is_whole, old, zeros), _chosen(code, is_whole, new, tile)
-                    ahead = code.at(following, code.udiv(code.times(group.index, width), groups))
+                    fetched = self._fetched_before(code, group.index, lines)
+                    has_more = code.icmp_signed("<", fetched, code.number(self.sizes.block_inner))
+                    ahead = code.at(following, code.times(fetched, stride))
                     arguments = [
                         x.part(code, row, part.index).start, call["x_stride"], read_block, block_step, depth,
-                        read.start, read.row_step, written.start, written.row_step, ahead, stride, ahead_step,
+                        read.start, read.row_step, written.start, written.row_step, ahead, stride,
                     ]  # fmt: skip
-                    self._call_for(code, count, arguments)
+                    self._call_for(code, count, code.select(has_more, lines, code.number(0)), arguments)
                     with (
                         code.if_then(code.not_(is_whole)),
                         code.counting(0, count) as at_row,
@@ -304,13 +341,137 @@ class _Emitter:
                     code.put(total, out, code.plus(column, at.index))
         code.ret_void()
 
-    def _call_for(self, code: VectorBuilder, count: ir.Value, arguments: list[ir.Value]) -> None:
-        """Emit the call of `multiply` for so many rows."""
+    def _multiply_wide(self, rows: int, panels: int) -> ir.Function:
+        """Emit the product of so many rows and a block of each of so many panels of a packed weight.
+
+        `f(x, x_stride, block, panel_step, inner, base, base_stride, out, out_stride, ahead)` is as `_multiply`; all lines of
+        the blocks from `ahead` on are prefetched, which are `panel_step` apart like those from `block` on.
+        """
+        width, lanes = self.sizes.panel_columns, self.target.lanes
+        strided = (POINTER, INT64)
+        function = self._function(f"multiply_{rows}_wide", *strided * 2, INT64, *strided * 2, POINTER)
+        x, x_stride, block, panel_step, inner, base, base_stride, out, out_stride, ahead = function.args
+        code = VectorBuilder(function, lanes)
+        places = [(row, column) for row in range(rows) for column in range(0, panels * width, lanes)]
+        sources = [code.at(x, code.times(x_stride, row)) for row in range(rows)]
+        starts = [code.times(panel_step, panel) for panel in range(panels)]
+        blocks, following = ([code.at(whole, start) for start in starts] for whole in (block, ahead))
+        with code.counting(0, inner, 1, [code.same(0.0) for _ in places]) as loop:
+            first = code.times(loop.index, width)
+            values = [code.splat(code.one(source, loop.index)) for source in sources]
+            for panel, (own, fetched) in enumerate(zip(blocks, following, strict=True)):
+                for line in range(0, width, _CACHE_LINE_FLOATS):
+                    code.prefetch(fetched, code.plus(first, line))
+                for column in range(0, width, lanes):
+                    weight = code.vector(own, code.plus(first, column))
+                    for row, value in enumerate(values):
+                        at = places.index((row, panel * width + column))
+                        loop.following[at] = code.multiply_add(value, weight, loop.carried[at])
+        for (row, column), total in zip(places, loop.carried, strict=True):
+            before = code.vector(base, code.plus(code.times(base_stride, row), column))
+            code.put(code.fadd(before, total), out, code.plus(code.times(out_stride, row), column))
+        code.ret_void()
+        return function
+
+    def _emit_packed(self) -> None:
+        """Emit the function of a call with a packed weight: a part is a share of the panels, for a chunk of rows each."""
+        wide = {rows: (panels, self._multiply_wide(rows, panels)) for rows, panels in self.sizes.wide.items()}
+        function = ir.Function(self.module, PART, "packed_product")
+        pointer, number, parts, _ = function.args
+        code = VectorBuilder(function, self.target.lanes)
+        call = {field: code.one(pointer, at, INT64) for at, field in enumerate(CALL_FIELDS)}
+        rows, inner, panel_step = (call[field] for field in ("rows", "inner", "weight_stride"))
+        width, depth_of_all = self.sizes.panel_columns, self.sizes.block_inner
+        weight, x_start, base_start, out_start = (
+            code.inttoptr(call[field], POINTER) for field in ("weight", "x", "base", "out")
+        )
+        x, out = _Matrix(x_start, call["x_stride"], 1), _Matrix(out_start, call["out_stride"], 1)
+        base = _Matrix(base_start, call["base_row_step"], call["base_column_step"])
+        panels, chunks = code.udiv(call["columns"], code.number(width)), _ceiling(code, rows, CHUNK_ROWS)
+        start, stop = _share(code, code.times(panels, chunks), number, parts)
+
+        @contextmanager
+        def blocks(panel: ir.Value) -> Iterator[tuple[ir.Value, ir.Value, ir.Value, _Matrix, _Matrix]]:
+            """Emit the loop over a panel's blocks: first value of the sum, number of values, block, and where to add."""
+            column = code.times(panel, width)
+            with code.counting(0, inner, depth_of_all) as part:
+                place = code.plus(code.times(panel, panel_step), code.times(part.index, width))
+                depth = code.smaller(code.sub(inner, part.index), depth_of_all)
+                is_first = code.icmp_signed("==", part.index, code.number(0))
+                before = _chosen(code, is_first, base.part(code, 0, column), out.part(code, 0, column))
+                yield part.index, depth, code.at(weight, place), before, out.part(code, 0, column)
+
+        done = code.append_basic_block("done")
+        for few, (together, multiply) in wide.items():
+            this, others = (code.append_basic_block(f"{name}_{few}") for name in ("rows", "more_than"))
+            code.cbranch(code.icmp_signed("==", rows, code.number(few)), this, others)
+            code.position_at_end(this)
+            whole = code.plus(start, code.round_down(code.sub(stop, start), together))
+            for first, end, step in ((start, whole, together), (whole, stop, 1)):
+                with code.counting(first, end, step) as panel, blocks(panel.index) as one:
+                    at, depth, block, before, after = one
+                    read = (x.part(code, 0, at).start, call["x_stride"], block)
+                    added = (before.start, before.row_step, after.start, after.row_step)
+                    if step == 1:
+                        ahead = (code.at(block, code.times(depth, width)), code.number(width))
+                        each = self.multiply[few, self.sizes.panel_lines]
+                        code.call(each, [*read, code.number(width), depth, *added, *ahead])
+                        continue
+                    is_last = code.icmp_signed("==", code.plus(at, depth), inner)
+                    to_next = code.sub(code.times(panel_step, together), code.times(at, width))
+                    ahead_step = code.select(is_last, to_next, code.times(depth, width))
+                    code.call(multiply, [*read, panel_step, depth, *added, code.at(block, ahead_step)])
+            code.branch(done)
+            code.position_at_end(others)
+        with code.counting(start, stop) as task:
+            chunk, panel_index = code.udiv(task.index, panels), code.urem(task.index, panels)
+            first_row, last_row = _share(code, rows, chunk, chunks)
+            count_of_all = code.sub(last_row, first_row)
+            groups = _ceiling(code, count_of_all, self.target.rows)
+            lines = self._fetched_by_each(code, groups)
+            with blocks(panel_index) as one, code.counting(0, groups) as group:
+                at, depth, block, before, after = one
+                from_row, to_row = _share(code, count_of_all, group.index, groups)
+                row = code.plus(first_row, from_row)
+                old, new = before.part(code, row, 0), after.part(code, row, 0)
+                fetched = self._fetched_before(code, group.index, lines)
+                has_more = code.icmp_signed("<", fetched, code.number(depth_of_all))
+                ahead = code.at(block, code.times(code.plus(depth, fetched), width))
+                arguments = [
+                    x.part(code, row, at).start, call["x_stride"], block, code.number(width), depth,
+                    old.start, old.row_step, new.start, new.row_step, ahead, code.number(width),
+                ]  # fmt: skip
+                count = code.sub(to_row, from_row)
+                self._call_for(code, count, code.select(has_more, lines, code.number(0)), arguments)
+        code.branch(done)
+        code.position_at_end(done)
+        code.ret_void()
+
+    def _fetched_before(self, code: VectorBuilder, group: ir.Value, lines: ir.Value) -> ir.Value:
+        """Return how many rows of the next block the groups before this one prefetch."""
+        return code.times(group, code.times(lines, self.sizes.block_inner // self.sizes.panel_lines))
+
+    def _fetched_by_each(self, code: VectorBuilder, groups: ir.Value) -> ir.Value:
+        """Return how many cache lines each group of rows prefetches for a value of the sum, so that all share the next block.
+
+        A line that is prefetched twice would take the place of one that is still to come.
+        """
+        lines = code.number(self.sizes.panel_lines)
+        for some in self.sizes.fetched_lines[1:-1]:
+            is_enough = code.icmp_signed("<=", code.number(self.sizes.panel_lines // some), groups)
+            lines = code.select(is_enough, code.number(some), lines)
+        return lines
+
+    def _call_for(
+        self, code: VectorBuilder, count: ir.Value, lines: ir.Value, arguments: list[ir.Value]
+    ) -> None:
+        """Emit the call of `multiply` for so many rows and prefetched lines."""
         done = code.append_basic_block("multiplied")
-        switch = code.switch(count, done)
-        for rows, multiply in self.multiply.items():
-            case = code.append_basic_block(f"of_{rows}")
-            switch.add_case(code.number(rows), case)
+        most = max(self.sizes.fetched_lines) + 1
+        switch = code.switch(code.plus(code.times(count, most), lines), done)
+        for (rows, fetched), multiply in self.multiply.items():
+            case = code.append_basic_block(f"of_{rows}_{fetched}")
+            switch.add_case(code.number(rows * most + fetched), case)
             code.position_at_end(case)
             code.call(multiply, arguments)
             code.branch(done)

@@ -22,12 +22,13 @@ TEAM_FIELDS = ("ticket", "function", "call", "parts", "unfinished", "sleepers", 
 LINE = 8
 """Int64 values of a cache line."""
 SEMAPHORE_FUNCTIONS = ("sem_init", "sem_post", "sem_wait")
-LIBRARY_FUNCTIONS = (*SEMAPHORE_FUNCTIONS, "sched_yield")
+LIBRARY_FUNCTIONS = (*SEMAPHORE_FUNCTIONS, "sched_yield", "clock_gettime")
 MOST_PARTS = 1 << 16
 
 PART = ir.FunctionType(VOID, [POINTER, INT64, INT64, INT64])
 """`void (int64 *call, int64 part, int64 parts, int64 thread)`: computes one of equal parts of a call."""
 
+_CLOCK_MONOTONIC = 1  # of Linux
 _SPINS = 4000  # looks for a ticket before a helper sleeps
 _SPINS_BEFORE_YIELD = 1000  # looks of the caller for the end of a part before it gives way to other processes
 
@@ -37,6 +38,7 @@ class _TeamBuilder(VectorBuilder):
         super().__init__(function, 4)
         self._team = team
         self._pauses = pauses
+        self._time = self.alloca(INT64, 2)
 
     def field(self, name: str) -> ir.Value:
         return self.at(self._team, TEAM_FIELDS.index(name) * LINE, INT64)
@@ -54,6 +56,12 @@ class _TeamBuilder(VectorBuilder):
         """Let the processor know that the loop waits."""
         if self._pauses:
             self.call(self._external("llvm.x86.sse2.pause", VOID), [])
+
+    def nanoseconds(self) -> ir.Value:
+        """Return the time of a clock that only goes forward."""
+        self.library("clock_gettime", ir.Constant(INT32, _CLOCK_MONOTONIC), self._time)
+        seconds, rest = (self.one(self._time, at, INT64) for at in (0, 1))
+        return self.plus(self.times(seconds, 10**9), rest)
 
     def library(self, name: str, *arguments: ir.Value) -> ir.Value:
         kinds = [argument.type for argument in arguments]
@@ -90,8 +98,12 @@ def _emit_take(module: ir.Module, *, pauses: bool) -> ir.Function:
 
 
 def _emit_run(module: ir.Module, take: ir.Function, *, pauses: bool) -> None:
-    """Emit `run(team, function, call, parts)`: the caller's side of a call."""
-    function = ir.Function(module, ir.FunctionType(VOID, [POINTER, INT64, INT64, INT64]), "run")
+    """Emit `run(team, function, call, parts)`: the caller's side of a call.
+
+    It returns by how many nanoseconds the caller waited longer than two parts of its own took: more than nothing if a helper
+    was interrupted. If the caller got no part, it returns 0.
+    """
+    function = ir.Function(module, ir.FunctionType(INT64, [POINTER, INT64, INT64, INT64]), "run")
     team, address, call, parts = function.args
     code = _TeamBuilder(function, team, pauses=pauses)
     for name, value in (("function", address), ("call", call), ("parts", parts), ("unfinished", parts)):
@@ -105,11 +117,17 @@ def _emit_run(module: ir.Module, take: ir.Function, *, pauses: bool) -> None:
     own, wait, again, waits, yields, end = (
         code.append_basic_block(name) for name in ("own", "wait", "again", "waits", "yields", "end")
     )
+    began = code.nanoseconds()
+    before_own = code.block
     code.branch(own)
     code.position_at_end(own)
+    taken = code.phi(INT64)
+    taken.add_incoming(code.number(0), before_own)
     took = code.call(take, [team, code.number(0)])
+    taken.add_incoming(code.plus(taken, 1), own)
     code.cbranch(code.icmp_signed("==", took, code.number(1)), own, wait)
     code.position_at_end(wait)
+    finished = code.nanoseconds()
     code.branch(again)
     code.position_at_end(again)
     looks = code.phi(INT64)
@@ -125,7 +143,10 @@ def _emit_run(module: ir.Module, take: ir.Function, *, pauses: bool) -> None:
     looks.add_incoming(more, yields)
     code.branch(again)
     code.position_at_end(end)
-    code.ret_void()
+    each = code.sdiv(code.sub(finished, began), code.larger(taken, 1))
+    late = code.sub(code.sub(code.nanoseconds(), finished), code.times(each, 2))
+    has_own = code.icmp_signed(">", taken, code.number(0))
+    code.ret(code.select(has_own, late, code.number(0)))
 
 
 def _emit_help(module: ir.Module, take: ir.Function, *, pauses: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from medha_worker.kernels.packed_weight import MatrixWeight, matrix_of
 from medha_worker.kernels.row_blocks import row_blocks
 
 TILES = {"tile_rows": 64, "tile_columns": 64, "tile_inner": 64}
@@ -81,22 +82,23 @@ class TritonProducts:
     def product(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: MatrixWeight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         (rows, inner), columns = x.shape, weight.shape[1]
+        matrix = matrix_of(weight)
         assert x.stride(1) == 1
         result = x.new_empty(rows, columns) if out is None else out
         assert result.stride(1) == 1
         grid = -(-rows // TILES["tile_rows"]), -(-columns // TILES["tile_columns"])
         if rows and columns:
             product_kernel[grid](
-                x, weight, result, rows, inner, columns, x.stride(0), *weight.stride(), result.stride(0), **TILES
+                x, matrix, result, rows, inner, columns, x.stride(0), *matrix.stride(), result.stride(0), **TILES
             )  # fmt: skip
         return result if bias is None else result.add_(bias)
 
-    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def add_product(self, target: torch.Tensor, x: torch.Tensor, weight: MatrixWeight) -> None:
         target.add_(self.product(x, weight))
 
 
