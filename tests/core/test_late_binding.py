@@ -280,11 +280,28 @@ def test_a_short_prompt_takes_the_lane_with_kv_that_is_free_first_and_a_long_one
 
 def test_what_was_forwarded_since_counts_on_its_lane() -> None:
     replica = known(card_of((2000, 0.0), (2000, 1.0)))
-    replica.forwarded.append(Forwarded(1.0, (0,), 1500, 3.0))
+    replica.forwarded.append(Forwarded("w", 1.0, (0,), 1500, 3.0))
     assert replica.berth(900, 1000).lanes == (1,)
     assert replica.berth(300, 400).seconds_ahead == 1.0
     replica.announce(replica.card, 1.0)
     assert replica.berth(900, 1000).lanes == (0,)
+
+
+def test_what_has_ended_holds_no_kv_until_the_next_announcement() -> None:
+    """Else each of a row of long prompts would wait for one, though the replica is idle."""
+    core = RouterCore()
+    core.handle(Tick(), 0.0)
+    core.handle(BundleKnown("d"), 0.0)
+    core.handle(Received("r0", card_of((2000, 0.0), running=0)), 0.0)
+    for turn, name in enumerate(("a", "b", "c")):
+        sent = ask(core, name, 1500, 0.01 * turn)
+        assert places(sent) == ["r0"]
+        (wire_id,) = [
+            one.message.id for one in sent if isinstance(one, Send) and isinstance(one.message, Submit)
+        ]
+        assert places(ask(core, f"behind {name}", 1500, 0.01 * turn)) == [], "it holds the KV while it runs"
+        core.handle(Abandon(f"behind {name}"), 0.01 * turn)
+        core.handle(Received("r0", Emit(wire_id, (1,), "length")), 0.01 * turn)
 
 
 def test_the_replica_whose_lane_is_free_wins_over_one_with_less_work_in_all() -> None:

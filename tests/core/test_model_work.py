@@ -244,7 +244,7 @@ def test_the_work_before_many_keys_is_that_before_each(
     ahead = [(key, float(number)) for number, (key, _) in enumerate(sorted(points))]
     card = replace(CARD, work_ahead=tuple(ahead), order=PolicyTerms(policy), lanes=(LaneLoad(0, 0.0),) * 2)
     replica = KnownReplica(card, 0.0, 7.0)
-    replica.forwarded = [Forwarded(key, (0,), 1, seconds) for key, seconds in forwarded]
+    replica.forwarded = [Forwarded(str(key), key, (0,), 1, seconds) for key, seconds in forwarded]
     found = replica.seconds_before_each(np.array(keys))
     assert found.tolist() == pytest.approx([replica.seconds_before(key) for key in keys])
 

@@ -19,8 +19,9 @@ from medha.wire.messages import Announce, LaneLoad
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A sequence that was sent to a replica after its last announcement."""
+    """A sequence that was sent to a replica after its last announcement, and has not ended."""
 
+    wire_id: str
     key: float
     lanes: tuple[int, ...]  # that will hold its KV, the one that computes it first
     tokens: int  # of KV
@@ -43,7 +44,7 @@ class KnownReplica:
     heard_at: float  # when its last message of any kind arrived, in seconds of `Listening`
     announced_at: float
     open: dict[str, OpenSequence] = field(default_factory=dict)  # by wire id; see `opens` and `closes`
-    forwarded: list[Forwarded] = field(default_factory=list)  # since that announcement
+    forwarded: list[Forwarded] = field(default_factory=list)  # since that announcement, and still open
     full: bool = False  # it has refused a sequence since
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     _reserved_tokens: dict[str, int] = field(default_factory=dict)  # of KV, by wire id, as expected when sent
@@ -61,6 +62,7 @@ class KnownReplica:
 
     def closes(self, wire_id: str) -> None:
         """Forget a sequence that has ended here."""
+        self.forwarded = [one for one in self.forwarded if one.wire_id != wire_id]
         owner = self.open.pop(wire_id).owner
         self._reserved_by_owner[owner] -= self._reserved_tokens.pop(wire_id)
         if not self._reserved_by_owner[owner]:  # each sequence reserves a token at least

@@ -208,7 +208,7 @@ class Controller:
         while self._drain_until is None or not self._drained(self._drain_until):
             watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._beats.allow(self._routers.beats)
-            self._poller.poll(POLL_MILLISECONDS)
+            self._poller.poll(self._longest_wait_milliseconds())
             self._process_link_events()
             self._ranks.poll()
             for event in self._events():
@@ -704,6 +704,11 @@ class Controller:
         for name, content in self._bundle.files.items():
             remaining -= 1
             links.control.send(BundlePart(self._bundle.digest, name, remaining), content)
+
+    def _longest_wait_milliseconds(self) -> float:
+        """Return how long the main loop may wait for an event: if it has just announced, the load may have changed since."""
+        until_next = 1000 * (self._announced_at + LOAD_SECONDS - time.monotonic())
+        return until_next + 1 if until_next > 0 else POLL_MILLISECONDS
 
     def _announce(self, *, force: bool = False) -> None:
         """Announce the load to all routers when it has changed, and at least every ANNOUNCE_SECONDS."""
