@@ -21,6 +21,8 @@ from medha.topology import Topology
 
 PAGE = ROOT / "docs" / "gpu.md"
 _ONE = Topology(1, 1, 1)
+_POLICIES = {"convoy": "Default policy", "lars": "`policy: lars`", "fcfs": "`policy: fcfs`"}
+"""Part of `gpu_served.json` -> the policy that served."""
 _GPUS = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 
 
@@ -68,9 +70,9 @@ def _proved(parts: dict[str, Row], proved: str, now: str) -> str:
                 ["Batch-invariant kernels", "refused" if "refused" in parts["determinism"] else "equal bits in every batch that a rank tries at its start"],
                 ["Blocks that went to pinned memory and came back", f"{parts['tiers']['differ']} of {parts['tiers']['pools']} pools differ"],
                 ["Values rounded to FP8 otherwise than on a CPU", f"{parts['fp8_kv']['rounded_otherwise']} of 1,048,576"],
-                ["NCCL with one rank: a captured all-reduce, an exchange, an abort beside a captured step",
+                [f"NCCL with one rank{_of(parts['nccl'])}: a captured all-reduce, an exchange, an abort beside a captured step",
                  f"sum {parts['nccl']['sum']:g}, exchanged {_yes(parts['nccl']['exchanged'])}, abort ended {_yes(parts['nccl']['abort_ended'])}"],
-                ["compute-sanitizer over captured decodes of a small model", "; ".join(f"{name}: {said}" for name, said in parts["races"].items())],
+                [f"compute-sanitizer over captured decodes of a small model{_of(parts['races'])}", "; ".join(f"{name}: {said}" for name, said in parts["races"].items() if name != "sources")],
             ],
         ),
         "A small model of each family and of each form of quantised weights, in bfloat16: the median error of a row against float32 on the CPU, "
@@ -80,6 +82,11 @@ def _proved(parts: dict[str, Row], proved: str, now: str) -> str:
                _model_rows([row | {"form": f"{row['architecture']}, {row['quantisation']}"} for row in parts["quantised"]["models"]], "form")),
     ]  # fmt: skip
     return "\n\n".join(found)
+
+
+def _of(part: Row) -> str:
+    """Return a note if a part was run with other sources than the rest."""
+    return f" (sources `{part['sources']}`)" if "sources" in part else ""
 
 
 def _yes(value: bool) -> str:
@@ -128,7 +135,7 @@ def _speeds(parts: dict[str, Row]) -> str:
                 ),
                 f"- Blocks go to pinned host memory at {parts['tiers']['demoted_gigabytes_per_second']:.0f} GB/s, and come back at "
                 f"{parts['tiers']['fetched_gigabytes_per_second']:.0f} GB/s.",
-                f"- A whole prefill of {parts['peers']['prompt']:,} tokens takes {parts['peers']['prefill_seconds'] / parts['peers']['transformers_prefill_seconds']:.2f} "
+                f"- A whole prefill of {parts['peers']['prompt']:,} tokens{_of(parts['peers'])} takes {parts['peers']['prefill_seconds'] / parts['peers']['transformers_prefill_seconds']:.2f} "
                 f"of the time of `transformers`, and a decode step of {parts['peers']['sequences']} sequences "
                 f"{parts['peers']['decode_seconds'] / parts['peers']['transformers_decode_seconds']:.2f} of it.",
             ]
@@ -141,8 +148,8 @@ def _chunk_lines(chunks: Row) -> list[str]:
     adaptive = next(row for row in chunks["prefills"] if row["chunks"] == "adaptive")
     largest = chunks["prefills"][-2]
     return [
-        f"- Attention of a token in a chunk of 32 costs {100 * chunks['attention']['overhead']:.1f} % more than in one of 8,192, behind "
-        "524,288 tokens.",
+        f"- Attention of a token in a chunk of 32 costs {100 * chunks['attention']['overhead']:.0f} % more than in one of 8,192, behind "
+        '524,288 tokens: the small chunk runs on "fa2", and the large one on "fa3". Both on "fa2", it was 9 %.',
         f"- Beside 16 decodes, a prefill of 524,288 tokens whose steps stay within 50 ms takes {adaptive['seconds']:.0f} s, and one in "
         f"chunks of 8,192 {largest['seconds']:.0f} s, whose longest step takes {largest['longest_step']:.1f} s. No static size is as fast with steps as "
         "short. (Times of four layers, times eight.)",
@@ -151,46 +158,52 @@ def _chunk_lines(chunks: Row) -> list[str]:
 
 def _served(found: Row) -> str:
     parts: dict[str, Any] = found["parts"]
-    rows = []
-    if "streams" in (alone := parts.get("alone") or {}):
-        rows += [
-            [f"First token of {one['tokens']:,} tokens on an idle replica", f"{one['seconds']:.3f} s"]
-            for one in alone["first_tokens"]
-        ]
-        rows += [
-            [
-                f"{one['streams']} stream{'s' if one['streams'] > 1 else ''}: a token of each",
-                f"{1e3 * one['token_seconds']:.1f} ms",
-            ]
-            for one in alone["streams"]
-        ]
+    latest, rows = found["revision"], []
+
+    def add(part: str, what: str, result: str) -> None:
+        rows.append([what if parts[part].get("revision", latest) == latest else f"{what} (earlier)", result])
+
+    if alone := parts.get("alone"):
+        for one in alone["first_tokens"]:
+            add(
+                "alone",
+                f"First token of {one['tokens']:,} tokens on an idle replica",
+                f"{one['seconds']:.3f} s",
+            )
+        for one in alone["streams"]:
+            add("alone", f"{one['streams']} stream{'s' if one['streams'] > 1 else ''}: a token of each",
+                f"{1e3 * one['token_seconds']:.1f} ms")  # fmt: skip
         cached = alone["cached"]
-        rows.append([f"{cached['tokens']:,} tokens that come again, from the prefix cache",
-                     f"{cached['again_seconds']:.3f} s instead of {cached['first_seconds']:.3f} s"])  # fmt: skip
-        rows.append(
-            [
-                "An answer that has to match a JSON schema",
-                "matches" if alone["schema"]["valid"] else "does not match",
-            ]
+        add("alone", f"{cached['tokens']:,} tokens that come again, from the prefix cache",
+            f"{cached['again_seconds']:.3f} s instead of {cached['first_seconds']:.3f} s")  # fmt: skip
+        add(
+            "alone",
+            "An answer that has to match a JSON schema",
+            "matches" if alone["schema"]["valid"] else "does not match",
         )
-    for name, policy in (("convoy", "Medha's default policy"), ("fcfs", "First come, first served")):
-        if "shorts" in (one := parts.get(name) or {}):
+    for name, policy in _POLICIES.items():
+        if one := parts.get(name):
             longs = " and ".join(f"{seconds:.1f}" for seconds in one["document_first"])
-            rows.append([f"{policy}: first token of {one['shorts']} prompts of 64 to 512 tokens beside documents of 131,072",
-                         f"p50 {one['short_first_p50']:.2f} s, p99 {one['short_first_p99']:.2f} s, worst {one['short_first_worst']:.2f} s"])  # fmt: skip
-            rows.append([f"{policy}: first token of the documents; p99 of a stream's gaps meanwhile",
-                         f"{longs} s; {1e3 * one['stream_gap_p99']:.0f} ms"])  # fmt: skip
-    if "killed_text_equal" in (one := parts.get("exact") or {}):
-        rows.append(["`batchInvariant`: texts beside others and a document, against those of an idle replica",
-                     f"{one['equal_beside_others']} of {one['texts']} equal"])  # fmt: skip
-        rows.append(["`batchInvariant`: text of a stream whose rank is killed by `kill -9`",
-                     f"{'equal' if one['killed_text_equal'] else 'differs'}; the stream paused for {one['recovered_seconds']:.0f} s"])  # fmt: skip
-    if "texts_equal" in (one := parts.get("tiers") or {}):
-        rows.append([f"{one['documents']} documents of {one['tokens']:,} tokens, more than the pool holds, again from the host tier",
-                     f"{one['texts_equal']} of {one['texts']} texts equal; first token {min(one['again_seconds']):.3f} s instead of "
-                     f"{one['first_seconds']:.3f} s"])  # fmt: skip
+            add(name, f"{policy}: first token of {one['shorts']} prompts of 64 to 512 tokens beside two documents of 131,072",
+                f"p50 {one['short_first_p50']:.2f} s, p99 {one['short_first_p99']:.2f} s, worst {one['short_first_worst']:.2f} s")  # fmt: skip
+            add(name, f"{policy}: first token of the documents; p99 of a stream's gaps meanwhile",
+                f"{longs} s; {1e3 * one['stream_gap_p99']:.0f} ms")  # fmt: skip
+    if one := parts.get("exact"):
+        add("exact", "`batchInvariant`: texts beside others and a document, against those of an idle replica",
+            f"{one['equal_beside_others']} of {one['texts']} equal")  # fmt: skip
+        add("exact", "`batchInvariant`: text of a stream whose rank is killed by `kill -9`",
+            f"{'equal' if one['killed_text_equal'] else 'differs'}; the stream paused for {one['recovered_seconds']:.0f} s")  # fmt: skip
+    for name in ("tiers", "tiers_best_effort"):
+        if one := parts.get(name):
+            add(name, f"{one['documents']} documents of {one['tokens']:,} tokens, more than the pool holds, again from the host tier",
+                f"first token {min(one['again_seconds']):.3f} s instead of {one['first_seconds']:.3f} s")  # fmt: skip
     head = f"`medha up` on one {found['device']}, with random weights of Llama-3-8B's shape in bfloat16 (`python benchmarks/gpu_served.py`):"
-    return head + "\n\n" + _table(["What", "Result"], rows)
+    foot = (
+        'Rows marked "earlier" ran before large chunks were computed by FlashInfer\'s "fa3".'
+        if any("(earlier)" in row[0] for row in rows)
+        else ""
+    )
+    return "\n\n".join(filter(None, [head, _table(["What", "Result"], rows), foot]))
 
 
 def page() -> str:

@@ -170,7 +170,7 @@ class ReplicaLink:
             ),
         }
         self._control, self._tokens = (link.socket for link in self._links.values())
-        self._control_at_hand = zmq.Socket.shadow(self._control.underlying)
+        self._control_at_hand: zmq.Socket[bytes] = zmq.Socket.shadow(self._control.underlying)
         folder = settings.models_directory
         self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
         self._poll_seconds = settings.poll_seconds

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import TextIO
 
@@ -705,10 +706,10 @@ class Controller:
             remaining -= 1
             links.control.send(BundlePart(self._bundle.digest, name, remaining), content)
 
-    def _longest_wait_milliseconds(self) -> float:
+    def _longest_wait_milliseconds(self) -> int:
         """Return how long the main loop may wait for an event: if it has just announced, the load may have changed since."""
         until_next = 1000 * (self._announced_at + LOAD_SECONDS - time.monotonic())
-        return until_next + 1 if until_next > 0 else POLL_MILLISECONDS
+        return ceil(until_next) if until_next > 0 else POLL_MILLISECONDS
 
     def _announce(self, *, force: bool = False) -> None:
         """Announce the load to all routers when it has changed, and at least every ANNOUNCE_SECONDS."""
