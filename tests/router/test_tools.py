@@ -485,7 +485,7 @@ def test_replicas_of_an_earlier_version_share_the_requests_that_a_newer_one_coul
         return serving.router.post("/v1/chat/completions", required).status_code == 200
 
     def both_are_asked() -> bool:
-        """Ask several times at once: idle replicas are alike, so one after the other may all go to the same."""
+        """Ask several times at once, for answers that take a while: an idle replica that has the prefix is preferred."""
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda _: chat(client, "before", tool_choice="none"), range(8)))
         return bool(earlier.submits and newer.submits)
@@ -493,6 +493,7 @@ def test_replicas_of_an_earlier_version_share_the_requests_that_a_newer_one_coul
     try:
         wait_for(is_known, "the newer replica is not known")
         newer.submits.clear()
+        earlier.script.delay_seconds = 0.05  # the newer one has the same script
         wait_for(both_are_asked, "one of them gets all requests")
         assert {submit.sampling.grammar for submit in earlier.submits + newer.submits} == {""}
     finally:

@@ -45,6 +45,7 @@ class KnownReplica:
     announced_at: float
     open: dict[str, OpenSequence] = field(default_factory=dict)  # by wire id; see `opens` and `closes`
     forwarded: list[Forwarded] = field(default_factory=list)  # since that announcement, and still open
+    forwarded_tokens: int = 0  # of KV, of all that was sent since that announcement, also if it has ended
     full: bool = False  # it has refused a sequence since
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     _reserved_tokens: dict[str, int] = field(default_factory=dict)  # of KV, by wire id, as expected when sent
@@ -59,6 +60,11 @@ class KnownReplica:
         self._reserved_tokens[wire_id] = reserved_tokens
         held = self._reserved_by_owner.get(sequence.owner, 0)
         self._reserved_by_owner[sequence.owner] = held + reserved_tokens
+
+    def takes(self, sent: Forwarded) -> None:
+        """Count what is sent to it, until it announces its load."""
+        self.forwarded.append(sent)
+        self.forwarded_tokens += sent.tokens
 
     def closes(self, wire_id: str) -> None:
         """Forget a sequence that has ended here."""
@@ -78,7 +84,7 @@ class KnownReplica:
 
     def announce(self, card: Announce, now: float) -> None:
         self.card, self.announced_at = card, now
-        self.forwarded, self.full = [], False
+        self.forwarded, self.forwarded_tokens, self.full = [], 0, False
 
     def lacks_kv(self, reserved_tokens: int) -> bool:
         """Return whether a sequence that reserves so much KV finds too little once those that wait here have theirs."""

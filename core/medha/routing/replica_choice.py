@@ -109,7 +109,7 @@ def choose(
             not berth.has_kv,
             berth.seconds_ahead + _own_seconds(tokens, replica, cached, holders),
             -cached,
-            sum(one.tokens for one in replica.forwarded),  # tells idle replicas apart between announcements
+            replica.forwarded_tokens,  # tells idle replicas apart between announcements
             card.running + card.waiting,
             card.replica,
         )

@@ -720,7 +720,7 @@ class RouterCore:
         if peer and read_pays(replica, peer_tokens, cached):
             cached = max(cached, peer_tokens)
         seconds = 0.0 if sequence.shares_prefill else replica.own_seconds(sequence.tokens, cached)
-        replica.forwarded.append(Forwarded(wire_id, sort_key, lanes, reserved, seconds))
+        replica.takes(Forwarded(wire_id, sort_key, lanes, reserved, seconds))
 
         return Submit(
             id=wire_id,
