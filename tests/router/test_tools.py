@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -485,15 +484,15 @@ def test_replicas_of_an_earlier_version_share_the_requests_that_a_newer_one_coul
         return serving.router.post("/v1/chat/completions", required).status_code == 200
 
     def both_are_asked() -> bool:
-        """Ask several times at once, for answers that take a while: an idle replica that has the prefix is preferred."""
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda _: chat(client, "before", tool_choice="none"), range(8)))
+        """Ask with other functions each time: an idle replica that has a prompt's beginning would be preferred."""
+        for number in range(8):
+            own = {"type": "function", "function": TOOL["function"] | {"name": f"own_{number}"}}
+            chat(client, "before", tool_choice="none", tools=[own])
         return bool(earlier.submits and newer.submits)
 
     try:
         wait_for(is_known, "the newer replica is not known")
         newer.submits.clear()
-        earlier.script.delay_seconds = 0.05  # the newer one has the same script
         wait_for(both_are_asked, "one of them gets all requests")
         assert {submit.sampling.grammar for submit in earlier.submits + newer.submits} == {""}
     finally:
