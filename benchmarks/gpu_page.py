@@ -89,6 +89,10 @@ def _of(part: Row) -> str:
     return f" (sources `{part['sources']}`)" if "sources" in part else ""
 
 
+def _several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
@@ -111,7 +115,7 @@ def _speeds(parts: dict[str, Row]) -> str:
     layers = parts["decode"]["layers"]
     for row in parts["decode"]["steps"]:
         expected = predicted(layers, [Work(row["context"], 1)] * row["sequences"])
-        what = f"{row['sequences']} decode{'s' if row['sequences'] > 1 else ''} behind {row['context']:,}, {layers} layers"
+        what = f"{_several(row['sequences'], 'decode')} behind {row['context']:,}, {layers} layers"
         rows.append([what, f"{1e3 * row['seconds']:.2f}", f"{1e3 * expected:.2f}", f"{row['seconds'] / expected:.2f}",
                      f"{100 * row['gigabytes_per_second'] / top['gigabytes_per_second']:.0f} % MBU"])  # fmt: skip
     fp8 = parts["fp8_kv"]["steps"]
@@ -129,8 +133,8 @@ def _speeds(parts: dict[str, Row]) -> str:
                 f"- Over a pool of FP8, decodes take {min(r['fp8_seconds'] / r['seconds'] for r in fp8):.2f} to "
                 f"{max(r['fp8_seconds'] / r['seconds'] for r in fp8):.2f} times the time of those over 16 bits: FP8 saves memory here, and no time.",
                 *(
-                    f"- `batchInvariant` takes {row['invariant_seconds'] / row['seconds']:.1f} times as long for {row['rows']:,} rows of "
-                    f"{row['sequences']} sequence{'s' if row['sequences'] > 1 else ''} behind {row['context']:,} tokens, without captures."
+                    f"- `batchInvariant` takes {row['invariant_seconds'] / row['seconds']:.1f} times as long for {_several(row['rows'], 'row')} of "
+                    f"{_several(row['sequences'], 'sequence')} behind {row['context']:,} tokens, without captures."
                     for row in cost
                 ),
                 f"- Blocks go to pinned host memory at {parts['tiers']['demoted_gigabytes_per_second']:.0f} GB/s, and come back at "
@@ -171,7 +175,7 @@ def _served(found: Row) -> str:
                 f"{one['seconds']:.3f} s",
             )
         for one in alone["streams"]:
-            add("alone", f"{one['streams']} stream{'s' if one['streams'] > 1 else ''}: a token of each",
+            add("alone", f"{_several(one['streams'], 'stream')}: a token of each",
                 f"{1e3 * one['token_seconds']:.1f} ms")  # fmt: skip
         cached = alone["cached"]
         add("alone", f"{cached['tokens']:,} tokens that come again, from the prefix cache",
