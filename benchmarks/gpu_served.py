@@ -404,14 +404,13 @@ async def _tiers(place: Place, replica: Replica, found: Row) -> None:
     async with replica.client() as http:
         await ask(http, place.prompt(512, 1), 4)
         rounds = [[await ask(http, prompt, 8) for prompt in prompts] for _ in range(3)]
-        metrics = (await http.get("/metrics")).text
     first, *later = rounds
     found |= {
         "documents": len(prompts), "tokens": sizes.tier_tokens,
         "first_seconds": round(statistics.median(one.first_seconds for one in first), 4),
         "again_seconds": [round(statistics.median(one.first_seconds for one in again), 4) for again in later],
         "texts_equal": sum(a.text == b.text for again in later for a, b in zip(first, again, strict=True)),
-        "texts": len(prompts) * len(later), "metrics": len(metrics),
+        "texts": len(prompts) * len(later),
     }  # fmt: skip
 
 

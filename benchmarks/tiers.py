@@ -137,7 +137,7 @@ def start(stack: ExitStack, folder: Path, name: str, model: str, document_tokens
 
 @dataclass
 class Fetched:
-    """What a rank measured of fetches."""
+    """Figures of fetches that a rank has measured."""
 
     alone_bytes_per_second: list[float] = field(default_factory=list)  # of each, while nothing else ran
     long_copy_bytes_per_second: list[float] = field(default_factory=list)

@@ -413,8 +413,7 @@ class ReplicaLink:
 
     async def _receive_tokens(self) -> None:
         """Receive `Announce`s, the only messages on this link: they identify the replica of a connection."""
-        while True:
-            frames = await self._tokens.recv_multipart()
+        async for frames in in_turns(self._tokens.recv_multipart, lambda: None):
             try:
                 identity, message, _ = self._read(frames)
                 if not isinstance(message, Announce):

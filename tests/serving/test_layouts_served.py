@@ -48,7 +48,8 @@ class Layout:
 
 WINDOWS = ("medha_kv_blocks", "medha_kv_window_blocks")
 EQUAL_NUMBERS = {"determinism": "batchInvariant"}
-"""What rounds activations or KV has to add in one order, or a resumed text is another one after a number between two."""
+"""Settings of layouts that round activations or KV: sums in one order, because a resumed text would differ after a number that
+lies between two rounded ones."""
 ONE, LANES, TENSOR, STAGES = {}, {"kv": 2}, {"tensor": 2}, {"stream": 2}
 
 
