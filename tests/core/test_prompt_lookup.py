@@ -124,7 +124,7 @@ def test_a_long_prompt_is_indexed_piece_by_piece(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("tokens", [10_000, 65_536, 65_537])
 def test_an_index_takes_at_most_32_bytes_for_each_token(tokens: int) -> None:
     index = TextIndex(np.zeros(tokens, dtype=np.int32), tokens)
-    assert 16 <= index._tables.nbytes / tokens <= 32
+    assert 16 <= index.table_bytes / tokens <= 32
 
 
 # --- outputs of finished requests -----------------------------------------------------------------------

@@ -37,11 +37,13 @@ class _Prompt:
         self.index = TextIndex(ids, len(ids))
         self.users = 0
 
-    def advance(self) -> None:
-        """Index the next piece; runs that end the prompt are in the indexes of its outputs."""
+    def advance(self) -> bool:
+        """Index the next piece, if any is left; runs that end the prompt are in the indexes of its outputs."""
         stop = min(self.index.indexed + PIECE_TOKENS, self.index.length - 1)
-        if stop > self.index.indexed:
-            self.index.index_until(stop)
+        if stop <= self.index.indexed:
+            return False
+        self.index.index_until(stop)
+        return True
 
 
 class _Finished:
@@ -193,11 +195,14 @@ class PromptLookup:
         """Add an output token of a sequence that has begun."""
         self._sequences[request_id].append(token)
 
+    def advance(self, request_id: str) -> bool:
+        """Index the next piece of a sequence's prompt; return False if it is indexed."""
+        return self._sequences[request_id].prompt.advance()
+
     def draft(self, request_id: str) -> tuple[int, ...]:
-        """Return a guess at the tokens that come next; empty if the last ones did not occur before."""
-        sequence = self._sequences[request_id]
-        sequence.prompt.advance()
-        return sequence.draft(self._draft_tokens)
+        """Index the next piece of the prompt, and return a guess at the tokens that come next; empty if nothing is known."""
+        self.advance(request_id)
+        return self._sequences[request_id].draft(self._draft_tokens)
 
     def end(self, request_id: str, *, is_finished: bool = True) -> None:
         """Stop following a sequence; does nothing if it has not begun.

@@ -48,6 +48,11 @@ class TextIndex:
             memoryview(row) for row in self._tables
         ]  # for one number, numpy takes three times as long
 
+    @property
+    def table_bytes(self) -> int:
+        """Return the memory of the tables."""
+        return self._tables.nbytes
+
     def index_until(self, stop: int, start: int = 0) -> None:
         """Index all runs that end at or before position `stop`, and begin at `start` or later."""
         first = max(start, self.indexed + 1 - _LONGEST)
