@@ -255,7 +255,7 @@ class DrawChoice:
             request.id
             for request in self.decodes
             if request.id in counts
-            and self.model.of(0, 0, _behind(request)) <= saved * _expected_tokens(request)
+            and self.model.of(0, 0, _behind(request)) <= saved * expected_tokens(request)
         ]
 
     def _follow(self, names: Collection[str]) -> tuple[dict[str, int], list[str]]:
@@ -289,7 +289,7 @@ def _behind(request: Request) -> int:
     return max(request.dispatched - request.followed, 0)
 
 
-def _expected_tokens(request: Request) -> int:
+def expected_tokens(request: Request) -> int:
     """Return how much more output is expected of a request: at least as much as it has already."""
     output = request.output_tokens
     return min(request.limit_tokens - request.length, max(request.expected_output_tokens - output, output))

@@ -23,6 +23,7 @@ from medha.scheduler.speculation import (
     DrawChoice,
     Draws,
     choose_drafts,
+    expected_tokens,
 )
 from medha.scheduler.turnaround import Turnaround
 from medha.wire.messages import Done
@@ -120,7 +121,7 @@ class Speculator:
         choice = DrawChoice(batch, decodes, limits, chances, self._model, between, self._most_tokens)
         draws = choice.choose()
         if not self._is_proven:
-            draws = self._within_first_time(draws, plain_seconds, between)
+            draws = self._within_first_time(draws, plain_seconds, between, decodes)
         if not draws:
             draws = self._probe(choice, plain_seconds)
             self._rests, self._rests_with = 0 if draws else REST_STEPS, len(decodes)
@@ -134,14 +135,20 @@ class Speculator:
     def _is_proven(self) -> bool:
         return self._chance.judged >= _PROVEN_GUESSES
 
-    def _within_first_time(self, draws: Draws, plain_seconds: float, between: Between) -> Draws:
-        """Return what is drawn if there is time for it while nobody knows how often guesses are right, and else nothing."""
+    def _within_first_time(
+        self, draws: Draws, plain_seconds: float, between: Between, decodes: Sequence[Request]
+    ) -> Draws:
+        """Return what is drawn if there is time for it while nobody knows how often guesses are right, and else nothing.
+
+        To compute the tokens before them, the share of the time that these sequences will still take may be spent, too.
+        """
         added = (1 + self._rested) * _FIRST_SHARE
         self._first_steps = min(self._first_steps + added, _MOST_PROBE_STEPS)
+        later = max((expected_tokens(one) for one in decodes if one.id in draws.follows), default=0)
         seconds = draws.seconds
         if draws.are_awaited:
             seconds += between.waiting_seconds - between.ahead_seconds
-        if seconds > self._first_steps * plain_seconds:
+        if seconds > (self._first_steps + _FIRST_SHARE * later) * plain_seconds:
             return Draws()
         self._first_steps -= seconds / plain_seconds
         return draws
