@@ -44,9 +44,8 @@ class TextIndex:
         self._shift = _BITS - bits
         # Positions behind runs, int32 [lengths, places]; 0: no run has this place.
         self._tables = np.zeros((len(RUN_TOKENS), 1 << bits), dtype=np.int32)
-        self._rows = [
-            memoryview(row) for row in self._tables
-        ]  # for one number, numpy takes three times as long
+        # To read one number, numpy takes three times as long.
+        self._rows: list[memoryview[int]] = [row.data for row in self._tables]
 
     @property
     def table_bytes(self) -> int:
