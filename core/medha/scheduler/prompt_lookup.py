@@ -113,26 +113,21 @@ class _Sequence:
 
     def _find(self) -> None:
         """Index the last runs, and go to a place behind a longer one than is known."""
-        own, prompt, found = self._own, self.prompt.index, False
+        own, found = self._own, False
         others = () if self.finished is None else self.finished.indexes
         for row in reversed(range(len(RUN_TOKENS))):
             length, run_hash = RUN_TOKENS[row], self._hashes.hashes[row]
             if length > own.length:
                 continue
-            before = own.put(row, run_hash)
-            if found or length <= self._matched:
-                continue
-            run = own.ids[own.length - length : own.length].tobytes()
-            if before and own.has_run(run, before):
-                self._source, self._place, found = own, before, True
-            else:
-                for index in (prompt, *others):
-                    behind = index.get(row, run_hash)
-                    if behind and index.has_run(run, behind):
-                        self._source, self._place, found = index, behind, True
+            if not found and length > self._matched:
+                run = own.ids[own.length - length : own.length].tobytes()
+                for index in (own, self.prompt.index, *others):
+                    behind = index.find(row, run_hash, run)
+                    if behind:
+                        self._source, self._place, self._matched = index, behind, length
+                        found = True
                         break
-            if found:
-                self._matched = length
+            own.put(row, run_hash)
 
     def draft(self, tokens: int) -> tuple[int, ...]:
         """Return up to `tokens` tokens that should come next, if any are known; the output's end repeats itself."""

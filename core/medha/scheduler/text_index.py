@@ -4,8 +4,9 @@ Runs of several lengths are indexed (`RUN_TOKENS`), each length in a hash table 
 longest length to the shortest, so that the longest repetition is found within a factor of two of its length, in a bounded
 time, and wherever it is. Where two runs have one place in a table, the later one stays, and the earlier one is not found.
 
-A table has as many places as a power of two from the size of the text on, of four bytes each. So the index of a text takes 16 to
-32 bytes a token. Hashes are polynomials over the tokens, modulo 2^64. That of the next run follows from the last one's, and
+A text is indexed in segments of 2^20 tokens, each with tables of its own, so that no table is so large that making it delays a
+step. A table has as many places as a power of two from the size of its segment on, of four bytes each. So the index of a text takes
+16 to 32 bytes a token. Hashes are polynomials over the tokens, modulo 2^64. That of the next run follows from the last one's, and
 numpy computes those of many runs at once, doubling their length each time.
 """
 
@@ -19,6 +20,8 @@ from medha.wire.frames import TokenIds
 RUN_TOKENS = (3, 6, 12, 24)
 """Lengths of the runs; each is twice the one before. Fewer tokens than the first one occur again by chance."""
 _LONGEST = RUN_TOKENS[-1]
+SEGMENT_TOKENS = 1 << 20
+"""Tokens that have tables of their own."""
 _LEAST_BITS = 6
 _BITS = 64
 _MASK = (1 << _BITS) - 1
@@ -40,23 +43,38 @@ class TextIndex:
         self._make_tables()
 
     def _make_tables(self) -> None:
-        bits = max(_LEAST_BITS, (len(self.ids) - 1).bit_length())
+        bits = max(_LEAST_BITS, (min(len(self.ids), SEGMENT_TOKENS) - 1).bit_length())
         self._shift = _BITS - bits
-        # Positions behind runs, int32 [lengths, places]; 0: no run has this place.
-        self._tables = np.zeros((len(RUN_TOKENS), 1 << bits), dtype=np.int32)
+        # Positions behind runs, int32 [lengths, places], of each segment; 0: no run has this place.
+        self._tables: list[npt.NDArray[np.int32]] = []
         # To read one number, numpy takes three times as long.
-        self._rows: list[memoryview[int]] = [row.data for row in self._tables]
+        self._rows: list[list[memoryview[int]]] = []
+
+    def _segment_of(self, behind: int) -> int:
+        """Return the number of the segment of runs that end before position `behind`; it has tables then."""
+        segment = (behind - 1) // SEGMENT_TOKENS
+        while len(self._tables) <= segment:
+            table = np.zeros((len(RUN_TOKENS), 1 << (_BITS - self._shift)), dtype=np.int32)
+            self._tables.append(table)
+            self._rows.append([row.data for row in table])
+        return segment
 
     @property
     def table_bytes(self) -> int:
-        """Return the memory of the tables."""
-        return self._tables.nbytes
+        """Return the memory of the tables so far."""
+        return sum(table.nbytes for table in self._tables)
 
     def index_until(self, stop: int, start: int = 0) -> None:
         """Index all runs that end at or before position `stop`, and begin at `start` or later."""
-        first = max(start, self.indexed + 1 - _LONGEST)
+        while self.indexed < stop:
+            segment_end = (self.indexed // SEGMENT_TOKENS + 1) * SEGMENT_TOKENS
+            self._index_piece(min(stop, segment_end), start)
+
+    def _index_piece(self, stop: int, start: int) -> None:
+        """Index the runs up to `stop`, which all end in one segment."""
+        first, table = max(start, self.indexed + 1 - _LONGEST), self._tables[self._segment_of(stop)]
         ids = self.ids[first:stop].astype(np.uint64)
-        self.indexed, indexed = max(self.indexed, stop), self.indexed
+        self.indexed, indexed = stop, self.indexed
         tokens = (ids + np.uint64(1)) * np.uint64(_TOKEN_FACTOR)
         tokens ^= tokens >> np.uint64(_TOKEN_FOLD)
         base = np.uint64(_BASE)
@@ -70,7 +88,7 @@ class TextIndex:
             behind = np.arange(first + length, first + length + len(hashes), dtype=np.int32)
             new = slice(max(indexed + 1 - (first + length), 0), None)
             # Where several runs have one place, the last one stays.
-            self._tables[row, self._places(hashes[new])] = behind[new]
+            table[row, self._places(hashes[new])] = behind[new]
 
     def _places(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         folded = hashes ^ (hashes >> np.uint64(_PLACE_FOLD))
@@ -89,21 +107,19 @@ class TextIndex:
         self.ids[self.length] = token
         self.length += 1
 
-    def put(self, row: int, run_hash: int) -> int:
-        """Index the run of length `RUN_TOKENS[row]` that ends the text; return what `get` would have returned before."""
-        places, place = self._rows[row], self._place(run_hash)
-        before: int = places[place]
-        places[place] = self.indexed = self.length
-        return before
+    def put(self, row: int, run_hash: int) -> None:
+        """Index the run of length `RUN_TOKENS[row]` that ends the text."""
+        self._rows[self._segment_of(self.length)][row][self._place(run_hash)] = self.length
+        self.indexed = self.length
 
-    def get(self, row: int, run_hash: int) -> int:
-        """Return the position behind the last run that has the place of this hash; 0 if none has."""
-        behind: int = self._rows[row][self._place(run_hash)]
-        return behind
-
-    def has_run(self, run: bytes, behind: int) -> bool:
-        """Return whether the tokens before position `behind` are these, given as the bytes of their ids."""
-        return self.ids[max(behind - len(run) // 4, 0) : behind].tobytes() == run
+    def find(self, row: int, run_hash: int, run: bytes) -> int:
+        """Return the position behind the last occurrence of a run that is found, else 0; `run` has the bytes of its ids."""
+        place = self._place(run_hash)
+        for rows in reversed(self._rows):
+            behind = rows[row][place]
+            if behind and self.ids[max(behind - RUN_TOKENS[row], 0) : behind].tobytes() == run:
+                return behind
+        return 0
 
 
 class RunHashes:
