@@ -559,7 +559,7 @@ class SpeculationSpec(Model):
         default="none", json_schema_extra=epoch()
     )
     """Method by which tokens are guessed. `promptLookup` takes what follows the last tokens where they occur in
-    the prompt or the output already, so it pays for texts that quote or repeat; it loads nothing. `draftModel` takes
+    the prompt, the output, or outputs of earlier requests already, so it pays for texts that quote or repeat; it loads nothing. `draftModel` takes
     what a smaller model would write. `predictionHead` goes on from the model's own hidden states, with layers that were
     trained for it. `none` guesses nothing."""
     draft_model: DraftSource | None = Field(default=None, json_schema_extra=restart())

@@ -639,7 +639,8 @@ class Controller:
                 ids = self._prompts.ids_of(request.submit.prompt)
                 if ids is None:
                     continue
-                lookup.begin(sample.id, request.submit.prompt, ids)
+                salt = self._prompts.salt_of(request.submit.prompt)
+                lookup.begin(sample.id, request.submit.prompt, ids, salt)
             lookup.add(sample.id, sample.token)
         following = {sample.id: sample.finish_reason is None for sample in done.samples}
         drafts = [
@@ -675,7 +676,7 @@ class Controller:
                     self._prompts.extend(aside.source, aside.prompt, output)
                 self._outputs.end(aside.id)  # it goes on with the hash of the new prompt
                 if self._lookup is not None:
-                    self._lookup.end(aside.id)
+                    self._lookup.end(aside.id, is_finished=False)
 
     def _end_output(self, request_id: str) -> None:
         """Forget the output of a request that has ended."""
