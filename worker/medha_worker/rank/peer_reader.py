@@ -338,6 +338,8 @@ def peer_blocks(
         )
         plane_name = "sockets"
         reader = PeerReader(host, identity, time.perf_counter)
+    if plane_name != "sockets":
+        _log.info("KV goes to and comes from other replicas over %s", plane_name)
     try:
         return PeerBlocks(PeerServer(endpoint, host, identity, plane_name, bytes_endpoint), reader)
     except zmq.ZMQError:
