@@ -23,10 +23,11 @@ from medha.latent_shape import LatentShape
 from medha.topology import Topology
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import Device, host_device
+from medha_worker.kernels import activation_rounding, fast_forms
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
-from medha_worker.model import latent_forms, quantised_weights
+from medha_worker.model import latent_forms
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.kv_parallel_plan import positions
 
@@ -385,7 +386,8 @@ def replica(
     tolerance = ROUNDED_KV_TOLERANCE if has_rounded_kv else TOLERANCES.get(architecture, TOLERANCE)
     with pytest.MonkeyPatch.context() as patch:
         if architecture in QUANTISED_EXPERTS:
-            patch.setattr(quantised_weights, "_nearest", bend)
+            patch.setattr(activation_rounding, "_nearest", bend)
+            patch.setattr(fast_forms, "_names", lambda _: ())  # integers cannot be bent
         yield ranks, reference, examples, tolerance
     ranks.close()
 
