@@ -247,6 +247,9 @@ TEXTS = [
     for shape, name in product(SHAPES, TEXT_NAMES)
 ]
 
+TEXT_FAMILIES = {"w8a8 deepseek_v2": 1, "gpt_oss fp8-kv": 1}
+"""Other prompts, for models of which two experts tie in the text of the first one."""
+
 
 def new_planner(lanes: int, tokens_per_lane: int, striped: bool, seed: int, **more: Any) -> Planner:
     fields = {"kv_blocks": KV_BLOCKS, "block_tokens": BLOCK_TOKENS, **more}
@@ -519,7 +522,7 @@ def test_greedy_text_of_64_tokens_is_the_same_on_every_grid(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(quantised_weights, "_nearest", bend)
             tolerance = ROUNDED_KV_TOLERANCE if has_rounded_kv else TOLERANCE
-            asked = [Query(30, 64)]
+            asked = [Query(30, 64, TEXT_FAMILIES.get(name, 0))]
             check(ranks, reference, planner, asked, [STRATEGIES[0]], 1, tolerance=tolerance, may_tie=False)
     finally:
         ranks.close()
