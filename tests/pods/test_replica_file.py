@@ -11,9 +11,7 @@ import pytest
 
 from medha.api.replica import MedhaReplicaSpec, parse_replica
 from medha.errors import ConfigInvalid
-from medha_operator.replica import manifests
 from medha_operator.replica.manifests import Owner, config_map
-from medha_worker.pod import pod_parts
 from medha_worker.pod.pod_parts import read_replica
 
 SPEC = MedhaReplicaSpec.model_validate(
@@ -80,8 +78,3 @@ def test_a_known_field_that_is_wrong_is_refused_beside_an_unknown_one(
     path.write_text(json.dumps(newer))
     with pytest.raises(ConfigInvalid, match=r"spec\.parallelism\.tensor"):
         read_replica(path)
-
-
-@pytest.mark.parametrize("name", ["CONTROL_PORT", "TOKENS_PORT", "METRICS_PORT", "HEALTH_PORT", "PEERS_PORT"])
-def test_the_operator_opens_the_ports_at_which_pods_listen(name: str) -> None:
-    assert getattr(manifests, name) == getattr(pod_parts, name)

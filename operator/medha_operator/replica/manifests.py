@@ -21,22 +21,23 @@ from medha_operator.kube.kinds import MANAGER, Manifest
 from medha_operator.manifest_overlay import overlaid
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.revision import Revision
+from medha_process.pod_contract import (
+    CONTROL_PORT,
+    DRAFT_DIRECTORY,
+    HEALTH_PORT,
+    KV_FILES_DIRECTORY,
+    KV_STORE_DIRECTORY,
+    METRICS_PORT,
+    MODEL_DIRECTORY,
+    PEERS_PORT,
+    TOKENS_PORT,
+)
 
 OPEN_SINCE = "medha.dev/open-since"
 """Annotation of a PodDisruptionBudget: time since which it lets evictors take the replica from a cordoned
 node."""
-CONTROL_PORT = 5600
-TOKENS_PORT = 5601
-PEERS_PORT = 5610
-"""Port at which the first rank of a pod gives KV to other replicas; those of the others follow, and then one more for each, for bytes."""
-METRICS_PORT = 9400
-HEALTH_PORT = 9401
-MODEL_DIRECTORY = "/model"
-KV_FILES_DIRECTORY = "/kv-files"
-KV_STORE_DIRECTORY = "/kv-store"
 _STORE_CREDENTIALS = {"AWS_ACCESS_KEY_ID": False, "AWS_SECRET_ACCESS_KEY": False, "AWS_SESSION_TOKEN": True}
 """Keys of a store's Secret, which are variables of the same names, and whether each may be missing."""
-DRAFT_DIRECTORY = "/draft-model"
 _CONFIG = "/etc/medha/config"
 _REPLICA_OPTIONS = ("--replica", f"{_CONFIG}/replica.json")
 _CONFIG_MOUNT = {"name": "config", "mountPath": _CONFIG, "readOnly": True}
@@ -47,11 +48,10 @@ _NCCL_DEFAULTS = {"NCCL_DEBUG": "WARN"}
 _PROBE_SECONDS = 5
 _USER = 65532
 _SPARE_SECONDS = 30
-_SPARE_DISK_BYTES = (
-    64 * 2**20
-)  # for each volume of files of KV: a measurement, keys, and what is being deleted
 """Seconds between the end of a drain and the kill, and between a pod's own limit for its start and the
 kubelet's."""
+_SPARE_DISK_BYTES = 64 * 2**20
+"""Bytes of each volume of files of KV for a measurement, keys, and what is being deleted."""
 _STAGE = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
 """Source of a pod's stage: its place in the StatefulSet of its lane."""
 

@@ -17,11 +17,10 @@ from kubernetes.utils.quantity import parse_quantity
 from medha.errors import AcceleratorMissing
 from medha_operator.replica.revision import Revision
 from medha_operator.status_fields import ReplicaStatus
+from medha_process.pod_contract import RESTART_REQUESTED
 
 Object = Mapping[str, Any]
 
-RESTART_REQUESTED = 75
-"""Exit code of a pod whose ranks have failed to rendezvous three times in ten minutes: `EX_TEMPFAIL`."""
 _IN_GANG = re.compile(r"\bgang\b|\bworkload\b|\bpod ?group\b", re.IGNORECASE)
 _PULL_PROBLEMS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _CORDON = "node.kubernetes.io/unschedulable"

@@ -29,20 +29,19 @@ from medha_links.cluster_keys import (
 from medha_process.host_resources import usable_cpus
 from medha_process.launch import controller_part, rank_part
 from medha_process.part_settings import ControllerSettings, RankSettings, RouterEndpoints
+from medha_process.pod_contract import (
+    CONTROL_PORT,
+    DRAFT_DIRECTORY,
+    KV_FILES_DIRECTORY,
+    KV_STORE_DIRECTORY,
+    METRICS_PORT,
+    MODEL_DIRECTORY,
+    PEERS_PORT,
+    ROUTER_CONTROL_PORT,
+    ROUTER_TOKENS_PORT,
+    TOKENS_PORT,
+)
 from medha_process.supervision.supervisor import Part
-
-CONTROL_PORT = 5600
-TOKENS_PORT = 5601
-METRICS_PORT = 9400
-HEALTH_PORT = 9401
-PEERS_PORT = 5610
-"""Port at which the first rank of a pod gives KV to other replicas; those of the others follow."""
-ROUTER_CONTROL_PORT = 5700
-ROUTER_TOKENS_PORT = 5701
-MODEL_DIRECTORY = Path("/model")
-KV_FILES_DIRECTORY = Path("/kv-files")
-KV_STORE_DIRECTORY = Path("/kv-store")
-DRAFT_DIRECTORY = Path("/draft-model")
 
 _log = logging.getLogger("medha.pod")
 
@@ -187,7 +186,7 @@ def _disk_directory(replica: MedhaReplica) -> Path | None:
     """Return where the ranks of a replica keep the files of their disk tiers; replicas may share a volume."""
     if replica.spec.kv_cache.disk is None:
         return None
-    return KV_FILES_DIRECTORY / f"{replica.metadata.namespace}.{replica.metadata.name}"
+    return Path(KV_FILES_DIRECTORY) / f"{replica.metadata.namespace}.{replica.metadata.name}"
 
 
 def controller_settings(place: Place, replica: MedhaReplica, oldest_epoch: int) -> ControllerSettings:
@@ -246,14 +245,14 @@ def _with_mounted_store(spec: MedhaReplicaSpec) -> MedhaReplicaSpec:
 def _model_directory(place: Place, spec: MedhaReplicaSpec) -> Path:
     if place.model_directory is not None:
         return place.model_directory
-    return Path(spec.model.source.path) if spec.model.source.path is not None else MODEL_DIRECTORY
+    return Path(MODEL_DIRECTORY if spec.model.source.path is None else spec.model.source.path)
 
 
 def _draft_directory(spec: MedhaReplicaSpec) -> Path | None:
     source = spec.scheduling.speculation.source
     if source is None:
         return None
-    return Path(source.path) if source.path is not None else DRAFT_DIRECTORY
+    return Path(DRAFT_DIRECTORY if source.path is None else source.path)
 
 
 def _bracketed(host: str) -> str:

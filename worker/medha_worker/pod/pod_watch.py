@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medha_process.part_state import PartState
+from medha_process.pod_contract import RESTART_REQUESTED
 from medha_process.supervision.lifecycle import Abort, Interrupt
 
-RESTART_REQUESTED = 75  # EX_TEMPFAIL of sysexits.h
 MOST_FAILED_RENDEZVOUS = 3
 FAILED_RENDEZVOUS_SECONDS = 600.0
 LIVE_SECONDS = 15.0
