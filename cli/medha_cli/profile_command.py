@@ -17,6 +17,7 @@ from rich.table import Table
 from medha.errors import ConfigInvalid
 from medha_cli.options import FILE
 from medha_process.launch import RANK_ENVIRONMENT
+from medha_process.shared_files import write_whole
 
 if TYPE_CHECKING:
     from medha.determinism import Determinism
@@ -170,9 +171,7 @@ def command(
             name=f"{directory.resolve().name} on {_machine()}",
             source=f"medha profile: {len(steps)} steps, contexts up to {max(grid.contexts)} tokens",
         )
-        partial = output.with_name(f"{output.name}.partial")
-        partial.write_text(profile.to_json(), encoding="utf-8")
-        partial.rename(output)  # atomic
+        write_whole(output, profile.to_json())
     except KeyboardInterrupt:
         console.print(f"interrupted: {output} is not written")
         sys.exit(_INTERRUPTED)

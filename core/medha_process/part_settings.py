@@ -11,6 +11,7 @@ from medha.api.cluster import NO_ACCELERATOR
 from medha.api.replica import MedhaReplicaSpec
 from medha.errors import ConfigInvalid
 from medha.topology import Topology
+from medha_process.shared_files import write_whole
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
@@ -36,9 +37,7 @@ class PartSettings(BaseModel):
 
     def write(self, path: Path) -> None:
         """Replace the file as a whole: a part that polls it never reads a half."""
-        partial = path.with_suffix(".partial")
-        partial.write_text(self.model_dump_json(by_alias=True), encoding="utf-8")
-        partial.rename(path)
+        write_whole(path, self.model_dump_json(by_alias=True))
 
 
 class ReplicaPartSettings(PartSettings):

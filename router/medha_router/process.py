@@ -28,6 +28,7 @@ from medha.errors import PartFailed
 from medha_process.host_resources import raise_file_limit
 from medha_process.part_process import begin_part, end_with_parent, log_failure, settings_option
 from medha_process.router_settings import RouterSettings
+from medha_process.shared_files import write_whole
 from medha_process.watchdog import BEAT_SECONDS, Watchdog
 from medha_router.app import HttpApi, build_app, build_metrics_app
 from medha_router.connections import Connection, Connections, connection_limit
@@ -121,10 +122,7 @@ def _announce_bound(
     }
     log.info("listening %s", json.dumps(bound))
     if settings.ready_file is not None:
-        target = Path(settings.ready_file)
-        unfinished = target.with_name(target.name + ".part")
-        unfinished.write_text(json.dumps(bound), encoding="utf-8")
-        unfinished.rename(target)  # atomic: readers see a complete file
+        write_whole(Path(settings.ready_file), json.dumps(bound))
 
 
 def _sites(listener: socket.socket, settings: RouterSettings) -> SitePolicy:

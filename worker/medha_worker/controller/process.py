@@ -99,6 +99,7 @@ from medha_process.part_process import (
 )
 from medha_process.part_settings import ControllerSettings, RouterEndpoints
 from medha_process.part_state import PartState, Phase
+from medha_process.shared_files import write_whole
 from medha_process.watchdog import Watchdog
 from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
 from medha_worker.controller.controller_metrics import Observer
@@ -513,9 +514,7 @@ class Controller:
             "serving: %d KV tokens, long from %d tokens", config.pool_tokens, config.long_threshold_tokens
         )
         if self._settings.ready_file is not None:
-            partial = self._settings.ready_file.with_suffix(".partial")
-            partial.write_bytes(to_json(Readiness(tuple(ranks), self._metrics_url)))
-            partial.rename(self._settings.ready_file)  # atomic: nobody reads a partial file
+            write_whole(self._settings.ready_file, to_json(Readiness(tuple(ranks), self._metrics_url)))
 
     # --- events -------------------------------------------------------------------------------------
 
