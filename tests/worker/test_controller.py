@@ -78,7 +78,8 @@ from medha_links.sockets import Authenticator, Opened, bind, connect
 from medha_process.part_settings import ControllerSettings, RouterEndpoints
 from medha_process.part_state import PartState
 from medha_worker.checkpoints.read_bundle import read_bundle
-from medha_worker.controller.process import Controller, slowest_rank
+from medha_worker.controller.joint_figures import slowest_rank
+from medha_worker.controller.process import Controller
 from medha_worker.epoch_file import write_epoch
 from medha_worker.link import Link, Received
 
