@@ -20,9 +20,9 @@ from medha_operator.kube.client import Cluster
 from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, MANAGER, REPLICA, ROUTER, Key, Manifest
 from medha_operator.kube.store import Document
 from medha_operator.operator_settings import OperatorSettings, RouterSite
+from medha_operator.replica.actions import RecordEvent
 from medha_operator.replica.manifests import router_labels
 from medha_operator.replica.observed import seconds
-from medha_operator.replica.plan import RecordEvent
 
 NAME_CONFLICT = "NameConflict"
 """Reason of the event at a router whose ConfigMap would have the name of somebody else's."""

@@ -33,6 +33,20 @@ from medha_operator.kube.kinds import (
 from medha_operator.kube.store import Document
 from medha_operator.operator_metrics import Telemetry
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.actions import (
+    Action,
+    Apply,
+    Confirm,
+    CopyEnrolment,
+    CreateKeys,
+    Delete,
+    Plan,
+    Prune,
+    RecordEvent,
+    SetStatus,
+    soonest,
+    status_change,
+)
 from medha_operator.replica.conditions import DerivedCondition, refuse, stamped
 from medha_operator.replica.drift_repairs import Repairs
 from medha_operator.replica.event_reasons import (
@@ -48,20 +62,7 @@ from medha_operator.replica.event_reasons import (
 from medha_operator.replica.manifests import Owner
 from medha_operator.replica.nodes import requires_capacity, unsettled
 from medha_operator.replica.observed import Observed
-from medha_operator.replica.plan import (
-    Action,
-    Apply,
-    Confirm,
-    CopyEnrolment,
-    CreateKeys,
-    Delete,
-    Plan,
-    Prune,
-    RecordEvent,
-    SetStatus,
-    plan,
-    soonest,
-)
+from medha_operator.replica.plan import plan
 from medha_operator.status_fields import Condition, DeploymentStatus, ReplicaStatus
 
 _log = logging.getLogger(__name__)
@@ -558,7 +559,7 @@ def _waiting(resource: Document, leftovers: Iterable[str], now: float) -> Plan:
         DerivedCondition("Stalled", False, "WaitingForCleanup"),
     )
     status = _overlaid(notice, stamped(derived_conditions, before.conditions, generation, now))
-    return Plan(() if status == before else (SetStatus(status),))
+    return Plan(status_change(before, status))
 
 
 def _failure_of(error: Exception, failures: int) -> Failure | None:

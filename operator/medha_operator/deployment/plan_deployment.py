@@ -44,19 +44,19 @@ from medha_operator.deployment.observed_deployment import (
 from medha_operator.kube.kinds import MANAGER, Manifest
 from medha_operator.manifest_overlay import holds, overlaid
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.conditions import problems_in, stamped
-from medha_operator.replica.event_reasons import REFUSED
-from medha_operator.replica.observed import seconds
-from medha_operator.replica.plan import (
+from medha_operator.replica.actions import (
     Action,
     Apply,
     Confirm,
     Delete,
     Plan,
     RecordEvent,
-    SetStatus,
-    timestamp,
+    soonest,
+    status_change,
 )
+from medha_operator.replica.conditions import problems_in, stamped
+from medha_operator.replica.event_reasons import REFUSED
+from medha_operator.replica.observed import seconds, timestamp
 from medha_operator.replica.revision import restart_fields
 from medha_operator.status_fields import DeploymentStatus
 
@@ -80,7 +80,8 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
     steps = [*_change(scene), *_remove(scene), *created]
     status, again = _described(scene, now)
     confirmed = [Confirm()] if created else []
-    return Plan((*confirmed, *kept, *steps, *_status(observed, status), *_history(scene)), again)
+    changed = status_change(observed.status, status)
+    return Plan((*confirmed, *kept, *steps, *changed, *_history(scene)), again)
 
 
 def _plan_refused(
@@ -101,7 +102,7 @@ def _plan_refused(
     desired = _Desired(spec, *_bounds(spec), update, current, kept={})
     scene = _scene(observed, desired, now, settings)
     status, again = _described(scene, now, problems)
-    return Plan((*_change(scene), *_status(observed, status)), again)
+    return Plan((*_change(scene), *status_change(observed.status, status)), again)
 
 
 # --- what is wanted -------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ class _Scene:
         return is_available(child, self.desired.spec.min_ready_seconds, self.now)
 
     def requeue(self, wait_seconds: float) -> None:
-        self.again = wait_seconds if self.again is None else min(self.again, wait_seconds)
+        self.again = soonest(self.again, wait_seconds)
 
 
 def _scene(observed: ObservedDeployment, desired: _Desired, now: float, settings: OperatorSettings) -> _Scene:
@@ -564,7 +565,3 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
     return before.model_copy(
         update=counts | {"last_progress_time": last_progress, "conditions": conditions}
     ), scene.again
-
-
-def _status(observed: ObservedDeployment, status: DeploymentStatus) -> tuple[Action, ...]:
-    return () if status == observed.status else (SetStatus(status),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
@@ -146,6 +146,11 @@ class Observed:
 def seconds(timestamp: str) -> float:
     """Return the Unix time of a timestamp as Kubernetes writes it."""
     return datetime.fromisoformat(timestamp).timestamp()
+
+
+def timestamp(unix_seconds: float) -> str:
+    """Return Unix time as Kubernetes writes it, in whole seconds."""
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def amount(quantity: str | int) -> Decimal:
