@@ -201,12 +201,6 @@ async def publish_models(
 
 def _manifest(router: RouterSite, deployment: Document, data: dict[str, str]) -> Manifest:
     key = models_key(router)
-    owner = {
-        "apiVersion": ROUTER.api_version,
-        "kind": ROUTER.name,
-        "name": router.name,
-        "uid": deployment["metadata"]["uid"],
-    }
     return {
         "apiVersion": CONFIG_MAP.api_version,
         "kind": CONFIG_MAP.name,
@@ -214,7 +208,7 @@ def _manifest(router: RouterSite, deployment: Document, data: dict[str, str]) ->
             "name": key.name,
             "namespace": key.namespace,
             "labels": router_labels(router.name),
-            "ownerReferences": [owner],
+            "ownerReferences": [ROUTER.reference(router.name, deployment["metadata"]["uid"])],
         },
         "data": data,
     }

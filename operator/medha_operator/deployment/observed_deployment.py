@@ -49,7 +49,6 @@ class Child:
     name: str
     uid: str
     resource_version: str
-    created: float
     revision: str
     """Name of the kept template that its spec was written from."""
     running: Revision | None = None
@@ -156,7 +155,6 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
         name=metadata["name"],
         uid=metadata["uid"],
         resource_version=metadata["resourceVersion"],
-        created=seconds(metadata["creationTimestamp"]),
         revision=labels.get(TEMPLATE_LABEL, ""),
         running=running,
         is_ours=controller["uid"] == deployment_uid if controller else DEPLOYMENT_LABEL in labels,
