@@ -114,7 +114,7 @@ class RouterEndpoints(BaseModel):
 
     def at(self, address: str) -> RouterEndpoints:
         """Return the endpoints with an IP address in place of their host."""
-        host = f"[{address}]" if ":" in address else address
+        host = in_url(address)
 
         def located(endpoint: str) -> str:
             source, separator, target = endpoint.removeprefix("tcp://").rpartition(";")
@@ -130,6 +130,11 @@ class RouterEndpoints(BaseModel):
                 f"control is {self.control} and tokens is {self.tokens}; give both links the same host"
             )
         return self
+
+
+def in_url(host: str) -> str:
+    """Return a host as URLs and endpoints have it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _host(endpoint: str) -> str:

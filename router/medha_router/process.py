@@ -27,6 +27,7 @@ from medha.api_keys import ApiKeys
 from medha.errors import PartFailed
 from medha_process.host_resources import raise_file_limit
 from medha_process.part_process import begin_part, end_with_parent, log_failure, settings_option
+from medha_process.part_settings import in_url
 from medha_process.router_settings import RouterSettings
 from medha_process.shared_files import write_whole
 from medha_process.watchdog import BEAT_SECONDS, Watchdog
@@ -108,7 +109,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _url(host: str, listener: socket.socket, scheme: str = "http") -> str:
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    return f"{scheme}://{in_url(host)}:{listener.getsockname()[1]}"
 
 
 def _announce_bound(

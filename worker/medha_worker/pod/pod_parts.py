@@ -28,7 +28,7 @@ from medha_links.cluster_keys import (
 )
 from medha_process.host_resources import usable_cpus
 from medha_process.launch import controller_part, rank_part
-from medha_process.part_settings import ControllerSettings, RankSettings, RouterEndpoints
+from medha_process.part_settings import ControllerSettings, RankSettings, RouterEndpoints, in_url
 from medha_process.pod_contract import (
     CONTROL_PORT,
     DRAFT_DIRECTORY,
@@ -143,7 +143,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
     spec = _for_this_pod(replica.spec)
     shape = spec.parallelism
     topology = Topology(shape.tensor, shape.stream, shape.kv)
-    host = _bracketed(place.address if place.is_leader else place.leader)
+    host = in_url(place.address if place.is_leader else place.leader)
     ranks = []
     for tensor in range(shape.tensor):
         rank = topology.rank(Coordinates(place.lane, place.stage, tensor))
@@ -179,7 +179,7 @@ def _peer_endpoint(place: Place, spec: MedhaReplicaSpec, number: int) -> str:
     """
     if spec.kv_cache.peers is None or spec.router_ref is None:
         return ""
-    return f"tcp://{_bracketed(place.address)}:{PEERS_PORT + number}"
+    return f"tcp://{in_url(place.address)}:{PEERS_PORT + number}"
 
 
 def _disk_directory(replica: MedhaReplica) -> Path | None:
@@ -192,12 +192,12 @@ def _disk_directory(replica: MedhaReplica) -> Path | None:
 def controller_settings(place: Place, replica: MedhaReplica, oldest_epoch: int) -> ControllerSettings:
     """Return the settings of the leader's controller."""
     spec = _for_this_pod(replica.spec)
-    host = _bracketed(place.address)
+    host = in_url(place.address)
     metrics = spec.metrics.model_copy(update={"host": place.listens_at, "port": METRICS_PORT})
     routers: tuple[RouterEndpoints, ...] = ()
     enrolment = place.enrolment
     if place.router and enrolment is not None:
-        router = _bracketed(place.router)
+        router = in_url(place.router)
         control, tokens = f"tcp://{router}:{ROUTER_CONTROL_PORT}", f"tcp://{router}:{ROUTER_TOKENS_PORT}"
         routers = (RouterEndpoints(control=control, tokens=tokens),)
     return ControllerSettings(
@@ -253,7 +253,3 @@ def _draft_directory(spec: MedhaReplicaSpec) -> Path | None:
     if source is None:
         return None
     return Path(DRAFT_DIRECTORY if source.path is None else source.path)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
