@@ -284,7 +284,7 @@ class HttpApi:
         """Count a request that failed before it became sequences; a bug counts as the client's internal error."""
         told = error if isinstance(error, ApiError) else ApiError(500, "", code="internal_error")
         model = told.model or ""
-        known = self._link.core.known(model)
+        known = self._link.core.models.find(model)
         outcome = told.code or "error"
         self._observer.request_ended(model if known is not None else UNKNOWN_MODEL, endpoint, outcome)
         if known is not None and told.is_ours:
@@ -423,7 +423,7 @@ class HttpApi:
             raise ApiError(503, "this router is stopping", code="unavailable")
         if not self._has_joined:
             waited = asyncio.get_running_loop().time() - self._began_at
-            declared, cards = self._link.core.declared, self._link.core.cards()
+            declared, cards = self._link.core.models.declared, self._link.core.cards()
             self._has_joined = may_accept(declared, cards, waited, self._join_seconds)
             if not self._has_joined:
                 missing = awaited(declared, cards)
@@ -446,7 +446,7 @@ class HttpApi:
         guests = self._waiting_requests.room.by_model()
         self._observer.snapshot(
             core.cards(),
-            core.known_models(),
+            core.models.all(),
             requests_open=self.open_requests,
             sequences_open=core.open,
             waiting=self._link.history.waiting(),

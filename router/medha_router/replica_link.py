@@ -232,15 +232,15 @@ class ReplicaLink:
             known = models.get(card.model)
             longest = max(card.longest_request_tokens, known.longest_request_tokens if known else 0)
             length = max(card.max_model_len, known.max_model_len if known else 0)  # some replica takes it
-            tool_calls = self.core.tool_call_format(card.model)
-            reasoning = self.core.reasoning_format(card.model)
+            tool_calls = self.core.models.tool_call_format(card.model)
+            reasoning = self.core.models.reasoning_format(card.model)
             # All of them: a grammar that is not needed would keep the request from those that ignore it.
             follows = card.follows_grammars and card.ends_texts and (known is None or known.follows_grammars)
             models[card.model] = ModelTerms(
                 card.digest, length, longest, card.vocab_size, tool_calls, reasoning, follows
             )
-        unavailable = tuple(name for name in self.core.known_models() if name not in models)
-        return Catalog(models, unavailable, self.core.aliases)
+        unavailable = tuple(name for name in self.core.models.names if name not in models)
+        return Catalog(models, unavailable, self.core.models.aliases)
 
     def submit(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> OutcomeQueue:
         """Start sequences; their results arrive in the returned queue. End with `release`.

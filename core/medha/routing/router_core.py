@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf
-from typing import NamedTuple
 
-from medha.declared import DeclaredModel
 from medha.routing.deadline_ledger import Opening
 from medha.routing.drain_moves import leaves_for, may_take_over
-from medha.routing.known_models import KnownModel, KnownModels
+from medha.routing.known_bundles import KnownBundles
+from medha.routing.known_models import KnownModels
 from medha.routing.known_replicas import Forwarded, KnownReplica
+from medha.routing.kv_sources import KvSources
 from medha.routing.ledgers import Ledgers, retry_after_seconds
 from medha.routing.listening import Listening
 from medha.routing.lost_attempts import (
@@ -37,7 +37,7 @@ from medha.routing.lost_attempts import (
     without_trial,
 )
 from medha.routing.model_work import ModelWorks
-from medha.routing.open_sequences import Key, KvSource, OpenSequence
+from medha.routing.open_sequences import Key, OpenSequence
 from medha.routing.prefix_memory import prefill_seconds
 from medha.routing.replica_choice import (
     able_replicas,
@@ -56,7 +56,6 @@ from medha.routing.router_events import (
     BundleKnown,
     Declared,
     Deliver,
-    DropBundle,
     Fail,
     FailureKind,
     LinkLost,
@@ -72,6 +71,7 @@ from medha.routing.router_events import (
     ServedElsewhere,
 )
 from medha.routing.routing_limits import RoutingLimits
+from medha.routing.unserved import Unserved
 from medha.scheduler.attained_service import AttainedService
 from medha.scheduler.request import NOWHERE
 from medha.slo import class_terms, ttft_target_seconds
@@ -80,7 +80,6 @@ from medha.wire.messages import (
     Cancel,
     Emit,
     Failed,
-    FetchBundle,
     Heartbeat,
     Refused,
     Submit,
@@ -105,21 +104,16 @@ class RouterCore:
         self._by_wire_id: dict[str, OpenSequence] = {}
         self._attained = AttainedService()
         self._waiting = Ledgers(self._limits.max_waiting)
-        self._bundles: set[str] = set()
-        self._unneeded_since: dict[str, float] = {}  # digest of a bundle that nothing needs -> since when
-        self._fetch_requested_at: dict[str, float] = {}  # digest -> when it was last requested
-        self._unserved_since: dict[_Kind, float] = {}
-        self._models = KnownModels()
+        self._bundles = KnownBundles(self._limits)
+        self._unserved = Unserved(self._limits)
+        self.models = KnownModels()
         self._lone_roles: dict[str, str] = {}  # model -> role of the only replicas that serve it
         self._rejected: dict[str, str] = {}  # replica -> reason, so that each is reported once
         self._arrivals = 0
-        self._moved: dict[str, OpenSequence] = {}  # sequences with a `kv_source`, by their names there
-        self._freed: list[RouterCommand] = []  # sources that are needed no longer
+        self._sources = KvSources()
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
-        commands = self._handle(event, now)
-        freed, self._freed = self._freed, []
-        return commands + freed
+        return self._handle(event, now) + self._sources.take_freed()
 
     def _handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
         match event:
@@ -131,7 +125,6 @@ class RouterCore:
                 return self._received(event, now)
             case BundleKnown(digest=digest):
                 self._bundles.add(digest)
-                self._fetch_requested_at.pop(digest, None)
                 commands: list[RouterCommand] = []
                 for key in sorted({one.key for one in self._replicas.values() if one.card.digest == digest}):
                     commands += self._follow(key)
@@ -140,7 +133,7 @@ class RouterCore:
                 self._rejected.pop(replica, None)
                 return self._lose(replica, now) + self._dispatch(now)
             case Declared(models=models):
-                self._models.declare(models)
+                self.models.declare(models)
                 self._forget_withdrawn()
                 return []
             case ServedElsewhere(owner, tokens):
@@ -159,47 +152,18 @@ class RouterCore:
             if replica.card.digest in self._bundles and model in (None, replica.card.model)
         ]
 
-    def known(self, model: str) -> KnownModel | None:
-        """Return what is known of a model, or None.
-
-        If nothing serves a known model, that is an outage, not a wrong name.
-        """
-        return self._models.find(model)
-
     def is_expected(self, model: str, now: float) -> bool:
         """Return whether replicas of a model may come, because a manifest names it, or may be about to."""
-        return self._models.is_expected(model, now, self._limits.name_seconds)
+        return self.models.is_expected(model, now, self._limits.name_seconds)
 
     def is_served(self, model: str) -> bool:
         """Return whether a replica serves a model now."""
         return any(self._usable(one) for one in self._replicas.values() if one.card.model == model)
 
-    def known_models(self) -> dict[str, KnownModel]:
-        """Return every model that a manifest names or that was announced, by name."""
-        return {name: found for name in self._models.names if (found := self.known(name)) is not None}
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Aliases of models that manifests name, as alias -> model."""
-        return self._models.aliases
-
-    def tool_call_format(self, model: str) -> str:
-        """Return the form of a model's calls of functions, as its manifest names it."""
-        return self._models.tool_call_format(model)
-
-    def reasoning_format(self, model: str) -> str:
-        """Return the form of a model's thoughts, as its manifest names it."""
-        return self._models.reasoning_format(model)
-
-    @property
-    def declared(self) -> tuple[DeclaredModel, ...]:
-        """The models that manifests name."""
-        return self._models.declared
-
     def works(self, guests: Mapping[str, int], now: float) -> dict[str, ModelWork]:
         """Return what clients want now of each known model; `guests` are requests in the waiting room, by model."""
         sequences = self._sequences.values()
-        return self._works.now(self._models.names, sequences, self._waiting, self._serving_key, guests, now)
+        return self._works.now(self.models.names, sequences, self._waiting, self._serving_key, guests, now)
 
     def demand(self, model: str, work: ModelWork) -> dict[DemandReason, float]:
         """Return the replicas of a model that this work needs, by reason (`medha.routing.replica_demand`)."""
@@ -334,7 +298,7 @@ class RouterCore:
                 "too_long",
                 f"the KV cache holds {longest} tokens; prompt and first output token need {requested}",
             )
-        if self._models and self.known(request.model) is None:
+        if self.models and self.models.find(request.model) is None:
             return "model_not_found", f"The model `{request.model}` does not exist."
         if self._serving_key((request.model, request.digest)):
             return "unavailable", ignored_grammar(request.model)
@@ -375,7 +339,7 @@ class RouterCore:
             self._rejected[card.replica] = reason
             return [*self._lose(card.replica, now), Reject(card.replica, reason)]
         self._rejected.pop(card.replica, None)
-        self._models.announce(card, now)
+        self.models.announce(card, now)
 
         commands: list[RouterCommand] = []
         known = self._replicas.get(card.replica)
@@ -387,15 +351,11 @@ class RouterCore:
             self._replicas[card.replica] = KnownReplica(card, self._listening.seconds(now), now)
         else:
             if known.card.ready and not card.ready:  # its epoch is lost; others may serve what is open there
-                self._lose_sources(card.replica)
+                self._sources.lose(card.replica)
                 for sequence in list(known.open.values()):
                     commands += self._resume(sequence, now)
             known.announce(card, now)
-        if card.digest not in self._bundles:
-            fetch_requested_at = self._fetch_requested_at.get(card.digest)
-            if fetch_requested_at is None or now - fetch_requested_at >= self._limits.fetch_seconds:
-                self._fetch_requested_at[card.digest] = now
-                commands.append(Send(card.replica, FetchBundle(card.digest)))
+        commands += self._bundles.request(card, now)
         commands += self._follow(self._replicas[card.replica].key)
         if drains:  # later decisions are those of ticks: it announces often, and may have many sequences
             commands += self._move_from(self._replicas[card.replica], now)
@@ -428,7 +388,7 @@ class RouterCore:
 
     def _emit(self, replica: str, emit: Emit, now: float) -> list[RouterCommand]:
         sequence = self._assigned(replica, emit.id)
-        if sequence is None and emit.id in self._moved:
+        if sequence is None and emit.id in self._sources:
             return []  # it has crossed the move, and another replica samples the same tokens
         if sequence is None:
             # This attempt was abandoned: its replica was silent, or the router has restarted.
@@ -437,7 +397,7 @@ class RouterCore:
         if emit.tokens:
             if not sequence.has_progress:
                 sequence.first_token_at, sequence.first_tokens = now, len(sequence.emitted)
-                self._free_source(sequence)
+                self._sources.free(sequence)
             sequence.has_progress = True  # so it is not what kills its replicas
             sequence.kv_dtype = self._replicas[replica].card.kv_dtype
             sequence.losses, sequence.was_aboard = 0, False
@@ -505,7 +465,7 @@ class RouterCore:
         lost = self._replicas.pop(replica, None)
         if lost is None:
             return []
-        self._lose_sources(replica)
+        self._sources.lose(replica)
         commands: list[RouterCommand] = []
         for sequence in list(lost.open.values()):
             if sequence.new.id not in self._sequences:
@@ -525,7 +485,8 @@ class RouterCore:
             if silent_seconds > self._limits.silence_seconds:
                 commands.append(Reject(name, f"silent for {silent_seconds:.1f} s"))
                 # It may come back on the same connection, and must not compute what others do by then.
-                commands += [Send(name, Cancel(wire_id)) for wire_id in [*replica.open, *self._left(name)]]
+                left = (one.wire_id for one in self._sources.at(name))
+                commands += [Send(name, Cancel(wire_id)) for wire_id in (*replica.open, *left)]
                 commands += self._lose(name, now)
         self._forget_withdrawn()
         for key in self._waiting:
@@ -533,65 +494,12 @@ class RouterCore:
         for replica in self._replicas.values():
             commands += self._move_from(replica, now)
         commands += self._dispatch(now)
-        commands += self._end_hopeless(now)
-        return commands + self._drop_unneeded(now)
-
-    def _drop_unneeded(self, now: float) -> list[RouterCommand]:
-        """Drop bundles that nothing has needed for long; a new revision of a model brings another one each time."""
+        usable = {name for name, replica in self._replicas.items() if self._usable(replica)}
+        hopeless = self._unserved.hopeless(self._replicas.values(), usable, self._waiting, now)
+        commands += [self._fail(sequence, kind, detail, now) for sequence, kind, detail in hopeless]
         announced = {replica.card.digest for replica in self._replicas.values()}
-        self._fetch_requested_at = {
-            digest: at for digest, at in self._fetch_requested_at.items() if digest in announced
-        }
-        unannounced = self._bundles - announced
-        if unannounced:
-            unannounced -= {sequence.request.digest for sequence in self._sequences.values()}
-        self._unneeded_since = {
-            digest: self._unneeded_since.get(digest, now) for digest in sorted(unannounced)
-        }
-        late = [
-            digest
-            for digest, since in self._unneeded_since.items()
-            if now - since >= self._limits.bundle_seconds
-        ]
-        self._bundles.difference_update(late)
-        return [DropBundle(digest) for digest in late]
-
-    def _end_hopeless(self, now: float) -> list[RouterCommand]:
-        """End queued sequences that had no serving replica for too long, or that no remaining replica can hold."""
-        longest: dict[_Kind, int] = {}
-        recovering: set[_Kind] = set()
-        for replica in self._replicas.values():
-            for kind in _kinds(replica.key):
-                if kind.has_grammar and not replica.card.follows_grammars:
-                    continue
-                if self._usable(replica):
-                    longest[kind] = max(longest.get(kind, 0), replica.card.longest_request_tokens)
-                elif not replica.card.ready and not replica.card.draining:
-                    recovering.add(kind)
-        unserved_since: dict[_Kind, float] = {}
-        commands: list[RouterCommand] = []
-        for key in self._waiting:
-            ledger = self._waiting.of(key)
-            for kind in _kinds(key):
-                limit = longest.get(kind)
-                if limit is not None:
-                    detail = f"no replica is left that holds more than {limit} tokens"
-                    hopeless = ledger.with_tokens(limit, has_grammar=kind.has_grammar)
-                    commands += [self._fail(one, "too_long", detail, now) for one in hopeless]
-                    continue
-                unserved = ledger.with_tokens(0, has_grammar=kind.has_grammar)
-                if not unserved:
-                    continue  # the time begins with the first one that waits
-                since = unserved_since[kind] = self._unserved_since.get(kind, now)
-                limits = self._limits
-                allowed_seconds = limits.recovery_seconds if kind in recovering else limits.unserved_seconds
-                if now - since >= allowed_seconds:
-                    detail = f"no replica of the model `{key[0]}` came back in {now - since:.0f} s"
-                    if kind._replace(has_grammar=False) in longest:
-                        detail = ignored_grammar(key[0])
-                    commands += [self._fail(one, "unavailable", detail, now) for one in unserved]
-        self._unserved_since = unserved_since
-        return commands
+        open_ones = (sequence.request.digest for sequence in self._sequences.values())
+        return commands + self._bundles.drop_unneeded(announced, open_ones, now)
 
     # Late binding ---------------------------------------------------------------------------------
 
@@ -769,8 +677,7 @@ class RouterCore:
         serving = self._serving_key(replica.key)
         if not may_take_over(replica, serving):
             return commands
-        sources = [one.kv_source for one in self._moved.values() if one.kv_source is not None]
-        reading_tokens = sum(one.tokens for one in sources if one.replica == card.replica)
+        reading_tokens = sum(one.tokens for one in self._sources.at(card.replica))
         for sequence in replica.next_open(MOST_LOOKS):
             if is_suspect(sequence, self._limits):
                 continue
@@ -792,33 +699,10 @@ class RouterCore:
             sequence.deadline = now + ttft_target_seconds(terms, resumption_seconds(sequence, target))
             sequence.has_moved = True
         leaves = Send(name, Cancel(sequence.wire_id, moves=True))
-        if sequence.kv_source is None or sequence.has_progress:
-            self._free_source(sequence)
-            tokens = sequence.tokens - sequence.has_progress
-            sequence.kv_source = KvSource(name, sequence.wire_id, tokens, sequence.has_progress)
-            self._moved[sequence.wire_id] = sequence
-        else:  # the replica that it left before still has its KV
-            self._freed.append(Send(name, Cancel(sequence.wire_id)))
+        self._sources.leave(sequence, name)
         self._unassign(sequence)
         self._wait(sequence)
         return leaves
-
-    def _free_source(self, sequence: OpenSequence) -> None:
-        """Let the replica that a sequence has left end, as far as it is concerned."""
-        source, sequence.kv_source = sequence.kv_source, None
-        if source is not None:
-            del self._moved[source.wire_id]
-            self._freed.append(Send(source.replica, Cancel(source.wire_id)))
-
-    def _lose_sources(self, replica: str) -> None:
-        """Note that a replica has no KV any more of sequences that have left it."""
-        for wire_id in self._left(replica):
-            self._moved.pop(wire_id).kv_source = None
-
-    def _left(self, replica: str) -> list[str]:
-        """Return the names of sequences at a replica which they have left, and which keeps KV of them."""
-        sources = (one.kv_source for one in self._moved.values())
-        return [one.wire_id for one in sources if one is not None and one.replica == replica]
 
     def _usable(self, replica: KnownReplica) -> bool:
         return replica.serves and replica.card.digest in self._bundles
@@ -883,8 +767,8 @@ class RouterCore:
         sequence.replica = None
 
     def _forget_withdrawn(self) -> None:
-        self._models.forget_withdrawn(replica.card.model for replica in self._replicas.values())
-        self._works.forget(self._models.names)
+        self.models.forget_withdrawn(replica.card.model for replica in self._replicas.values())
+        self._works.forget(self.models.names)
 
     def _forget(self, sequence: OpenSequence, now: float) -> None:
         if sequence.row != NOWHERE:
@@ -893,7 +777,7 @@ class RouterCore:
                 tokens, charged_at = sequence.new.prompt_length, sequence.arrived_at
                 self._attained.take_back(sequence.owner, tokens, charged_at, now)
         self._unassign(sequence)
-        self._free_source(sequence)
+        self._sources.free(sequence)
         self._works.ended(sequence.request.model, now)
         del self._sequences[sequence.new.id]
 
@@ -909,17 +793,6 @@ class RouterCore:
         if kind in ("unavailable", "out_of_memory", "grammar_late"):
             retry_after = 1
         return Fail(sequence.new.id, kind, detail, retry_after)
-
-
-class _Kind(NamedTuple):
-    """The sequences of a key that the same replicas can serve, apart from their length."""
-
-    key: Key
-    has_grammar: bool
-
-
-def _kinds(key: Key) -> tuple[_Kind, _Kind]:
-    return _Kind(key, has_grammar=False), _Kind(key, has_grammar=True)
 
 
 def _most_tokens(serving: Iterable[KnownReplica]) -> dict[bool, int]:
