@@ -98,8 +98,8 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
 def _bound_by_rules(result: Schema) -> None:
     """Express bounds that are not whole numbers as validation rules.
 
-    The API server rounds such a bound towards 0 for a value that is written as a whole number: 1 would be
-    refused as more than 0 where 0.98 is allowed, and 0 accepted where 0.01 is the least.
+    The API server rounds such a bound towards 0 if the value is written as a whole number. With a maximum of
+    0.98, its message about 1 would name 0 as the maximum; with a minimum of 0.01, it would accept 0.
     """
     for bound, exclusive, words, signs in (
         ("minimum", "exclusiveMinimum", ("at least", "more than"), (">=", ">")),

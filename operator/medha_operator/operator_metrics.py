@@ -22,7 +22,7 @@ _OF_RESOURCES = ("medha_operator_condition", "medha_operator_reason")
 """Metrics that are read from the index at each scrape."""
 _EXPORTED = frozenset({"Ready", "Reconciling", "Stalled", "Degraded", "Available"})
 _EXPLAINED = {"Ready": False, "Reconciling": True}
-"""Conditions whose reason is exported, and at which status; one that is as it should be needs none."""
+"""Conditions whose reason is exported, each with the status at which it is: good ones need no reason."""
 _NO_STATUS = {"status": "Unknown", "reason": "NoStatus"}
 """Condition of a resource that no reconcile has described yet."""
 

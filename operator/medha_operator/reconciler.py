@@ -80,8 +80,8 @@ GANG_UNAVAILABLE = "GangUnavailable"
 REPORTED_REASONS = frozenset({ROUTER_NOT_FOUND, NAME_CONFLICT, GANG_UNAVAILABLE})
 """Reasons of the operator's own errors that users are informed of, beside the refusals."""
 _MERGED = frozenset({"Service"})
-"""Kinds of which an object of ours could be applied over another's without a conflict. In other kinds a
-field that must differ conflicts or is immutable, or the name contains a hash."""
+"""Kinds of objects that could be applied over somebody else's without a conflict. In other kinds, a field that
+differs conflicts or is immutable, or the name contains a hash."""
 REPORTED_FAILURES = 5
 """Consecutive reconciles that fail with any other error before a user is informed."""
 
@@ -96,7 +96,7 @@ class Failure:
     """True if a user must act; otherwise it may pass by itself."""
 
     def over(self, status: ReplicaStatus | DeploymentStatus) -> tuple[DerivedCondition, ...]:
-        """Return the conditions to lay over `status`; a resource that is ready serves on, and stays so."""
+        """Return the conditions to lay over `status`. A resource that is ready stays ready, because it serves on."""
         is_ready = any(one.type == "Ready" and one.status == "True" for one in status.conditions)
         if self.is_refusal and not is_ready:
             refused = refuse(self.reason, self.message)
@@ -155,8 +155,8 @@ class Reconciler:
     async def reconcile(self, key: Key) -> ReconcileResult:
         """Reconcile `key` once.
 
-        The trouble of failed reconciles is laid over the planned status until one succeeds: the two never
-        alternate.
+        Until a reconcile succeeds, the status shows the trouble of the failed ones over what is planned. So the
+        two never alternate.
 
         Raises:
             ApiError: an action was refused or not answered; the rest was not carried out.

@@ -62,7 +62,8 @@ TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 """Headers in which a gateway names an objective, which counts if a service class has that name."""
 _MOST_TTFT_TARGET_SECONDS = 86400.0
-"""Largest TTFT target of a request's own. Until a request is late, smaller ones overtake it if KV is short."""
+"""Largest TTFT target that a request may ask for. Where KV is short, smaller requests overtake it until it is
+late."""
 VERSION = version("medha")
 _NO_OTHER_SITE = "default-src 'none'; style-src 'unsafe-inline'"
 _EARLY_ERROR_SECONDS = 0.5
@@ -247,7 +248,7 @@ class HttpApi:
 
     @staticmethod
     def _body_owner(request: Request, account: Account) -> str:
-        """Return whose share of the room a request takes: that of its key, or else of its address."""
+        """Return the owner in whose share of the room a body counts: the request's key, or else its address."""
         return account.owner("" if request.client is None else request.client.host)
 
     async def _await_replica(self, request: Request, body: Body, model: str, error: ApiError) -> None:

@@ -480,7 +480,7 @@ class Generation:
         self.scored_prompts[prompt_index] = ScoredPrompt(ids, scores)
 
     def _observe_cached(self, prompt_index: int, cached_tokens: int) -> None:
-        """Count how much of a prompt was cached, as reported with the first token of its first sample to get one."""
+        """Count how much of a prompt was cached: the first token of any of its samples reports that."""
         if prompt_index not in self._cached_tokens:
             self._cached_tokens[prompt_index] = cached_tokens
             self._observer.prompt_cached(self.plan.model, self._prompt_lengths[prompt_index], cached_tokens)

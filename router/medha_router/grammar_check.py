@@ -96,7 +96,7 @@ class GrammarCheck:
 
     @contextmanager
     def given(self, answers: Mapping[bytes, str]) -> Iterator[None]:
-        """Let this thread know answers by question, too, that others may have displaced since they were learned."""
+        """Let this thread use these answers by question, too: newer ones may have displaced them."""
         self._given.answers = {_key(question): answer for question, answer in answers.items()}
         try:
             yield

@@ -221,8 +221,7 @@ def has_pods_for(spec: Mapping[str, Any], running: Revision | None) -> bool:
 def _speaks_of_present_pods(document: Object, running: Revision | None, observed_generation: int) -> bool:
     """Return whether a report on this generation describes the present pods.
 
-    It may, even if the replica is yet to be reconciled: a change that restarts pods invalidates every earlier
-    report, but after any other change the pods are what they were.
+    A report on an earlier generation does, too, unless the change since then restarts pods.
     """
     is_newest = observed_generation >= document["metadata"].get("generation", 0)
     return is_newest or has_pods_for(document["spec"], running)

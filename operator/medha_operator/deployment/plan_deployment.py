@@ -448,8 +448,8 @@ def _has_leave_left_over(child: Child, manifest: Manifest) -> bool:
 def _remove(scene: _Scene) -> Iterable[Action]:
     """Yield the deletion of surplus replicas: those that do not serve first, then the newest.
 
-    A ready one stays while it stands in for another. If a replica finds no room, a surplus one may be holding
-    it: then `maxUnavailable` may be used up.
+    A ready one stays while it stands in for another. If a replica finds no room, a surplus one may have taken
+    it. Then surplus ones end although up to `maxUnavailable` replicas are missing.
     """
     kept = scene.replicas + scene.surge
     surplus = [child for index, child in scene.present.items() if index >= kept]
