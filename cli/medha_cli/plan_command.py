@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
@@ -253,29 +253,6 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
         f"{model.name} on {hardware.name}: {wish.context_tokens:,} + {wish.output_tokens:,} tokens, "
         f"TTFT {wish.ttft_seconds:g} s, TPOT {1e3 * wish.tpot_seconds:g} ms"
     )
-    table = Table(
-        title=title,
-        caption=_caption(model, hardware, wish, ratings),
-        caption_justify="left",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
-    columns = _columns(wish, ratings)
-    table.add_column("TP x SPP\nx KVP", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for index, rating in enumerate(ratings):
-        table.add_row(
-            " x ".join(str(size) for size in astuple(rating.topology)),
-            *(figure(rating) for figure in columns.values()),
-            style="dim" if not rating.fits else "bold green" if index == 0 else "",
-        )
-    return table
-
-
-def _caption(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Sequence[Rating]) -> str:
     in_windows = ""
     if model.window_share:
         share = model.window_bytes_per_token
@@ -297,40 +274,59 @@ def _caption(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Sequenc
             "its steps takes at least so many seconds (`at s`). A grid whose pools do not hold the wished request has its TTFT "
             "and TPOT with streaming."
         )
+    offloads = any(rating.offload_bytes for rating in ratings)
     if not all(rating.fits for rating in ratings):
         caption += " A figure with ! misses its target."
-    if any(rating.offload_bytes for rating in ratings):
+    if offloads:
         caption += " Offl.: what does not fit, of all GPUs together."
-    return caption
-
-
-def _columns(wish: Wish, ratings: Sequence[Rating]) -> dict[str, Callable[[Rating], str]]:
-    """Return the figures of a grid by the headings of their columns."""
-    columns: dict[str, Callable[[Rating], str]] = {
-        "GPUs": lambda rating: str(rating.gpus),
-        "TTFT\ns": lambda rating: _figure(rating.ttft_seconds) + _missed(rating, "TTFT"),
-        "TPOT\nms": lambda rating: _figure(1e3 * rating.tpot_seconds) + _missed(rating, "TPOT"),
-        "Batch": lambda rating: str(rating.batch),
-        "Wgts\nGB": lambda rating: _figure(rating.weights_bytes / 1e9),
-        "KV GB\nof": lambda rating: (
-            f"{_figure(rating.kv_bytes / 1e9)}/{rating.kv_room_bytes / 1e9:.0f}{_missed(rating, 'memory')}"
-        ),
-        "Holds\ntokens": lambda rating: _short(rating.kv_tokens),
-        "In\n/M": lambda rating: _figure(rating.cost_per_million_input, digits=2),
-        "Out\n/M": lambda rating: _figure(rating.cost_per_million_output) if rating.batch else "-",
-    }
-    if wish.host_bytes:
-        columns["Host\ntokens"] = lambda rating: _short(rating.host_tokens)
-    if wish.streaming_bytes:
-        columns["Longest\ntokens"] = lambda rating: _short(rating.longest_tokens)
-        columns["at\ns"] = lambda rating: _figure(rating.longest_step_seconds)
-    if any(rating.offload_bytes for rating in ratings):
-        columns["Offl.\nGB"] = lambda rating: f"{rating.offload_bytes / 1e9:,.0f}"
-    return columns
-
-
-def _missed(rating: Rating, target: str) -> str:
-    return "!" if target in rating.misses else ""
+    table = Table(
+        title=title,
+        caption=caption,
+        caption_justify="left",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column("TP x SPP\nx KVP", no_wrap=True)
+    for heading in (
+        "GPUs",
+        "TTFT\ns",
+        "TPOT\nms",
+        "Batch",
+        "Wgts\nGB",
+        "KV GB\nof",
+        "Holds\ntokens",
+        "In\n/M",
+        "Out\n/M",
+        *(["Host\ntokens"] if wish.host_bytes else []),
+        *(["Longest\ntokens", "at\ns"] if wish.streaming_bytes else []),
+        *(["Offl.\nGB"] if offloads else []),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, rating in enumerate(ratings):
+        missed = {name: "!" if name in rating.misses else "" for name in ("TTFT", "TPOT", "memory")}
+        table.add_row(
+            " x ".join(str(size) for size in astuple(rating.topology)),
+            str(rating.gpus),
+            _figure(rating.ttft_seconds) + missed["TTFT"],
+            _figure(1e3 * rating.tpot_seconds) + missed["TPOT"],
+            str(rating.batch),
+            _figure(rating.weights_bytes / 1e9),
+            f"{_figure(rating.kv_bytes / 1e9)}/{rating.kv_room_bytes / 1e9:.0f}{missed['memory']}",
+            _short(rating.kv_tokens),
+            _figure(rating.cost_per_million_input, digits=2),
+            _figure(rating.cost_per_million_output) if rating.batch else "-",
+            *([_short(rating.host_tokens)] if wish.host_bytes else []),
+            *(
+                [_short(rating.longest_tokens), _figure(rating.longest_step_seconds)]
+                if wish.streaming_bytes
+                else []
+            ),
+            *([f"{rating.offload_bytes / 1e9:,.0f}"] if offloads else []),
+            style="dim" if not rating.fits else "bold green" if index == 0 else "",
+        )
+    return table
 
 
 def _print_whole(console: Console, table: Table) -> None:
