@@ -13,7 +13,8 @@ import click
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from medha.api.replica import parse_deployment, parse_replica
+from medha.api.deployment import parse_deployment
+from medha.api.replica import parse_replica
 from medha.errors import ConfigInvalid
 from medha_cli.manifest import read_documents
 from medha_operator.crds import (

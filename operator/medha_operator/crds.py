@@ -16,7 +16,8 @@ import yaml
 from pydantic import BaseModel
 
 import medha
-from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec
+from medha.api.deployment import MedhaDeploymentSpec
+from medha.api.replica import MedhaReplicaSpec
 from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 Schema = dict[str, Any]
@@ -311,7 +312,7 @@ def _crd(
 
 def files() -> dict[str, str]:
     """Return the expected content of each file in `crds/`, by file name."""
-    head = "# Written by `make gen` from core/medha/api/replica.py; change it there.\n"
+    head = "# Written by `make gen` from core/medha/api; change it there.\n"
     crds = (replica_crd(), deployment_crd())
     return {
         f"{crd['spec']['names']['plural']}.yaml": head + yaml.safe_dump(crd, sort_keys=False, width=118)

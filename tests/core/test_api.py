@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
+from medha.api.deployment import MedhaDeployment
 from medha.api.fields import quantity_bytes
-from medha.api.replica import (
-    MOST_PODS,
-    MOST_RANKS,
-    MedhaDeployment,
-    MedhaReplica,
-    SchedulingSpec,
-    parse_replica,
-)
+from medha.api.replica import MOST_PODS, MOST_RANKS, MedhaReplica, SchedulingSpec, parse_replica
 from medha.errors import ConfigInvalid
 from medha.scheduler.replica_config import derive
 from medha.topology import Topology

@@ -24,14 +24,8 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
 from forked_part import CONTROLLER, start_part
-from medha.api.replica import (
-    LifecycleSpec,
-    MedhaReplicaSpec,
-    ModelSource,
-    ModelSpec,
-    ParallelismSpec,
-    SchedulingSpec,
-)
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import LifecycleSpec, MedhaReplicaSpec, ParallelismSpec, SchedulingSpec
 from medha.cost.cost_profile import Profile
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig, derive

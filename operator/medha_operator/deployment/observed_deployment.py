@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from medha.api.replica import MedhaReplicaSpec, ReplicaTemplate
+from medha.api.deployment import ReplicaTemplate
+from medha.api.replica import MedhaReplicaSpec
 from medha_operator.replica.event_reasons import QUOTA
 from medha_operator.replica.observed import Object, seconds
 from medha_operator.replica.revision import Revision, digest, find

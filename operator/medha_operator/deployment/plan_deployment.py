@@ -21,7 +21,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec, RolloutSpec
+from medha.api.deployment import MedhaDeploymentSpec, RolloutSpec
+from medha.api.replica import MedhaReplicaSpec
 from medha_operator.deployment.deployment_conditions import (
     Rollout,
     begins_to_move,

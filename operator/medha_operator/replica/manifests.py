@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from medha.api.cluster import NO_ACCELERATOR, HuggingFaceSource, ResourcesSpec
 from medha.api.fields import quantity_bytes
-from medha.api.replica import DraftSource, MedhaReplicaSpec, ModelSource, TracesSpec
+from medha.api.model_spec import DraftSource, ModelSource
+from medha.api.replica import MedhaReplicaSpec, TracesSpec
 from medha_operator.gang import gang_of
 from medha_operator.kube.kinds import OUR_LABELS, REPLICA, Manifest
 from medha_operator.manifest_overlay import overlaid
