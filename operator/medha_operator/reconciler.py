@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from medha_operator.capacity_checks import CapacityChecks
-from medha_operator.declared import models_key, publish_models
+from medha_operator.declared import NAME_CONFLICT, models_key, publish_models
 from medha_operator.deployment.plan_deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.key_secrets import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
@@ -73,8 +73,6 @@ Versions = dict[tuple[str, str], str]
 REFUSALS = frozenset({400, 403, 422})
 """HTTP statuses of answers that do not change by themselves, so that a user must be informed. A 500 for an
 unknown pod field counts likewise."""
-NAME_CONFLICT = "NameConflict"
-"""Reason of a resource one of whose objects would have the name of somebody else's object."""
 GANG_UNAVAILABLE = "GangUnavailable"
 """Reason of a replica whose gang scheduler's kind is unknown to the API server."""
 REPORTED_REASONS = frozenset({ROUTER_NOT_FOUND, NAME_CONFLICT, GANG_UNAVAILABLE})
