@@ -260,7 +260,7 @@ class HttpApi:
         """
         if not self._waiting_requests.room.is_open or self.draining:
             raise error
-        if self._link.core.is_served(model):
+        if self._link.core.fleet.is_served(model):
             return  # since it was prepared
         if not self._is_awaited(model):
             raise error
@@ -274,7 +274,7 @@ class HttpApi:
 
     def _is_awaited(self, model: str) -> bool:
         core = self._link.core
-        return core.is_expected(model, asyncio.get_running_loop().time()) and not core.is_served(model)
+        return core.is_expected(model, asyncio.get_running_loop().time()) and not core.fleet.is_served(model)
 
     def drain(self) -> None:
         """Serve no requests of new connections, and end those that wait for a replica: another router may serve them."""
@@ -299,7 +299,7 @@ class HttpApi:
         `auto`, `default` and none mean the first class that the API key may use, unless a class has that name. An
         objective that is no class has a meaning for the gateway only.
         """
-        cards = self._link.core.cards(plan.model)
+        cards = self._link.core.fleet.cards(plan.model)
         classes = next((card.service_classes for card in cards if card.service_classes), (FALLBACK_TERMS,))
         objective = next((request.headers[name] for name in OBJECTIVE_HEADERS if name in request.headers), "")
         is_class = any(terms.name == objective for terms in classes)
@@ -424,7 +424,7 @@ class HttpApi:
             raise ApiError(503, "this router is stopping", code="unavailable")
         if not self._has_joined:
             waited = asyncio.get_running_loop().time() - self._began_at
-            declared, cards = self._link.core.models.declared, self._link.core.cards()
+            declared, cards = self._link.core.models.declared, self._link.core.fleet.cards()
             self._has_joined = may_accept(declared, cards, waited, self._join_seconds)
             if not self._has_joined:
                 missing = awaited(declared, cards)
@@ -438,7 +438,7 @@ class HttpApi:
     async def ready(self) -> Response:
         if self.leaving:
             raise ApiError(503, "this router is stopping", code="unavailable")
-        if not self._link.core.ready:
+        if not self._link.core.fleet.ready:
             raise ApiError(503, "no ready replica is known", code="unavailable")
         return json_response({"status": "ready"})
 
@@ -446,7 +446,7 @@ class HttpApi:
         core = self._link.core
         guests = self._waiting_requests.room.by_model()
         self._observer.snapshot(
-            core.cards(),
+            core.fleet.cards(),
             core.models.all(),
             requests_open=self.open_requests,
             sequences_open=core.open,

@@ -348,7 +348,7 @@ class Generation:
             account.cache_salt(plan.cache_salt),
             account.owner(request_id),
         )
-        self._ttft_target = link.core.ttft_target_seconds(self._arrive, self._longest_prompt)
+        self._ttft_target = link.core.fleet.ttft_target_seconds(self._arrive, self._longest_prompt)
         observer.accepted(plan.model, self.prompt_tokens)
         self._begin_bars(sequences)
         self._outcomes = link.submit(self._arrive, prompts)

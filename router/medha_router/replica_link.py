@@ -226,7 +226,7 @@ class ReplicaLink:
 
     def catalog(self) -> Catalog:
         models: dict[str, ModelTerms] = {}
-        for card in self.core.cards():
+        for card in self.core.fleet.cards():
             if not card.ready or card.draining:
                 continue
             known = models.get(card.model)
@@ -249,7 +249,7 @@ class ReplicaLink:
         """
         outcomes = OutcomeQueue()
         self._prompts.update(prompts)
-        if len(self.core.cards(arrive.model)) > 1:  # else there is no choice
+        if len(self.core.fleet.cards(arrive.model)) > 1:  # else there is no choice
             arrive = self._marked(arrive, prompts)
         for new in arrive.sequences:
             self._outcomes[new.id] = outcomes
@@ -370,7 +370,7 @@ class ReplicaLink:
     def _report_use(self) -> None:
         """Send the use of API keys to a few replicas, which pass it on to the other routers."""
         report = self._accounts.due_report()
-        names = sorted(card.replica for card in self.core.cards())
+        names = sorted(card.replica for card in self.core.fleet.cards())
         if report is None or not names:
             return
         for _ in range(min(_PASSED_ON_BY, len(names))):
@@ -388,7 +388,7 @@ class ReplicaLink:
             return
         self._asked_at = now
         ask = encode(WatchProgress(_WATCH_SECONDS))
-        for card in self.core.cards():
+        for card in self.core.fleet.cards():
             if card.reports_progress:
                 self._send(self._control, card.replica, ask)
 
@@ -450,7 +450,7 @@ class ReplicaLink:
         match message:
             case Announce() as card:
                 require_plausible(card)
-                is_alive = any(one.replica == card.replica for one in self.core.cards())
+                is_alive = any(one.replica == card.replica for one in self.core.fleet.cards())
                 former = self._peers.received_on_control(card, identity, is_alive=is_alive)
                 if former is not None:
                     self._parts = {key: parts for key, parts in self._parts.items() if key[0] != former}
@@ -491,7 +491,7 @@ class ReplicaLink:
     def _pass_on(self, sender: Announce, message: KvAsk | KvTicket | KvDone) -> None:
         """Pass a message on to another replica of the sender's model; if it has gone, whoever waits stops by itself."""
         target = message.asker if isinstance(message, KvTicket) else message.source
-        if any(one.replica == target and one.hands_kv_over for one in self.core.cards(sender.model)):
+        if any(one.replica == target and one.hands_kv_over for one in self.core.fleet.cards(sender.model)):
             if isinstance(message, KvTicket):
                 passed: Message = replace(message, source=sender.replica)
             else:

@@ -211,10 +211,10 @@ def test_of_replicas_that_differ_the_tightest_deadline_counts_and_only_of_those_
     for name in names:
         announce(core, replica=name, waiting=2, prefill_points=points[name])
     announce(core, replica="tiny", waiting=2, longest_request_tokens=90, prefill_points=((100, 0.001),))
-    assert core.ttft_target_seconds(arrive("a"), 800) == pytest.approx(24.0)
-    assert core.ttft_target_seconds(arrive("a"), 50) == 2.0
+    assert core.fleet.ttft_target_seconds(arrive("a"), 800) == pytest.approx(24.0)
+    assert core.fleet.ttft_target_seconds(arrive("a"), 50) == 2.0
     announce(core, replica="fast", ready=False)
-    assert core.ttft_target_seconds(arrive("a"), 800) == pytest.approx(240.0)
+    assert core.fleet.ttft_target_seconds(arrive("a"), 800) == pytest.approx(240.0)
 
 
 def test_a_class_that_goes_by_default_is_the_first_that_is_announced() -> None:
@@ -224,8 +224,8 @@ def test_a_class_that_goes_by_default_is_the_first_that_is_announced() -> None:
         for name, floor in (("chat", 5.0), ("bulk", 9.0))
     )
     announce(core, service_classes=classes)
-    assert core.ttft_target_seconds(arrive("a"), 10) == 5.0
-    assert core.ttft_target_seconds(arrive("a", service_class="bulk"), 10) == 9.0
+    assert core.fleet.ttft_target_seconds(arrive("a"), 10) == 5.0
+    assert core.fleet.ttft_target_seconds(arrive("a", service_class="bulk"), 10) == 9.0
 
 
 @pytest.mark.parametrize("ending", ["refused", "lost"])
@@ -731,9 +731,9 @@ def test_an_unknown_bundle_is_fetched_once_and_its_replica_serves_after_it_is_kn
     assert announce(core) == [Send("r0", FetchBundle("d"))]
     assert announce(core, 1.0) == []
     assert announce(core, 10.0) == [Send("r0", FetchBundle("d"))]
-    assert not core.ready
+    assert not core.fleet.ready
     core.handle(BundleKnown("d"), 11.0)
-    assert core.ready
+    assert core.fleet.ready
 
 
 def test_a_bundle_is_dropped_once_nothing_has_needed_it_for_long_and_fetched_again_when_it_is_announced() -> (
@@ -759,7 +759,7 @@ def test_a_bundle_is_dropped_once_nothing_has_needed_it_for_long_and_fetched_aga
     assert core.handle(Tick(), 401.0) == []
     assert core.handle(Tick(), 501.0) == [DropBundle("d")]
     assert announce(core, 502.0) == [Send("r0", FetchBundle("d"))]
-    assert not core.ready
+    assert not core.fleet.ready
 
 
 def test_what_was_asked_of_replicas_that_have_gone_is_forgotten() -> None:
@@ -780,7 +780,7 @@ def test_replicas_of_one_model_with_different_bundles_are_never_mixed() -> None:
     assert isinstance(rejection, Reject)
     assert "differs" in rejection.reason
     assert announce(core, replica="r1", digest="e") == []  # said once
-    assert [card.replica for card in core.cards("m")] == ["r0"]
+    assert [card.replica for card in core.fleet.cards("m")] == ["r0"]
 
 
 def test_a_lost_rank_resumes_and_other_failures_end_the_sequence() -> None:

@@ -19,11 +19,10 @@ Time comes in as `now` (seconds of the driver's monotonic clock). The same event
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import inf
 
 from medha.routing.deadline_ledger import Opening
 from medha.routing.drain_moves import leaves_for, may_take_over
-from medha.routing.known_bundles import KnownBundles
+from medha.routing.fleet import Fleet
 from medha.routing.known_models import KnownModels
 from medha.routing.known_replicas import Forwarded, KnownReplica
 from medha.routing.kv_sources import KvSources
@@ -38,7 +37,6 @@ from medha.routing.lost_attempts import (
 )
 from medha.routing.model_work import ModelWorks
 from medha.routing.open_sequences import Key, OpenSequence
-from medha.routing.prefix_memory import prefill_seconds
 from medha.routing.replica_choice import (
     able_replicas,
     choose,
@@ -99,12 +97,13 @@ class RouterCore:
         self._limits = limits or RoutingLimits()
         self._works = ModelWorks(demand or DemandTerms())
         self._listening = Listening(self._limits.late_seconds, self._limits.stopped_seconds)
-        self._replicas: dict[str, KnownReplica] = {}
+        self.fleet = Fleet(self._limits)
+        self._replicas = self.fleet.replicas
         self._sequences: dict[str, OpenSequence] = {}
         self._by_wire_id: dict[str, OpenSequence] = {}
         self._attained = AttainedService()
         self._waiting = Ledgers(self._limits.max_waiting)
-        self._bundles = KnownBundles(self._limits)
+        self._bundles = self.fleet.bundles
         self._unserved = Unserved(self._limits)
         self.models = KnownModels()
         self._lone_roles: dict[str, str] = {}  # model -> role of the only replicas that serve it
@@ -144,34 +143,20 @@ class RouterCore:
 
     # Queries of the HTTP side ---------------------------------------------------------------------
 
-    def cards(self, model: str | None = None) -> list[Announce]:
-        """Return the announcements of live replicas whose bundle is known; only those of `model`, if one is named."""
-        return [
-            replica.card
-            for replica in self._replicas.values()
-            if replica.card.digest in self._bundles and model in (None, replica.card.model)
-        ]
-
     def is_expected(self, model: str, now: float) -> bool:
         """Return whether replicas of a model may come, because a manifest names it, or may be about to."""
         return self.models.is_expected(model, now, self._limits.name_seconds)
 
-    def is_served(self, model: str) -> bool:
-        """Return whether a replica serves a model now."""
-        return any(self._usable(one) for one in self._replicas.values() if one.card.model == model)
-
     def works(self, guests: Mapping[str, int], now: float) -> dict[str, ModelWork]:
         """Return what clients want now of each known model; `guests` are requests in the waiting room, by model."""
         sequences = self._sequences.values()
-        return self._works.now(self.models.names, sequences, self._waiting, self._serving_key, guests, now)
+        return self._works.now(
+            self.models.names, sequences, self._waiting, self.fleet.serving_key, guests, now
+        )
 
     def demand(self, model: str, work: ModelWork) -> dict[DemandReason, float]:
         """Return the replicas of a model that this work needs, by reason (`medha.routing.replica_demand`)."""
         return replica_demand(work, self._works.size(model), self._works.terms)
-
-    @property
-    def ready(self) -> bool:
-        return any(self._usable(replica) for replica in self._replicas.values())
 
     @property
     def waiting(self) -> int:
@@ -180,40 +165,6 @@ class RouterCore:
     @property
     def open(self) -> int:
         return len(self._sequences)
-
-    def ttft_target_seconds(self, request: Arrive, prompt_tokens: int) -> float:
-        """Return the seconds from arrival until a prompt's first token is due: the client's deadline, else its class's.
-
-        Replicas of one model may differ in speed. The tightest target among the serving replicas that can
-        hold the prompt counts, so that it waits here no longer than any of them would let it. It is computed
-        from the announced prefill times, so it differs from the replica's own target by a few per cent.
-        Infinite if no replica serves the request.
-        """
-        if request.deadline_after_seconds is not None:
-            return request.deadline_after_seconds
-        cards = [replica.card for replica in self._serving(request)]
-        return min(
-            (
-                ttft_target_seconds(
-                    class_terms(card.service_classes, request.service_class),
-                    prefill_seconds(card.prefill_points, prompt_tokens),
-                )
-                for card in cards
-                if card.longest_request_tokens > prompt_tokens
-            ),
-            default=inf,
-        )
-
-    def _work_seconds(self, request: Arrive, prompt_tokens: int) -> float:
-        """Return the prefill time of a whole prompt on the fastest replica that can hold it."""
-        return min(
-            (
-                prefill_seconds(replica.card.prefill_points, prompt_tokens)
-                for replica in self._serving(request)
-                if replica.card.longest_request_tokens > prompt_tokens
-            ),
-            default=0.0,
-        )
 
     # Client side ----------------------------------------------------------------------------------
 
@@ -239,8 +190,8 @@ class RouterCore:
             new=new,
             request=request,
             arrived_at=now,
-            deadline=now + self.ttft_target_seconds(request, new.prompt_length),
-            work_seconds=self._work_seconds(request, new.prompt_length),
+            deadline=now + self.fleet.ttft_target_seconds(request, new.prompt_length),
+            work_seconds=self.fleet.work_seconds(request, new.prompt_length),
             tie=self._arrivals,
             turn=self._attained.turn(request.owner),
             leads=leads,
@@ -255,7 +206,7 @@ class RouterCore:
         left = [sequence for sequence in sequences if sequence.replica is None]
         waiting = len(self._waiting) - len(left)
         of_owner = self._waiting.waiting_of(request.owner) - len(left)
-        most_seconds = self._most_wait_seconds(request)
+        most_seconds = self.fleet.most_wait_seconds(request)
         commands: list[RouterCommand] = []
         for sequence in left:
             reason = None
@@ -275,20 +226,10 @@ class RouterCore:
         return self._fail(sequence, "overloaded", text, now, retry_after_seconds(start_seconds))
 
     def _start_seconds(self, sequence: OpenSequence, now: float) -> float:
-        return self._waiting.start_seconds(sequence, self._serving(sequence.request), now)
-
-    def _most_wait_seconds(self, request: Arrive) -> float | None:
-        """Return how long a request of this class may wait for its prefill to begin: on one replica; None: for ever."""
-        found: list[float] = []
-        for replica in self._serving(request):
-            terms = class_terms(replica.card.service_classes, request.service_class)
-            if terms.max_wait_seconds is None:
-                return None
-            found.append(terms.max_wait_seconds)
-        return max(found, default=None)
+        return self._waiting.start_seconds(sequence, self.fleet.serving(sequence.request), now)
 
     def _cannot_serve(self, request: Arrive) -> tuple[FailureKind, str] | None:
-        serving = self._serving(request)
+        serving = self.fleet.serving(request)
         if serving:
             longest = max(replica.card.longest_request_tokens for replica in serving)
             requested = max(new.prompt_length for new in request.sequences) + 1
@@ -300,7 +241,7 @@ class RouterCore:
             )
         if self.models and self.models.find(request.model) is None:
             return "model_not_found", f"The model `{request.model}` does not exist."
-        if self._serving_key((request.model, request.digest)):
+        if self.fleet.serving_key((request.model, request.digest)):
             return "unavailable", ignored_grammar(request.model)
         return "unavailable", f"no ready replica serves the model `{request.model}` now; try again later"
 
@@ -332,7 +273,7 @@ class RouterCore:
                 return self._failed(event.replica, failed, now)
 
     def _announce(self, card: Announce, now: float) -> list[RouterCommand]:
-        reason = self._unacceptable(card)
+        reason = self.fleet.refusal_of(card)
         if reason is not None:
             if self._rejected.get(card.replica) == reason:
                 return []
@@ -363,7 +304,7 @@ class RouterCore:
 
     def _follow(self, key: Key) -> list[RouterCommand]:
         """Order by the policy of the replicas that now serve a model; say so if a role that others should have has none."""
-        serving, model = self._serving_key(key), key[0]
+        serving, model = self.fleet.serving_key(key), key[0]
         self._waiting.follow(key, serving)
         self._works.follow(model, serving)
         lone, before = lone_role(serving), self._lone_roles.get(model, "")
@@ -375,16 +316,6 @@ class RouterCore:
             return [Notice(text)]
         del self._lone_roles[model]
         return [Notice(f"the role `{before}` no longer serves the model {model!r} alone", is_warning=False)]
-
-    def _unacceptable(self, card: Announce) -> str | None:
-        for other in self._replicas.values():
-            mixes = other.card.model == card.model and other.card.digest != card.digest
-            if mixes and other.card.replica != card.replica:
-                return (
-                    f"its bundle {card.digest[:12]} of model {card.model!r} differs from {other.card.digest[:12]} "
-                    f"of replica {other.card.replica!r}; give both the same checkpoint, or different model names"
-                )
-        return None
 
     def _emit(self, replica: str, emit: Emit, now: float) -> list[RouterCommand]:
         sequence = self._assigned(replica, emit.id)
@@ -419,7 +350,7 @@ class RouterCore:
         """Let a sequence with a new token go on at a replica that decodes, if its present one is for prompts."""
         assert sequence.replica is not None
         source = self._replicas[sequence.replica]
-        serving = self._serving_key(sequence.key)
+        serving = self.fleet.serving_key(sequence.key)
         chosen = choose(sequence, move_targets(sequence, source, serving), serving)
         if chosen is None:
             return []
@@ -490,11 +421,11 @@ class RouterCore:
                 commands += self._lose(name, now)
         self._forget_withdrawn()
         for key in self._waiting:
-            self._waiting.refresh(key, self._serving_key(key))
+            self._waiting.refresh(key, self.fleet.serving_key(key))
         for replica in self._replicas.values():
             commands += self._move_from(replica, now)
         commands += self._dispatch(now)
-        usable = {name for name, replica in self._replicas.items() if self._usable(replica)}
+        usable = {name for name, replica in self._replicas.items() if self.fleet.is_usable(replica)}
         hopeless = self._unserved.hopeless(self._replicas.values(), usable, self._waiting, now)
         commands += [self._fail(sequence, kind, detail, now) for sequence, kind, detail in hopeless]
         announced = {replica.card.digest for replica in self._replicas.values()}
@@ -511,14 +442,14 @@ class RouterCore:
         """
         commands: list[RouterCommand] = []
         for key in self._waiting:
-            with_place = [replica for replica in self._serving_key(key) if replica.has_place]
+            with_place = [replica for replica in self.fleet.serving_key(key) if replica.has_place]
             if with_place:
                 commands += self._dispatch_to(key, with_place, now)
         return commands
 
     def _dispatch_to(self, key: Key, with_place: list[KnownReplica], now: float) -> list[RouterCommand]:
         commands: list[RouterCommand] = []
-        ledger, serving = self._waiting.of(key), self._serving_key(key)
+        ledger, serving = self._waiting.of(key), self.fleet.serving_key(key)
         lookahead = self._limits.lookahead_seconds
         most_tokens = _most_tokens(serving)
         takes_turns = ledger.takes_turns(now)
@@ -674,7 +605,7 @@ class RouterCore:
         card = replica.card
         if not (card.ready and card.draining and replica.open) or card.drain_seconds is None:
             return commands
-        serving = self._serving_key(replica.key)
+        serving = self.fleet.serving_key(replica.key)
         if not may_take_over(replica, serving):
             return commands
         reading_tokens = sum(one.tokens for one in self._sources.at(card.replica))
@@ -703,17 +634,6 @@ class RouterCore:
         self._unassign(sequence)
         self._wait(sequence)
         return leaves
-
-    def _usable(self, replica: KnownReplica) -> bool:
-        return replica.serves and replica.card.digest in self._bundles
-
-    def _serving(self, request: Arrive) -> list[KnownReplica]:
-        return [one for one in self._serving_key((request.model, request.digest)) if one.follows(request)]
-
-    def _serving_key(self, key: Key) -> list[KnownReplica]:
-        return [
-            replica for replica in self._replicas.values() if replica.key == key and self._usable(replica)
-        ]
 
     # Bookkeeping ----------------------------------------------------------------------------------
 
@@ -756,7 +676,7 @@ class RouterCore:
 
     def _wait(self, sequence: OpenSequence) -> float:
         """Let a sequence wait; return the prefill seconds that it has left."""
-        return self._waiting.add(sequence, self._serving_key(sequence.key))
+        return self._waiting.add(sequence, self.fleet.serving_key(sequence.key))
 
     def _unassign(self, sequence: OpenSequence) -> None:
         if sequence.replica is None:
