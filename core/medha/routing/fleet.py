@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 
 from medha.routing.known_bundles import KnownBundles
@@ -105,3 +106,12 @@ class Fleet:
                     f"of replica {other.card.replica!r}; give both the same checkpoint, or different model names"
                 )
         return None
+
+
+def most_tokens(serving: Iterable[KnownReplica]) -> dict[bool, int]:
+    """Return the most tokens of a request that any replica holds: of those that follow grammars, and of all."""
+    most = {True: 0, False: 0}
+    for card in (replica.card for replica in serving):
+        for follows in {False, card.follows_grammars}:
+            most[follows] = max(most[follows], card.longest_request_tokens)
+    return most

@@ -89,6 +89,11 @@ class OpenSequence:
         return self.new.id if self.attempts == 0 else f"{self.new.id}~{self.attempts}"
 
     @property
+    def due_after_seconds(self) -> float | None:
+        """Seconds from its arrival until it is due; None: by its service class. A move with a token sets them."""
+        return self.deadline - self.arrived_at if self.has_moved else self.request.deadline_after_seconds
+
+    @property
     def shares_prefill(self) -> bool:
         """True if another sample of its prompt, which goes with it, computes the prompt."""
         return not self.leads and not self.emitted

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 
 from medha.routing.deadline_ledger import Opening
 from medha.routing.drain_moves import leaves_for, may_take_over
-from medha.routing.fleet import Fleet
+from medha.routing.fleet import Fleet, most_tokens
 from medha.routing.known_models import KnownModels
 from medha.routing.known_replicas import Forwarded, KnownReplica
 from medha.routing.kv_sources import KvSources
@@ -451,11 +451,11 @@ class RouterCore:
         commands: list[RouterCommand] = []
         ledger, serving = self._waiting.of(key), self.fleet.serving_key(key)
         lookahead = self._limits.lookahead_seconds
-        most_tokens = _most_tokens(serving)
+        longest = most_tokens(serving)
         takes_turns = ledger.takes_turns(now)
 
         def opening(replica: KnownReplica) -> Opening:
-            most = most_tokens[replica.card.follows_grammars]
+            most = longest[replica.card.follows_grammars]
             return replica.opening(lookahead, most, takes_turns=takes_turns)
 
         openings = {replica.card.replica: opening(replica) for replica in with_place}
@@ -569,7 +569,7 @@ class RouterCore:
             seed=new.seed,
             sample_index=new.sample_index,
             age_seconds=max(0.0, now - sequence.arrived_at),
-            deadline_after_seconds=self._due_after_seconds(sequence),
+            deadline_after_seconds=sequence.due_after_seconds,
             tpot_target_seconds=request.tpot_target_seconds,
             service_class=request.service_class,
             sampling=new.sampling,
@@ -578,16 +578,6 @@ class RouterCore:
             peer=peer,
             peer_tokens=peer_tokens,
         )
-
-    @staticmethod
-    def _due_after_seconds(sequence: OpenSequence) -> float | None:
-        """Return when a sequence is due, in seconds from its arrival; None: by its service class.
-
-        That of one that has moved with a token was set then (`_leave_kv`).
-        """
-        if not sequence.has_moved:
-            return sequence.request.deadline_after_seconds
-        return sequence.deadline - sequence.arrived_at
 
     def _peer(self, sequence: OpenSequence, replica: KnownReplica, now: float) -> tuple[str, int]:
         """Return the replica from which another one may read a sequence's KV, and of how many tokens."""
@@ -713,15 +703,6 @@ class RouterCore:
         if kind in ("unavailable", "out_of_memory", "grammar_late"):
             retry_after = 1
         return Fail(sequence.new.id, kind, detail, retry_after)
-
-
-def _most_tokens(serving: Iterable[KnownReplica]) -> dict[bool, int]:
-    """Return the most tokens of a request that any replica holds: of those that follow grammars, and of all."""
-    most = {True: 0, False: 0}
-    for card in (replica.card for replica in serving):
-        for follows in {False, card.follows_grammars}:
-            most[follows] = max(most[follows], card.longest_request_tokens)
-    return most
 
 
 def _identity(card: Announce) -> tuple[str, str, int]:
