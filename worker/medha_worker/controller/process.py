@@ -493,20 +493,7 @@ class Controller:
 
     def _events_of(self, links: RouterLinks) -> Iterator[ControllerEvent]:
         """Yield the events of a router's messages."""
-        sender = links.identity
-        while (received := links.tokens.receive()) is not None:
-            match received.message, received.payload:
-                case Tokens(), _ if self._core is None:
-                    pass  # the router sends them again with its next attempt
-                case Tokens() as tokens, memoryview() as frame:
-                    try:
-                        released = self._prompts.receive(tokens, tokens_from_frame(frame), sender)
-                    except WireInvalid as error:
-                        links.tokens.drop(error)
-                        continue
-                    for submit in released:
-                        self._prompts.pass_on(submit)
-                        yield submit
+        yield from self._released_by(links)
         while (received := links.control.receive()) is not None:
             match received.message:
                 case Submit() as submit if self._core is None:
@@ -514,20 +501,7 @@ class Controller:
                 case Cancel() if self._core is None:
                     pass
                 case Submit() as submit:
-                    if (
-                        submit.trace
-                    ):  # it stays here: no decision and no record depends on whether somebody traces
-                        if self._traces is not None:
-                            self._traces.announce(submit)
-                        submit = replace(submit, trace="")
-                    contradiction = self._prompts.contradicts(submit, sender)
-                    if contradiction is None and not self._routers.accept(submit.id, links):
-                        contradiction = f"request {submit.id:.80} is already here"
-                    if contradiction is not None:
-                        links.control.drop(WireInvalid(contradiction))
-                        links.answer(Refused(submit.id, "invalid", contradiction))
-                    elif not self._prompts.hold(submit, sender):
-                        yield self._prompts.hashed(submit)
+                    yield from self._submitted(submit, links)
                 case Cancel() as cancel:
                     if self._routers.cancel(cancel, links):
                         self._prompts.withdraw(cancel.id)
@@ -541,6 +515,37 @@ class Controller:
                     self._routers.pass_on(report, links)
                 case WatchProgress(seconds=seconds):
                     self._routers.watch(links, time.monotonic() + min(seconds, MOST_WATCH_SECONDS))
+
+    def _released_by(self, links: RouterLinks) -> Iterator[Submit]:
+        """Yield the requests whose prompts are complete with a router's token ids."""
+        while (received := links.tokens.receive()) is not None:
+            match received.message, received.payload:
+                case Tokens(), _ if self._core is None:
+                    pass  # the router sends them again with its next attempt
+                case Tokens() as tokens, memoryview() as frame:
+                    try:
+                        released = self._prompts.receive(tokens, tokens_from_frame(frame), links.identity)
+                    except WireInvalid as error:
+                        links.tokens.drop(error)
+                        continue
+                    for submit in released:
+                        self._prompts.pass_on(submit)
+                        yield submit
+
+    def _submitted(self, submit: Submit, links: RouterLinks) -> Iterator[Submit]:
+        """Yield a request if its prompt is here already."""
+        if submit.trace:  # it stays here: no decision and no record depends on whether somebody traces
+            if self._traces is not None:
+                self._traces.announce(submit)
+            submit = replace(submit, trace="")
+        contradiction = self._prompts.contradicts(submit, links.identity)
+        if contradiction is None and not self._routers.accept(submit.id, links):
+            contradiction = f"request {submit.id:.80} is already here"
+        if contradiction is not None:
+            links.control.drop(WireInvalid(contradiction))
+            links.answer(Refused(submit.id, "invalid", contradiction))
+        elif not self._prompts.hold(submit, links.identity):
+            yield self._prompts.hashed(submit)
 
     def _handed_over(self, message: KvMessage, links: RouterLinks) -> Iterator[ControllerEvent]:
         """Yield the event that another replica's message about KV is, if it is one."""
