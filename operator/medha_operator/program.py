@@ -167,9 +167,8 @@ class Program:
             result = await reconciler.reconcile(key)
         except ApiError as error:
             pause = self._queue.failed(key, least_pause(error))
-            level = (
-                logging.INFO if error.status == 409 else logging.WARNING
-            )  # somebody was faster: nothing is wrong
+            # Somebody was faster: nothing is wrong.
+            level = logging.INFO if error.status == 409 else logging.WARNING
             _log.log(level, "%s: %s; the next reconcile is in %g s", key, error, pause)
             reason = error.reason
         except Fenced as error:

@@ -146,9 +146,8 @@ class Reconciler:
         self._failures: dict[Key, int] = {}  # consecutive failed reconciles
         self._failures_by_key: dict[Key, Failure] = {}  # what is reported until a reconcile succeeds
         self._repairs = Repairs()
-        self._event_messages: dict[
-            Key, tuple[str, float, str]
-        ] = {}  # UID whose events were read, when, message
+        # UID whose events were read, when, message.
+        self._event_messages: dict[Key, tuple[str, float, str]] = {}
 
     async def reconcile(self, key: Key) -> ReconcileResult:
         """Reconcile `key` once.

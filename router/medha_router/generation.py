@@ -457,9 +457,8 @@ class Generation:
                 open_choices -= 1
                 reason = piece.finish_reason
                 if outcome.finish_reason is None:
-                    self._link.abandon(
-                        outcome.id, "stop"
-                    )  # a stop string ended it: the replica does not know
+                    # A stop string ended it: the replica does not know.
+                    self._link.abandon(outcome.id, "stop")
                 self._observe_sequence(outcome.id, reason)
             yield piece
         self._outcome = reason

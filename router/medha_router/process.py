@@ -79,9 +79,8 @@ class _Server(uvicorn.Server):
         if certificate is None:
             await super().startup(sockets)
             return
-        await super().startup(
-            []
-        )  # uvicorn's own listeners have neither a context that changes nor a limit in time
+        # The listeners of uvicorn have neither a context that changes nor a limit in time.
+        await super().startup([])
         context = following_context(lambda: certificate.content)
 
         def connect() -> Connection:

@@ -175,9 +175,8 @@ class ReplicaLink:
         self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
         self._poll_seconds = settings.poll_seconds
         self._peers = Peers()
-        self._descriptors: dict[
-            bytes, int
-        ] = {}  # of the connection of each control identity (`connection_of`)
+        # Descriptor of the connection of each control identity (`connection_of`).
+        self._descriptors: dict[bytes, int] = {}
         self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are being received
         self._prompts: dict[str, TokenIds] = {}
         self._outcomes: dict[str, OutcomeQueue] = {}  # by sequence

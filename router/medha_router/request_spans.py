@@ -255,9 +255,8 @@ def _phase(request: LiveSpan, name: str) -> Iterator[None]:
         yield
         error = None
     except ApiError as refusal:
-        error = (
-            refusal.code if refusal.is_ours else None
-        )  # as for requests: a client's own error is none of the server
+        # As for requests: a client's own error is none of the server.
+        error = refusal.code if refusal.is_ours else None
         raise
     except ClientGone:
         error = None

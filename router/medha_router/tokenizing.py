@@ -400,9 +400,8 @@ class _Process:
         if "plan" not in answer:
             return Prepared(answer=bytes(payload))
         ends = np.cumsum(answer["lengths"])[:-1]
-        ids = np.frombuffer(payload, dtype="<i4").astype(
-            np.int32, copy=False
-        )  # of any length, unlike a frame
+        # They may be of any length, unlike a frame.
+        ids = np.frombuffer(payload, dtype="<i4").astype(np.int32, copy=False)
         prompts = np.split(ids, ends)
         return Prepared(_PLAN.validate_python(answer["plan"]), tuple(prompts))
 

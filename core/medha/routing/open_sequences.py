@@ -41,9 +41,8 @@ class OpenSequence:
     turn: float
     """`AttainedService.turn` of its owner when it arrived."""
     leads: bool = True  # it is the first sample of its prompt
-    taken_turn: float = (
-        -inf
-    )  # with which it left the ledger, and comes back: of those of its owner, the earliest
+    # The turn with which it left the ledger, and comes back: of those of its owner, the earliest.
+    taken_turn: float = -inf
     row: int = NOWHERE  # in the ledger, while it waits
     emitted: list[int] = field(default_factory=list)
     attempts: int = 0

@@ -47,9 +47,8 @@ class PodWatch:
     """Last states of the parts that run and have reported one."""
     has_started: bool = False
     _apart_since: float | None = field(init=False)
-    _failed_rendezvous: dict[int, tuple[float, str]] = field(
-        default_factory=dict
-    )  # by epoch: when the failure was reported, and why
+    # By epoch: when the failure was reported, and why.
+    _failed_rendezvous: dict[int, tuple[float, str]] = field(default_factory=dict)
     _stopping: str = ""
     _turned_at: float = field(init=False)
 

@@ -107,9 +107,8 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
     Raises:
         ConfigInvalid: the pod's environment or its replica is invalid.
     """
-    with (
-        StopRequests() as requests
-    ):  # handles SIGTERM from here on, which process 1 of a container otherwise ignores
+    # Handles SIGTERM from here on, which process 1 of a container otherwise ignores.
+    with StopRequests() as requests:
         return _run(place, replica_file, requests)
 
 
