@@ -155,11 +155,8 @@ class Lease:
 
     def _is_free(self, found: dict[str, Any]) -> bool:
         spec, version = found.get("spec", {}), found["metadata"]["resourceVersion"]
-        if spec.get("holderIdentity") in (
-            None,
-            "",
-            self._holder,
-        ):  # ours: the container was restarted in its pod
+        # It is also ours if the container was restarted in its pod.
+        if spec.get("holderIdentity") in (None, "", self._holder):
             return True
         now = self._tenure.clock()
         if self._seen is None or self._seen[0] != version:
