@@ -203,7 +203,7 @@ class _Router:
         # Nobody is trusted there: `/ui` is answered to this machine only, for which a proxy could let anybody pass.
         metrics_server = _server(metrics_app, metrics_connections, settings)
         link.start()
-        self._background = [asyncio.create_task(_keep_alive(Watchdog()))]
+        self._background: list[asyncio.Task[Any]] = [asyncio.create_task(_keep_alive(Watchdog()))]
         if self._keys is not None:
             follow = partial(_follow, self._keys, accounts)
             self._background.append(asyncio.create_task(self._keys.watch(follow, settings.poll_seconds)))
