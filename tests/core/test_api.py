@@ -103,7 +103,7 @@ BAD = [
     ({"kvCache": {"tiers": {"host": {"size": "16GB"}}}}, ["spec.kvCache.tiers.host.size", "found '16GB'"]),
     (
         {"kvCache": {"tiers": {"host": {"size": "0"}}}},
-        ["spec.kvCache.tiers.host.size", "found 0", "leave tiers out"],
+        ["spec.kvCache.tiers.host.size", "found 0", "leave out what it is for"],
     ),
     (
         {"kvCache": {"tiers": {"disk": {"size": "1Ti"}}}},
@@ -111,7 +111,7 @@ BAD = [
     ),
     (
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "0"}}}},
-        ["spec.kvCache.tiers.disk.size", "found 0", "leave disk out"],
+        ["spec.kvCache.tiers.disk.size", "found 0", "leave out what it is for"],
     ),
     (
         {

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from medha.api.fields import Model, Name, Quantity, quantity_bytes, restart, rules
+from medha.api.fields import (
+    ABOVE_ZERO,
+    Model,
+    Name,
+    Quantity,
+    QuantityAboveZero,
+    quantity_bytes,
+    restart,
+    rules,
+)
 from medha.kv_dtype import KvDtype
 
 
 class HostTierSpec(Model):
     """Host memory for KV that is evicted from the device."""
 
-    size: Quantity = Field(json_schema_extra=restart())
+    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(ABOVE_ZERO))
     """Bytes per rank, e.g. `16Gi`: the `kvCache.size` of each rank several times over."""
-
-    @field_validator("size")
-    @classmethod
-    def _size_is_above_zero(cls, size: str) -> str:
-        if quantity_bytes(size) == 0:
-            raise ValueError(f"must be above 0 (found {size}); give bytes such as 16Gi, or leave tiers out")
-        return size
 
 
 _ONE_DISK = "kvCache.tiers.disk takes at most one of claimName and hostPath"
@@ -36,7 +38,7 @@ class DiskTierSpec(Model):
         json_schema_extra=rules(("!(has(self.claimName) && has(self.hostPath))", _ONE_DISK))
     )
 
-    size: Quantity = Field(json_schema_extra=restart())
+    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(ABOVE_ZERO))
     """Bytes per rank, e.g. `200Gi`: several times the size of the host tier."""
     claim_name: Name | None = Field(default=None, json_schema_extra=restart())
     """Name of a PersistentVolumeClaim in the replica's namespace, whose files outlive pods. Its volume must be writable
@@ -47,13 +49,6 @@ class DiskTierSpec(Model):
     """Absolute path of a directory, whose files outlive pods that come back to their node. It must exist on every node, and
     belong to the pods' user (65532). The chart's `admission.writableHostPaths` lists the paths that are allowed. `medha
     up` keeps the files there, too."""
-
-    @field_validator("size")
-    @classmethod
-    def _size_is_above_zero(cls, size: str) -> str:
-        if quantity_bytes(size) == 0:
-            raise ValueError(f"must be above 0 (found {size}); give bytes such as 200Gi, or leave disk out")
-        return size
 
     @model_validator(mode="after")
     def _one_volume(self) -> DiskTierSpec:
@@ -72,7 +67,7 @@ class PeersSpec(Model):
     """KV of other replicas of the model, which is read over the network instead of being computed again, if that is faster.
     Both replicas must have this. `medha up` runs one replica, and ignores it."""
 
-    bandwidth: Quantity = Field(default="256Mi", json_schema_extra=restart())
+    bandwidth: QuantityAboveZero = Field(default="256Mi", json_schema_extra=restart() | rules(ABOVE_ZERO))
     """Bytes per second that a rank reads of a rank of another replica, encrypted, e.g. `256Mi`: by this the first reads are
     predicted. Measured reads correct it."""
 
@@ -80,11 +75,6 @@ class PeersSpec(Model):
     """Transport of KV between ranks. `sockets`: encrypted sockets. `nixl`: NIXL with UCX, for networks that nobody else uses: it
     encrypts no KV. It needs the package `nixl` in the image, and ports that this operator does not open. Ranks that lack it use
     sockets."""
-
-    @field_validator("bandwidth")
-    @classmethod
-    def _bandwidth_is_above_zero(cls, bandwidth: str) -> str:
-        return _above_zero(bandwidth, "peers")
 
 
 _STORE_NEEDS_HOST = "kvCache.tiers.store is filled from the host tier, and read into it; add kvCache.tiers.host, or leave store out"
@@ -128,7 +118,7 @@ class StoreSpec(Model):
     claim_name: Name | None = Field(default=None, json_schema_extra=restart())
     """PersistentVolumeClaim in the replica's namespace that holds the files of a `file://` url. All pods of all replicas that
     share the store must be able to write to its volume (`ReadWriteMany`). `medha up` ignores it."""
-    bandwidth: Quantity = Field(default="256Mi", json_schema_extra=restart())
+    bandwidth: QuantityAboveZero = Field(default="256Mi", json_schema_extra=restart() | rules(ABOVE_ZERO))
     """Bytes per second that a rank reads from the store, e.g. `256Mi`: by this the first reads are predicted. Measured reads
     correct it."""
 
@@ -142,11 +132,6 @@ class StoreSpec(Model):
         """Path of a store of files."""
         return self.url.removeprefix("file://").rstrip("/")
 
-    @field_validator("bandwidth")
-    @classmethod
-    def _bandwidth_is_above_zero(cls, bandwidth: str) -> str:
-        return _above_zero(bandwidth, "store")
-
     @model_validator(mode="after")
     def _fields_of_the_url(self) -> StoreSpec:
         if self.is_files and (self.endpoint or self.region or self.secret_name):
@@ -156,19 +141,6 @@ class StoreSpec(Model):
         if ".." in self.url.split("/"):
             raise ValueError(f"url must not contain '..' (found {self.url}); give the path itself")
         return self
-
-
-def _above_zero(bandwidth: str, field: str) -> str:
-    """Return a bandwidth, if it is one.
-
-    Raises:
-        ValueError: it is 0.
-    """
-    if quantity_bytes(bandwidth) == 0:
-        raise ValueError(
-            f"must be above 0 (found {bandwidth}); give bytes per second such as 256Mi, or leave {field} out"
-        )
-    return bandwidth
 
 
 class KvTiersSpec(Model):
@@ -207,18 +179,9 @@ class StreamingSpec(Model):
     """Host memory for requests that are larger than the KV pools: attention reads the first part of their KV from there in
     every step (docs/kv-tiers.md)."""
 
-    size: Quantity = Field(json_schema_extra=restart())
+    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(ABOVE_ZERO))
     """Bytes per rank, e.g. `64Gi`, beside those of `tiers.host`: the KV of the largest request on this rank, without the part
     that the pool keeps."""
-
-    @field_validator("size")
-    @classmethod
-    def _size_is_above_zero(cls, size: str) -> str:
-        if quantity_bytes(size) == 0:
-            raise ValueError(
-                f"must be above 0 (found {size}); give bytes such as 64Gi, or leave streaming out"
-            )
-        return size
 
 
 _TIERS_NEED_CACHING = (
