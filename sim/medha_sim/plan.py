@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from medha.api.replica import KvCacheSpec, SchedulingSpec
+from medha.api.kv_cache_spec import KvCacheSpec
+from medha.api.replica import SchedulingSpec
 from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.cost.tier_seconds import TierSeconds

@@ -535,11 +535,11 @@ class _Router:
         self._tick(None, 0.0)
 
     def take(self, event: RouterEvent, now: float) -> None:
-        if isinstance(event, Arrive) and not self.core.is_served(self.model):
+        if isinstance(event, Arrive) and not self.core.fleet.is_served(self.model):
             self.guests.append(event)
             return
         self._carry_out(self.core.handle(event, now), now)
-        if self.guests and self.core.is_served(self.model):
+        if self.guests and self.core.fleet.is_served(self.model):
             arrived, self.guests = self.guests, []
             for guest in arrived:
                 self.take(guest, now)

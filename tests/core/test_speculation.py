@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from medha.api.replica import SpeculationSpec
+from medha.api.speculation_spec import SpeculationSpec
 from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History

@@ -11,11 +11,9 @@ import pytest
 
 from medha.api.replica import MedhaReplicaSpec, parse_replica
 from medha.errors import ConfigInvalid
-from medha_operator.replica import manifests
 from medha_operator.replica.manifests import Owner, config_map, peer_ports
 from medha_process.launch import settings_file
 from medha_process.part_settings import RankSettings
-from medha_worker.pod import pod_parts
 from medha_worker.pod.pod_parts import Place, read_replica, write_parts
 
 SPEC = MedhaReplicaSpec.model_validate(
@@ -82,11 +80,6 @@ def test_a_known_field_that_is_wrong_is_refused_beside_an_unknown_one(
     path.write_text(json.dumps(newer))
     with pytest.raises(ConfigInvalid, match=r"spec\.parallelism\.tensor"):
         read_replica(path)
-
-
-@pytest.mark.parametrize("name", ["CONTROL_PORT", "TOKENS_PORT", "METRICS_PORT", "HEALTH_PORT", "PEERS_PORT"])
-def test_the_operator_opens_the_ports_at_which_pods_listen(name: str) -> None:
-    assert getattr(manifests, name) == getattr(pod_parts, name)
 
 
 def test_the_ranks_of_a_pod_give_kv_at_all_of_the_ports_that_the_operator_opens(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from zlib import crc32
 import numpy as np
 import zmq
 
-from medha.api.replica import PeerPlane
+from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.lane_replay import HostTierWork, ReadBlocks
 from medha.wire.messages import DiskReport, PeerFigures
 from medha_links.key_files import KeyPair
