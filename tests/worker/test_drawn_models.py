@@ -21,8 +21,8 @@ from medha.errors import ConfigInvalid
 from medha.kv.window_tables import frees_windows
 from medha.topology import Topology, stage_layers
 from medha_worker.device import host_device
+from medha_worker.kernels import activation_rounding, fast_forms
 from medha_worker.kernels.name_table import torch_kernels
-from medha_worker.model import quantised_weights
 from medha_worker.model.model_config import ModelConfig
 
 from . import ranks as ranks_module
@@ -213,7 +213,8 @@ def examine(one: Drawn, *, compiles: bool) -> None:
             quantise_experts_of(directory, reference)
         elif one.scheme:
             quantise_checkpoint(directory, reference, with_sizes(one.scheme, one.group), is_smooth=True)
-        patch.setattr(quantised_weights, "_nearest", bend)
+        patch.setattr(activation_rounding, "_nearest", bend)
+        patch.setattr(fast_forms, "_names", lambda _: ())  # integers cannot be bent
         if not compiles:
             patch.setattr(ranks_module, "kernels_of_a_rank", lambda *_: plain)
         config = ModelConfig.from_directory(directory)
