@@ -319,13 +319,14 @@ async def run_block(
 def references(checkpoint: Path, given: Contents, output_tokens: int) -> dict[str, Row]:
     """Return the text of each prompt by transformers' `generate`, and the least gap of its two best logits."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+    model.generation_config.eos_token_id = None  # with `ignore_eos`, servers take it for a token like others
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     found = {}
     for name, ids in given.ids.items():
         tokens = STREAM_COMPARED_TOKENS if name == STREAM else output_tokens
         prompt = torch.tensor([ids])
         done = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, min_new_tokens=tokens,
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens,
             do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         best = torch.stack(done.logits).squeeze(1).topk(2).values

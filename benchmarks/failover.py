@@ -39,7 +39,8 @@ from client_stream import Stream
 from fleet import START_SECONDS, Fleet, Replica
 from harness import Row, claim, exit_with, parser, progress, report
 
-from medha.api.replica import MedhaReplicaSpec, ModelSource, ModelSpec
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import MedhaReplicaSpec
 from medha.wire.frames import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
 from medha.wire.messages import (
     Announce,

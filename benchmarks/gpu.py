@@ -15,7 +15,8 @@ on with what is missing, as long as the sources of the engine (`sources` in the 
 * determinism: whether the batch-invariant kernels get equal bits in any batch here, and what they cost, without captures;
 * sampling: the same tokens as on the CPU, for every sampling option, from the same logits;
 * families, quantised: a small model of each family, and of each form of quantised weights, in chunks and captured decodes. The
-  error is that of a row in bfloat16 against float32 on the CPU, over the error of bfloat16 on the CPU;
+  error is that of a row in bfloat16 against float32 on the CPU, over the error of bfloat16 on the CPU. Also single products of each
+  form that has one of its own: their error against the product of numbers that are made for it, and the times of both;
 * graphs: captured decodes against eager ones, while the next step is prepared; the memory that captures take;
 * ceilings: the matrix product and the copy that this device reaches, by which everything below is divided; and the product's
   time between two marks of the device, over the time that the host waits for it;
@@ -49,6 +50,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -66,16 +68,21 @@ from medha.wire.messages import Sampling
 from medha_worker.checkpoints.presets import ARCHITECTURES, init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import Device, host_device
+from medha_worker.kernels.fast_forms import FORMS, MOST_ERROR, error_of, names_of_gpu, on_device
 from medha_worker.kernels.name_table import choose_kernels, torch_kernels
 from medha_worker.kernels.protocol import Kernels, KernelSizes
+from medha_worker.kernels.quantised_rows import FastRows, QuantisedRows
 from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_products import TorchProducts
 from medha_worker.model.decode_graphs import captured_sizes
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.kv_scales import FP8, LayerScales
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.prepared_step import PreparedStep
+from medha_worker.model.quantised_weights import LinearProducts, QuantisedWeight
 from medha_worker.model.sampler import NotSampled, SequenceSampler
+from medha_worker.model.tensor_group import Alone
 from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
@@ -96,6 +103,7 @@ QUANTISED_EXPERTS = (
     ("mixtral", "awq"),
 )
 _CHECKED_TOKENS, _WINDOW_TOKENS = 200, 64  # of a small model
+_PRODUCT_ROWS = (1, 16, 64, 256, 2048)  # of activations, for products with quantised weights
 _WINDOWED = ("gemma3_text", "gpt_oss", "mistral")  # the others' decodes are captured
 RunStep = Callable[[PreparedStep], torch.Tensor]
 
@@ -320,7 +328,64 @@ def families(place: Place) -> Row:
 
 def quantised(place: Place) -> Row:
     forms = [*(("llama", name) for name in QUANTISATIONS), *QUANTISED_EXPERTS]
-    return {"models": [_checkpoint_errors(place, *form) for form in forms]}
+    return {
+        "models": [_checkpoint_errors(place, *form) for form in forms],
+        "products": [row for name in FORMS for row in _products_of_form(place, name)],
+    }
+
+
+def _products_of_form(place: Place, name: str) -> list[Row]:
+    """Compare the product of a form of weights with that of their numbers, made for each product, and of numbers that are kept.
+
+    The weight is that of gate and up of an MLP, too large for a GPU's cache. Products are captured, as those of decodes are.
+    """
+    device, shape, form = place.device, place.sizes.shape, FORMS[name]
+    found: Row = {"form": name, "is_right": False}
+    if not device.is_host:
+        capability = torch.cuda.get_device_capability(device.torch_device)
+        if name not in names_of_gpu(capability, device.dtype):
+            return [found | {"skipped": "this GPU has no such product"}]
+    try:
+        error = error_of(form, device)
+        found |= {"is_right": error <= MOST_ERROR, "error_when_tried": float(f"{error:.3g}")}
+        stored = on_device(
+            form.example(torch.Generator().manual_seed(1), 2 * shape.intermediate, shape.hidden), device
+        )
+        counts = _PRODUCT_ROWS if place.sizes is FULL else _PRODUCT_ROWS[:2]
+        rows = [_times_of_products(place, form.of(stored), stored, count) for count in counts]
+    except Exception as failure:  # noqa: BLE001 - of an operator that this version, or a CPU, does not have
+        return [found | {"failed": f"{type(failure).__name__}: {failure}"[-300:]}]
+    return [found | row for row in rows]
+
+
+def _repeat(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        run()
+
+
+def _times_of_products(place: Place, fast: FastRows, stored: QuantisedRows, rows: int) -> Row:
+    device = place.device
+    torch.manual_seed(2)
+    x = device.place(torch.randn(rows, stored.columns).to(device.dtype))
+    products = LinearProducts(TorchProducts(), Alone(), 0, 1)
+    largest = x.abs().amax(dim=1, keepdim=True)
+    as_stored = QuantisedWeight([stored])
+    kept = stored.numbers(slice(0, stored.rows), device.dtype).t()
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "fast": lambda: fast.product(x, largest),
+        "numbers": lambda: products.product(x, as_stored),
+        "kept": lambda: torch.mm(x, kept),
+    }
+    found, wanted = ways["fast"]().double(), ways["numbers"]().double()
+    row: Row = {
+        "rows": rows,
+        "is_served": fast.takes(rows),
+        "error": float(f"{_rms(found - wanted) / _rms(wanted):.3g}"),
+    }
+    for way, run in ways.items():
+        replays = partial(_repeat, device.runtime.capture(partial(_repeat, run, 1)), _STEPS)
+        row[f"{way}_seconds"] = place.seconds(replays) / _STEPS
+    return row
 
 
 def _checkpoint_errors(place: Place, architecture: str, quantisation: str) -> Row:
@@ -1029,6 +1094,21 @@ def claims_of(parts: dict[str, Row]) -> list[Row]:
             wrong = [row for row in models if "failed" in row or row["error"] > 2 * row["cpu_error"]]
             found.append(claim(f"{what} that fail, or whose error is more than twice that of bfloat16 on the CPU", len(wrong),
                                "models", 0))  # fmt: skip
+    if products := (parts.get("quantised") or {}).get("products"):
+        wrong = [row for row in products if "failed" in row or not (row["is_right"] or "skipped" in row)]
+        found.append(
+            claim(
+                "products of quantised weights that this GPU has and that fail or are wrong",
+                len(wrong),
+                "products",
+                0,
+            )
+        )
+        found += [
+            claim(f"time of {row['rows']} rows times weights in {row['form']}, over that of numbers made for it",
+                  row["fast_seconds"] / row["numbers_seconds"], "ratio", 1.0)
+            for row in products if row.get("is_served") and row["rows"] in (1, 16)
+        ]  # fmt: skip
     if "steps" in (rounded := parts.get("fp8_kv") or {}):
         found.append(
             claim(

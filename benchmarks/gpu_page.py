@@ -118,6 +118,7 @@ def _speeds(parts: dict[str, Row]) -> str:
         what = f"{_several(row['sequences'], 'decode')} behind {row['context']:,}, {layers} layers"
         rows.append([what, f"{1e3 * row['seconds']:.2f}", f"{1e3 * expected:.2f}", f"{row['seconds'] / expected:.2f}",
                      f"{100 * row['gigabytes_per_second'] / top['gigabytes_per_second']:.0f} % MBU"])  # fmt: skip
+    products = [row for row in parts["quantised"].get("products", []) if "fast_seconds" in row]
     fp8 = parts["fp8_kv"]["steps"]
     cost = parts["determinism"].get("steps", [])
     found = [
@@ -144,8 +145,22 @@ def _speeds(parts: dict[str, Row]) -> str:
                 f"{parts['peers']['decode_seconds'] / parts['peers']['transformers_decode_seconds']:.2f} of it.",
             ]
         ),
+        *([_table(["Product of rows with gate and up, quantised", "us", "Over numbers made for it", "Over 16 bits that are kept", "Error", "Used"],
+                  [_product_line(row) for row in products])] if products else []),
     ]  # fmt: skip
     return "\n\n".join(found)
+
+
+def _product_line(row: Row) -> list[str]:
+    seconds = row["fast_seconds"]
+    return [
+        f"{row['form']}, {_several(row['rows'], 'row')}",
+        f"{1e6 * seconds:.0f}",
+        f"{seconds / row['numbers_seconds']:.2f}",
+        f"{seconds / row['kept_seconds']:.2f}",
+        f"{row['error']:.2g}",
+        _yes(row["is_served"]),
+    ]
 
 
 def _chunk_lines(chunks: Row) -> list[str]:

@@ -37,7 +37,7 @@ from client_stream import MODEL, Stream
 from fleet import Fleet, wait_for
 from harness import Row, claim, exit_with, in_turn, parser, ratio, report, table
 
-from medha.api.replica import PeerPlane
+from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, ServeBlocks
 from medha.wire.messages import DiskReport
 from medha_worker.device import host_device

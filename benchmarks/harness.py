@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,22 @@ def in_turn(rounds: int, measured: Mapping[str, Callable[[], Any]]) -> dict[str,
         for name, call in measured.items():
             progress(f"  round {number} of {rounds}: {name}")
             found[name].append(call())
+    return found
+
+
+def in_processes(
+    call: Callable[..., Any], runs: Sequence[tuple[Any, ...]], processes: int, *, every: int = 20
+) -> list[Any]:
+    """Return what `call` returns for the arguments of each run, in order; after Ctrl-C, of the first ones that are complete."""
+    found: list[Any] = []
+    with ProcessPoolExecutor(processes) as pool:
+        try:
+            for result in pool.map(call, *zip(*runs, strict=True)):
+                found.append(result)
+                if len(found) % every == 0:
+                    progress(f"  {len(found)} of {len(runs)}")
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
     return found
 
 

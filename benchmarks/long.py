@@ -59,9 +59,9 @@ READ = {
     "tests/router": ("core", "router", "worker"),
     "tests/serving": (
         "cli", "core", "examples", "router", "sim", "worker", "tests/cluster/binaries.py", "tests/cluster/go/collector", "dashboards", "tests/dashboard_plot.py",
-        "tests/situations", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
+        "tests/situations", "tests/faulty_proxy.py", "tests/object_store.py", "tests/small_disk.py", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
     ),
-    "tests/worker": ("core", "worker"),
+    "tests/worker": ("core", "worker", "tests/faulty_proxy.py", "tests/object_store.py", "tests/small_disk.py"),
 }  # fmt: skip
 """The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
 ANYTHING = (

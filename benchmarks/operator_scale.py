@@ -54,9 +54,10 @@ from cluster.operator_process import Operator, operator
 from medha_operator.key_secrets import replica_keys
 from medha_operator.kube.kinds import CHILDREN, EVENT, KINDS, LEASE, MANAGER, REPLICA, SECRET
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.actions import Apply, CreateKeys, RecordEvent, SetStatus
 from medha_operator.replica.manifests import Owner
 from medha_operator.replica.observed import Observed
-from medha_operator.replica.plan import Apply, CreateKeys, RecordEvent, SetStatus, plan
+from medha_operator.replica.plan import plan
 from medha_operator.status_fields import ReplicaStatus
 
 CONNECTIONS = 32

@@ -14,11 +14,21 @@ The claim is that at some mix and load roles bring more requests on time with RD
 """
 
 import statistics
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from harness import STOPPED, Row, claim, exit_with, mean_and_interval, parser, progress, report, table
+from harness import (
+    STOPPED,
+    Row,
+    claim,
+    exit_with,
+    in_processes,
+    mean_and_interval,
+    parser,
+    progress,
+    report,
+    table,
+)
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.hardware import H100, LLAMA3_70B
@@ -223,15 +233,7 @@ def main() -> int:
     seeds, share = range(2 if arguments.quick else arguments.seeds), 0.25 if arguments.quick else 1.0
     runs = [(point, name, seed, share) for seed in seeds for point in grid for name in variants[point[0]]]
     progress(f"{len(runs)} simulations: {len(seeds)} seeds")
-    flat: list[Result] = []
-    with ProcessPoolExecutor(arguments.processes) as pool:
-        try:
-            for result in pool.map(simulate, *zip(*runs, strict=True)):
-                flat.append(result)
-                if len(flat) % 20 == 0:
-                    progress(f"  {len(flat)} of {len(runs)}")
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
+    flat: list[Result] = in_processes(simulate, runs, arguments.processes)
     complete = len(flat) * len(seeds) // len(runs)
     if complete < 2:
         progress("fewer than two seeds are complete: no figures")

@@ -65,7 +65,7 @@ def served(
     *,
     stop_seconds: float = 60.0,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a server, and end it as Ctrl-C does; if the block fails, print the end of its output.
+    """Run a server, and end it as Ctrl-C does; if the block fails, print the end of its output and note it in the error.
 
     After `stop_seconds`, all of its processes are killed.
     """
@@ -80,9 +80,11 @@ def served(
                     raise RuntimeError(f"{' '.join(command)} did not become ready")
                 time.sleep(0.1)
             yield process
-        except Exception:
+        except Exception as error:
             log.seek(0)
-            progress(log.read()[-4000:])
+            end = log.read()[-4000:]
+            progress(end)
+            error.add_note(end)
             raise
         finally:
             process.send_signal(signal.SIGINT)

@@ -12,7 +12,9 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["", "answers 500", "hangs", "resets", "cuts answers", "stalls answers", "stalls questions"]
+Fault = Literal[
+    "", "answers 500", "hangs", "resets", "vanishes", "cuts answers", "stalls answers", "stalls questions"
+]
 _PIECE_BYTES = 1 << 16
 _POLL_SECONDS = 0.02
 _RESET = struct.pack("ii", 1, 0)
@@ -36,6 +38,8 @@ class FaultyProxy:
         self.fault: Fault = ""
         self.asked = threading.Semaphore(0)
         """Is released for each part of a question that arrives while there is a fault."""
+        self.stopped = threading.Semaphore(0)
+        """Is released for each connection on which a fault has kept something back."""
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -51,12 +55,17 @@ class FaultyProxy:
         while not self._closing.is_set():
             if select.select([self._listener], [], [], _POLL_SECONDS)[0]:
                 client, _ = self._listener.accept()
+                if self.fault == "vanishes":  # nobody listens any more
+                    client.close()
+                    self.asked.release()
+                    self.stopped.release()
+                    continue
                 thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
     def _serve(self, client: socket.socket) -> None:
-        with client, socket.create_connection(self._target) as service, suppress(OSError):
+        with client, suppress(OSError), socket.create_connection(self._target) as service:
             passed = {client: 0, service: 0}
             while not self._closing.is_set():
                 for source in select.select([client, service], [], [], _POLL_SECONDS)[0]:
@@ -67,11 +76,12 @@ class FaultyProxy:
                     passed[source] += len(data)
                     passed[other] = 0
                     if not self._pass(data, passed[source], other, is_question=source is client):
+                        self.stopped.release()
                         if self.fault == "answers 500":
                             self._answer_500(client, data)
                         elif self.fault == "resets":
                             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                        elif self.fault != "cuts answers":
+                        elif self.fault not in ("cuts answers", "vanishes"):
                             self._hang(client)
                         return
 
@@ -86,7 +96,7 @@ class FaultyProxy:
         if question if is_question else answer:
             target.sendall(data)
             return True
-        if self.fault in ("answers 500", "hangs", "resets"):
+        if self.fault in ("answers 500", "hangs", "resets", "vanishes"):
             return False
         left = self._passed_bytes - (passed_bytes - len(data))
         if len(data) <= left:

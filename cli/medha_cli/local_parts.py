@@ -111,17 +111,49 @@ def write_parts(
 
     `tls` names the files of a certificate and its key.
     """
-    spec, shape = replica.spec, replica.spec.parallelism
-    router_control, router_tokens = files.endpoint("router-control"), files.endpoint("router-tokens")
-    rank_control, rank_tokens = files.endpoint("rank-control"), files.endpoint("rank-tokens")
     keys = files.fresh_keys()
-    router = RouterSettings(
+    router = _router_settings(replica, files, keys, log_level, api_keys, tls)
+    controller = ControllerSettings(
+        replica=replica.metadata.name,
+        spec=replica.spec,
+        model_directory=model,
+        routers=(RouterEndpoints(control=router.control_endpoint, tokens=router.tokens_endpoint),),
+        router_key_file=keys.router_public,
+        enrolment_file=keys.enrolment,
+        rank_control=files.endpoint("rank-control"),
+        rank_tokens=files.endpoint("rank-tokens"),
+        key_file=keys.controller,
+        rank_keys_file=keys.ranks_public,
+        ready_file=files.ranks_ready,
+        epoch_file=files.directory / "epoch",
+        record_file=record.absolute() if record else None,
+        trace_file=trace.absolute() if trace else None,
+        log_level=log_level,
+    )
+    ranks = _rank_settings(replica, model, files, keys, log_level)
+    return (
+        (router_part(router, files.directory),),
+        (controller_part(controller, files.directory),),
+        tuple(rank_part(rank, files.directory) for rank in ranks),
+    )
+
+
+def _router_settings(
+    replica: MedhaReplica,
+    files: RunFiles,
+    keys: KeyFiles,
+    log_level: LogLevel,
+    api_keys: Path | None,
+    tls: tuple[Path, Path] | None,
+) -> RouterSettings:
+    spec = replica.spec
+    return RouterSettings(
         host=spec.router.host,
         port=spec.router.port,
         metrics_host=spec.router.metrics_host,
         metrics_port=spec.router.metrics_port,
-        control_endpoint=router_control,
-        tokens_endpoint=router_tokens,
+        control_endpoint=files.endpoint("router-control"),
+        tokens_endpoint=files.endpoint("router-tokens"),
         key_file=keys.router,
         enrolment_file=keys.enrolment,
         ready_file=str(files.router_ready),
@@ -139,25 +171,14 @@ def write_parts(
         drain_seconds=spec.lifecycle.drain_seconds,
         log_level=log_level,
     )
-    controller = ControllerSettings(
-        replica=replica.metadata.name,
-        spec=spec,
-        model_directory=model,
-        routers=(RouterEndpoints(control=router_control, tokens=router_tokens),),
-        router_key_file=keys.router_public,
-        enrolment_file=keys.enrolment,
-        rank_control=rank_control,
-        rank_tokens=rank_tokens,
-        key_file=keys.controller,
-        rank_keys_file=keys.ranks_public,
-        ready_file=files.ranks_ready,
-        epoch_file=files.directory / "epoch",
-        record_file=record.absolute() if record else None,
-        trace_file=trace.absolute() if trace else None,
-        log_level=log_level,
-    )
+
+
+def _rank_settings(
+    replica: MedhaReplica, model: Path, files: RunFiles, keys: KeyFiles, log_level: LogLevel
+) -> list[RankSettings]:
+    spec, shape = replica.spec, replica.spec.parallelism
     peer_endpoint = "" if spec.kv_cache.peers is None else "tcp://127.0.0.1:*"
-    ranks = (
+    return [
         RankSettings(
             rank=rank,
             spec=spec,
@@ -167,19 +188,14 @@ def write_parts(
             peer_endpoint=peer_endpoint,
             peer_bytes_endpoint=peer_endpoint,
             accelerator=_accelerator(spec.resources),
-            control=rank_control,
-            tokens=rank_tokens,
+            control=files.endpoint("rank-control"),
+            tokens=files.endpoint("rank-tokens"),
             key_file=keys.ranks,
             controller_key_file=keys.controller_public,
             log_level=log_level,
         )
         for rank in range(shape.tensor * shape.stream * shape.kv)
-    )
-    return (
-        (router_part(router, files.directory),),
-        (controller_part(controller, files.directory),),
-        tuple(rank_part(rank, files.directory) for rank in ranks),
-    )
+    ]
 
 
 def _disk_directory(replica: MedhaReplica, files: RunFiles) -> Path | None:

@@ -98,19 +98,8 @@ def model_directory(replica: MedhaReplica) -> Path:
     Raises:
         ConfigInvalid: there is no checkpoint.
     """
-    path = replica.spec.model.source.path
-    if path is None:
-        raise ConfigInvalid(
-            "spec.model.source: only a cluster's pods can fetch this kind of source; here, set `path` to the directory of a "
-            "checkpoint on this machine"
-        )
-    directory = Path(path)
-    if not (directory / "config.json").is_file():
-        raise ConfigInvalid(
-            f"spec.model.source.path: {directory} has no config.json, so it is no checkpoint; correct the path, "
-            f"or make a small random one: medha model init {directory} --preset tiny"
-        )
-    return directory
+    advice = "correct the path, or make a small random one: medha model init {} --preset tiny"
+    return _checkpoint(replica.spec.model.source.path, "spec.model.source", advice)
 
 
 def draft_directory(replica: MedhaReplica) -> Path | None:
@@ -124,15 +113,19 @@ def draft_directory(replica: MedhaReplica) -> Path | None:
     source = speculation.source
     if source is None:
         return None
-    if source.path is None:
+    return _checkpoint(source.path, field, "correct the path")
+
+
+def _checkpoint(path: str | None, field: str, advice: str) -> Path:
+    if path is None:
         raise ConfigInvalid(
-            f"{field}: only a cluster's pods can mount this kind of source; here, set `path` to the directory of a "
+            f"{field}: only a cluster's pods can use this kind of source; here, set `path` to the directory of a "
             "checkpoint on this machine"
         )
-    directory = Path(source.path)
+    directory = Path(path)
     if not (directory / "config.json").is_file():
         raise ConfigInvalid(
-            f"{field}.path: {directory} has no config.json, so it is no checkpoint; correct the path"
+            f"{field}.path: {directory} has no config.json, so it is no checkpoint; {advice.format(directory)}"
         )
     return directory
 

@@ -20,7 +20,7 @@ def command() -> None:
     "--preset",
     default="tiny",
     show_default=True,
-    help="tiny (random, 0.5 M parameters), small (random, 27 M) or needle (finds passkeys).",
+    help="tiny (random, 0.5 M parameters), small (random, 27 M), needle (finds passkeys) or needle-fp8 (also with KV in FP8).",
 )
 @click.option(
     "--architecture",

@@ -10,28 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import TypeAdapter, ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from medha.api.fields import Quantity, quantity_bytes
 from medha.errors import ConfigInvalid
 from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
 from medha.kv_dtype import KvDtype, kv_element_bytes
-from medha_cli.options import FILE, Number
+from medha_cli.byte_option import Bytes
+from medha_cli.options import FILE, Number, given
 from medha_cli.result_files import require_writable, write_page
 from medha_cli.simulate_command import require_plotly
 from medha_sim.head_shape import HeadShape, mtp_shape, read_eagle3_shape
 from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
-
-
-_QUANTITY = TypeAdapter[str](Quantity)
 _MOST_TOKENS = 10**9
 _MOST_REQUESTS = 10**6
+_IN_TIERS = "A prompt that takes longer to come is computed."
 _WIDEST = 1000  # columns of a terminal
 
 
@@ -50,23 +47,6 @@ class Tokens(click.ParamType[int]):
         if not 1 <= tokens <= _MOST_TOKENS:
             self.fail(f"{value!r} is not in the range of 1 to {_MOST_TOKENS:,} tokens", param, ctx)
         return int(tokens)
-
-
-class Bytes(click.ParamType[int]):
-    """A number of bytes above 0 in Kubernetes' notation: 64Gi."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            size = quantity_bytes(_QUANTITY.validate_python(value))
-        except ValidationError:
-            size = 0
-        if size == 0:
-            self.fail(f"{value!r} is no number of bytes above 0; write 64Gi, 500M or 1Ti", param, ctx)
-        return size
 
 
 @click.command("plan")
@@ -124,6 +104,18 @@ class Bytes(click.ParamType[int]):
     help="Host memory of each GPU for evicted KV, as spec.kvCache.tiers.host.size, e.g. 64Gi.",
 )  # fmt: skip
 @click.option(
+    "--disk-tier", "disk_bytes", type=Bytes(),
+    help="Bytes of files of each GPU behind the host tier, as spec.kvCache.tiers.disk.size, e.g. 500Gi.",
+)  # fmt: skip
+@click.option(
+    "--disk-bandwidth", "disk_bytes_per_second", type=Bytes(), default="1Gi", show_default=True,
+    help="Bytes per second that each GPU reads from its disk tier: a disk is shared by all GPUs of a node.",
+)  # fmt: skip
+@click.option(
+    "--store", "store_bytes_per_second", type=Bytes(),
+    help="Bytes per second that each GPU reads of a store that replicas share, as spec.kvCache.tiers.store.bandwidth.",
+)  # fmt: skip
+@click.option(
     "--streaming", "streaming_bytes", type=Bytes(),
     help="Host memory of each GPU for a request larger than the KV pools, as spec.kvCache.streaming.size, e.g. 64Gi.",
 )  # fmt: skip
@@ -140,7 +132,9 @@ class Bytes(click.ParamType[int]):
 )
 @click.option("--plot", type=FILE, help="File for an HTML page with plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
+@click.pass_context
 def command(
+    click_context: click.Context,
     model_name: str,
     draft_name: str | None,
     head_name: str | None,
@@ -154,6 +148,9 @@ def command(
     price: float,
     kv_dtype: KvDtype,
     host_bytes: int | None,
+    disk_bytes: int | None,
+    disk_bytes_per_second: int,
+    store_bytes_per_second: int | None,
     streaming_bytes: int | None,
     memory_fraction: float,
     prefix_caching: bool,
@@ -171,8 +168,13 @@ def command(
     Examples:
       medha plan --model Llama-3-8B --context 1M --ttft 30 --tpot 0.02
       medha plan --model Llama-3-70B --hardware H200 --context 2M --ttft 60 --max-gpus 256 --plot plan.html
+      medha plan --context 128K --host-tier 64Gi --disk-tier 500Gi --store 256Mi
       medha plan --model .medha/tiny --context 4K --json
     """
+    if given(click_context, "disk_bytes_per_second") and not disk_bytes:
+        raise ConfigInvalid(
+            f"--disk-bandwidth is {disk_bytes_per_second}, and there is no disk tier; give its size (--disk-tier), or leave it out"
+        )
     model = _model("--model", model_name)
     if kv_dtype != "auto":
         model = replace(model, kv_dtype_bytes=kv_element_bytes(kv_dtype, model.dtype_bytes))
@@ -189,6 +191,9 @@ def command(
         draft=_drafter(model, draft_name, head_name),
         prefix_caching=prefix_caching,
         host_bytes=host_bytes or 0,
+        disk_bytes=disk_bytes or 0,
+        disk_bytes_per_second=disk_bytes_per_second,
+        store_bytes_per_second=store_bytes_per_second or 0.0,
         streaming_bytes=streaming_bytes or 0,
     )
     if plot is not None:
@@ -268,11 +273,22 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
             f" Host: tokens of evicted KV in the host tiers, of {wish.host_bytes / 1e9:.3g} GB of host memory for each GPU "
             f"(at most {hardware.devices_per_node * wish.host_bytes / 1e9:,.0f} GB a node)."
         )
+        caption += " Host s"
+        caption += ", disk s" if wish.disk_bytes else ""
+        caption += ", store s" if wish.store_bytes_per_second else ""
+        caption += f": until the KV of the whole prompt has come from there, instead of being computed within TTFT. {_IN_TIERS}"
+        if wish.disk_bytes:
+            caption += (
+                f" Disk: tokens in files of {wish.disk_bytes / 1e9:,.0f} GB for each GPU, which reads "
+                f"{wish.disk_bytes_per_second / 1e9:.3g} GB/s."
+            )
+        if wish.store_bytes_per_second:
+            caption += f" The store gives each GPU {wish.store_bytes_per_second / 1e9:.3g} GB/s, and is as large as you let it be."
     if wish.streaming_bytes:
         caption += (
             f" Longest: tokens of a request that streams {wish.streaming_bytes / 1e9:.3g} GB of host memory to each GPU; each of "
             "its steps takes at least so many seconds (`at s`). A grid whose pools do not hold the wished request has its TTFT "
-            "and TPOT with streaming."
+            "and TPOT with streaming; its KV is in neither the prefix cache nor a tier."
         )
     offloads = any(rating.offload_bytes for rating in ratings)
     if not all(rating.fits for rating in ratings):
@@ -299,7 +315,9 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
         "Holds\ntokens",
         "In\n/M",
         "Out\n/M",
-        *(["Host\ntokens"] if wish.host_bytes else []),
+        *(["Host\ntokens", "Host\ns"] if wish.host_bytes else []),
+        *(["Disk\ntokens", "Disk\ns"] if wish.disk_bytes else []),
+        *(["Store\ns"] if wish.store_bytes_per_second else []),
         *(["Longest\ntokens", "at\ns"] if wish.streaming_bytes else []),
         *(["Offl.\nGB"] if offloads else []),
     ):
@@ -317,7 +335,9 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
             _short(rating.kv_tokens),
             _figure(rating.cost_per_million_input, digits=2),
             _figure(rating.cost_per_million_output) if rating.batch else "-",
-            *([_short(rating.host_tokens)] if wish.host_bytes else []),
+            *([_short(rating.host_tokens), _seconds(rating.host_seconds)] if wish.host_bytes else []),
+            *([_short(rating.disk_tokens), _seconds(rating.disk_seconds)] if wish.disk_bytes else []),
+            *([_seconds(rating.store_seconds)] if wish.store_bytes_per_second else []),
             *(
                 [_short(rating.longest_tokens), _figure(rating.longest_step_seconds)]
                 if wish.streaming_bytes
@@ -338,6 +358,10 @@ def _print_whole(console: Console, table: Table) -> None:
 
 def _figure(value: float, *, digits: int = 1) -> str:
     return f"{value:.{digits}f}" if value < 100 else f"{value:,.0f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else _figure(value, digits=2)
 
 
 def _short(tokens: int) -> str:

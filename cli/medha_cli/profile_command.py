@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from rich.table import Table
 from medha.errors import ConfigInvalid
 from medha_cli.options import FILE
 from medha_process.launch import RANK_ENVIRONMENT
+from medha_process.shared_files import write_whole
 
 if TYPE_CHECKING:
     from medha.determinism import Determinism
@@ -99,23 +101,9 @@ def command(
       medha profile .medha/small --max-context 65536 --rounds 9 --threads 2
       medha profile .medha/small --cpu-time
     """
-    from medha_cli.manifest import model_directory, read_manifest
-
-    directory, dtype, max_model_len = source, "auto", None
-    determinism: Determinism = "bestEffort"
-    kv_dtype: KvDtype = "auto"
-    if source.is_file():
-        spec = (replica := read_manifest(source)).spec
-        directory = model_directory(replica)
-        dtype, max_model_len = spec.model.dtype, spec.model.max_model_len
-        determinism, kv_dtype = spec.determinism, spec.kv_cache.dtype
-        max_chunk = max_chunk or spec.scheduling.max_chunk_tokens
-        threads = threads or spec.threads
-        if spec.parallelism.tensor > 1:
-            raise ConfigInvalid(
-                f"{source}: parallelism.tensor is {spec.parallelism.tensor}, but one process measures one whole rank; "
-                "leave spec.scheduling.profile out, and each rank's warm-up measures its own part"
-            )
+    rank = _measured_rank(source)
+    max_chunk = max_chunk or rank.max_chunk
+    threads = threads or rank.threads
     if cpu_time and (threads or 1) != 1:
         raise ConfigInvalid(f"--cpu-time counts one thread, but threads is {threads}; leave one of them out")
     if not output.parent.is_dir():
@@ -130,12 +118,12 @@ def command(
         from medha_worker.profiling.profile_fit import errors, fit_profile, held_out
 
         model = measuring.load(
-            directory,
-            max_model_len=max_model_len,
-            dtype=dtype,
+            rank.directory,
+            max_model_len=rank.max_model_len,
+            dtype=rank.dtype,
             threads=1 if cpu_time else threads,
-            determinism=determinism,
-            kv_dtype=kv_dtype,
+            determinism=rank.determinism,
+            kv_dtype=rank.kv_dtype,
         )
         limit = model.config.max_model_len
         grid = measuring.grid(
@@ -167,12 +155,10 @@ def command(
             layers=layers,
             window_tokens=window_tokens,
             window_share=window_share,
-            name=f"{directory.resolve().name} on {_machine()}",
+            name=f"{rank.directory.resolve().name} on {_machine()}",
             source=f"medha profile: {len(steps)} steps, contexts up to {max(grid.contexts)} tokens",
         )
-        partial = output.with_name(f"{output.name}.partial")
-        partial.write_text(profile.to_json(), encoding="utf-8")
-        partial.rename(output)  # atomic
+        write_whole(output, profile.to_json())
     except KeyboardInterrupt:
         console.print(f"interrupted: {output} is not written")
         sys.exit(_INTERRUPTED)
@@ -181,6 +167,42 @@ def command(
     console.print(_table(tests))
     console.print(f"fitted to all {len(steps)} steps: {seen.mean():.1%} mean error, {seen.max():.1%} worst")
     click.echo(output)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The rank whose steps are measured, as its manifest describes it or by the defaults."""
+
+    directory: Path
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    determinism: Determinism = "bestEffort"
+    kv_dtype: KvDtype = "auto"
+    max_chunk: int | None = None
+    threads: int | None = None
+
+
+def _measured_rank(source: Path) -> _Rank:
+    from medha_cli.manifest import model_directory, read_manifest
+
+    if not source.is_file():
+        return _Rank(source)
+    replica = read_manifest(source)
+    spec = replica.spec
+    if spec.parallelism.tensor > 1:
+        raise ConfigInvalid(
+            f"{source}: parallelism.tensor is {spec.parallelism.tensor}, but one process measures one whole rank; "
+            "leave spec.scheduling.profile out, and each rank's warm-up measures its own part"
+        )
+    return _Rank(
+        model_directory(replica),
+        spec.model.dtype,
+        spec.model.max_model_len,
+        spec.determinism,
+        spec.kv_cache.dtype,
+        spec.scheduling.max_chunk_tokens,
+        spec.threads,
+    )
 
 
 def _table(tests: list[HeldOut]) -> Table:

@@ -13,7 +13,8 @@ import click
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from medha.api.replica import parse_deployment, parse_replica
+from medha.api.deployment import parse_deployment
+from medha.api.replica import parse_replica
 from medha.errors import ConfigInvalid
 from medha_cli.manifest import read_documents
 from medha_operator.crds import (
@@ -26,8 +27,9 @@ from medha_operator.deployment.observed_deployment import ObservedDeployment
 from medha_operator.deployment.plan_deployment import plan_deployment
 from medha_operator.kube.kinds import Manifest
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.actions import Action, Apply, SetStatus
 from medha_operator.replica.observed import Observed
-from medha_operator.replica.plan import Action, Apply, SetStatus, plan
+from medha_operator.replica.plan import plan
 from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 _NO_UID = "00000000-0000-0000-0000-000000000000"

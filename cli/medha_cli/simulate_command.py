@@ -19,6 +19,7 @@ from rich.table import Table
 from medha.errors import ConfigInvalid, PartFailed
 from medha.hardware import HARDWARE, MODELS
 from medha.topology import Topology
+from medha_cli.byte_option import Bytes
 from medha_cli.manifest import read_manifest
 from medha_cli.options import Number, given, page_option, refuse_unused
 from medha_cli.result_files import figures_beside, require_writable, write_results
@@ -119,6 +120,10 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
     help="Standard deviation of each step's time, relative to it.",
 )  # fmt: skip
 @click.option(
+    "--disk-bandwidth", "disk_bytes_per_second", type=Bytes(), default="1Gi", show_default=True,
+    help="Bytes per second that each rank reads from the manifest's disk tier, and writes.",
+)  # fmt: skip
+@click.option(
     "--open-ended", is_flag=True, help="Clients set no max_tokens, so KV is reserved by service class."
 )
 @click.option(
@@ -154,6 +159,7 @@ def command(
     band: float,
     bias: float,
     noise: float,
+    disk_bytes_per_second: int,
     open_ended: bool,
     quick: bool,
     jobs: int | None,
@@ -191,10 +197,14 @@ def command(
         burstiness=burstiness,
         open_ended=open_ended,
     )
-    refuse_unused(context, _unused(workload))
+    deployment = _deployment(manifest, model, hardware, topology, replicas, long_scale, disk_bytes_per_second)
+    unused = _unused(workload)
+    if not deployment.disk_bytes:
+        unused["disk_bytes_per_second"] = "the manifest has no disk tier (kvCache.tiers.disk); leave it out"
+    refuse_unused(context, unused)
     by_load = rate is None and workload.shape == "mix"
     spec = StudySpec(
-        deployment=_deployment(manifest, model, hardware, topology, replicas, long_scale),
+        deployment=deployment,
         workload=workload,
         systems=policy_names(policies, baselines=True),
         seeds=(1,) if quick else tuple(range(1, seeds + 1)),
@@ -258,6 +268,7 @@ def _deployment(
     topology: str | None,
     replicas: int,
     long_scale: float,
+    disk_bytes_per_second: int,
 ) -> Deployment:
     from medha_sim.scenario import (
         MAX_MODEL_LEN_TOKENS,
@@ -276,7 +287,8 @@ def _deployment(
         )
     if topology is not None:
         raise ConfigInvalid(f"--topology is {topology}, but {manifest} has its own; leave one of them out")
-    return deployment_of(read_manifest(manifest).spec, machine, shape, replicas)
+    spec = read_manifest(manifest).spec
+    return deployment_of(spec, machine, shape, replicas, disk_bytes_per_second=disk_bytes_per_second)
 
 
 def _workload(

@@ -10,7 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from medha.api.replica import MedhaReplica, PredictionHeadSpec
+from medha.api.replica import MedhaReplica
+from medha.api.speculation_spec import PredictionHeadSpec
 from medha.wire.messages import RankReady, Readiness
 
 

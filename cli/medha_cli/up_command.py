@@ -122,11 +122,7 @@ def command(
     directory, draft = model_directory(replica), draft_directory(replica)
     _require_installed(replica)
     _require_free_port(replica)
-    if (tls_certificate is None) != (tls_key is None):
-        raise ConfigInvalid("--tls-certificate and --tls-key belong together: give both, or neither")
-    for option, path in (("--tls-certificate", tls_certificate), ("--tls-key", tls_key)):
-        if path is not None and not path.is_file():
-            raise ConfigInvalid(f"{option} is {path}, which is no file; name a file in PEM")
+    tls = _tls_files(tls_certificate, tls_key)
     if api_keys is not None:
         read_keys("--api-keys", api_keys)  # what is wrong is reported now, and not in the router's log
     require_possible(replica.spec, directory, host_free_bytes(1), draft)
@@ -151,7 +147,7 @@ def command(
             record=record,
             trace=trace,
             api_keys=api_keys,
-            tls=None if tls_certificate is None or tls_key is None else (tls_certificate, tls_key),
+            tls=tls,
             log_level=log_level,
         )
 
@@ -205,6 +201,16 @@ def _with_traces(replica: MedhaReplica, endpoint: str | None) -> MedhaReplica:
         )
     traces = replica.spec.traces.model_copy(update={"endpoint": endpoint})
     return replica.model_copy(update={"spec": replica.spec.model_copy(update={"traces": traces})})
+
+
+def _tls_files(certificate: Path | None, key: Path | None) -> tuple[Path, Path] | None:
+    """Return both files of TLS, None if neither is named."""
+    if (certificate is None) != (key is None):
+        raise ConfigInvalid("--tls-certificate and --tls-key belong together: give both, or neither")
+    for option, path in (("--tls-certificate", certificate), ("--tls-key", key)):
+        if path is not None and not path.is_file():
+            raise ConfigInvalid(f"{option} is {path}, which is no file; name a file in PEM")
+    return None if certificate is None or key is None else (certificate, key)
 
 
 def _require_installed(replica: MedhaReplica) -> None:

@@ -19,6 +19,9 @@ HEADS_UP = "kv_b_proj"
 _REORDERED = (".q_proj", ".q_b_proj", ".kv_a_proj_with_mqa")
 """Linears of latent attention whose rows ranks hold in another order, with the block of each row."""
 _ROW_INDEX_BYTES = 4
+_LATENT_QUERIES = ".q_b_proj"
+"""The linear behind the first product of latent attention that is held in its format, as it is stored."""
+_HALF_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +142,24 @@ class LinearSizes:
         return {gate: (width, self.hidden), up: (width, self.hidden), down: (self.hidden, width)}
 
     def held_bytes(self, layer: str, shape: Shape, form: WeightFormat | None, element_bytes: int) -> int:
-        """Return the memory that ranks take together for a linear; `element_bytes` are those of a number."""
+        """Return the memory that ranks take together for a linear; `element_bytes` are those of a number.
+
+        In 16 bits they hold it in the form that a GPU's units take, but for experts and what is behind the first product of latent
+        attention (`medha_worker.kernels.fast_forms`). A device without such units takes a little less.
+        """
         rows, columns = shape
         if form is None or layer.endswith(f".{HEADS_UP}"):
             return rows * columns * element_bytes
         has_blocks = form.block_rows not in (None, 1)
         is_reordered = self.latent is not None and has_blocks and layer.endswith(_REORDERED)
-        return form.held_bytes(rows, columns, element_bytes) + is_reordered * rows * _ROW_INDEX_BYTES
+        is_for_device_units = (
+            element_bytes == _HALF_BYTES
+            and not is_reordered
+            and ".experts." not in layer
+            and not layer.endswith(_LATENT_QUERIES)
+        )
+        held = form.held_bytes(rows, columns, element_bytes, is_for_device_units=is_for_device_units)
+        return held + is_reordered * rows * _ROW_INDEX_BYTES
 
     def mean_bytes(self, quantisation: Quantisation | None, element_bytes: int) -> float | None:
         """Return the mean bytes of a weight that every token passes, scales included; None if nothing is quantised.

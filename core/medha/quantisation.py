@@ -139,13 +139,18 @@ class WeightFormat:
             found["input_scale"] = StoredTensor(((1,), ()))
         return found
 
-    def held_bytes(self, rows: int, columns: int, element_bytes: int) -> int:
+    def held_bytes(
+        self, rows: int, columns: int, element_bytes: int, *, is_for_device_units: bool = False
+    ) -> int:
         """Return the memory of a weight of [rows, columns].
 
         Scales have the type in which the format's writers store them, else that of unquantised values, of `element_bytes`.
+        `is_for_device_units`: the weight is in the form that a GPU's units for 8 and 4 bits take, if it has one.
         """
         blocks = 1 if self.block_rows is None else -(-rows // self.block_rows)
         groups = self.groups(columns)
+        if is_for_device_units and (scales_bytes := self._scales_bytes_for_units(rows, columns)) is not None:
+            return rows * columns * self.bits // 8 + scales_bytes
         is_static = self.activations is not None and self.activations.is_static
         has_index = self.has_group_index or (groups > 1 and columns % (self.group_size or columns) > 0)
         return (
@@ -155,6 +160,49 @@ class WeightFormat:
             + (self.scale_bytes or element_bytes) * int(is_static)
         )
 
+    def _scales_bytes_for_units(self, rows: int, columns: int) -> int | None:
+        """Return the bytes of scales beside a weight that a GPU's units take; None if they do not take it."""
+        if self.bits == 4 and not self.is_float:
+            is_taken = (
+                self.activations is None
+                and not self.has_group_index
+                and self.block_rows == 1
+                and self.group_size in INT4_GROUPS
+                and columns % self.group_size == rows % INT4_ROWS == 0
+            )
+            return rows * self.groups(columns) * 2 * _UNIT_VALUE_BYTES if is_taken else None
+        if self.layout != "bytes" or self.has_zero_points or self.activations is None:
+            return None
+        own, other = self.group_size, self.activations.group_size
+        if self.is_float and own == other == self.block_rows == FP8_BLOCK:
+            if rows % FP8_BLOCK or columns % FP8_BLOCK:
+                return None
+            groups = self.groups(columns)
+            return rows // FP8_BLOCK * (groups + -groups % FP8_BLOCKS_ALIGNED) * _SCALE_BYTES
+        aligned = FP8_ALIGNED if self.is_float else INT8_ALIGNED
+        is_taken = (
+            own is other is None
+            and self.block_rows in (None, 1)
+            and rows % aligned == columns % aligned == 0
+            and (self.is_float or (not self.activations.is_static and columns <= INT8_MOST_COLUMNS))
+        )
+        return (rows + self.activations.is_static) * _SCALE_BYTES if is_taken else None
+
+
+INT4_GROUPS = (32, 64, 128, 256)
+"""Neighbouring columns of INT4 that may share a scale where a GPU's units multiply with them."""
+INT4_ROWS = 8
+"""Rows of such weights are a multiple of it."""
+INT8_ALIGNED, FP8_ALIGNED = 8, 16
+"""Rows and columns of weights in INT8, and in FP8, are multiples of these for a GPU's units."""
+INT8_MOST_COLUMNS = 2**31 // 2**14 - 1
+"""Columns of INT8 whose products surely add up within 32 bits: each is at most 128 x 128."""
+FP8_BLOCK = 128
+"""Rows and columns that share a scale in the blocks that a GPU's units take."""
+FP8_BLOCKS_ALIGNED = 4
+"""Scales of a row of blocks lie in memory for a multiple of so many."""
+_SCALE_BYTES = 4  # of float32
+_UNIT_VALUE_BYTES = 2  # of bfloat16: a scale and a shift for each row and group
 
 MXFP4_BLOCK = 32
 """Neighbouring values of a row that share a scale in MXFP4, a power of two."""

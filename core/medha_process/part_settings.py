@@ -11,6 +11,7 @@ from medha.api.cluster import NO_ACCELERATOR
 from medha.api.replica import MedhaReplicaSpec
 from medha.errors import ConfigInvalid
 from medha.topology import Topology
+from medha_process.shared_files import write_whole
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
@@ -36,9 +37,7 @@ class PartSettings(BaseModel):
 
     def write(self, path: Path) -> None:
         """Replace the file as a whole: a part that polls it never reads a half."""
-        partial = path.with_suffix(".partial")
-        partial.write_text(self.model_dump_json(by_alias=True), encoding="utf-8")
-        partial.rename(path)
+        write_whole(path, self.model_dump_json(by_alias=True))
 
 
 class ReplicaPartSettings(PartSettings):
@@ -115,7 +114,7 @@ class RouterEndpoints(BaseModel):
 
     def at(self, address: str) -> RouterEndpoints:
         """Return the endpoints with an IP address in place of their host."""
-        host = f"[{address}]" if ":" in address else address
+        host = in_url(address)
 
         def located(endpoint: str) -> str:
             source, separator, target = endpoint.removeprefix("tcp://").rpartition(";")
@@ -131,6 +130,11 @@ class RouterEndpoints(BaseModel):
                 f"control is {self.control} and tokens is {self.tokens}; give both links the same host"
             )
         return self
+
+
+def in_url(host: str) -> str:
+    """Return a host as URLs and endpoints have it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _host(endpoint: str) -> str:

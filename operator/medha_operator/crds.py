@@ -16,7 +16,8 @@ import yaml
 from pydantic import BaseModel
 
 import medha
-from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec
+from medha.api.deployment import MedhaDeploymentSpec
+from medha.api.replica import MedhaReplicaSpec
 from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 Schema = dict[str, Any]
@@ -62,12 +63,7 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
         if key in node:
             result[key] = _without_nulls(node[key]) if key == "default" else node[key]
     if node.get("x-kubernetes-int-or-string"):
-        result.pop("type", None)
-        for choice in node.get("anyOf", ()):  # patterns apply to strings alone, bounds to numbers alone
-            result |= {key: choice[key] for key in ("pattern", "minimum", "maximum") if key in choice}
-        if "pattern" in result:  # a bare number is valid, too
-            result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-        return result
+        return _int_or_string(node, result)
     if "const" in node:
         result["enum"] = [node["const"]]
     for limit, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
@@ -80,26 +76,37 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
     if node.get("type") == "array":
         result["items"] = _node(node["items"], definitions)
     if node.get("type") == "object":
-        if "properties" in node:
-            result["properties"] = {
-                name: _node(entry, definitions) for name, entry in node["properties"].items()
-            }
-            if node.get("required"):
-                result["required"] = node["required"]
-        elif isinstance(node.get("additionalProperties"), dict):
-            result["additionalProperties"] = _node(node["additionalProperties"], definitions)
-            if "maxProperties" in node:
-                result["maxProperties"] = node["maxProperties"]
-        else:
-            result["x-kubernetes-preserve-unknown-fields"] = True
+        result |= _members(node, definitions)
     return result
+
+
+def _int_or_string(node: Schema, result: Schema) -> Schema:
+    result.pop("type", None)
+    for choice in node.get("anyOf", ()):  # patterns apply to strings alone, bounds to numbers alone
+        result |= {key: choice[key] for key in ("pattern", "minimum", "maximum") if key in choice}
+    if "pattern" in result:  # a bare number is valid, too
+        result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    return result
+
+
+def _members(node: Schema, definitions: dict[str, Schema]) -> Schema:
+    """Return what the schema of an object says of its fields."""
+    if "properties" in node:
+        fields = {name: _node(entry, definitions) for name, entry in node["properties"].items()}
+        return {"properties": fields} | {key: node[key] for key in ("required",) if node.get(key)}
+    if isinstance(node.get("additionalProperties"), dict):
+        values = _node(node["additionalProperties"], definitions)
+        return {"additionalProperties": values} | {
+            key: node[key] for key in ("maxProperties",) if key in node
+        }
+    return {"x-kubernetes-preserve-unknown-fields": True}
 
 
 def _bound_by_rules(result: Schema) -> None:
     """Express bounds that are not whole numbers as validation rules.
 
-    The API server rounds such a bound towards 0 for a value that is written as a whole number: 1 would be
-    refused as more than 0 where 0.98 is allowed, and 0 accepted where 0.01 is the least.
+    The API server rounds such a bound towards 0 if the value is written as a whole number. With a maximum of
+    0.98, its message about 1 would name 0 as the maximum; with a minimum of 0.01, it would accept 0.
     """
     for bound, exclusive, words, signs in (
         ("minimum", "exclusiveMinimum", ("at least", "more than"), (">=", ">")),
@@ -311,7 +318,7 @@ def _crd(
 
 def files() -> dict[str, str]:
     """Return the expected content of each file in `crds/`, by file name."""
-    head = "# Written by `make gen` from core/medha/api/replica.py; change it there.\n"
+    head = "# Written by `make gen` from core/medha/api; change it there.\n"
     crds = (replica_crd(), deployment_crd())
     return {
         f"{crd['spec']['names']['plural']}.yaml": head + yaml.safe_dump(crd, sort_keys=False, width=118)

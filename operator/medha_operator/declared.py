@@ -20,12 +20,12 @@ from medha_operator.kube.client import Cluster
 from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, MANAGER, REPLICA, ROUTER, Key, Manifest
 from medha_operator.kube.store import Document
 from medha_operator.operator_settings import OperatorSettings, RouterSite
+from medha_operator.replica.actions import RecordEvent
 from medha_operator.replica.manifests import router_labels
 from medha_operator.replica.observed import seconds
-from medha_operator.replica.plan import RecordEvent
 
 NAME_CONFLICT = "NameConflict"
-"""Reason of the event at a router whose ConfigMap would have the name of somebody else's."""
+"""Reason of a resource or a router one of whose objects would have the name of somebody else's object."""
 ALIAS_CONFLICT = "AliasConflict"
 """Reason of the event at a router for which two models claim one name."""
 _RETRY_SECONDS = 2.0
@@ -201,12 +201,6 @@ async def publish_models(
 
 def _manifest(router: RouterSite, deployment: Document, data: dict[str, str]) -> Manifest:
     key = models_key(router)
-    owner = {
-        "apiVersion": ROUTER.api_version,
-        "kind": ROUTER.name,
-        "name": router.name,
-        "uid": deployment["metadata"]["uid"],
-    }
     return {
         "apiVersion": CONFIG_MAP.api_version,
         "kind": CONFIG_MAP.name,
@@ -214,7 +208,7 @@ def _manifest(router: RouterSite, deployment: Document, data: dict[str, str]) ->
             "name": key.name,
             "namespace": key.namespace,
             "labels": router_labels(router.name),
-            "ownerReferences": [owner],
+            "ownerReferences": [ROUTER.reference(router.name, deployment["metadata"]["uid"])],
         },
         "data": data,
     }

@@ -103,7 +103,7 @@ def _pruned(value: Any, schema: Document, owned: list[Document]) -> Any:
 
 
 def _is_owned(owned: Iterable[Document], key: str) -> bool:
-    """Return whether somebody has set this field, or as a whole what it lies in."""
+    """Return whether somebody has set this field, or all of the structure that contains it."""
     return any(key in fields or not fields for fields in owned)
 
 

@@ -288,9 +288,8 @@ def _resource(document: Document) -> Entry:
     concerns = [Key(document["kind"], metadata["namespace"], metadata["name"])]
     stem = metadata["name"].rpartition("-")[0]
     if document["kind"] == REPLICA.name and child_index(stem, metadata["name"]) is not None:
-        concerns.append(
-            Key(DEPLOYMENT.name, metadata["namespace"], stem)
-        )  # it has a name of that deployment's, whoever owns it
+        # It has a name of that deployment's, whoever owns it.
+        concerns.append(Key(DEPLOYMENT.name, metadata["namespace"], stem))
     known = without_newer_defaults(document)
     return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=_stored(known))
 

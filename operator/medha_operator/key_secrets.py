@@ -23,8 +23,8 @@ from medha_operator.kube.client import ApiError, Cluster
 from medha_operator.kube.kinds import ROUTER, SECRET, Key, Manifest
 from medha_operator.kube.store import Document
 from medha_operator.operator_settings import RouterSite
+from medha_operator.replica.actions import RecordEvent
 from medha_operator.replica.manifests import Owner, labels, router_labels
-from medha_operator.replica.plan import RecordEvent
 
 ROUTER_NOT_FOUND = "RouterNotFound"
 """Reason of a replica whose router has no keys yet, or does not belong to this installation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -15,11 +15,14 @@ from medha_operator.kube.kinds import DEPLOYMENT, REPLICA
 from medha_operator.kube.store import Document
 from medha_operator.kube.workqueue import WorkQueue
 from medha_operator.replica.observed import seconds
+from medha_process.collectors import Collectors
 
 _CATALOGUE = {metric.name: metric for metric in OPERATOR_METRICS}
+_OF_RESOURCES = ("medha_operator_condition", "medha_operator_reason")
+"""Metrics that are read from the index at each scrape."""
 _EXPORTED = frozenset({"Ready", "Reconciling", "Stalled", "Degraded", "Available"})
 _EXPLAINED = {"Ready": False, "Reconciling": True}
-"""Conditions whose reason is exported, and at which status; one that is as it should be needs none."""
+"""Conditions whose reason is exported, each with the status at which it is: good ones need no reason."""
 _NO_STATUS = {"status": "Unknown", "reason": "NoStatus"}
 """Condition of a resource that no reconcile has described yet."""
 
@@ -29,13 +32,15 @@ class Telemetry:
 
     def __init__(self, index: Index, queue: WorkQueue) -> None:
         self.registry = CollectorRegistry()
-        self._reconciles = self._histogram("medha_operator_reconcile_seconds")
-        self._errors = self._counter("medha_operator_reconcile_errors")
-        self._waits = self._histogram("medha_operator_queue_seconds")
-        self._writes = self._counter("medha_operator_writes")
-        self._ready = self._histogram("medha_operator_ready_seconds")
-        self._leading = self._gauge("medha_operator_leading")
-        self._gauge("medha_operator_queue_keys").set_function(lambda: len(queue))
+        counted = (metric for name, metric in _CATALOGUE.items() if name not in _OF_RESOURCES)
+        collectors = Collectors(counted, self.registry)
+        self._reconciles = collectors.histograms["medha_operator_reconcile_seconds"]
+        self._errors = collectors.counters["medha_operator_reconcile_errors"]
+        self._waits = collectors.histograms["medha_operator_queue_seconds"]
+        self._writes = collectors.counters["medha_operator_writes"]
+        self._ready = collectors.histograms["medha_operator_ready_seconds"]
+        self._leading = collectors.gauges["medha_operator_leading"]
+        collectors.gauges["medha_operator_queue_keys"].set_function(lambda: len(queue))
         self.registry.register(_Resources(index))
 
     def waited(self, elapsed_seconds: float) -> None:
@@ -70,20 +75,6 @@ class Telemetry:
                 since = seconds(resource["metadata"]["creationTimestamp"])
             self._ready.labels(resource["kind"]).observe(max(0.0, now - since))
 
-    def _counter(self, name: str) -> Counter:
-        desired = _CATALOGUE[name]
-        return Counter(name, desired.meaning, desired.labels, registry=self.registry)
-
-    def _gauge(self, name: str) -> Gauge:
-        desired = _CATALOGUE[name]
-        return Gauge(name, desired.meaning, desired.labels, registry=self.registry)
-
-    def _histogram(self, name: str) -> Histogram:
-        desired = _CATALOGUE[name]
-        return Histogram(
-            name, desired.meaning, desired.labels, registry=self.registry, buckets=desired.buckets
-        )
-
 
 class _Resources(Collector):
     """Our resources one by one, read at each scrape: a deleted resource leaves no series."""
@@ -92,7 +83,7 @@ class _Resources(Collector):
         self._index = index
 
     def collect(self) -> Iterator[Metric]:
-        holds, reasons = (_family(name) for name in ("medha_operator_condition", "medha_operator_reason"))
+        holds, reasons = (_family(name) for name in _OF_RESOURCES)
         for kind in (REPLICA, DEPLOYMENT):
             for key, document in self._index.resources(kind):
                 conditions = _conditions(document.get("status", {}))

@@ -19,7 +19,7 @@ from prometheus_client import make_wsgi_app
 
 import medha
 from medha_links.bounded_http import BoundedWsgiServer
-from medha_operator.declared import Declarations, models_key
+from medha_operator.declared import NAME_CONFLICT, Declarations, models_key
 from medha_operator.definitions import OPENAPI_PATH, missing_fields
 from medha_operator.index import Index
 from medha_operator.kube.client import ApiError, Cluster, Fenced
@@ -30,7 +30,7 @@ from medha_operator.kube.store import Document
 from medha_operator.kube.workqueue import WorkQueue
 from medha_operator.operator_metrics import Telemetry
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.reconciler import GANG_UNAVAILABLE, NAME_CONFLICT, Reconciler, is_refusal
+from medha_operator.reconciler import GANG_UNAVAILABLE, Reconciler, is_refusal
 from medha_process.host_resources import raise_file_limit
 
 _log = logging.getLogger(__name__)
@@ -167,9 +167,8 @@ class Program:
             result = await reconciler.reconcile(key)
         except ApiError as error:
             pause = self._queue.failed(key, least_pause(error))
-            level = (
-                logging.INFO if error.status == 409 else logging.WARNING
-            )  # somebody was faster: nothing is wrong
+            # Somebody was faster: nothing is wrong.
+            level = logging.INFO if error.status == 409 else logging.WARNING
             _log.log(level, "%s: %s; the next reconcile is in %g s", key, error, pause)
             reason = error.reason
         except Fenced as error:

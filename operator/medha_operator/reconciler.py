@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from medha_operator.capacity_checks import CapacityChecks
-from medha_operator.declared import models_key, publish_models
+from medha_operator.declared import NAME_CONFLICT, models_key, publish_models
 from medha_operator.deployment.plan_deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.key_secrets import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
@@ -33,6 +33,20 @@ from medha_operator.kube.kinds import (
 from medha_operator.kube.store import Document
 from medha_operator.operator_metrics import Telemetry
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.actions import (
+    Action,
+    Apply,
+    Confirm,
+    CopyEnrolment,
+    CreateKeys,
+    Delete,
+    Plan,
+    Prune,
+    RecordEvent,
+    SetStatus,
+    soonest,
+    status_change,
+)
 from medha_operator.replica.conditions import DerivedCondition, refuse, stamped
 from medha_operator.replica.drift_repairs import Repairs
 from medha_operator.replica.event_reasons import (
@@ -48,20 +62,7 @@ from medha_operator.replica.event_reasons import (
 from medha_operator.replica.manifests import Owner
 from medha_operator.replica.nodes import requires_capacity, unsettled
 from medha_operator.replica.observed import Observed
-from medha_operator.replica.plan import (
-    Action,
-    Apply,
-    Confirm,
-    CopyEnrolment,
-    CreateKeys,
-    Delete,
-    Plan,
-    Prune,
-    RecordEvent,
-    SetStatus,
-    plan,
-    soonest,
-)
+from medha_operator.replica.plan import plan
 from medha_operator.status_fields import Condition, DeploymentStatus, ReplicaStatus
 
 _log = logging.getLogger(__name__)
@@ -72,15 +73,13 @@ Versions = dict[tuple[str, str], str]
 REFUSALS = frozenset({400, 403, 422})
 """HTTP statuses of answers that do not change by themselves, so that a user must be informed. A 500 for an
 unknown pod field counts likewise."""
-NAME_CONFLICT = "NameConflict"
-"""Reason of a resource one of whose objects would have the name of somebody else's object."""
 GANG_UNAVAILABLE = "GangUnavailable"
 """Reason of a replica whose gang scheduler's kind is unknown to the API server."""
 REPORTED_REASONS = frozenset({ROUTER_NOT_FOUND, NAME_CONFLICT, GANG_UNAVAILABLE})
 """Reasons of the operator's own errors that users are informed of, beside the refusals."""
 _MERGED = frozenset({"Service"})
-"""Kinds of which an object of ours could be applied over another's without a conflict. In other kinds a
-field that must differ conflicts or is immutable, or the name contains a hash."""
+"""Kinds of objects that could be applied over somebody else's without a conflict. In other kinds, a field that
+differs conflicts or is immutable, or the name contains a hash."""
 REPORTED_FAILURES = 5
 """Consecutive reconciles that fail with any other error before a user is informed."""
 
@@ -95,7 +94,7 @@ class Failure:
     """True if a user must act; otherwise it may pass by itself."""
 
     def over(self, status: ReplicaStatus | DeploymentStatus) -> tuple[DerivedCondition, ...]:
-        """Return the conditions to lay over `status`; a resource that is ready serves on, and stays so."""
+        """Return the conditions to lay over `status`. A resource that is ready stays ready, because it serves on."""
         is_ready = any(one.type == "Ready" and one.status == "True" for one in status.conditions)
         if self.is_refusal and not is_ready:
             refused = refuse(self.reason, self.message)
@@ -147,15 +146,14 @@ class Reconciler:
         self._failures: dict[Key, int] = {}  # consecutive failed reconciles
         self._failures_by_key: dict[Key, Failure] = {}  # what is reported until a reconcile succeeds
         self._repairs = Repairs()
-        self._event_messages: dict[
-            Key, tuple[str, float, str]
-        ] = {}  # UID whose events were read, when, message
+        # UID whose events were read, when, message.
+        self._event_messages: dict[Key, tuple[str, float, str]] = {}
 
     async def reconcile(self, key: Key) -> ReconcileResult:
         """Reconcile `key` once.
 
-        The trouble of failed reconciles is laid over the planned status until one succeeds: the two never
-        alternate.
+        Until a reconcile succeeds, the status shows the trouble of the failed ones over what is planned. So the
+        two never alternate.
 
         Raises:
             ApiError: an action was refused or not answered; the rest was not carried out.
@@ -558,7 +556,7 @@ def _waiting(resource: Document, leftovers: Iterable[str], now: float) -> Plan:
         DerivedCondition("Stalled", False, "WaitingForCleanup"),
     )
     status = _overlaid(notice, stamped(derived_conditions, before.conditions, generation, now))
-    return Plan(() if status == before else (SetStatus(status),))
+    return Plan(status_change(before, status))
 
 
 def _failure_of(error: Exception, failures: int) -> Failure | None:

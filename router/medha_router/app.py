@@ -62,7 +62,8 @@ TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 """Headers in which a gateway names an objective, which counts if a service class has that name."""
 _MOST_TTFT_TARGET_SECONDS = 86400.0
-"""Largest TTFT target of a request's own. Until a request is late, smaller ones overtake it if KV is short."""
+"""Largest TTFT target that a request may ask for. Where KV is short, smaller requests overtake it until it is
+late."""
 VERSION = version("medha")
 _NO_OTHER_SITE = "default-src 'none'; style-src 'unsafe-inline'"
 _EARLY_ERROR_SECONDS = 0.5
@@ -247,7 +248,7 @@ class HttpApi:
 
     @staticmethod
     def _body_owner(request: Request, account: Account) -> str:
-        """Return whose share of the room a request takes: that of its key, or else of its address."""
+        """Return the owner in whose share of the room a body counts: the request's key, or else its address."""
         return account.owner("" if request.client is None else request.client.host)
 
     async def _await_replica(self, request: Request, body: Body, model: str, error: ApiError) -> None:
@@ -259,7 +260,7 @@ class HttpApi:
         """
         if not self._waiting_requests.room.is_open or self.draining:
             raise error
-        if self._link.core.is_served(model):
+        if self._link.core.fleet.is_served(model):
             return  # since it was prepared
         if not self._is_awaited(model):
             raise error
@@ -273,7 +274,7 @@ class HttpApi:
 
     def _is_awaited(self, model: str) -> bool:
         core = self._link.core
-        return core.is_expected(model, asyncio.get_running_loop().time()) and not core.is_served(model)
+        return core.is_expected(model, asyncio.get_running_loop().time()) and not core.fleet.is_served(model)
 
     def drain(self) -> None:
         """Serve no requests of new connections, and end those that wait for a replica: another router may serve them."""
@@ -284,7 +285,7 @@ class HttpApi:
         """Count a request that failed before it became sequences; a bug counts as the client's internal error."""
         told = error if isinstance(error, ApiError) else ApiError(500, "", code="internal_error")
         model = told.model or ""
-        known = self._link.core.known(model)
+        known = self._link.core.models.find(model)
         outcome = told.code or "error"
         self._observer.request_ended(model if known is not None else UNKNOWN_MODEL, endpoint, outcome)
         if known is not None and told.is_ours:
@@ -298,7 +299,7 @@ class HttpApi:
         `auto`, `default` and none mean the first class that the API key may use, unless a class has that name. An
         objective that is no class has a meaning for the gateway only.
         """
-        cards = self._link.core.cards(plan.model)
+        cards = self._link.core.fleet.cards(plan.model)
         classes = next((card.service_classes for card in cards if card.service_classes), (FALLBACK_TERMS,))
         objective = next((request.headers[name] for name in OBJECTIVE_HEADERS if name in request.headers), "")
         is_class = any(terms.name == objective for terms in classes)
@@ -423,7 +424,7 @@ class HttpApi:
             raise ApiError(503, "this router is stopping", code="unavailable")
         if not self._has_joined:
             waited = asyncio.get_running_loop().time() - self._began_at
-            declared, cards = self._link.core.declared, self._link.core.cards()
+            declared, cards = self._link.core.models.declared, self._link.core.fleet.cards()
             self._has_joined = may_accept(declared, cards, waited, self._join_seconds)
             if not self._has_joined:
                 missing = awaited(declared, cards)
@@ -437,7 +438,7 @@ class HttpApi:
     async def ready(self) -> Response:
         if self.leaving:
             raise ApiError(503, "this router is stopping", code="unavailable")
-        if not self._link.core.ready:
+        if not self._link.core.fleet.ready:
             raise ApiError(503, "no ready replica is known", code="unavailable")
         return json_response({"status": "ready"})
 
@@ -445,8 +446,8 @@ class HttpApi:
         core = self._link.core
         guests = self._waiting_requests.room.by_model()
         self._observer.snapshot(
-            core.cards(),
-            core.known_models(),
+            core.fleet.cards(),
+            core.models.all(),
             requests_open=self.open_requests,
             sequences_open=core.open,
             waiting=self._link.history.waiting(),

@@ -123,11 +123,11 @@ class Body:
             raise ClientGone from error
 
     def hold(self) -> None:
-        """Keep the body through one more `release`, because one more needs it."""
+        """Note that one more needs the body: `release` must then be called once more."""
         self._holds += 1
 
     def release(self) -> None:
-        """Free the body's room unless somebody else needs the body; when nobody does, it is safe to call more often."""
+        """Free the body's room unless somebody else needs the body; further calls do no harm."""
         if self._holds:
             self._holds -= 1
             return

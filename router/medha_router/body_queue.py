@@ -1,7 +1,7 @@
 """The order in which large bodies are tokenised: short ones first, and none is overtaken without end.
 
-A body is due `SECONDS_PER_BYTE` after its arrival for each byte of its own, and of those bodies of its owner that are
-unfinished and no larger. The body that is due first is next. So
+The body that is due first is next. The time from its arrival to that is `SECONDS_PER_BYTE` for each of its
+bytes, and for each byte of its owner's unfinished bodies that are no larger. So
 
 - a body can only be overtaken by bodies that arrive before it is due;
 - many bodies of one owner delay each other, and not those of others.

@@ -57,7 +57,7 @@ class Channels:
         self._before_thought = b""  # a newline between two messages of thoughts
 
     def feed(self, token: int, text: bytes) -> bytes | ThoughtBytes | Mark | None:
-        """Return what the next token, which stands for `text`, is: a text for the user, a thought, the mark of a call, or nothing."""
+        """Return what the next token brings (`text` is its own): text for the user, a thought, a call's mark, or nothing."""
         mark = self._marks.get(token)
         if self._lead is not None:
             if mark is None:

@@ -1,4 +1,4 @@
-"""Keeps the text of clients text: where it names special tokens, a rendered conversation has a break inside the name."""
+"""Keeps clients from writing special tokens: a rendered conversation has a break in each name of one in their text."""
 
 from __future__ import annotations
 

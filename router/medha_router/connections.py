@@ -12,8 +12,9 @@ Output that a client does not take waits in the kernel (256 KiB) and in the tran
 high-water mark (64 KiB) or one answer, and whoever produces more waits, too. A connection is cut if the client
 takes none of it for `output_seconds`, or takes it too slowly.
 
-A router that stops ends its connections with their next answers (`Connection: close`). A client that has one open,
-and was not notified that it ends, is served by it until the router has gone: no earlier than a second after such an answer.
+A router that stops ends its connections with their next answers (`Connection: close`). A client may still have
+a connection whose last answer did not announce its end. It is served until the router has gone, which is at
+least a second after that answer.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Go on with a request that offers another protocol, which clients of Java do for HTTP/2, as if it did not.
+        """Treat a request that offers another protocol, as Java's clients do for HTTP/2, like any other.
 
         The parser takes `rest`, and all that follows, for the other protocol. It may be a body, so another parser reads it.
         """
@@ -258,7 +259,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _count_head(self, more_bytes: int) -> None:
-        """Bound a head that arrives at once, which the parser has used up by the time that it returns."""
+        """Bound a head that arrives in one piece: the parser has read all of it before it returns."""
         self._head_bytes += more_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head(f"is larger than {MAX_HEAD_BYTES} bytes")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from medha.declared import DeclaredModel, from_text, merged, usable_aliases
 from medha.errors import ConfigInvalid
-from medha_router.watched_files import FileState, file_state
+from medha_process.shared_files import FileState, file_state
 
 log = logging.getLogger("medha.router")
 

@@ -328,33 +328,13 @@ class Generation:
         self._first_token_at: float | None = None
         self._outcome: str | None = None
         self._is_our_failure = False
-
-        seed = plan.seed % 2**63 if plan.seed is not None else secrets.randbits(63)
-        sequences = []
-        prompts = {}
         self._choices: dict[str, ChoiceOutput] = {}
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self._token_times: dict[str, TokenTimes] = {}  # by sequence, from its first token on
         self._slowest_per_token_seconds: float | None = None
-        self._scoring: dict[
-            str, int
-        ] = {}  # sequences whose prompt's log-probabilities are to come -> its number
-        unscored = replace(plan.sampling, prompt_logprobs=None)
-        for prompt_index, ids in enumerate(prepared.prompts):
-            own_seed = prompt_seed(seed, prompt_index)
-            for sample in range(plan.samples):
-                index = prompt_index * plan.samples + sample
-                name = f"{request_id}-{index}"
-                # The first sample's are those of all, but in a stream none can wait for them. A sequence that asks for
-                # them shares no KV, so its prompt has a name of its own.
-                scores = plan.sampling.prompt_logprobs is not None and (sample == 0 or plan.stream)
-                prompt = f"{request_id}/{prompt_index}" + (f"/scored-{sample}" if scores else "")
-                prompts[prompt] = ids
-                if scores:
-                    self._scoring[name] = prompt_index
-                sampling = plan.sampling if scores else unscored
-                sequences.append(NewSequence(name, prompt, len(ids), own_seed, sampling, sample))
-                self._choices[name] = ChoiceOutput(index, plan, bundle)
+        self._scoring: dict[str, int] = {}
+        """Sequences whose prompt's log-probabilities are to come, with the number of the prompt."""
+        sequences, prompts = self._new_sequences(request_id, prepared.prompts, bundle)
         self.scored_prompts: dict[int, ScoredPrompt] = {}
         """Log-probabilities of the prompts' tokens by number of the prompt, if they are asked for and have come."""
         self._prompts = prepared.prompts if self._scoring else ()
@@ -368,20 +348,51 @@ class Generation:
             account.cache_salt(plan.cache_salt),
             account.owner(request_id),
         )
-        self._ttft_target = link.core.ttft_target_seconds(self._arrive, self._longest_prompt)
+        self._ttft_target = link.core.fleet.ttft_target_seconds(self._arrive, self._longest_prompt)
         observer.accepted(plan.model, self.prompt_tokens)
+        self._begin_bars(sequences)
+        self._outcomes = link.submit(self._arrive, prompts)
+
+    def _new_sequences(
+        self, request_id: str, prompts: tuple[TokenIds, ...], bundle: Bundle
+    ) -> tuple[list[NewSequence], dict[str, TokenIds]]:
+        """Return the sequences and the prompts by name; each sequence gets its choice."""
+        plan = self.plan
+        seed = plan.seed % 2**63 if plan.seed is not None else secrets.randbits(63)
+        unscored = replace(plan.sampling, prompt_logprobs=None)
+        sequences = []
+        named = {}
+        for prompt_index, ids in enumerate(prompts):
+            own_seed = prompt_seed(seed, prompt_index)
+            for sample in range(plan.samples):
+                index = prompt_index * plan.samples + sample
+                name = f"{request_id}-{index}"
+                # The first sample's are those of all, but in a stream none can wait for them. A sequence that asks for
+                # them shares no KV, so its prompt has a name of its own.
+                scores = plan.sampling.prompt_logprobs is not None and (sample == 0 or plan.stream)
+                prompt = f"{request_id}/{prompt_index}" + (f"/scored-{sample}" if scores else "")
+                named[prompt] = ids
+                if scores:
+                    self._scoring[name] = prompt_index
+                sampling = plan.sampling if scores else unscored
+                sequences.append(NewSequence(name, prompt, len(ids), own_seed, sampling, sample))
+                self._choices[name] = ChoiceOutput(index, plan, bundle)
+        return sequences, named
+
+    def _begin_bars(self, sequences: list[NewSequence]) -> None:
+        """Begin a bar of the page `/ui` for each sequence."""
+        target = self._ttft_target if isfinite(self._ttft_target) else None
         for new in sequences:
             began = Began(
                 new.id,
                 new.prompt_length,
-                terms.name,
-                plan.model,
-                account.key_name,
-                self._ttft_target if isfinite(self._ttft_target) else None,
+                self.terms.name,
+                self.plan.model,
+                self._account.key_name,
+                target,
                 self.tpot_target_seconds,
             )
-            link.timeline.take(began, arrived_at)
-        self._outcomes = link.submit(self._arrive, prompts)
+            self._link.timeline.take(began, self._arrived_at)
 
     @property
     def outcome(self) -> str | None:
@@ -446,9 +457,8 @@ class Generation:
                 open_choices -= 1
                 reason = piece.finish_reason
                 if outcome.finish_reason is None:
-                    self._link.abandon(
-                        outcome.id, "stop"
-                    )  # a stop string ended it: the replica does not know
+                    # A stop string ended it: the replica does not know.
+                    self._link.abandon(outcome.id, "stop")
                 self._observe_sequence(outcome.id, reason)
             yield piece
         self._outcome = reason
@@ -469,7 +479,7 @@ class Generation:
         self.scored_prompts[prompt_index] = ScoredPrompt(ids, scores)
 
     def _observe_cached(self, prompt_index: int, cached_tokens: int) -> None:
-        """Count how much of a prompt was cached, as reported with the first token of its first sample to get one."""
+        """Count how much of a prompt was cached: the first token of any of its samples reports that."""
         if prompt_index not in self._cached_tokens:
             self._cached_tokens[prompt_index] = cached_tokens
             self._observer.prompt_cached(self.plan.model, self._prompt_lengths[prompt_index], cached_tokens)

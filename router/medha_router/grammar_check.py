@@ -3,35 +3,32 @@
 llguidance recurses as deep as a grammar is nested, until the stack ends, and may compute for minutes before its own
 limits hold. Its conversion of GBNF takes half a minute for 100,000 blank lines. So every check is made in a fork of a small process. The kernel ends that fork when it takes too much.
 
-The two ends of a pipe exchange texts: their length, then their bytes in UTF-8. The first character says what is wanted,
-or what an answer is: `_CONVERT` and a converted grammar, or `_CHECK` and what is wrong, which may be nothing.
+The two ends of a pipe exchange texts. The first character says what is wanted, or what an answer is: `_CONVERT` and a
+converted grammar, or `_CHECK` and what is wrong, which may be nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from threading import Lock, local
-from typing import IO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from medha.errors import PartFailed
 from medha.wire.grammar_limits import CHECK_BYTES, CHECK_SECONDS, CHECK_STACK_BYTES, PARSER_LIMITS
+from medha_router.child_pipe import end_child, read_frame, write_frame
 
 KEPT_ANSWERS = 1024
 """Answers that are kept: the requests of an application have few grammars."""
 
-_LENGTH = struct.Struct("<Q")
 _CHECK, _CONVERT = "?", "="
 
 
@@ -96,7 +93,7 @@ class GrammarCheck:
 
     @contextmanager
     def given(self, answers: Mapping[bytes, str]) -> Iterator[None]:
-        """Let this thread know answers by question, too, that others may have displaced since they were learned."""
+        """Let this thread use these answers by question, too: newer ones may have displaced them."""
         self._given.answers = {_key(question): answer for question, answer in answers.items()}
         try:
             yield
@@ -119,22 +116,20 @@ class GrammarCheck:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                _write(process.stdin, content)
-                answer = _read(process.stdout)
-            except OSError:
-                answer = None
-            if answer is not None:
+                write_frame(process.stdin, content)
+                (answer,) = read_frame(process.stdout, 1)
                 return answer.decode()
-            _end(process)
-            self._process = None
+            except (OSError, EOFError):
+                end_child(process)
+                self._process = None
         raise PartFailed(
             "the process that checks grammars was lost twice; the router's memory may not suffice"
         )
 
     def _started(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", __name__]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        weakref.finalize(self, _end, process)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        weakref.finalize(self, end_child, process)
         return process
 
 
@@ -166,8 +161,12 @@ def _serve() -> None:
     """Answer checks until the router closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router
     tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()), slices=[])
-    while (content := _read(sys.stdin.buffer)) is not None:
-        _write(sys.stdout.buffer, _done_in_fork(tokenizer, content.decode()).encode())
+    source = os.fdopen(os.dup(0), "rb", buffering=0)
+    sink = os.fdopen(os.dup(1), "wb", buffering=0)
+    with suppress(EOFError):
+        while True:
+            (content,) = read_frame(source, 1)
+            write_frame(sink, _done_in_fork(tokenizer, content.decode()).encode())
 
 
 def _done_in_fork(tokenizer: LLTokenizer, wanted: str) -> str:
@@ -223,33 +222,6 @@ def _fault(tokenizer: LLTokenizer, grammar: str) -> str:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     matcher.compute_bitmask()
     return brief(matcher.get_error()) if matcher.is_error() else ""
-
-
-# --- both ends ---------------------------------------------------------------------------------------
-
-
-def _write(pipe: IO[bytes], content: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(content)) + content)
-    pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytes | None:
-    """Return the next text, None if the other end has gone."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    content = pipe.read(length)
-    return content if len(content) == length else None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    process.wait()
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ class KeyAccounts:
 
 
 def _totals(uses: Iterable[KeyUse]) -> list[tuple[str, int, int, int, int]]:
-    """Return what changes by use here; levels change all the time, and every router knows how they do."""
+    """Return the counts that change only by use at this router; how levels change with time is known everywhere."""
     return [
         (use.key, use.begun, use.requests, use.tokens, use.open_requests)
         for use in uses
@@ -201,9 +201,9 @@ class Account:
         return wanted if self._key is None else f"{self._key.cache_domain}\n{wanted}"
 
     def owner(self, otherwise: str) -> str:
-        """Return whose request this is, as in `Submit.owner`: the key's, or without keys that of its connection.
+        """Return the owner to whom the request counts, as in `Submit.owner`: its key, or without keys `otherwise`.
 
-        Without keys it is `otherwise`: the request's id, as a connection has one request at a time, or its address.
+        That is the request's id, as a connection has one request at a time, or the client's address.
         """
         return otherwise if self._key is None else owner_of_key(self._key.name)
 

@@ -351,7 +351,7 @@ _HARMLESS_IN_RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "truncation": (None, "disabled"),
     }
 )
-"""The same of fields that only the Responses API has, or that ask for something else there."""
+"""The same for fields that only the Responses API has, or that have another meaning there."""
 
 _FIXES: Mapping[str, str] = MappingProxyType(
     {

@@ -151,9 +151,8 @@ class Answers:
             offsets.append(offset)
             hidden = self._plan.skip_special_tokens and token in self._bundle.special_ids
             offset += 0 if hidden else len(stream.feed(self._bundle.token_bytes.get(token, b"")))
-        omitted = max(
-            offset - len(text), 0
-        )  # a leading space that belongs to the first token and not to the text
+        # A leading space that belongs to the first token and not to the text.
+        omitted = max(offset - len(text), 0)
         shown = [ShownToken(token, logprob, 0) for token, logprob, _ in scored.tokens()]
         return {
             "tokens": [self._text(token) for token in scored.ids.tolist()],

@@ -58,9 +58,8 @@ class OutcomeQueue:
         await self._has_some.wait()
         if len(self._waiting) > _MERGE_FROM:
             self._waiting = deque(merged(self._waiting))
-            self._tokens = sum(
-                _weight(arrived.outcome) for arrived in self._waiting
-            )  # fewer outcomes weigh less
+            # Fewer outcomes weigh less.
+            self._tokens = sum(_weight(arrived.outcome) for arrived in self._waiting)
         first = self._waiting.popleft()
         self._tokens -= _weight(first.outcome)
         if not self._waiting:

@@ -10,9 +10,9 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 class OwnerQueue(Generic[_Item]):
-    """Items that wait, each of them once. Each owner in turn gets its earliest one served.
+    """Items that wait, each of them once. Owners take turns: in its turn, an owner's earliest item is served.
 
-    However many wait, an item is removed as quickly: thousands of clients may go at once.
+    Removing an item takes equally long however many wait, because thousands of clients may go at once.
     """
 
     def __init__(self) -> None:

@@ -35,9 +35,8 @@ class PageUpdates:
         """Return everything, for a page that opens."""
         change = self._last_change()
         content = self._make(None)
-        if (
-            self.seconds_left(now) == 0.0
-        ):  # no other page is open, or none has asked yet: the next update begins here
+        # No other page is open, or none has asked yet: the next update begins here.
+        if self.seconds_left(now) == 0.0:
             self._last, self._content, self._made_at = Seen(self._last.number + 2, change), b"", now
         return content, Seen(self._last.number, change)
 

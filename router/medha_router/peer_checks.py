@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
-from math import inf, isfinite, ulp
+from math import isfinite
 from typing import get_args
 
 from medha.errors import WireInvalid
@@ -21,8 +23,17 @@ from medha.wire.messages import (
     RouterUse,
 )
 
-POSITIVE = ulp(0.0)
-"""The smallest number greater than 0."""
+_ABOVE_ZERO = frozenset(
+    (
+        "max_model_len",
+        "vocab_size",
+        "prefill_points",
+        "ttft_floor_seconds",
+        "max_wait_seconds",
+        "demoted_share",
+    )
+)
+"""Fields of an announcement whose numbers are above 0; those of others may be 0."""
 REMEMBERED_TOKENS = 8  # connections of one replica that are remembered
 REMEMBERED = 1000
 """Number of identities that were replaced, or have ended, that are remembered; messages of a closed connection may still arrive for a moment."""
@@ -134,60 +145,18 @@ def require_plausible(card: Announce) -> None:
     Raises:
         WireInvalid: a number that no replica can have.
     """
-    least: dict[str, float] = {
-        "kv_tokens_total": 0,
-        "kv_tokens_free": 0,
-        "running": 0,
-        "waiting": 0,
-        "longest_request_tokens": 0,
-        "waiting_limit": 0,
-        "max_model_len": 1,
-        "vocab_size": 1,
-        "pending_prefill_seconds": 0,
-    }
-    numbers = [(name, getattr(card, name), bound) for name, bound in least.items()]
-    for terms in card.service_classes:
-        numbers += [
-            (f"{terms.name:.80}'s {name}", getattr(terms, name), 0)
-            for name in (
-                "default_output_tokens",
-                "expected_output_tokens",
-                "ttft_factor",
-                "tpot_target_seconds",
-                "tpot_floor_seconds",
-            )
-        ]
-        numbers.append((f"{terms.name:.80}'s ttft_floor_seconds", terms.ttft_floor_seconds, POSITIVE))
-        if terms.max_wait_seconds is not None:
-            numbers.append((f"{terms.name:.80}'s max_wait_seconds", terms.max_wait_seconds, POSITIVE))
-    for point in card.prefill_points:
-        numbers += [("prefill_points", number, POSITIVE) for number in point]
-    for lane in card.lanes:
-        numbers += [
-            ("lanes.kv_tokens_free", lane.kv_tokens_free, 0),
-            ("lanes.pending_prefill_seconds", lane.pending_prefill_seconds, 0),
-        ]
-    numbers += [
-        ("tokens_per_lane", card.tokens_per_lane, 0),
-        ("order.demoted_share", card.order.demoted_share, POSITIVE),
-        ("order.grace_seconds", card.order.grace_seconds, 0),
-        ("read_seconds", card.read_seconds, 0),
-        ("read_seconds_per_token", card.read_seconds_per_token, 0),
-        ("drain_seconds", card.drain_seconds or 0.0, 0),
-    ]
-    for key, seconds in card.work_ahead:
-        numbers += [("work_ahead", key, -inf), ("work_ahead", seconds, 0)]
+    replica = f"replica {card.replica:.80}"
+    _require_plausible_numbers(replace(card, work_ahead=()), replica)
+    if not all(isfinite(key) and isfinite(seconds) and seconds >= 0 for key, seconds in card.work_ahead):
+        raise WireInvalid(f"{replica} announces work_ahead with seconds below 0, or without end")
     if card.role not in get_args(ReplicaRole):
-        raise WireInvalid(f"replica {card.replica:.80} announces the role {card.role:.80}")
-    for name, number, bound in numbers:
-        if not (isfinite(number) and number >= bound):
-            raise WireInvalid(f"replica {card.replica:.80} announces {name} {number}")
+        raise WireInvalid(f"{replica} announces the role {card.role:.80}")
     if not all(
         before[0] <= after[0] and before[1] <= after[1] for before, after in pairwise(card.work_ahead)
     ):
-        raise WireInvalid(f"replica {card.replica:.80} announces work_ahead that decreases")
+        raise WireInvalid(f"{replica} announces work_ahead that decreases")
     if not all(before[0] < after[0] for before, after in pairwise(card.prefill_points)):
-        raise WireInvalid(f"replica {card.replica:.80} announces prefill_points that do not increase")
+        raise WireInvalid(f"{replica} announces prefill_points that do not increase")
 
 
 def require_plausible_use(report: RouterUse) -> None:
@@ -196,10 +165,7 @@ def require_plausible_use(report: RouterUse) -> None:
     Raises:
         WireInvalid: a number that no router reports.
     """
-    for use in report.keys:
-        numbers = (use.requests, use.tokens, use.open_requests, use.requests_level, use.tokens_level)
-        if not all(isfinite(number) and number >= 0 for number in numbers):
-            raise WireInvalid(f"router {report.router:.80} reports {numbers} for the API key {use.key:.80}")
+    _require_plausible_numbers(report, f"router {report.router:.80}")
 
 
 def require_plausible_progress(report: ProgressReport) -> None:
@@ -208,9 +174,25 @@ def require_plausible_progress(report: ProgressReport) -> None:
     Raises:
         WireInvalid: a number that no replica reports.
     """
-    numbers = (report.began_seconds, *(number for one in report.chunks for number in (one.tokens, one.lane)))
-    if not all(isfinite(number) and number >= 0 for number in numbers):
-        raise WireInvalid(f"a report of progress has the numbers {numbers[:20]}")
+    _require_plausible_numbers(report, "a report of progress")
+
+
+def _require_plausible_numbers(message: Announce | RouterUse | ProgressReport, sender: str) -> None:
+    for name, number in _numbers(message):
+        if not (isfinite(number) and number >= 0) or (number == 0 and name in _ABOVE_ZERO):
+            raise WireInvalid(f"{sender} has {name} {number}")
+
+
+def _numbers(value: object, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number in a message, with the name of its field."""
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _numbers(one, name)
+    elif is_dataclass(value):
+        for one in fields(value):
+            yield from _numbers(getattr(value, one.name), one.name)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, value
 
 
 def require_plausible_kv(message: KvAsk | KvTicket | KvDone) -> None:

@@ -27,7 +27,9 @@ from medha.api_keys import ApiKeys
 from medha.errors import PartFailed
 from medha_process.host_resources import raise_file_limit
 from medha_process.part_process import begin_part, end_with_parent, log_failure, settings_option
+from medha_process.part_settings import in_url
 from medha_process.router_settings import RouterSettings
+from medha_process.shared_files import write_whole
 from medha_process.watchdog import BEAT_SECONDS, Watchdog
 from medha_router.app import HttpApi, build_app, build_metrics_app
 from medha_router.connections import Connection, Connections, connection_limit
@@ -77,9 +79,8 @@ class _Server(uvicorn.Server):
         if certificate is None:
             await super().startup(sockets)
             return
-        await super().startup(
-            []
-        )  # uvicorn's own listeners have neither a context that changes nor a limit in time
+        # The listeners of uvicorn have neither a context that changes nor a limit in time.
+        await super().startup([])
         context = following_context(lambda: certificate.content)
 
         def connect() -> Connection:
@@ -107,7 +108,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _url(host: str, listener: socket.socket, scheme: str = "http") -> str:
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    return f"{scheme}://{in_url(host)}:{listener.getsockname()[1]}"
 
 
 def _announce_bound(
@@ -121,10 +122,7 @@ def _announce_bound(
     }
     log.info("listening %s", json.dumps(bound))
     if settings.ready_file is not None:
-        target = Path(settings.ready_file)
-        unfinished = target.with_name(target.name + ".part")
-        unfinished.write_text(json.dumps(bound), encoding="utf-8")
-        unfinished.rename(target)  # atomic: readers see a complete file
+        write_whole(Path(settings.ready_file), json.dumps(bound))
 
 
 def _sites(listener: socket.socket, settings: RouterSettings) -> SitePolicy:
@@ -160,6 +158,119 @@ def _server(
     return _Server(config, connections, certificate)
 
 
+class _Router:
+    """The servers of a router's two addresses and what they serve with, from their start until they have drained."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        file_limit: int,
+        keys: WatchedFiles[ApiKeys] | None,
+        certificate: WatchedFiles[ssl.SSLContext] | None,
+    ) -> None:
+        self._settings = settings
+        self._file_limit = file_limit
+        self._keys = keys
+        self._certificate = certificate
+        self._observer = observer = Observer(CollectorRegistry())
+        self._tokenizing = Tokenizing(settings, observer.tokenized)
+        self._source = start(
+            settings.traces_endpoint, settings.traces_ratio, "medha-router", os.environ, observer.spans_lost
+        )
+        self._spans = None if self._source is None else RequestSpans(self._source)
+
+    def listen(self, listener: socket.socket, metrics_listener: socket.socket) -> None:
+        """Connect the parts that serve these two addresses, and begin to hear replicas."""
+        settings, observer, spans = self._settings, self._observer, self._spans
+        accounts = KeyAccounts(
+            None if self._keys is None else self._keys.content, observer, asyncio.get_running_loop().time
+        )
+        self._link = link = ReplicaLink(settings, self._tokenizing, observer, accounts, spans)
+        self._connections = connections = self._connections_of_clients()
+        watched: list[WatchedFiles[Any]] = [
+            files for files in (self._keys, self._certificate) if files is not None
+        ]
+        self._api = api = HttpApi(
+            settings, self._tokenizing, link, observer, connections, accounts, watched, spans
+        )
+        app = build_app(api, _sites(listener, settings), accounts, spans)
+        server = _server(app, connections, settings, self._certificate, settings.trusted_proxies)
+        metrics_connections = Connections(
+            _METRICS_CONNECTIONS, settings.head_seconds, settings.output_seconds, observer.http_refused
+        )
+        self._ui = Ui(link)
+        metrics_app = build_metrics_app(api, self._ui, _scraped_sites(metrics_listener, settings))
+        # Nobody is trusted there: `/ui` is answered to this machine only, for which a proxy could let anybody pass.
+        metrics_server = _server(metrics_app, metrics_connections, settings)
+        link.start()
+        self._background: list[asyncio.Task[Any]] = [asyncio.create_task(_keep_alive(Watchdog()))]
+        if self._keys is not None:
+            follow = partial(_follow, self._keys, accounts)
+            self._background.append(asyncio.create_task(self._keys.watch(follow, settings.poll_seconds)))
+        if self._certificate is not None:
+            self._background.append(
+                asyncio.create_task(self._certificate.watch(lambda: None, settings.poll_seconds))
+            )
+        self._servers = (server, metrics_server)
+        self._serving = [
+            asyncio.create_task(server.serve(sockets=[listener])),
+            asyncio.create_task(metrics_server.serve(sockets=[metrics_listener])),
+        ]
+        _announce_bound(settings, listener, metrics_listener, link)
+
+    def _connections_of_clients(self) -> Connections:
+        settings = self._settings
+        limit = connection_limit(settings.max_connections, self._file_limit)
+        if limit < settings.max_connections:
+            log.warning(
+                "the limit on open files, %d, allows %d HTTP connections and not %d; raise the hard limit (`ulimit -Hn`)",
+                self._file_limit,
+                limit,
+                settings.max_connections,
+            )
+        return Connections(
+            limit,
+            settings.head_seconds,
+            settings.output_seconds,
+            self._observer.http_refused,
+            settings.trusted_proxies,
+        )
+
+    async def until_stopped(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, a server ends or a bug ends the link."""
+        watching = [asyncio.create_task(stop.wait()), asyncio.create_task(self._link.broken.wait())]
+        self._background += watching
+        await asyncio.wait((*self._serving, *watching), return_when=asyncio.FIRST_COMPLETED)
+
+    async def leave(self, stopped: bool, end: asyncio.Event) -> None:
+        """Close both servers; first, if somebody has `stopped` this router, leave and drain until `end` is set."""
+        settings, api, connections = self._settings, self._api, self._connections
+        api.leaving = connections.leaving = True
+        if stopped:
+            log.info("stopping; %d requests are open", api.open_requests)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(end.wait(), settings.leave_seconds)
+        connections.draining = True
+        api.drain()
+        if stopped:
+            await _drained(api, connections, settings.drain_seconds, end)
+        self._link.end_all("this router is stopping")
+        self._ui.end()
+        for server in self._servers:
+            server.should_exit = True
+        await asyncio.gather(*self._serving)
+
+    async def close(self) -> int:
+        """End everything else, and return the exit status."""
+        for task in self._background:
+            task.cancel()
+        await self._link.close()
+        self._tokenizing.close()
+        if self._source is not None:
+            self._source.close()
+        return 1 if self._link.broken.is_set() else 0
+
+
 async def serve(settings: RouterSettings, file_limit: int) -> int:
     """Serve until SIGTERM, then leave and drain; or until SIGUSR1, then end at once.
 
@@ -179,80 +290,15 @@ async def serve(settings: RouterSettings, file_limit: int) -> int:
 
     loop.add_signal_handler(signal.SIGUSR1, end_now)
 
-    keys = _api_keys(settings)
-    certificate = _certificate(settings)
-    observer = Observer(CollectorRegistry())
-    tokenizing = Tokenizing(settings, observer.tokenized)
-    source = start(
-        settings.traces_endpoint, settings.traces_ratio, "medha-router", os.environ, observer.spans_lost
-    )
-    spans = None if source is None else RequestSpans(source)
+    router = _Router(settings, file_limit, _api_keys(settings), _certificate(settings))
     with (
         _listen(settings.host, settings.port) as listener,
         _listen(settings.metrics_host, settings.metrics_port) as metrics_listener,
     ):
-        accounts = KeyAccounts(None if keys is None else keys.content, observer, loop.time)
-        link = ReplicaLink(settings, tokenizing, observer, accounts, spans)
-        limit = connection_limit(settings.max_connections, file_limit)
-        if limit < settings.max_connections:
-            log.warning(
-                "the limit on open files, %d, allows %d HTTP connections and not %d; raise the hard limit (`ulimit -Hn`)",
-                file_limit,
-                limit,
-                settings.max_connections,
-            )
-        connections = Connections(
-            limit,
-            settings.head_seconds,
-            settings.output_seconds,
-            observer.http_refused,
-            settings.trusted_proxies,
-        )
-        watched: list[WatchedFiles[Any]] = [files for files in (keys, certificate) if files is not None]
-        api = HttpApi(settings, tokenizing, link, observer, connections, accounts, watched, spans)
-        app = build_app(api, _sites(listener, settings), accounts, spans)
-        server = _server(app, connections, settings, certificate, settings.trusted_proxies)
-        metrics_connections = Connections(
-            _METRICS_CONNECTIONS, settings.head_seconds, settings.output_seconds, observer.http_refused
-        )
-        ui = Ui(link)
-        metrics_app = build_metrics_app(api, ui, _scraped_sites(metrics_listener, settings))
-        # Nobody is trusted there: `/ui` is answered to this machine only, for which a proxy could let anybody pass.
-        metrics_server = _server(metrics_app, metrics_connections, settings)
-        link.start()
-        background = [asyncio.create_task(_keep_alive(Watchdog()))]
-        if keys is not None:
-            follow = partial(_follow, keys, accounts)
-            background.append(asyncio.create_task(keys.watch(follow, settings.poll_seconds)))
-        if certificate is not None:
-            background.append(asyncio.create_task(certificate.watch(lambda: None, settings.poll_seconds)))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        serving_metrics = asyncio.create_task(metrics_server.serve(sockets=[metrics_listener]))
-        _announce_bound(settings, listener, metrics_listener, link)
-
-        stopping = asyncio.create_task(stop.wait())
-        broken = asyncio.create_task(link.broken.wait())
-        await asyncio.wait((serving, serving_metrics, stopping, broken), return_when=asyncio.FIRST_COMPLETED)
-        api.leaving = connections.leaving = True
-        if stop.is_set():
-            log.info("stopping; %d requests are open", api.open_requests)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(end.wait(), settings.leave_seconds)
-        connections.draining = True
-        api.drain()
-        if stop.is_set():
-            await _drained(api, connections, settings.drain_seconds, end)
-        link.end_all("this router is stopping")
-        ui.end()
-        server.should_exit = metrics_server.should_exit = True
-        await asyncio.gather(serving, serving_metrics)
-        for task in (stopping, broken, *background):
-            task.cancel()
-        await link.close()
-        tokenizing.close()
-        if source is not None:
-            source.close()
-    return 1 if link.broken.is_set() else 0
+        router.listen(listener, metrics_listener)
+        await router.until_stopped(stop)
+        await router.leave(stop.is_set(), end)
+        return await router.close()
 
 
 def _api_keys(settings: RouterSettings) -> WatchedFiles[ApiKeys] | None:

@@ -175,9 +175,8 @@ class ReplicaLink:
         self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
         self._poll_seconds = settings.poll_seconds
         self._peers = Peers()
-        self._descriptors: dict[
-            bytes, int
-        ] = {}  # of the connection of each control identity (`connection_of`)
+        # Descriptor of the connection of each control identity (`connection_of`).
+        self._descriptors: dict[bytes, int] = {}
         self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are being received
         self._prompts: dict[str, TokenIds] = {}
         self._outcomes: dict[str, OutcomeQueue] = {}  # by sequence
@@ -226,21 +225,21 @@ class ReplicaLink:
 
     def catalog(self) -> Catalog:
         models: dict[str, ModelTerms] = {}
-        for card in self.core.cards():
+        for card in self.core.fleet.cards():
             if not card.ready or card.draining:
                 continue
             known = models.get(card.model)
             longest = max(card.longest_request_tokens, known.longest_request_tokens if known else 0)
             length = max(card.max_model_len, known.max_model_len if known else 0)  # some replica takes it
-            tool_calls = self.core.tool_call_format(card.model)
-            reasoning = self.core.reasoning_format(card.model)
+            tool_calls = self.core.models.tool_call_format(card.model)
+            reasoning = self.core.models.reasoning_format(card.model)
             # All of them: a grammar that is not needed would keep the request from those that ignore it.
             follows = card.follows_grammars and card.ends_texts and (known is None or known.follows_grammars)
             models[card.model] = ModelTerms(
                 card.digest, length, longest, card.vocab_size, tool_calls, reasoning, follows
             )
-        unavailable = tuple(name for name in self.core.known_models() if name not in models)
-        return Catalog(models, unavailable, self.core.aliases)
+        unavailable = tuple(name for name in self.core.models.names if name not in models)
+        return Catalog(models, unavailable, self.core.models.aliases)
 
     def submit(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> OutcomeQueue:
         """Start sequences; their results arrive in the returned queue. End with `release`.
@@ -249,7 +248,7 @@ class ReplicaLink:
         """
         outcomes = OutcomeQueue()
         self._prompts.update(prompts)
-        if len(self.core.cards(arrive.model)) > 1:  # else there is no choice
+        if len(self.core.fleet.cards(arrive.model)) > 1:  # else there is no choice
             arrive = self._marked(arrive, prompts)
         for new in arrive.sequences:
             self._outcomes[new.id] = outcomes
@@ -370,7 +369,7 @@ class ReplicaLink:
     def _report_use(self) -> None:
         """Send the use of API keys to a few replicas, which pass it on to the other routers."""
         report = self._accounts.due_report()
-        names = sorted(card.replica for card in self.core.cards())
+        names = sorted(card.replica for card in self.core.fleet.cards())
         if report is None or not names:
             return
         for _ in range(min(_PASSED_ON_BY, len(names))):
@@ -388,7 +387,7 @@ class ReplicaLink:
             return
         self._asked_at = now
         ask = encode(WatchProgress(_WATCH_SECONDS))
-        for card in self.core.cards():
+        for card in self.core.fleet.cards():
             if card.reports_progress:
                 self._send(self._control, card.replica, ask)
 
@@ -450,7 +449,7 @@ class ReplicaLink:
         match message:
             case Announce() as card:
                 require_plausible(card)
-                is_alive = any(one.replica == card.replica for one in self.core.cards())
+                is_alive = any(one.replica == card.replica for one in self.core.fleet.cards())
                 former = self._peers.received_on_control(card, identity, is_alive=is_alive)
                 if former is not None:
                     self._parts = {key: parts for key, parts in self._parts.items() if key[0] != former}
@@ -491,7 +490,7 @@ class ReplicaLink:
     def _pass_on(self, sender: Announce, message: KvAsk | KvTicket | KvDone) -> None:
         """Pass a message on to another replica of the sender's model; if it has gone, whoever waits stops by itself."""
         target = message.asker if isinstance(message, KvTicket) else message.source
-        if any(one.replica == target and one.hands_kv_over for one in self.core.cards(sender.model)):
+        if any(one.replica == target and one.hands_kv_over for one in self.core.fleet.cards(sender.model)):
             if isinstance(message, KvTicket):
                 passed: Message = replace(message, source=sender.replica)
             else:

@@ -255,9 +255,8 @@ def _phase(request: LiveSpan, name: str) -> Iterator[None]:
         yield
         error = None
     except ApiError as refusal:
-        error = (
-            refusal.code if refusal.is_ours else None
-        )  # as for requests: a client's own error is none of the server
+        # As for requests: a client's own error is none of the server.
+        error = refusal.code if refusal.is_ours else None
         raise
     except ClientGone:
         error = None
@@ -269,7 +268,7 @@ def _phase(request: LiveSpan, name: str) -> Iterator[None]:
 def _standing(began: Began, send: Forward, submit: Submit, core: RouterCore) -> dict[str, str | float | None]:
     """Return where a sequence stands when it leaves the queue: the policy of its replica, and the time to spare."""
     due, slack = began.due_seconds, None
-    card = next((one for one in core.cards(began.model) if one.replica == send.replica), None)
+    card = next((one for one in core.fleet.cards(began.model) if one.replica == send.replica), None)
     if card is not None and due is not None:
         slack = due - submit.age_seconds - prefill_seconds(card.prefill_points, submit.tokens)
     policy = None if card is None else card.order.policy

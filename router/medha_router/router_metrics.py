@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
 
 from medha.api_keys import owner_of_key
 from medha.metric_catalogue import (
@@ -18,7 +17,6 @@ from medha.metric_catalogue import (
     ROUTER_METRICS,
     SHORT_PROMPT_TOKENS,
     VLLM_ALIASES,
-    Metric,
     prompt_length_label,
 )
 from medha.replica_role import ReplicaRole
@@ -27,6 +25,7 @@ from medha.routing.known_models import KnownModel
 from medha.routing.replica_demand import DemandReason, ModelWork
 from medha.routing.waiting_room import ROOM_REFUSALS, RoomRefusal
 from medha.wire.messages import Announce
+from medha_process.collectors import Collectors
 from medha_router.sequence_history import (
     LEAVE_REASONS,
     Fact,
@@ -54,25 +53,6 @@ _RESUMED = {True: "elsewhere", False: "same"}
 _KEY_LABELS = {"limit": LIMITS, "met": ("true", "false")}
 """Values of the labels that counters of API keys have beside `key`."""
 
-
-def make_collectors(
-    metrics: Iterable[Metric], registry: CollectorRegistry
-) -> dict[str, Counter | Gauge | Histogram]:
-    """Return one collector per metric, by name."""
-    made: dict[str, Counter | Gauge | Histogram] = {}
-    for metric in metrics:
-        match metric.kind:
-            case "counter":
-                made[metric.name] = Counter(metric.name, metric.meaning, metric.labels, registry=registry)
-            case "gauge":
-                made[metric.name] = Gauge(metric.name, metric.meaning, metric.labels, registry=registry)
-            case "histogram":
-                made[metric.name] = Histogram(
-                    metric.name, metric.meaning, metric.labels, registry=registry, buckets=metric.buckets
-                )
-    return made
-
-
 LINKS = ("control", "tokens")
 """Names of the links to replicas in metrics."""
 
@@ -82,9 +62,9 @@ class Observer:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._metrics: dict[str, Collector] = {
-            **make_collectors((*ROUTER_METRICS, *KEY_METRICS, *VLLM_ALIASES), registry)
-        }
+        collectors = Collectors((*ROUTER_METRICS, *KEY_METRICS, *VLLM_ALIASES), registry)
+        self._counters, self._gauges = collectors.counters, collectors.gauges
+        self._histograms = collectors.histograms
         for link in LINKS:
             self.connections_refused(link, 0)  # start at 0, so that the first refusal is an increase too
         for reason in LOST_SPANS:
@@ -96,25 +76,23 @@ class Observer:
         self._token_children: dict[tuple[str, tuple[str, ...]], Any] = {}
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
-        counter = self._metrics[name]
-        assert isinstance(counter, Counter)
+        counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc(amount)
 
     def _token_series(self, name: str, *labels: str) -> Any:
         """Return a series that each token adds to, and that is never removed: finding it takes longer than adding to it."""
         found = self._token_children.get((name, labels))
         if found is None:
-            found = self._token_children[name, labels] = self._metrics[name].labels(*labels)  # type: ignore[attr-defined]
+            collector = self._counters.get(name) or self._histograms[name]
+            found = self._token_children[name, labels] = collector.labels(*labels)
         return found
 
     def _set(self, name: str, value: float, *labels: str) -> None:
-        gauge = self._metrics[name]
-        assert isinstance(gauge, Gauge)
+        gauge = self._gauges[name]
         (gauge.labels(*labels) if labels else gauge).set(value)
 
     def _observe(self, name: str, value: float, *labels: str) -> None:
-        histogram = self._metrics[name]
-        assert isinstance(histogram, Histogram)
+        histogram = self._histograms[name]
         (histogram.labels(*labels) if labels else histogram).observe(value)
 
     def tokenized(self, place: str, seconds: float) -> None:
@@ -248,11 +226,10 @@ class Observer:
         """Set the gauges of API keys, and remove all series of keys that have gone."""
         for name in self._key_names - open_by_key.keys():
             for metric in KEY_METRICS:
-                collector = self._metrics[metric.name]
-                if isinstance(collector, Counter):
+                if metric.kind == "counter":
                     others = (_KEY_LABELS[label] for label in metric.labels if label != "key")
                     for values in product(*others):
-                        collector.remove(name, *values)
+                        self._counters[metric.name].remove(name, *values)
         self._key_names = set(open_by_key)
         for name, requests in open_by_key.items():
             self._set("medha_key_requests_open", requests, name)
@@ -278,9 +255,9 @@ class Observer:
         `waiting` has the sequences that wait in the router, by model, service class and owner; `open_by_key` the open
         requests of each API key.
         """
-        for name, collector in self._metrics.items():
-            if isinstance(collector, Gauge) and name.startswith(_CLEARED):
-                collector.clear()
+        for name, gauge in self._gauges.items():
+            if name.startswith(_CLEARED):
+                gauge.clear()
         self._set_keys(open_by_key)
         self._set_waiting(waiting, models, open_by_key)
         for what, is_valid in files_valid.items():
@@ -349,8 +326,7 @@ class Observer:
 
     def _begin(self, model: str, known: KnownModel) -> None:
         """Export counts of what is rare from 0 on: Prometheus does not see the first increase of a new series."""
-        pauses = self._metrics["medha_stream_pause_seconds"]
-        assert isinstance(pauses, Histogram)
+        pauses = self._histograms["medha_stream_pause_seconds"]
         for reason in LEAVE_REASONS:
             self._count("medha_router_resubmissions", 0, model, reason)
             for where in _RESUMED.values():

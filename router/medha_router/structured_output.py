@@ -107,7 +107,7 @@ def _require_size(field: str, grammar: str) -> None:
 
 
 def require_free_end(request: GenerationRequest, field: str) -> None:
-    """Refuse what would forbid the end of an output that its grammar completes.
+    """Refuse fields that would forbid an output to end where its grammar is complete.
 
     Raises:
         RequestInvalid: names the field and its value.

@@ -46,7 +46,7 @@ def place_behind(prompt: str, marks: ThoughtMarks) -> Phase:
 
 
 def place_within(message: str, marks: ThoughtMarks) -> Phase:
-    """Return where an output begins that continues a message, which is read as an output is: marks in an answer are text."""
+    """Return where an output begins that continues a message. It is read as an output: marks in an answer are text."""
     reader = ThoughtReader(marks, Phase.UNDECIDED)
     reader.feed(message)
     return reader.phase

@@ -1,6 +1,6 @@
 """Accepts the TLS connections of clients, and counts them from then on.
 
-asyncio's own servers make a connection known when its handshake is over. Then clients that begin none could take
+asyncio's own servers report a connection only after its handshake. So clients that never begin one could take
 all files of the process.
 """
 

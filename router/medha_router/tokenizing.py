@@ -12,7 +12,7 @@ another process.
 A grammar that is not known yet is checked while its request holds neither a thread nor a process
 (`medha_router.check_queue`); the request is then prepared once more, if its body is large with another turn in the queue.
 
-The two ends of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, then raw bytes); no pickle.
+The two ends of a pipe exchange frames of a JSON header and raw bytes (`medha_router.child_pipe`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import logging
 import os
 import queue
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Timer
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -47,6 +46,7 @@ from medha_router.api_error import ApiError
 from medha_router.bodies import Body
 from medha_router.body_queue import LONG_BYTES, BodyQueue
 from medha_router.check_queue import CheckQueue
+from medha_router.child_pipe import end_child, read_frame, write_frame
 from medha_router.grammar_check import GrammarCheck, Unchecked
 from medha_router.owner_queue import OwnerQueue
 from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
@@ -54,7 +54,6 @@ from medha_router.tokenizer_bundle import Bundle
 
 _log = logging.getLogger("medha.router")
 
-_FRAME = struct.Struct("<QQ")
 _PLAN = TypeAdapter(Plan)
 _CATALOG = TypeAdapter(Catalog)
 _MOST_SECONDS_PER_BYTE = 1e-5  # for each byte of a body, beyond `tokenize_seconds`
@@ -389,10 +388,11 @@ class _Process:
         overdue = Timer(self._most_seconds + _MOST_SECONDS_PER_BYTE * len(body), self.kill)
         overdue.start()
         try:
-            _write(self._process.stdin, header, body)
-            answer, payload = _read(self._process.stdout)
+            write_frame(self._process.stdin, to_json(header), body)
+            head, payload = read_frame(self._process.stdout, 2)
         finally:
             overdue.cancel()
+        answer = from_json(bytes(head))
         if "error" in answer:
             raise ApiError(**answer["error"])
         if "unchecked" in answer:
@@ -400,9 +400,8 @@ class _Process:
         if "plan" not in answer:
             return Prepared(answer=bytes(payload))
         ends = np.cumsum(answer["lengths"])[:-1]
-        ids = np.frombuffer(payload, dtype="<i4").astype(
-            np.int32, copy=False
-        )  # of any length, unlike a frame
+        # They may be of any length, unlike a frame.
+        ids = np.frombuffer(payload, dtype="<i4").astype(np.int32, copy=False)
         prompts = np.split(ids, ends)
         return Prepared(_PLAN.validate_python(answer["plan"]), tuple(prompts))
 
@@ -414,11 +413,7 @@ class _Process:
         self._process.kill()
 
     def end(self) -> None:
-        self.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        end_child(self._process)
 
 
 def _pass_on(work: Future[Prepared], outcome: asyncio.Future[Prepared]) -> None:
@@ -437,31 +432,6 @@ def _gone() -> ApiError:
     """Return the error of a request whose bundle was dropped before it was prepared: nothing has served it for long."""
     text = "no replica serves this version of the model any more; try again"
     return ApiError(503, text, code="unavailable", retry_after_seconds=1)
-
-
-def _write(pipe: IO[bytes], header: dict[str, Any], payload: bytes | bytearray) -> None:
-    head = to_json(header)
-    for part in (_FRAME.pack(len(head), len(payload)), head, payload):
-        view = memoryview(part)
-        while view:  # a write to an unbuffered pipe may be partial
-            view = view[pipe.write(view) :]
-
-
-def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], bytearray]:
-    head_length, payload_length = _FRAME.unpack(_read_exactly(pipe, _FRAME.size))
-    header = from_json(bytes(_read_exactly(pipe, head_length)))
-    return header, _read_exactly(pipe, payload_length)
-
-
-def _read_exactly(pipe: IO[bytes], length: int) -> bytearray:
-    content = bytearray(length)
-    view = memoryview(content)
-    while view:
-        count = os.readv(pipe.fileno(), [view])
-        if not count:
-            raise EOFError("the pipe was closed")
-        view = view[count:]
-    return content
 
 
 def _serve(bundles_folder: Path, router: int) -> None:
@@ -488,11 +458,16 @@ def _serve(bundles_folder: Path, router: int) -> None:
     source = os.fdopen(os.dup(0), "rb", buffering=0)
     sink = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not get between the frames
+
+    def answer(payload: bytes, **header: Any) -> None:
+        write_frame(sink, to_json(header), payload)
+
     while True:
         try:
-            header, body = _read(source)
+            head, body = read_frame(source, 2)
         except EOFError:
             return
+        header = from_json(bytes(head))
         catalog = _CATALOG.validate_python(header["catalog"])
         answers = {question.encode(): answer for question, answer in header["answers"].items()}
         check.keep(answers)
@@ -500,18 +475,18 @@ def _serve(bundles_folder: Path, router: int) -> None:
             with check.given(answers):
                 prepared = prepare(header["endpoint"], body, catalog, bundle_of, header["max_samples"])
         except Unchecked as unchecked:
-            _write(sink, {"unchecked": [question.decode() for question in unchecked.questions]}, b"")
+            answer(b"", unchecked=[question.decode() for question in unchecked.questions])
         except RequestInvalid as error:
-            _write(sink, {"error": ApiError.from_invalid(error).fields()}, b"")
+            answer(b"", error=ApiError.from_invalid(error).fields())
         except ApiError as error:
-            _write(sink, {"error": error.fields()}, b"")
+            answer(b"", error=error.fields())
         else:
             if prepared.plan is None:
-                _write(sink, {}, prepared.answer or b"")
+                answer(prepared.answer or b"")
             else:
                 payload = b"".join(tokens_to_frame(prompt) for prompt in prepared.prompts)
                 lengths = [len(prompt) for prompt in prepared.prompts]
-                _write(sink, {"plan": asdict(prepared.plan), "lengths": lengths}, payload)
+                answer(payload, plan=asdict(prepared.plan), lengths=lengths)
 
 
 if __name__ == "__main__":

@@ -105,8 +105,9 @@ class ToolUse:
     ) -> str:
         """Return the grammar of the output, "" if it may be anything.
 
-        `channels` are the marks of channels if the output begins with the header of a message, and `thoughts` may go before
-        the rest of its text. Unless grammars are followed, the output has one only if the request cannot be served without.
+        `channels` are the marks of channels if the output begins with the header of a message, and `thoughts`
+        may go before the rest of its text. If no replica follows grammars (not `is_followed`), the output has
+        one only if the request cannot be served otherwise.
 
         Raises:
             RequestInvalid: names the field that asks for what cannot be followed.
@@ -152,7 +153,7 @@ class ToolUse:
     def _all_enforced(
         self, functions: list[_Function], check: GrammarCheck
     ) -> list[tuple[str, dict[str, Any] | None]]:
-        """Return the schemas that arguments follow; what is not known of all of them is asked at once."""
+        """Return the schemas that arguments follow. All checks that are missing are asked for together."""
         found, questions = [], list[bytes]()
         for function in functions:
             try:

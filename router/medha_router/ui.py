@@ -66,10 +66,12 @@ def snapshot(
     return {
         "now": round(now - timeline.origin, 4),
         "wall": round(wall_seconds, 3),
-        "ready": core.ready,
+        "ready": core.fleet.ready,
         "open": core.open,
         "waiting": dict(by_class),
-        "replicas": [replica_figures(card) for card in sorted(core.cards(), key=lambda card: card.replica)],
+        "replicas": [
+            replica_figures(card) for card in sorted(core.fleet.cards(), key=lambda card: card.replica)
+        ],
         "bars": timeline.changes(since),
     }
 

@@ -9,21 +9,11 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from medha.errors import ConfigInvalid
+from medha_process.shared_files import FileState, file_state
 
 log = logging.getLogger("medha.router")
 
-FileState = tuple[int, int, int]
-"""Inode, modification time and size; the volume of a Secret or ConfigMap gives a changed file a new inode."""
 _Content = TypeVar("_Content")
-
-
-def file_state(path: Path) -> FileState | None:
-    """Return what changes when a file does, symbolic links followed; None if it cannot be found."""
-    try:
-        status = path.stat()
-    except OSError:  # it was just removed
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class WatchedFiles(Generic[_Content]):

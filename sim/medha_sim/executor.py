@@ -171,6 +171,7 @@ class Launched:
 
     events: tuple[tuple[float, ControllerEvent], ...]  # (time when it reaches the controller, event)
     timing: StepTiming
+    begun_at: float = 0.0  # when all stages have begun it
 
 
 class Executor:
@@ -199,12 +200,13 @@ class Executor:
         timing = self._cost(step, now)
         lanes = step.lanes
         at = now + self._message_seconds
-        left_first = at
+        left_first = begun_at = at
         for stage, busy in enumerate(timing.stage_seconds):
             free_at = self._free_at[stage]
             for lane in lanes:
                 if free_at[lane] > at:
                     at = free_at[lane]
+            begun_at = at
             at += busy
             for lane in lanes:
                 free_at[lane] = at
@@ -225,7 +227,7 @@ class Executor:
         )
         free = StageFree(step.step_id, 0, lanes)
         message = self._message_seconds
-        return Launched(((left_first + message, free), (at + message, done)), timing)
+        return Launched(((left_first + message, free), (at + message, done)), timing, begun_at)
 
     def _samples(self, step: Step) -> tuple[Sample, ...]:
         """Return a token for each sampling entry; its id is its position, so tests see gaps and repeats."""

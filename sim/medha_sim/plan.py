@@ -19,16 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from medha.api.replica import KvCacheSpec, SchedulingSpec
+from medha.api.kv_cache_spec import KvCacheSpec
+from medha.api.replica import SchedulingSpec
 from medha.config_fields import TEXT_CONFIGS, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
+from medha.cost.tier_seconds import TierSeconds
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.hardware import ExpertShape, Hardware, ModelShape, profile_for
+from medha.kv.disk_tier import FILE_BLOCKS
+from medha.kv.store_tier import object_blocks
 from medha.kv.window_tables import CACHED_WINDOW_PART, frees_windows, window_need
 from medha.latent_shape import LatentShape
 from medha.linear_sizes import ExpertNames, LinearSizes, SparseBlock
 from medha.quantisation import LINEAR_METHODS, Quantisation, decode
 from medha.topology import Topology
+from medha.wire.messages import DiskTierFigures, HostTierFigures
 from medha_sim.head_shape import HeadShape
 
 _LARGEST_CHUNK = 8192
@@ -79,6 +84,11 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK_TOKENS = KvCacheSpec().block_size_tokens
 _GRID_POINTS = 33  # contexts at which the speed of a prefill is evaluated
 _LONGEST_BATCH = 1 << 16
+DISK_BYTES_PER_SECOND = float(2**30)
+"""Bytes that a rank reads from its disk by default: an assumption. An NVMe disk reads some seven times as much, and the eight
+ranks of a node share it."""
+DISK_ACCESS_SECONDS = 0.0005
+"""Time of each read of a file, however small: an assumption."""
 MOST_GPUS = 1 << 16  # size of the largest grid that is considered
 _TIMES_MORE = 8  # if no grid fits, grids of up to this many times the GPUs are searched for a suggestion
 
@@ -99,6 +109,9 @@ class Wish:
     draft: ModelShape | HeadShape | None = None
     prefix_caching: bool = True  # False: layers with a window need no room for windows of cached prefixes
     host_bytes: int = 0  # of the host tier of each rank; 0: there is none
+    disk_bytes: int = 0  # of the disk tier of each rank; 0: there is none
+    disk_bytes_per_second: float = DISK_BYTES_PER_SECOND  # that a rank reads
+    store_bytes_per_second: float = 0.0  # that a rank reads of a store that replicas share; 0: there is none
     streaming_bytes: int = 0  # host memory of each rank for a request larger than the pools; 0: there is none
 
     def __post_init__(self) -> None:
@@ -115,6 +128,12 @@ class Wish:
                 f"host_bytes is {self.host_bytes} and prefix_caching is false; a host tier keeps cached prefixes, so leave out "
                 "the one or the other"
             )
+        for name in ("disk_bytes", "store_bytes_per_second"):
+            if getattr(self, name) and not self.host_bytes:
+                raise ConfigInvalid(
+                    f"{name} is {getattr(self, name):g} and host_bytes is 0; all KV of disks and stores passes through a host "
+                    "tier, so give its size, too (--host-tier)"
+                )
 
     @property
     def request_tokens(self) -> int:
@@ -138,6 +157,12 @@ class Rating:
     kv_room_bytes: float
     kv_tokens: int  # capacity of the whole replica
     host_tokens: int  # capacity of the host tiers of all lanes, for KV that is evicted
+    disk_tokens: int  # capacity of the disk tiers of all lanes
+    host_seconds: (
+        float | None
+    )  # until the KV of the whole prompt has come from the host tier; None: it does not
+    disk_seconds: float | None  # from the disk tier, through the host tier
+    store_seconds: float | None  # from a store that replicas share, through the host tier
     longest_tokens: int  # of one request, with what can be streamed
     streamed_tokens: int  # of the wish's request; 0: the pools hold it
     longest_step_seconds: (
@@ -227,6 +252,8 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         share = 1 - min(streamed_tokens, wish.context_tokens) / (2 * wish.context_tokens)
         tpot, ttft, offload = max(tpot, stream_seconds), max(ttft, chunks * share * stream_seconds), 0.0
         batch = int(tpot <= wish.tpot_seconds)
+    # Streamed KV is in no tier.
+    fetched = _Fetched() if streamed_tokens else _fetched(pace, hardware, topology, wish, token_bytes)
     price = wish.gpu_hour_price * topology.ranks / 3600
     misses = []
     if offload > 0:
@@ -248,6 +275,10 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         kv_room_bytes=room,
         kv_tokens=kv_tokens,
         host_tokens=int(wish.host_bytes / token_bytes),
+        disk_tokens=int(wish.disk_bytes / token_bytes),
+        host_seconds=fetched.host_seconds,
+        disk_seconds=fetched.disk_seconds,
+        store_seconds=fetched.store_seconds,
         longest_tokens=longest_tokens,
         streamed_tokens=streamed_tokens,
         longest_step_seconds=streaming_tokens * token_bytes / hardware.host_link_bytes_per_second,
@@ -258,6 +289,44 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         / max(batch, 1)
         * 1e6,
         misses=tuple(misses),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """Seconds until the KV of a prompt has come from each tier; None: it does not come from there."""
+
+    host_seconds: float | None = None
+    disk_seconds: float | None = None
+    store_seconds: float | None = None
+
+
+def _fetched(pace: _Pace, hardware: Hardware, topology: Topology, wish: Wish, token_bytes: float) -> _Fetched:
+    """Predict how long the KV of the wish's prompt takes to come from each tier, as the controller predicts it at first.
+
+    A token takes `token_bytes` on a rank, averaged over the lanes, each of which has its part of the prompt.
+    """
+    if not wish.host_bytes:
+        return _Fetched()
+    block_bytes = token_bytes * _BLOCK_TOKENS * topology.kv
+    blocks = -(-wish.context_tokens // (_BLOCK_TOKENS * topology.kv))
+    copy_seconds = block_bytes / hardware.host_link_bytes_per_second
+    host = HostTierFigures(
+        max(int(wish.host_bytes / block_bytes), 1), int(block_bytes), copy_seconds, copy_seconds
+    )
+    disk = DiskTierFigures(
+        int(wish.disk_bytes / block_bytes), DISK_ACCESS_SECONDS, block_bytes / wish.disk_bytes_per_second
+    )
+    store_rate = wish.store_bytes_per_second
+    times = TierSeconds(
+        host, pace.predictor, disk, store_block_seconds=block_bytes / store_rate if store_rate else 0.0
+    )
+    fetch_seconds = times.fetch_seconds(blocks)
+    objects = -(-blocks // object_blocks(int(block_bytes)))
+    return _Fetched(
+        fetch_seconds,
+        times.load_seconds(blocks, -(-blocks // FILE_BLOCKS)) + fetch_seconds if wish.disk_bytes else None,
+        times.store_seconds(blocks, objects) + fetch_seconds if store_rate else None,
     )
 
 
@@ -567,7 +636,7 @@ class _Pace:
     """Prefill and decode times of a grid."""
 
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology) -> None:
-        self._predictor = Predictor(profile_for(model, hardware, topology), topology)
+        self.predictor = Predictor(profile_for(model, hardware, topology), topology)
         self._topology = topology
 
     def prefill_seconds(self, tokens: int, target_seconds: float) -> float:
@@ -582,7 +651,7 @@ class _Pace:
         )
         stage = float(np.trapezoid(seconds_per_token, points))
         drain = (self._topology.stream - 1) * self._step(tokens, self._chunk(tokens, target_seconds, tokens))
-        hops = self._predictor.latency_seconds([Work(0, 1)]) - self._topology.stream * self._step(0, 1)
+        hops = self.predictor.latency_seconds([Work(0, 1)]) - self._topology.stream * self._step(0, 1)
         return stage + drain + max(0.0, hops)
 
     def decode_seconds(self, context: int, batch: int) -> float:
@@ -594,11 +663,11 @@ class _Pace:
         stages, lanes = self._topology.stream, self._topology.kv
         groups = min(batch, stages)
         size = -(-batch // groups)
-        own = self._predictor.tally()
+        own = self.predictor.tally()
         own.add_decodes(size * -(-context // lanes), size)
-        slowest = self._predictor.coupled_tally_seconds([own], size if lanes > 1 else 0)
+        slowest = self.predictor.coupled_tally_seconds([own], size if lanes > 1 else 0)
         rows = np.array([size])
-        profile = self._predictor.profile
+        profile = self.predictor.profile
         head, hop = float(profile.head.seconds(rows)[0]), float(profile.hop.seconds(rows)[0])
         through = stages * slowest - (stages - 1) * head + (stages - 1) * hop
         return max(through, groups * slowest)
@@ -631,9 +700,9 @@ class _Pace:
         """Return a stage's time for a chunk; from `TOKENS_PER_LANE` on, lanes that hold KV share the work."""
         lanes = min(self._topology.kv, context // TOKENS_PER_LANE + 1)
         shard = min(context, max(TOKENS_PER_LANE, -(-context // lanes)))
-        own = self._predictor.tally()
+        own = self.predictor.tally()
         own.add(Work(shard, chunk))
-        return self._predictor.coupled_tally_seconds([own], chunk if lanes > 1 else 0)
+        return self.predictor.coupled_tally_seconds([own], chunk if lanes > 1 else 0)
 
 
 def _activation_bytes(model: ModelShape, topology: Topology) -> float:

@@ -19,6 +19,7 @@ from medha.cost.cost_profile import Profile
 from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
+from medha.kv.store_tier import object_blocks
 from medha.kv_dtype import kv_element_bytes
 from medha.replica_role import ReplicaRole
 from medha.routing.replica_demand import DemandTerms
@@ -26,10 +27,11 @@ from medha.routing.router_core import RouterCore
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
-from medha.wire.messages import Announce, HostTierFigures, StepProfile
+from medha.wire.messages import Announce, DiskTierFigures, HostTierFigures, StepProfile
 from medha_sim.autoscaling import AutoscaledFleet, AutoscalerTerms, Signal
 from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
 from medha_sim.lengths import Counts
+from medha_sim.plan import DISK_ACCESS_SECONDS, DISK_BYTES_PER_SECOND
 from medha_sim.simulation import Latencies, SimulatedReplica, Simulation, Workload
 from medha_sim.workloads import Targets
 
@@ -75,6 +77,9 @@ class Deployment:
     tokens_per_lane: int = TOKENS_PER_LANE
     prefix_caching: bool = True
     host_bytes: int = 0  # of the host tier of each rank; 0: evicted KV is forgotten
+    disk_bytes: int = 0  # of the disk tier of each rank; 0: there is none
+    disk_bytes_per_second: float = DISK_BYTES_PER_SECOND  # that a rank reads, or writes
+    store_bytes_per_second: float = 0.0  # that a rank reads of the store, or writes; 0: there is none
     peer_bytes_per_second: float = 0.0  # that a rank reads of another replica's; 0: none reads
     roles: tuple[ReplicaRole, ...] = ()  # of each replica in turn; empty: all do both
     replicas: int = 1
@@ -121,7 +126,7 @@ class Deployment:
         """
         if self.host_bytes == 0:
             return None
-        block_bytes = self._rank_token_bytes * self.block_size_tokens
+        block_bytes = self._block_bytes
         blocks = int(self.host_bytes / block_bytes)
         if blocks == 0:
             raise ConfigInvalid(
@@ -131,7 +136,33 @@ class Deployment:
         seconds = block_bytes / self.hardware.host_link_bytes_per_second
         return HostTierFigures(blocks, int(block_bytes), seconds, seconds)
 
+    @property
+    def _block_bytes(self) -> float:
+        return self._rank_token_bytes * self.block_size_tokens
+
+    def disk_tier(self) -> DiskTierFigures | None:
+        """Return the disk tier of each lane.
+
+        Raises:
+            ConfigInvalid: it holds no block, or there is no host tier before it.
+        """
+        if self.disk_bytes == 0:
+            return None
+        if self.host_bytes == 0:
+            raise ConfigInvalid(
+                f"kvCache.tiers.disk.size is {self.disk_bytes} bytes, and there is no host tier, through which all KV of a disk "
+                "tier passes; set kvCache.tiers.host.size, too"
+            )
+        blocks = int(self.disk_bytes / self._block_bytes)
+        if blocks == 0:
+            raise ConfigInvalid(
+                f"kvCache.tiers.disk.size is {self.disk_bytes} bytes, and a block takes {self._block_bytes:.0f} on each rank; "
+                "raise it to at least that"
+            )
+        return DiskTierFigures(blocks, DISK_ACCESS_SECONDS, self._block_bytes / self.disk_bytes_per_second)
+
     def config(self) -> ReplicaConfig:
+        host_tier, disk_tier = self.host_tier(), self.disk_tier()
         return ReplicaConfig(
             topology=self.topology,
             scheduling=self.scheduling,
@@ -143,14 +174,16 @@ class Deployment:
             long_threshold_tokens=self.scheduling.long_threshold_tokens or self.model.long_threshold_tokens,
             tokens_per_lane=self.tokens_per_lane,
             prefix_caching=self.prefix_caching,
-            host_tier=self.host_tier(),
-            peer_block_seconds=self._peer_block_seconds(),
+            host_tier=host_tier,
+            disk_tier=disk_tier,
+            peer_block_seconds=self._block_seconds(self.peer_bytes_per_second),
+            store_block_seconds=self._block_seconds(self.store_bytes_per_second),
+            object_blocks=1 if host_tier is None else object_blocks(host_tier.block_bytes),
         )
 
-    def _peer_block_seconds(self) -> float | None:
-        if self.peer_bytes_per_second == 0:
-            return None
-        return self._rank_token_bytes * self.block_size_tokens / self.peer_bytes_per_second
+    def _block_seconds(self, bytes_per_second: float) -> float | None:
+        """Return the time in which a block passes at such a rate; None if nothing passes."""
+        return None if bytes_per_second == 0 else self._block_bytes / bytes_per_second
 
     def predictor(self) -> Predictor:
         """Return a fresh predictor whose lone prefills are chunked as Medha's controller chunks them."""
@@ -242,17 +275,23 @@ class Deployment:
 
 
 def deployment_of(
-    spec: MedhaReplicaSpec, hardware: Hardware, model: ModelShape, replicas: int = 1
+    spec: MedhaReplicaSpec,
+    hardware: Hardware,
+    model: ModelShape,
+    replicas: int = 1,
+    *,
+    disk_bytes_per_second: float = DISK_BYTES_PER_SECOND,
 ) -> Deployment:
     """Return the deployment that a manifest describes; hardware and model shape are not part of a manifest.
 
     If the manifest names a measured profile, step costs come from there, and the hardware only determines the
-    memory.
+    memory. Ranks measure their disk, so no manifest states its rate: it is `disk_bytes_per_second`.
 
     Raises:
         ConfigInvalid: the profile cannot be read.
     """
     size, profile, peers = spec.kv_cache.size, spec.scheduling.profile, spec.kv_cache.peers
+    store = spec.kv_cache.store
     if spec.kv_cache.dtype != "auto":
         model = replace(model, kv_dtype_bytes=kv_element_bytes(spec.kv_cache.dtype, model.dtype_bytes))
     return Deployment(
@@ -269,6 +308,9 @@ def deployment_of(
         tokens_per_lane=spec.kv_cache.tokens_per_lane,
         prefix_caching=spec.kv_cache.prefix_caching,
         host_bytes=spec.kv_cache.host_bytes,
+        disk_bytes=spec.kv_cache.disk_bytes,
+        disk_bytes_per_second=disk_bytes_per_second,
+        store_bytes_per_second=0.0 if store is None else quantity_bytes(store.bandwidth),
         peer_bytes_per_second=0.0 if peers is None else quantity_bytes(peers.bandwidth),
         roles=(spec.role,),
         replicas=replicas,

@@ -37,6 +37,7 @@ from medha.wire.messages import (
     Cancel,
     ControllerCommand,
     ControllerEvent,
+    DiskReport,
     Done,
     Emit,
     Failed,
@@ -47,10 +48,12 @@ from medha.wire.messages import (
     Refused,
     Sampling,
     Step,
+    StoreLook,
     Submit,
     Tick,
 )
 from medha_sim.executor import Executor, original_id
+from medha_sim.files_and_objects import FilesAndObjects
 from medha_sim.kv_reads import KvReads
 from medha_sim.run_log import Ending, RequestRecord, RunLog
 
@@ -174,6 +177,7 @@ class Simulation:
         self._progress: Progress | None = None
         self._stopped = False
         self._router = None if router is None else _Router(router, self)
+        self.stored: set[str] = set()  # objects of the store that replicas share
         self._replicas = {replica.card.replica: _Replica(replica, self) for replica in replicas}
         self.kv_reads = KvReads(self._to_peer)
         self._kv_tokens = sum(replica.card.kv_tokens_total for replica in replicas)
@@ -415,9 +419,12 @@ class _Replica:
         self._hashes_outputs = replica.hashes_outputs
         self.load = replica.controller.load
         self.busy_seconds = 0.0
+        self._files = FilesAndObjects.of(replica.controller, simulation.stored, simulation, self._reported)
 
     def start(self, now: float, *, announces: bool) -> None:
         self._announces = announces
+        if self._files is not None:
+            self._files.begin(now)
         if announces:
             self._announce(self.load(), now)
             self._simulation.at(now + HEARTBEAT_SECONDS, self._heartbeat, None)
@@ -449,6 +456,10 @@ class _Replica:
                 if isinstance(self._controller, ReplicaController) and (command.serves or command.loads):
                     done_at = max(at for at, _ in launched.events)
                     simulation.kv_reads.launched(self.card.replica, self._controller, command, done_at)
+                if self._files is not None:
+                    self._files.launched(command, launched.begun_at)
+            elif isinstance(command, StoreLook) and self._files is not None:
+                self._files.look(command, now)
             elif isinstance(command, KvAsk | KvTicket | KvDone):
                 simulation.pass_on(self.card.replica, command, now)
             elif isinstance(command, Emit | Refused | Failed):  # its router does not notice the others
@@ -460,6 +471,9 @@ class _Replica:
             load = self.load()
             if load != self._announced:
                 self._announce(load, now)
+
+    def _reported(self, report: DiskReport, now: float) -> None:
+        self._simulation.at(now, self.take, report)
 
     def _read_line(self) -> tuple[float, float]:
         return self._controller.read_line if isinstance(self._controller, ReplicaController) else (0.0, 0.0)
@@ -521,11 +535,11 @@ class _Router:
         self._tick(None, 0.0)
 
     def take(self, event: RouterEvent, now: float) -> None:
-        if isinstance(event, Arrive) and not self.core.is_served(self.model):
+        if isinstance(event, Arrive) and not self.core.fleet.is_served(self.model):
             self.guests.append(event)
             return
         self._carry_out(self.core.handle(event, now), now)
-        if self.guests and self.core.is_served(self.model):
+        if self.guests and self.core.fleet.is_served(self.model):
             arrived, self.guests = self.guests, []
             for guest in arrived:
                 self.take(guest, now)

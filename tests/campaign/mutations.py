@@ -72,7 +72,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "parallelism.stream": ([2, 3], [0]),
     "parallelism.kv": ([2, 3], [0]),
     "kvCache.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
-    "kvCache.tiers.host.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
+    "kvCache.tiers.host.size": (["1Gi", "512Mi"], ["1GB", "-1", "0"]),
     "kvCache.streaming.size": (["1Gi", "2Gi"], ["1GB", "0"]),
     "kvCache.tiers.disk.size": (["8Gi", "9Gi"], ["1GB", "0"]),
     "kvCache.tiers.peers.bandwidth": (["2Gi", "512Mi"], ["1GB", "0"]),

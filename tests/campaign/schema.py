@@ -25,8 +25,9 @@ from medha_operator.deployment.plan_deployment import plan_deployment
 from medha_operator.kube.kinds import DEPLOYMENT, POD, REPLICA, SECRET, Kind
 from medha_operator.manifest_overlay import holds
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.actions import Action, Apply
 from medha_operator.replica.observed import Observed
-from medha_operator.replica.plan import Action, Apply, plan
+from medha_operator.replica.plan import plan
 from medha_operator.status_fields import DeploymentStatus, ReplicaStatus
 
 NAMESPACE = Kind("Namespace", "v1", "namespaces", is_namespaced=False)

@@ -16,10 +16,9 @@ from chart.tables import EVERYTHING, TABLE
 from medha.api.replica import MedhaReplicaSpec
 from medha.metric_catalogue import ROUTER_METRICS
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.manifests import PEERS_PORT as OPENED_PORT
 from medha_operator.replica.manifests import Owner, pod_templates, router_address
+from medha_process.pod_contract import ROUTER_CONTROL_PORT, ROUTER_TOKENS_PORT
 from medha_process.router_settings import RouterSettings
-from medha_worker.pod.pod_parts import PEERS_PORT, ROUTER_CONTROL_PORT, ROUTER_TOKENS_PORT
 
 
 def settings(manifests: list[Manifest], name: str) -> Any:
@@ -628,7 +627,3 @@ def test_values_that_cannot_be_are_refused_by_name(helm: Helm, name: str) -> Non
     values, said = BAD[name]
     with pytest.raises(HelmFailed, match=said):
         helm.render(**values)
-
-
-def test_ranks_give_kv_at_the_ports_that_the_operator_opens() -> None:
-    assert PEERS_PORT == OPENED_PORT

@@ -143,9 +143,9 @@ def test_a_draft_model_or_head_is_looked_for_in_the_manifests_folder_before_anyt
     draft, head = "draftModel: {%s}", "predictionHead: {kind: eagle3, source: {%s}}"
     for form, source, said in (
         (draft, "path: small", f"draftModel.path: {folder}/small has no config.json"),
-        (draft, "pvc: {claimName: c}", "draftModel: only a cluster's pods can mount this kind of source"),
+        (draft, "pvc: {claimName: c}", "draftModel: only a cluster's pods can use this kind of source"),
         (head, "path: small", f"predictionHead.source.path: {folder}/small has no config.json"),
-        (head, "pvc: {claimName: c}", "predictionHead.source: only a cluster's pods can mount this kind"),
+        (head, "pvc: {claimName: c}", "predictionHead.source: only a cluster's pods can use this kind"),
     ):
         speculation = f"{{method: {form.partition(':')[0]}, {form % source}}}"
         checkpoint_manifest.write_text(f"{written}  scheduling: {{speculation: {speculation}}}\n")

@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from medha_cli.main import main
-from medha_operator.replica.plan import Apply
+from medha_operator.replica.actions import Apply
 from reconcile.deployment_world import DeploymentWorld, template
 from reconcile.world import World
 

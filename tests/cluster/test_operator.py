@@ -407,7 +407,9 @@ def test_a_router_gets_its_keys_once_it_is_there_and_replicas_elsewhere_what_enr
     assert enrolment["data"]["token"] in keys["data"]["tokens"]
     assert api.get(CONFIG_MAP, "front-models") is None
     classes = [{"name": "chat"}, {"name": "batch"}]
-    api.apply(replica("r", home, routerRef={"name": "front", "namespace": "default"}, serviceClasses=classes))
+    tiers = {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "peers": {}}}}
+    router = {"name": "front", "namespace": "default"}
+    api.apply(replica("r", home, routerRef=router, serviceClasses=classes, **tiers))
     models = eventually(lambda: api.get(CONFIG_MAP, "front-models"))
     assert models is not None
     (text,) = models["data"].values()
@@ -415,6 +417,11 @@ def test_a_router_gets_its_keys_once_it_is_there_and_replicas_elsewhere_what_enr
     assert models["metadata"]["ownerReferences"][0]["kind"] == ROUTER.name
     ready(api, "r", home)
     owned = api.owned("r", home)
+    # Its ranks give KV at two ports each, for questions and for bytes; both are open to other replicas.
+    (container,) = owned["StatefulSet", "r-l0"]["spec"]["template"]["spec"]["containers"]
+    listed = [one["containerPort"] for one in container["ports"] if one["name"].startswith("peer-")]
+    (opened,) = owned["NetworkPolicy", "r"]["spec"]["ingress"][2]["ports"]
+    assert listed == [opened["port"], opened["endPort"]]
     (copy,) = [one for (kind, name), one in owned.items() if kind == "Secret" and "enrolment" in name]
     assert copy["data"] == enrolment["data"]
     assert copy["metadata"]["name"] in json.dumps(owned["StatefulSet", "r-l0"]["spec"]["template"])

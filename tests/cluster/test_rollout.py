@@ -15,8 +15,8 @@ from cluster.definitions import define
 from cluster.kwok import add_node, with_kwok
 from cluster.operator_process import operator
 from medha_operator.kube.kinds import DEPLOYMENT, POD, REPLICA
+from medha_operator.replica.gang_restarts import EVICTION_SECONDS
 from medha_operator.replica.nodes import SETTLE_SECONDS
-from medha_operator.replica.plan import EVICTION_SECONDS
 
 _SECONDS = 60.0
 

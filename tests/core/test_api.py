@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
+from medha.api.deployment import MedhaDeployment
 from medha.api.fields import quantity_bytes
-from medha.api.replica import (
-    MOST_PODS,
-    MOST_RANKS,
-    MedhaDeployment,
-    MedhaReplica,
-    SchedulingSpec,
-    parse_replica,
-)
+from medha.api.replica import MOST_PODS, MOST_RANKS, MedhaReplica, SchedulingSpec, parse_replica
 from medha.errors import ConfigInvalid
 from medha.scheduler.replica_config import derive
 from medha.topology import Topology
@@ -109,7 +103,7 @@ BAD = [
     ({"kvCache": {"tiers": {"host": {"size": "16GB"}}}}, ["spec.kvCache.tiers.host.size", "found '16GB'"]),
     (
         {"kvCache": {"tiers": {"host": {"size": "0"}}}},
-        ["spec.kvCache.tiers.host.size", "found 0", "leave tiers out"],
+        ["spec.kvCache.tiers.host.size", "found 0", "leave out what it is for"],
     ),
     (
         {"kvCache": {"tiers": {"disk": {"size": "1Ti"}}}},
@@ -117,7 +111,7 @@ BAD = [
     ),
     (
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "0"}}}},
-        ["spec.kvCache.tiers.disk.size", "found 0", "leave disk out"],
+        ["spec.kvCache.tiers.disk.size", "found 0", "leave out what it is for"],
     ),
     (
         {

@@ -60,8 +60,10 @@ def test_latent_attention_has_linears_of_its_own_and_shared_experts_are_shared()
 def test_the_mean_size_of_a_weight_counts_scales_and_ignored_layers() -> None:
     count = sum(rows * columns for rows, columns in DENSE.shared(0).values())
     assert DENSE.mean_bytes(None, 2) is None
-    half = DENSE.mean_bytes(decode(W4A16), 2)  # layer 0 is ignored
-    assert half == pytest.approx((2 * count + count / 2 + 2 * count / 128) / (2 * count))
+    quantised = decode(W4A16)  # layer 0 is ignored
+    for element_bytes, group_bytes in ((2, 2 + 2), (4, 4)):  # in 16 bits, a shift beside the scale
+        taken = element_bytes * count + count / 2 + group_bytes * count / 128
+        assert DENSE.mean_bytes(quantised, element_bytes) == pytest.approx(taken / (2 * count))
     assert DENSE.mean_expert_bytes(decode(W4A16), 2) is None
 
 
@@ -74,7 +76,8 @@ def test_the_mean_size_of_a_weight_of_experts_counts_those_that_are_not_quantise
     router = 4 * 256
     shared = sum(rows * columns for index in (0, 1) for rows, columns in SPARSE.shared(index).values())
     mean = SPARSE.mean_bytes(decode(AWQ), 2)
-    assert mean == pytest.approx((shared * group + router * 2) / (shared + router))
+    with_shift = 4 / 8 + (2 + 2) / 128
+    assert mean == pytest.approx((shared * with_shift + router * 2) / (shared + router))
 
 
 def test_latents_hold_one_linear_as_numbers_and_the_block_of_each_reordered_row() -> None:

@@ -92,6 +92,33 @@ def test_an_integer_format_with_rounded_activations() -> None:
     assert form.held_bytes(6, 10, 2) == 6 * 10 + 6 * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "scales"),
+    [
+        ("w8a8", 16, 24, 16 * 4),
+        ("w8a8", 12, 24, None),  # rows in eights
+        ("w8a8", 8, 2**17, None),  # sums might exceed 32 bits
+        ("w4a16", 24, 256, 24 * 2 * 4),
+        ("w4a16", 20, 256, None),
+        ("w4a16", 24, 200, None),  # the last group is shorter
+        ("awq", 24, 256, 24 * 2 * 4),
+        ("gptq", 24, 256, None),  # columns in another order
+        ("deepseek", 256, 384, 2 * 4 * 4),  # three groups, and room for a fourth
+        ("deepseek", 192, 384, None),
+    ],
+)
+def test_a_form_for_a_devices_units_takes_scales_of_its_own(
+    name: str, rows: int, columns: int, scales: int | None
+) -> None:
+    form = decode(CONFIGS[name]).format_of(UP)
+    assert form is not None
+    held = form.held_bytes(rows, columns, 2, is_for_device_units=True)
+    if scales is None:
+        assert held == form.held_bytes(rows, columns, 2)
+    else:
+        assert held == rows * columns * form.bits // 8 + scales
+
+
 def test_packed_groups() -> None:
     form = decode(changed(W4A16, "group.weights.symmetric", False)).format_of(UP)
     assert form is not None

@@ -211,10 +211,10 @@ def test_of_replicas_that_differ_the_tightest_deadline_counts_and_only_of_those_
     for name in names:
         announce(core, replica=name, waiting=2, prefill_points=points[name])
     announce(core, replica="tiny", waiting=2, longest_request_tokens=90, prefill_points=((100, 0.001),))
-    assert core.ttft_target_seconds(arrive("a"), 800) == pytest.approx(24.0)
-    assert core.ttft_target_seconds(arrive("a"), 50) == 2.0
+    assert core.fleet.ttft_target_seconds(arrive("a"), 800) == pytest.approx(24.0)
+    assert core.fleet.ttft_target_seconds(arrive("a"), 50) == 2.0
     announce(core, replica="fast", ready=False)
-    assert core.ttft_target_seconds(arrive("a"), 800) == pytest.approx(240.0)
+    assert core.fleet.ttft_target_seconds(arrive("a"), 800) == pytest.approx(240.0)
 
 
 def test_a_class_that_goes_by_default_is_the_first_that_is_announced() -> None:
@@ -224,8 +224,8 @@ def test_a_class_that_goes_by_default_is_the_first_that_is_announced() -> None:
         for name, floor in (("chat", 5.0), ("bulk", 9.0))
     )
     announce(core, service_classes=classes)
-    assert core.ttft_target_seconds(arrive("a"), 10) == 5.0
-    assert core.ttft_target_seconds(arrive("a", service_class="bulk"), 10) == 9.0
+    assert core.fleet.ttft_target_seconds(arrive("a"), 10) == 5.0
+    assert core.fleet.ttft_target_seconds(arrive("a", service_class="bulk"), 10) == 9.0
 
 
 @pytest.mark.parametrize("ending", ["refused", "lost"])
@@ -608,13 +608,13 @@ def test_a_model_that_a_manifest_names_is_known_before_a_replica_was_heard() -> 
     core = RouterCore()
     declare(core, m=2)
     assert (refusal(core), refusal(core, "other")) == ("unavailable", "model_not_found")
-    assert core.known_models() == {"m": KnownModel(("chat", "batch"), 2)}
+    assert core.models.all() == {"m": KnownModel(("chat", "batch"), 2)}
     assert core.waiting == 0
     announce(core, model="other", ready=False)
-    assert core.known("other") == KnownModel(("default",), None)
+    assert core.models.find("other") == KnownModel(("default",), None)
     assert refusal(core, "other") == "unavailable"
     announce(core, replica="r1", ready=False)
-    assert core.known("m") == KnownModel(("default",), 2)  # what it has announced is what holds
+    assert core.models.find("m") == KnownModel(("default",), 2)  # what it has announced is what holds
 
 
 def test_replicas_are_expected_of_models_that_a_manifest_names_or_may_be_about_to_name() -> None:
@@ -633,14 +633,14 @@ def test_a_model_that_no_manifest_names_any_more_is_forgotten_with_its_last_repl
     announce(core, replica="r1", model="alone", ready=False)
     declare(core, m=1)
     declare(core)
-    assert core.known("m") is not None
+    assert core.models.find("m") is not None
     core.handle(LinkLost("r0"), 0.0)
     core.handle(Tick(), 0.0)
-    assert core.known("m") is None
+    assert core.models.find("m") is None
     assert refusal(core) == "model_not_found"
     core.handle(LinkLost("r1"), 0.0)
     core.handle(Tick(), 0.0)
-    assert core.known("alone") is not None  # no manifest ever named it: its absence is an outage
+    assert core.models.find("alone") is not None  # no manifest ever named it: its absence is an outage
     declare(core, m=1)
     assert refusal(core) == "unavailable"
 
@@ -731,9 +731,9 @@ def test_an_unknown_bundle_is_fetched_once_and_its_replica_serves_after_it_is_kn
     assert announce(core) == [Send("r0", FetchBundle("d"))]
     assert announce(core, 1.0) == []
     assert announce(core, 10.0) == [Send("r0", FetchBundle("d"))]
-    assert not core.ready
+    assert not core.fleet.ready
     core.handle(BundleKnown("d"), 11.0)
-    assert core.ready
+    assert core.fleet.ready
 
 
 def test_a_bundle_is_dropped_once_nothing_has_needed_it_for_long_and_fetched_again_when_it_is_announced() -> (
@@ -759,7 +759,7 @@ def test_a_bundle_is_dropped_once_nothing_has_needed_it_for_long_and_fetched_aga
     assert core.handle(Tick(), 401.0) == []
     assert core.handle(Tick(), 501.0) == [DropBundle("d")]
     assert announce(core, 502.0) == [Send("r0", FetchBundle("d"))]
-    assert not core.ready
+    assert not core.fleet.ready
 
 
 def test_what_was_asked_of_replicas_that_have_gone_is_forgotten() -> None:
@@ -770,7 +770,7 @@ def test_what_was_asked_of_replicas_that_have_gone_is_forgotten() -> None:
         core.handle(LinkLost(f"other {index}"), 1.0)
         core.handle(LinkLost(f"new {index}"), 1.0)
     core.handle(Tick(), 2.0)
-    assert (core._rejected, core._fetch_requested_at) == ({}, {})
+    assert (core._rejected, core._bundles._requested_at) == ({}, {})
 
 
 def test_replicas_of_one_model_with_different_bundles_are_never_mixed() -> None:
@@ -780,7 +780,7 @@ def test_replicas_of_one_model_with_different_bundles_are_never_mixed() -> None:
     assert isinstance(rejection, Reject)
     assert "differs" in rejection.reason
     assert announce(core, replica="r1", digest="e") == []  # said once
-    assert [card.replica for card in core.cards("m")] == ["r0"]
+    assert [card.replica for card in core.fleet.cards("m")] == ["r0"]
 
 
 def test_a_lost_rank_resumes_and_other_failures_end_the_sequence() -> None:
@@ -1163,7 +1163,7 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
             break
     assert set(ended) | gone == set(received), "each sequence ends, unless its client has gone"
     assert core.open == core.waiting == 0
-    assert not core._moved
+    assert not core._sources
     assert not any(replica.moved for replica in replicas.values()), "no replica keeps KV for nobody"
     for name, tokens in received.items():
         assert tokens == list(range(len(tokens)))

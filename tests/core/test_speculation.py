@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from medha.api.replica import SpeculationSpec
+from medha.api.speculation_spec import SpeculationSpec
 from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
@@ -429,7 +429,7 @@ def test_a_draft_model_never_costs_more_than_it_gains(
     found, seconds = served_on(device, replica_of, submit_of, **both, **device.draws)
     assert found.emitted == plain.emitted
     first, second = (a / b for a, b in zip(plain_seconds, seconds, strict=True))
-    assert first >= 0.85
+    assert first >= 0.95
     assert second >= 0.95
     if name == "small draft" and chance == 1.0:
         assert second > 1.3
@@ -448,6 +448,16 @@ def test_a_draft_model_that_pays_only_if_it_is_mostly_right_is_found_in_the_firs
     assert first > 1.15
     assert second > 1.3
     assert max(drawn(found)) == 4
+
+
+def test_the_first_guesses_are_of_several_sequences_at_once_and_few_if_they_are_wrong(
+    replica_of: Any, submit_of: Any
+) -> None:
+    device = DEVICES["small draft"]
+    found, _ = served_on(device, replica_of, submit_of, streams=32, chance=0.0, tokens=40, **device.draws)
+    asked = [sum(entry.draws for entry in step.entries) for step in found.steps]
+    assert max(asked) == 8
+    assert sum(asked[:30]) <= 24
 
 
 def test_the_draft_model_does_nothing_where_it_does_not_pay(replica_of: Any, submit_of: Any) -> None:

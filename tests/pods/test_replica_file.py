@@ -11,10 +11,10 @@ import pytest
 
 from medha.api.replica import MedhaReplicaSpec, parse_replica
 from medha.errors import ConfigInvalid
-from medha_operator.replica import manifests
-from medha_operator.replica.manifests import Owner, config_map
-from medha_worker.pod import pod_parts
-from medha_worker.pod.pod_parts import read_replica
+from medha_operator.replica.manifests import Owner, config_map, peer_ports
+from medha_process.launch import settings_file
+from medha_process.part_settings import RankSettings
+from medha_worker.pod.pod_parts import Place, read_replica, write_parts
 
 SPEC = MedhaReplicaSpec.model_validate(
     {
@@ -82,6 +82,23 @@ def test_a_known_field_that_is_wrong_is_refused_beside_an_unknown_one(
         read_replica(path)
 
 
-@pytest.mark.parametrize("name", ["CONTROL_PORT", "TOKENS_PORT", "METRICS_PORT", "HEALTH_PORT", "PEERS_PORT"])
-def test_the_operator_opens_the_ports_at_which_pods_listen(name: str) -> None:
-    assert getattr(manifests, name) == getattr(pod_parts, name)
+def test_the_ranks_of_a_pod_give_kv_at_all_of_the_ports_that_the_operator_opens(tmp_path: Path) -> None:
+    """Each rank has a port for questions and one for bytes; those of two ranks are never the same."""
+    fields = {
+        "parallelism": {"tensor": 2, "stream": 2},
+        "routerRef": {"name": "front"},
+        "kvCache": {"tiers": {"host": {"size": "1Gi"}, "peers": {}}},
+    }
+    document = rendered()
+    document["spec"] |= fields
+    replica = parse_replica(document)
+    place = Place(0, 1, "leader", "10.0.0.9", tmp_path, tmp_path)
+    write_parts(place, replica, 0)
+    ports = []
+    for rank in (2, 3):
+        settings = RankSettings.read(settings_file(f"rank {rank}", tmp_path))
+        for endpoint in (settings.peer_endpoint, settings.peer_bytes_endpoint):
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            assert host == "10.0.0.9", "peers are named by the pod's own address: no Service is between them"
+            ports.append(int(port))
+    assert sorted(ports) == list(peer_ports(replica.spec))

@@ -20,16 +20,8 @@ from medha_operator.deployment.observed_deployment import (
 )
 from medha_operator.deployment.plan_deployment import plan_deployment
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.plan import (
-    Action,
-    Apply,
-    Confirm,
-    Delete,
-    Plan,
-    RecordEvent,
-    SetStatus,
-    timestamp,
-)
+from medha_operator.replica.actions import Action, Apply, Confirm, Delete, Plan, RecordEvent, SetStatus
+from medha_operator.replica.observed import timestamp
 from medha_operator.replica.revision import Revision, begin
 from medha_operator.status_fields import DeploymentStatus
 

@@ -18,7 +18,7 @@ from medha_operator.kube.client import Cluster
 from medha_operator.kube.kinds import ROUTER, Key
 from medha_operator.kube.store import Document
 from medha_operator.operator_settings import OperatorSettings, RouterSite
-from medha_operator.replica.plan import RecordEvent
+from medha_operator.replica.actions import RecordEvent
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
 SITE = RouterSite(name="front", namespace="edge")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from medha_operator.deployment.observed_deployment import child_of
-from medha_operator.replica.plan import Delete
+from medha_operator.replica.actions import Delete
 from reconcile.deployment_world import DeploymentWorld, applied, deleted, template, watched
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from medha_operator.deployment.observed_deployment import Child, child_of
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.plan import Apply, Plan
+from medha_operator.replica.actions import Apply, Plan
 from reconcile.deployment_world import DeploymentWorld, applied, deleted, template, watched
 from reconcile.world import World
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from medha_operator.kube.client import ApiError
-from medha_operator.replica.plan import Apply, SetStatus
+from medha_operator.replica.actions import Apply, SetStatus
 from medha_operator.status_fields import Condition
 from reconcile.deployment_world import DeploymentWorld, applied, template, watched
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource

@@ -8,14 +8,9 @@ import pytest
 
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.manifests import (
-    PEERS_PORT,
-    Owner,
-    network_policy,
-    peer_ports,
-    pod_templates,
-)
+from medha_operator.replica.manifests import Owner, network_policy, peer_ports, pod_templates
 from medha_operator.replica.node_capacity import needs_of
+from medha_process.pod_contract import PEERS_PORT
 
 EPHEMERAL = str(2 * (8 * 2**30 + 64 * 2**20))
 """Bytes of files of two ranks with 8 GiB each, and of what they may exceed that by."""

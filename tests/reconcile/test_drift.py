@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from medha_operator.kube.kinds import Key
+from medha_operator.replica.actions import Prune
 from medha_operator.replica.drift_repairs import AT_ONCE, FIRST_SECONDS, LONGEST_SECONDS
-from medha_operator.replica.plan import Prune
 from reconcile.fake_cluster import Stage, merged, resource
 from reconcile.test_reconciler import on_stage
 from reconcile.world import GRID, World, uids

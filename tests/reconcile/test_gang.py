@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from medha.api.replica import MedhaReplicaSpec
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.actions import Apply
 from medha_operator.replica.manifests import Owner, gang_object, pod_templates
-from medha_operator.replica.plan import Apply, plan
+from medha_operator.replica.plan import plan
 from reconcile.world import World
 
 OWNER = Owner("r", "default", "u")

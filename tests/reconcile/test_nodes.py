@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from medha_operator.replica.actions import Apply, Delete, RecordEvent
+from medha_operator.replica.gang_restarts import EVICTION_SECONDS
 from medha_operator.replica.manifests import OPEN_SINCE
 from medha_operator.replica.nodes import CAPACITY_SECONDS, SETTLE_SECONDS, unsettled
 from medha_operator.replica.observed import Capacity, Node
-from medha_operator.replica.plan import EVICTION_SECONDS, Apply, Delete, RecordEvent
 from reconcile.world import GRID, World, allowed_away, condition, deleted_pods, uids
 
 

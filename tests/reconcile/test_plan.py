@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha_operator.replica.actions import Action, Apply, Confirm, Delete, Plan
 from medha_operator.replica.observed import Node
-from medha_operator.replica.plan import Action, Apply, Confirm, Delete, Plan
 from reconcile.world import GRID, World, condition, deleted_pods, uids
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from medha_operator.kube.kinds import Key
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.actions import Delete, RecordEvent, SetStatus
 from medha_operator.replica.observed import Node
-from medha_operator.replica.plan import Delete, RecordEvent, SetStatus
 from reconcile.fake_cluster import GRID as SPEC
 from reconcile.fake_cluster import Stage
 from reconcile.test_argo_cd import health

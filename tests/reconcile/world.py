@@ -9,9 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.nodes import requires_capacity
-from medha_operator.replica.observed import Capacity, Node, Observed, Pod, any_report_since
-from medha_operator.replica.plan import (
+from medha_operator.replica.actions import (
     Action,
     Apply,
     Confirm,
@@ -22,8 +20,10 @@ from medha_operator.replica.plan import (
     Prune,
     RecordEvent,
     SetStatus,
-    plan,
 )
+from medha_operator.replica.nodes import requires_capacity
+from medha_operator.replica.observed import Capacity, Node, Observed, Pod, any_report_since
+from medha_operator.replica.plan import plan
 from medha_operator.replica.revision import Revision
 from medha_operator.status_fields import ReplicaStatus
 from reconcile.fake_cluster import merged

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.api.replica import ReasoningFormat
+from medha.api.model_spec import ReasoningFormat
 from medha_router.thought_formats import FORMS, form_of_thoughts, place_behind, place_within
 from medha_router.thought_text import (
     MOST_HELD_SPACES,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.api.replica import ToolCallFormat
+from medha.api.model_spec import ToolCallFormat
 from medha_router.channels import Mark
 from medha_router.tool_call_text import MOST_HELD_CHARACTERS, CallPart, Part
 from medha_router.tool_call_xml import json_of

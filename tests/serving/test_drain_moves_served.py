@@ -16,11 +16,15 @@ import pytest
 
 from benchmark import benchmark
 
+from .tier_leaks import controller_of, wait_released
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 PROMPT_TOKENS, OUTPUT_TOKENS, STREAMS = 3000, 5000, 3
 FIRST_PIECES = 60
 """Pieces of each stream before its replica drains: some blocks of its output can be read."""
+HELD_SECONDS = 180.0
+"""Longest time for which a ticket may be kept whose reader has died, and more: 30 s, and eight times the time of reading."""
 CHARACTERS = 2500
 """Length of the texts that are compared: clients leave then. So the replica has far too little time for all of the outputs."""
 DRAIN_SECONDS = 10.0
@@ -118,8 +122,7 @@ def test_streams_of_a_replica_that_drains_go_on_where_their_kv_is_read(site: Sit
     assert new.metric("medha_peer_kv_resumed_tokens_total") >= least_tokens, "output was read, too"
     assert new.metric("medha_peer_kv_loaded_bytes_total") > 0
     assert new.metric("medha_peer_kv_failures_total") == 0
-    for state in ("used", "reserved"):
-        wait_for(lambda state=state: new.metric(f'medha_kv_blocks{{lane="0",state="{state}"}}') == 0)  # type: ignore[misc]
+    wait_released(controller_of(new.folder))
 
 
 @pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.4])
@@ -130,3 +133,22 @@ def test_a_replica_that_is_killed_while_it_drains_changes_no_text(site: Site, af
     time.sleep(after_seconds)
     old.signal(signal.SIGKILL)
     assert [one.ended.result() for one in streams] == site.texts(seeds, "alone")
+    site.fleet.wait_idle()
+    (new,) = (one for one in site.fleet.replicas if one is not old)
+    wait_released(controller_of(new.folder), HELD_SECONDS)
+
+
+@pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.4])
+def test_a_replica_that_is_killed_as_it_takes_over_changes_no_text(site: Site, after_seconds: float) -> None:
+    """The requests go back to their router, and on to the same replica once it has been started again."""
+    seeds = range(20, 20 + STREAMS)
+    streams, old = begun(site, seeds)
+    (new,) = (one for one in site.fleet.replicas if one is not old)
+    old.drain()
+    time.sleep(after_seconds)
+    new.stop()
+    new.start(DRAIN_SECONDS)
+    assert [one.ended.result() for one in streams] == site.texts(seeds, "alone")
+    wait_for(lambda: not old.is_alive)
+    site.fleet.wait_idle()
+    wait_released(controller_of(new.folder), HELD_SECONDS)

@@ -30,6 +30,8 @@ LANES = 4
 
 SHORT = [4096, 8192, 16_384]
 LONG = [32_768, 65_536, 131_072, 262_144]
+GRIDS = {"one rank": (1, 1, 2), "SPP2": (2, 1, 1), "KVP4": (1, LANES, 1)}
+"""Stages, lanes and threads of a rank."""
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +50,18 @@ def haystack(needle: Path) -> Callable[[int], Haystack]:
 
 @contextmanager
 def serving(
-    needle: Path, folder: Path, length: int, *, stream: int = 1, kv: int = 1, threads: int = 1
+    needle: Path,
+    folder: Path,
+    length: int,
+    *,
+    stream: int = 1,
+    kv: int = 1,
+    threads: int = 1,
+    **cache: object,
 ) -> Iterator[Served]:
+    """Serve the model with room for the KV of a text; `cache` are further fields of `kvCache`."""
     port = free_port()
-    cache: dict[str, object] = {"size": f"{2 * length * KV_BYTES_PER_TOKEN // (stream * kv * 2**20) + 4}Mi"}
+    cache |= {"size": f"{2 * length * KV_BYTES_PER_TOKEN // (stream * kv * 2**20) + 4}Mi"}
     if kv > 1:
         cache["tokensPerLane"] = length // kv
     manifest = write_manifest(
@@ -189,8 +199,21 @@ def test_every_passkey_is_found_in_long_texts(
     needle: Path, haystack: Callable[[int], Haystack], tmp_path: Path, length: int, shape: str
 ) -> None:
     text = haystack(length)
-    stream, kv, threads = {"one rank": (1, 1, 2), "SPP2": (2, 1, 1), "KVP4": (1, LANES, 1)}[shape]
+    stream, kv, threads = GRIDS[shape]
     with serving(needle, tmp_path, length, stream=stream, kv=kv, threads=threads) as served:
         assert ask(served, text) == expected(text)
         if kv > 1:
             assert BLOCK_TOKENS * min(served.blocks_by_lane()) >= length // LANES - ROOM_TOKENS - BLOCK_TOKENS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", ["one rank", "SPP2", "KVP4"])
+def test_every_passkey_is_found_in_fp8_by_the_preset_for_it(tmp_path: Path, shape: str) -> None:
+    directory, length = tmp_path / "needle-fp8", SHORT[-1]
+    init_checkpoint(directory, preset="needle-fp8", seed=0)
+    text = make_haystack(
+        Tokenizer.from_file(str(directory / "tokenizer.json")), length - ROOM_TOKENS, seed=length
+    )
+    stream, kv, threads = GRIDS[shape]
+    with serving(directory, tmp_path, length, stream=stream, kv=kv, threads=threads, dtype="fp8") as served:
+        assert ask(served, text) == expected(text)

@@ -18,22 +18,28 @@ import pytest
 
 from benchmark import benchmark
 
+from .tier_leaks import controller_of, wait_released
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 DOCUMENT_TOKENS, QUESTION_TOKENS, QUESTIONS = 8000, 1200, 5
 ROUNDS = 12
 """Most documents that are asked about: on a busy machine, a request may not wait until its KV has been read."""
 MAX_MODEL_LEN = 10_000
-KV_CACHE = {"size": "96Mi", "tiers": {"host": {"size": "128Mi"}, "peers": {"bandwidth": "1Gi"}}}
+KV_CACHE: dict[str, Any] = {
+    "size": "96Mi", "tiers": {"host": {"size": "128Mi"}, "peers": {"bandwidth": "1Gi"}}
+}  # fmt: skip
 
 
 class Site:
     """Two replicas of one grid, and clients."""
 
-    def __init__(self, folder: Path, grid: tuple[int, int, int]) -> None:
+    def __init__(self, folder: Path, grid: tuple[int, int, int], plane: str = "sockets") -> None:
         source = {"path": str(folder / "checkpoint")}
         model = {"name": "m", "source": source, "maxModelLen": MAX_MODEL_LEN}
-        spec = {"model": model, "kvCache": KV_CACHE}
+        tiers = KV_CACHE["tiers"]
+        peers = tiers["peers"] | {"plane": plane}
+        spec = {"model": model, "kvCache": KV_CACHE | {"tiers": tiers | {"peers": peers}}}
         self.fleet = benchmark("fleet").Fleet(folder, (grid, grid), spec=spec, silence_seconds=6)
         self._clients = ThreadPoolExecutor(QUESTIONS)
 
@@ -51,6 +57,12 @@ class Site:
 
     def ask_all(self, prompts: list[list[int]], salt: str, temperature: float) -> list[Future[str]]:
         return [self._clients.submit(self.ask, one, salt, temperature) for one in prompts]
+
+    def wait_released(self) -> None:
+        """Wait until no replica holds anything for anybody: tickets whose readers died are kept for half a minute, and more."""
+        self.fleet.wait_idle()
+        for replica in self.fleet.replicas:
+            wait_released(controller_of(replica.folder), 180)
 
     def total(self, name: str) -> float:
         return sum(replica.metric(f"medha_peer_kv_{name}_total") for replica in self.fleet.replicas)
@@ -94,6 +106,26 @@ def test_texts_are_those_without_hand_overs(site: Site) -> None:
     assert site.total("loaded_bytes") > 0
     assert site.total("offered_bytes") > 0
     assert site.total("failures") == 0
+    site.wait_released()
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1)], ids=["one rank", "TP2"])
+def test_texts_are_those_without_hand_overs_if_kv_goes_through_nixl(
+    grid: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Two served replicas, each with the real library; no rank has gone back to sockets."""
+    pytest.importorskip("nixl", reason="the package nixl is not installed: pip install 'medha[nixl]'")
+    site = Site(tmp_path, grid, plane="nixl")
+    try:
+        site.fleet.start()
+        test_texts_are_those_without_hand_overs(site)
+        logs = [replica.log.read_text() for replica in site.fleet.replicas]
+        assert not [
+            log for log in logs if "over sockets, not over nixl" in log or "over sockets from now on" in log
+        ]
+        assert all("KV goes to and comes from other replicas over nixl" in log for log in logs)
+    finally:
+        site.close()
 
 
 @pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.3])
@@ -114,3 +146,4 @@ def test_a_source_that_is_killed_changes_no_text(site: Site, after_seconds: floa
     handed = [one.result() for one in asked]
     alone = [site.ask(one, f"{number} {at}", 0.9) for at, one in enumerate(questions)]
     assert handed == alone
+    site.wait_released()

@@ -17,6 +17,8 @@ import pytest
 
 from benchmark import benchmark
 
+from .tier_leaks import controller_of, wait_released
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 PROMPT_TOKENS = 3000
@@ -146,6 +148,31 @@ def test_a_prefill_replica_that_is_killed_as_its_kv_is_read_changes_no_text(
     assert text == expected["text"]
     site.prefill.start()
     site.fleet.wait_ready()
+    site.fleet.wait_idle()
+    wait_released(controller_of(site.decode.folder))
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_a_decode_replica_that_is_killed_as_it_reads_kv_changes_no_text(
+    site: Site, temperature: float
+) -> None:
+    prompt = new_prompt(200 + round(temperature))
+    before, text = site.moves(), ""
+    body = site.body(prompt, "killed", temperature=temperature) | {"stream": True}
+    with httpx.stream("POST", site.fleet.router.url + "/v1/completions", json=body, timeout=300) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                if not text:  # the router has just let it move
+                    site.decode.stop()
+                    site.decode.start()
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    assert site.moves() > before
+    site.fleet.wait_ready()
+    (expected,) = site.ask(prompt, "alone", temperature=temperature)
+    assert text == expected["text"]
+    site.fleet.wait_idle()
+    for replica in site.fleet.replicas:  # a ticket whose reader has died is kept for half a minute, and more
+        wait_released(controller_of(replica.folder), 180)
 
 
 def _status_url(site: Site) -> str:

@@ -12,6 +12,7 @@ from medha_worker.model.model_config import ModelConfig
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_host_tier_served import total
+from .tier_leaks import remains_in_store, wait_for, wait_released
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.timeout(600)  # it starts everything two times
@@ -20,7 +21,7 @@ DOCUMENT_TOKENS = 8000
 """So many that reading them is predicted to be faster than computing them on any machine, whatever a first read may take."""
 DOCUMENTS = [
     [5 + (position * position * (3 + number) + position) % 91 for position in range(DOCUMENT_TOKENS)]
-    for number in range(4)
+    for number in range(6)
 ]
 
 
@@ -32,6 +33,14 @@ def answer(served: Served, number: int) -> tuple[str, int]:
     found = httpx.post(served.url + "/v1/completions", json=body, timeout=120).raise_for_status().json()
     details = found["usage"].get("prompt_tokens_details") or {}
     return found["choices"][0]["text"], details.get("cached_tokens", 0)
+
+
+def spoil(objects: list[Path]) -> None:
+    """Truncate, flip or exchange each object of a store as it lies there."""
+    contents = [path.read_bytes() for path in objects]
+    for number, (path, content) in enumerate(zip(objects, contents, strict=True)):
+        flipped = content[:-1] + bytes([content[-1] ^ 1])
+        path.write_bytes([content[: len(content) // 2], flipped, contents[number - 1]][number % 3])
 
 
 def wait_written(served: Served, timeout_seconds: float = 30) -> None:
@@ -80,6 +89,16 @@ def test_a_second_replica_reads_what_the_first_has_computed(checkpoint: Path, tm
         assert [total(page, "medha_store_tier_failures_total") for page in pages] == [0, 0]
         assert [total(page, "medha_store_tier_rests") for page in pages] == [0, 0]
         assert len((tmp_path / "shared" / "hash-key").read_text()) == 64
+        there = set((tmp_path / "shared").rglob("*.kv"))
+        asked = [answer(replicas[0], number)[0] for number in (4, 5)]
+        wait_for("objects", lambda: len(set((tmp_path / "shared").rglob("*.kv")) - there) > 2)
+        wait_released(replicas[0].address("scheduling"))
+        spoil(sorted(set((tmp_path / "shared").rglob("*.kv")) - there))
+        assert [answer(replicas[1], number)[0] for number in (4, 5)] == asked, "what is damaged is computed"
+        for served in replicas:
+            served.wait_idle()
+            wait_released(served.address("scheduling"))
+        assert not remains_in_store(tmp_path / "shared")
     finally:
         for served in replicas:
             stop(served)

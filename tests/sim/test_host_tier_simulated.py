@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, ParallelismSpec
+from medha.api.kv_cache_spec import KvCacheSpec
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import MedhaReplicaSpec, ParallelismSpec
 from medha.errors import ConfigInvalid
 from medha.hardware import H100, LLAMA3_8B
 from medha_sim.scenario import Deployment, deployment_of

@@ -650,3 +650,37 @@ def test_streaming_makes_a_larger_request_fit_at_the_time_of_the_host_link() -> 
     )
     assert small.streamed_tokens == 0
     assert small.tpot_seconds == usual.tpot_seconds
+
+
+def test_lower_tiers_hold_more_tokens_and_their_kv_comes_in_the_time_of_their_bytes() -> None:
+    wish = replace(
+        WISH, context_tokens=128_000, host_bytes=2**36, disk_bytes=2**39, disk_bytes_per_second=2**30, store_bytes_per_second=2**28,
+    )  # fmt: skip
+    grid = Topology(8, 1, 2)
+    found = rate(LLAMA3_8B, H100, grid, wish)
+    assert found.disk_tokens == pytest.approx(8 * found.host_tokens, rel=1e-6)
+    rank_bytes = wish.context_tokens * LLAMA3_8B.kv_bytes_per_token / grid.ranks
+    copied_seconds = rank_bytes / H100.host_link_bytes_per_second
+    assert found.host_seconds == pytest.approx(copied_seconds, rel=0.01)
+    assert found.disk_seconds == pytest.approx(rank_bytes / 2**30 + copied_seconds, rel=0.05)
+    objects = wish.context_tokens / 2 / 16 / 32  # on each lane; each takes 30 ms, and four are read at a time
+    store_seconds = (1 + objects / 4) * 0.03 + rank_bytes / 2**28
+    assert found.store_seconds == pytest.approx(store_seconds + copied_seconds, rel=0.02)
+    without = rate(LLAMA3_8B, H100, grid, replace(wish, disk_bytes=0, store_bytes_per_second=0.0))
+    assert (without.disk_tokens, without.disk_seconds, without.store_seconds) == (0, None, None)
+    assert without.host_seconds == found.host_seconds
+
+
+def test_a_streamed_request_comes_from_no_tier() -> None:
+    wish = replace(
+        WISH, ttft_seconds=2000.0, tpot_seconds=5.0, max_gpus=1, host_bytes=2**36, streaming_bytes=200 * 2**30
+    )
+    found = rate(LLAMA3_8B, H100, Topology(1, 1, 1), wish)
+    assert found.streamed_tokens
+    assert found.host_seconds is None
+
+
+@pytest.mark.parametrize("field", ["disk_bytes", "store_bytes_per_second"])
+def test_a_lower_tier_needs_a_host_tier(field: str) -> None:
+    with pytest.raises(ConfigInvalid, match=rf"{field} is .* and host_bytes is 0.*--host-tier"):
+        replace(WISH, **{field: 2**30})  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ TRANSFORMER, GRAPHS, EXPERTS, QUANTISED, WRITER, NCCL = (
         "model/transformer",
         "model/decode_graphs",
         "model/experts_mlp",
-        "model/quantised_weights",
+        "kernels/quantised_rows",
         "kernels/torch_kv_writer",
         "rank/nccl_plane",
     )

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from medha.api.replica import StoreSpec
+from medha.api.kv_cache_spec import StoreSpec
 from medha.kv.disk_tier import file_name
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
 from medha.wire.messages import DiskFile, DiskReport, StoreLook

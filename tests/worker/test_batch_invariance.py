@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from medha.api.replica import MedhaReplicaSpec, ModelSource, ModelSpec, ParallelismSpec
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import MedhaReplicaSpec, ParallelismSpec
 from medha.determinism import Determinism
 from medha.errors import ConfigInvalid
 from medha.topology import Topology

@@ -24,14 +24,8 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
 from forked_part import CONTROLLER, start_part
-from medha.api.replica import (
-    LifecycleSpec,
-    MedhaReplicaSpec,
-    ModelSource,
-    ModelSpec,
-    ParallelismSpec,
-    SchedulingSpec,
-)
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import LifecycleSpec, MedhaReplicaSpec, ParallelismSpec, SchedulingSpec
 from medha.cost.cost_profile import Profile
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig, derive
@@ -78,7 +72,8 @@ from medha_links.sockets import Authenticator, Opened, bind, connect
 from medha_process.part_settings import ControllerSettings, RouterEndpoints
 from medha_process.part_state import PartState
 from medha_worker.checkpoints.read_bundle import read_bundle
-from medha_worker.controller.process import Controller, slowest_rank
+from medha_worker.controller.joint_figures import slowest_rank
+from medha_worker.controller.process import Controller
 from medha_worker.epoch_file import write_epoch
 from medha_worker.link import Link, Received
 

@@ -15,7 +15,10 @@ import torch
 from medha.kv.blocks import BlockCopy
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import host_device
+from medha_worker.kernels.fast_rows import Float8Blocks, Float8Rows, Int4Rows, Int8Rows
 from medha_worker.kernels.name_table import choose_kernels
+from medha_worker.kernels.protocol import PackRows
+from medha_worker.kernels.quantised_rows import PlainRows, QuantisedRows
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.model.kv_scales import LayerScales
@@ -24,7 +27,7 @@ from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.mxfp4_rows import Mxfp4Rows
 from medha_worker.model.partial_attention import Rows
 from medha_worker.model.quantised_experts import QuantisedExperts
-from medha_worker.model.quantised_weights import PlainRows, QuantisedRows, QuantisedWeight
+from medha_worker.model.quantised_weights import QuantisedWeight
 from medha_worker.model.spread import Landing, OwnPart, RingKeys, RingQueries, SpreadPlan
 from medha_worker.model.tensor_group import Alone
 from medha_worker.model.transformer import Transformer
@@ -37,6 +40,11 @@ BLOCK_TOKENS = 16
 ROWS = 42
 
 
+HOLDERS = (
+    LayerWeights, LatentWeights, LayerScales, PlainRows, QuantisedRows, Mxfp4Rows, Float8Blocks, Float8Rows, Int4Rows, Int8Rows,
+)  # fmt: skip
+
+
 def faked(value: Any) -> Any:
     """Return weights with each tensor replaced by one on the fake device; call this in the context of a watch."""
     if isinstance(value, torch.Tensor):
@@ -47,19 +55,23 @@ def faked(value: Any) -> Any:
         return QuantisedExperts(faked(value.each))
     if isinstance(value, (tuple, list)):
         return [faked(one) for one in value]
-    if isinstance(value, (LayerWeights, LatentWeights, LayerScales, PlainRows, QuantisedRows, Mxfp4Rows)):
+    if isinstance(value, HOLDERS):
         return replace(value, **{field.name: faked(getattr(value, field.name)) for field in fields(value)})
     return value
 
 
 @contextmanager
 def on_a_fake_device(
-    checkpoint: Path, shard: Shard, dtype: torch.dtype, config: ModelConfig | None = None
+    checkpoint: Path,
+    shard: Shard,
+    dtype: torch.dtype,
+    config: ModelConfig | None = None,
+    pack_rows: PackRows | None = None,
 ) -> Iterator[tuple[Transformer, Watch]]:
     """Compute only shapes, types and devices in this context; an operator that mixes devices raises or is recorded."""
     config = config or ModelConfig.from_directory(checkpoint)
     device = fake_gpu(dtype)
-    stored = load_weights(checkpoint, config, shard, device=host_device(dtype))
+    stored = load_weights(checkpoint, config, shard, device=host_device(dtype), pack_rows=pack_rows)
     with watched() as watch:
         parts = ("layers", "embedding", "final_norm", "head", "kv_scales")
         weights = replace(stored, device=device, **{name: faked(getattr(stored, name)) for name in parts})

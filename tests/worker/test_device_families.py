@@ -12,10 +12,13 @@ import torch
 from medha_worker.checkpoints.presets import ARCHITECTURES, init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.kernels.expert_products import GroupedProducts
+from medha_worker.kernels.fast_forms import FORMS, FastForms
+from medha_worker.kernels.protocol import PackRows
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.weights import Shard
 
 from .models import run_step
+from .operator_doubles import convert_weight_to_int4pack
 from .test_device import BLOCK_TOKENS, ROWS, Links, on_a_fake_device, shared_with_two_lanes, spans
 
 SPARSE_QUANTISATIONS = [
@@ -42,14 +45,19 @@ class OneOfTwo:
 
 
 def found_in_steps(
-    checkpoint: Path, *, tensor: int, config: ModelConfig | None = None, has_grouped_products: bool = True
+    checkpoint: Path,
+    *,
+    tensor: int,
+    config: ModelConfig | None = None,
+    has_grouped_products: bool = True,
+    pack_rows: PackRows | None = None,
 ) -> list[str]:
     """Run a step of own rows, one that is shared with two lanes, and the output head; return what no step may do."""
     config = config or ModelConfig.from_directory(checkpoint)
     shard = Shard(0, tensor, 0, config.num_layers, config.num_layers)
     group: Any = OneOfTwo()
     links: Any = Links()
-    with on_a_fake_device(checkpoint, shard, torch.bfloat16, config) as (model, watch):
+    with on_a_fake_device(checkpoint, shard, torch.bfloat16, config, pack_rows) as (model, watch):
         if has_grouped_products:  # as on an H100 (`expert_products`)
             model = model.with_kernels(replace(model.kernels, experts=GroupedProducts(model.kernels.experts)))
         model = model.in_grid(group, links)
@@ -114,6 +122,22 @@ def test_a_step_with_quantised_weights_stays_on_its_device(
     tmp_path: Path, quantisation: str, tensor: int
 ) -> None:
     assert found_in_steps(made(tmp_path, "qwen2", quantisation=quantisation), tensor=tensor) == []
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "tensor"),
+    [
+        long_unless(form == ("w4a16", 1), *form)
+        for form in (("w4a16", 1), ("w8a8", 2), ("fp8", 2), ("fp8-tensor", 1), ("fp8-block", 1))
+    ],
+)
+def test_a_step_with_weights_for_a_devices_units_stays_on_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantisation: str, tensor: int
+) -> None:
+    """Torch checks the shapes, types and strides of its operators' operands."""
+    monkeypatch.setattr(torch, "_convert_weight_to_int4pack", convert_weight_to_int4pack)
+    checkpoint = made(tmp_path, "qwen2", quantisation=quantisation)
+    assert found_in_steps(checkpoint, tensor=tensor, pack_rows=FastForms(list(FORMS.values()))) == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medha.api.replica import SchedulingSpec, ServiceClass, SpeculationSpec
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.api.speculation_spec import SpeculationSpec
 from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig

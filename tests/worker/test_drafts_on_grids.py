@@ -17,7 +17,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from medha.api.replica import SchedulingSpec, ServiceClass, SpeculationSpec
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.api.speculation_spec import SpeculationSpec
 from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.kv.pools import WindowPool
 from medha.scheduler.controller import ReplicaController

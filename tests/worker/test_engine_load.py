@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from medha.api.replica import MedhaReplicaSpec, SpeculationSpec
+from medha.api.replica import MedhaReplicaSpec
+from medha.api.speculation_spec import SpeculationSpec
 from medha.errors import CheckpointInvalid, ConfigInvalid
 from medha.topology import Topology
 from medha.wire.messages import RankReady, Rendezvous

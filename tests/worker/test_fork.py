@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec
+from medha.api.kv_cache_spec import KvCacheSpec
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import MedhaReplicaSpec
 from medha.errors import PartFailed
 from medha.scheduler.controller import STATE_HASH_EVERY_STEPS, ReplicaController
 from medha.scheduler.replica_config import derive

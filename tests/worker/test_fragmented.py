@@ -12,7 +12,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
+from medha.api.kv_cache_spec import KvCacheSpec
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import MedhaReplicaSpec, SchedulingSpec
 from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import derive

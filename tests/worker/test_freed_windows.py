@@ -8,7 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from medha.api.replica import SchedulingSpec, ServiceClass, SpeculationSpec
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.api.speculation_spec import SpeculationSpec
 from medha.errors import PartFailed
 from medha.kv.blocks import BlockLedger
 from medha.kv.pools import WindowPool

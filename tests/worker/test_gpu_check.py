@@ -78,6 +78,9 @@ def test_a_part_runs_without_our_packages(part: str) -> None:
             assert found["error"] == 0
         case "families" | "quantised":
             assert [row for row in found["models"] if row.get("error", 1.0) > 1.1 * row["cpu_error"]] == []
+            # A CPU has torch's operators for INT8 and FP8, and neither that for INT4 nor that for blocks.
+            right = {row["form"] for row in found.get("products", []) if row["is_right"]}
+            assert right == ({"INT8", "FP8"} if part == "quantised" else set())
         case "fp8_kv":
             assert found["rounded_otherwise"] == 0
             assert all(row["ours"] < 1e-5 for row in found["attention"])

@@ -36,8 +36,7 @@ from medha_worker.model.kv_files import (
     blocks_within,
     measured_seconds,
 )
-
-from .small_disk import small_disk
+from small_disk import small_disk
 
 BLOCK_BYTES, KEY = 64, "ab" * 32
 

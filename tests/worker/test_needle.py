@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from medha.errors import ConfigInvalid
+from medha.kv_dtype import KvDtype
 from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
 from medha_worker.checkpoints.needle_model import (
     BEFORE,
@@ -24,8 +25,13 @@ from medha_worker.checkpoints.needle_model import (
     name_ids,
 )
 from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.kv_scales import FP8_MAX
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.rope import inverse_frequencies, rotation_table
+
+from .models import kernels_of_a_rank, load_model, run_step
+from .test_model_transformer import BLOCK_TOKENS, run_chunks
 
 LONGEST = 2**18
 NEEDED_NATS = math.log(LONGEST)  # one right place against 256 Ki wrong ones
@@ -192,6 +198,66 @@ def test_transformers_answers_every_question_and_ends(needle: Path, model: Model
     assert answers(needle, haystack) == expected
 
 
+@torch.inference_mode()
+def recall(
+    directory: Path, kv_dtype: KvDtype, tokens: int, seed: int = 0, *, measures_scales: bool = False
+) -> float:
+    """Return the share of the passkeys that the engine finds in a text, each with the end of its answer.
+
+    `measures_scales`: the largest key and value of each head in this text become the largest number of FP8.
+    """
+    config = ModelConfig.from_directory(directory, kv_dtype=kv_dtype)
+    kernels = kernels_of_a_rank(config)
+    model = load_model(directory, config, kernels=kernels)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    haystack = make_haystack(tokenizer, tokens, seed=seed)
+    if measures_scales:
+        whole = load_model(directory, ModelConfig.from_directory(directory))
+        text = torch.tensor(tokenizer.encode(haystack.text).ids)
+        blocks = range(-(-len(text) // BLOCK_TOKENS))
+        pool = whole.new_kv_cache(len(blocks), BLOCK_TOKENS)
+        run_step(whole, text, torch.arange(len(text)), [SequenceSpan(0, len(text), 0, blocks)], pool)
+        for one, keys, values in zip(model._weights.kv_scales or (), pool.keys, pool.values, strict=True):
+            one.keys.copy_(keys.abs().amax((1, 2))[:, None] / FP8_MAX)
+            one.values.copy_(values.abs().amax((1, 2))[:, None] / FP8_MAX)
+    found = 0
+    for name, passkey in haystack.passkeys.items():
+        asked = tokenizer.encode(haystack.text + question(name)).ids
+        answered = tokenizer.encode(haystack.text + question(name) + f" {passkey}<|end|>").ids
+        assert answered[: len(asked)] == asked
+        read = torch.tensor(answered[:-1])
+        chunks = [tokens // 2, len(read) - tokens // 2]
+        best = run_chunks(model, read, chunks)[len(asked) - 1 :].argmax(-1)
+        found += best.tolist() == answered[len(asked) :]
+    return found / len(haystack.passkeys)
+
+
+@pytest.fixture(scope="module")
+def for_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("needle") / "needle-fp8"
+    init_checkpoint(directory, preset="needle-fp8", seed=0)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seed"),
+    [(700, 0), (700, 1), (4096, 0), *(pytest.param(16_384, seed, marks=pytest.mark.long) for seed in (0, 1))],
+)
+def test_the_preset_for_fp8_finds_every_passkey_in_fp8(for_fp8: Path, tokens: int, seed: int) -> None:
+    assert recall(for_fp8, "fp8", tokens, seed) == 1.0
+
+
+def test_the_preset_for_fp8_finds_every_passkey_in_float32(for_fp8: Path) -> None:
+    assert recall(for_fp8, "auto", 700) == 1.0
+
+
+def test_in_fp8_the_other_preset_needs_scales_by_which_its_largest_key_is_exact(needle: Path) -> None:
+    """A name's score is the difference of two of more than a thousand nats, of which one comes from the largest key."""
+    assert recall(needle, "auto", 700) == 1.0
+    assert recall(needle, "fp8", 700) == 0.0
+    assert recall(needle, "fp8", 700, measures_scales=True) > 0.6
+
+
 def test_a_name_that_the_prompt_does_not_have_has_no_passkey(needle: Path, model: Model) -> None:
     haystack = make_haystack(model.tokenizer, 700, seed=0)
     missing = next(name for name in NAMES if name not in haystack.passkeys)
@@ -219,7 +285,8 @@ def test_a_haystack_too_short_for_its_needles_or_with_too_many_names_is_refused(
         make_haystack(model.tokenizer, 10_000, seed=0, needles=len(NAMES) + 1)
 
 
+@pytest.mark.parametrize("preset", ["needle", "needle-fp8"])
 @pytest.mark.parametrize("option", [{"architecture": "qwen3"}, {"dtype": "bfloat16"}])
-def test_only_llama_in_float32_is_made(tmp_path: Path, option: dict[str, str]) -> None:
+def test_only_llama_in_float32_is_made(tmp_path: Path, option: dict[str, str], preset: str) -> None:
     with pytest.raises(ConfigInvalid, match="llama in float32 only"):
-        init_checkpoint(tmp_path / "needle", preset="needle", seed=0, **option)
+        init_checkpoint(tmp_path / "needle", preset=preset, seed=0, **option)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from medha.api.replica import PeerPlane
+from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.lane_replay import ServeBlocks
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.rank import nixl_plane, peer_plane

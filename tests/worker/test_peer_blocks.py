@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from medha.api.replica import PeerPlane
+from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, ServeBlocks
 from medha.wire.messages import DiskReport, PeerFigures
 from medha_links.key_files import KeyPair

@@ -175,6 +175,9 @@ def test_a_prompt_is_hashed_under_the_salt_that_comes_with_its_first_ids(request
     store.receive(Tokens("p", 0, 10, cache_salt="mine"), IDS[:3])
     store.receive(Tokens("p", 3, 10), IDS[3:])
     assert store.hashed(submit("a")).block_hashes == hasher.hashes(IDS, "mine") != hasher.hashes(IDS)
+    assert store.salt_of("p") == "mine"
+    store.extend("p", "longer", IDS)
+    assert store.salt_of("longer") == "mine"
     hash_ = store.hash_of("p")
     assert hash_ is not None
     answer = hash_.fork()  # the hash that an answer's blocks continue
@@ -186,6 +189,7 @@ def test_without_a_hasher_no_hashes_are_handed_on() -> None:
     store = PromptStore(longest_tokens=100, vocab_size=50)
     store.receive(Tokens("p", 0, 10), IDS)
     assert store.hashed(replace(submit("a"), block_hashes="made up by a router")) == submit("a")
+    assert store.salt_of("p") is None, "it shares nothing under any salt"
 
 
 def test_a_request_that_stepped_aside_comes_back_with_its_output_behind_its_prompt() -> None:

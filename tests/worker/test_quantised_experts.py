@@ -20,6 +20,7 @@ from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS
 from medha_worker.device import host_device
 from medha_worker.kernels.expert_products import BlockedProducts, GroupedProducts
 from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.kernels.quantised_rows import PlainRows, QuantisedRows
 from medha_worker.model import quantised_experts
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.quantised_experts import (
@@ -28,13 +29,7 @@ from medha_worker.model.quantised_experts import (
     products_of_experts,
     products_of_stacked,
 )
-from medha_worker.model.quantised_weights import (
-    LinearProducts,
-    PlainRows,
-    QuantisedRows,
-    QuantisedWeight,
-    tensors_of,
-)
+from medha_worker.model.quantised_weights import LinearProducts, QuantisedWeight, tensors_of
 from medha_worker.model.stacked_experts import StackedExperts
 from medha_worker.model.tensor_group import Alone
 from medha_worker.model.weights import LayerWeights

@@ -20,15 +20,11 @@ from medha.quantisation import ActivationFormat, decode
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.quantised_checkpoint import QUANTISATIONS, pack, round_weight
 from medha_worker.device import host_device
+from medha_worker.kernels.activation_rounding import rounded
+from medha_worker.kernels.quantised_rows import PlainRows, QuantisedRows
 from medha_worker.kernels.torch_products import TorchProducts
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.quantised_weights import (
-    LinearProducts,
-    PlainRows,
-    QuantisedRows,
-    QuantisedWeight,
-    rounded,
-)
+from medha_worker.model.quantised_weights import LinearProducts, QuantisedWeight
 from medha_worker.model.stored_quantised import WeightSlice, read_rows
 from medha_worker.model.tensor_group import Alone
 from medha_worker.model.weights import Shard, load_weights
@@ -139,10 +135,10 @@ def test_an_order_of_groups_that_contradicts_the_configuration_is_refused(
 
 
 def weight_of(
-    name: str, rows: int, columns: range, all_columns: int, seed: int
+    name: str, rows: int, columns: range, all_columns: int, seed: int, group_size: int = 16
 ) -> tuple[QuantisedRows, torch.Tensor]:
     """Return a slice of a random weight in a format, and its numbers."""
-    form = decode(with_sizes(name, 16)).formats[0][1]
+    form = decode(with_sizes(name, group_size)).formats[0][1]
     made = round_weight(torch.randn(rows, all_columns, generator=torch.Generator().manual_seed(seed)), form)
     stored = {part: tensor.contiguous() for part, tensor in pack(made, form).items()}
     found = rows_of(stored, form, (rows, all_columns), range(rows), columns)

@@ -21,16 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from medha.api.replica import (
-    HostTierSpec,
-    KvCacheSpec,
-    KvTiersSpec,
-    LifecycleSpec,
-    MedhaReplicaSpec,
-    ModelSource,
-    ModelSpec,
-    SchedulingSpec,
-)
+from medha.api.kv_cache_spec import HostTierSpec, KvCacheSpec, KvTiersSpec
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import LifecycleSpec, MedhaReplicaSpec, SchedulingSpec
 from medha.wire.frames import encode, tokens_to_frame
 from medha.wire.messages import (
     Admit,

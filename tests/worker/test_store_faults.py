@@ -16,11 +16,11 @@ import pytest
 
 from cluster.binaries import CannotBuild
 from faulty_proxy import Fault, FaultyProxy, faulty_proxy
-from medha.api.replica import StoreSpec
+from medha.api.kv_cache_spec import StoreSpec
 from medha_worker.rank import kv_objects
 from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectStore, object_store
+from small_disk import small_disk
 
-from .small_disk import small_disk
 from .store_rank import BLOCKS, SLOTS, Rank, content_of, fill, opened, small_host
 
 pytest.importorskip("obstore")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cluster.binaries import CannotBuild
-from medha.api.replica import StoreSpec
+from medha.api.kv_cache_spec import StoreSpec
 from medha.kv_dtype import KvDtype
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cluster.binaries import CannotBuild
-from medha.api.replica import StoreSpec
+from medha.api.kv_cache_spec import StoreSpec
 from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
 from medha.wire.messages import DiskFile, DiskReport, HostDrop, StoreLook
 from medha_worker.model.host_blocks import HostBlocks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from medha_process.shared_files import write_whole
+
 
 def read_epoch(path: Path | None) -> int | None:
     """Return the epoch in the file; None if there is none."""
@@ -20,8 +22,6 @@ def following_epoch(path: Path | None) -> int:
 
 
 def write_epoch(path: Path | None, epoch: int) -> None:
-    """Write an epoch to the file, atomically."""
+    """Replace the file by one with this epoch."""
     if path is not None:
-        partial = path.with_suffix(path.suffix + ".partial")
-        partial.write_text(str(epoch), encoding="utf-8")
-        partial.rename(path)
+        write_whole(path, str(epoch))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 _UNITS_BYTES = {
@@ -32,6 +32,19 @@ def quantity_bytes(quantity: str) -> int:
     """Return the bytes of a Kubernetes quantity such as `512Mi`."""
     number = quantity.rstrip("mkKMGTPi")
     return int(float(number) * _UNITS_BYTES[quantity[len(number) :]])
+
+
+def _above_zero(quantity: str) -> str:
+    if quantity_bytes(quantity) == 0:
+        raise ValueError(
+            f"must be above 0 (found {quantity}); give bytes such as 16Gi, or leave out what it is for"
+        )
+    return quantity
+
+
+QuantityAboveZero = Annotated[Quantity, AfterValidator(_above_zero)]
+"""Bytes in Kubernetes' notation, or bytes per second, that cannot be 0; the field needs the rule `ABOVE_ZERO`."""
+ABOVE_ZERO = ("self.matches('[1-9]')", "must be above 0")
 
 
 def _number_as_text(value: object) -> object:

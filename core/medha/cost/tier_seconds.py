@@ -37,7 +37,7 @@ _PEER_ACCESS_SECONDS = 0.02
 
 PARALLEL_READS = 4
 """Objects of the store that a rank reads at a time."""
-_STORE_ACCESS_SECONDS = 0.03
+STORE_ACCESS_SECONDS = 0.03
 """Time of a read of an object, however small, until some were measured."""
 
 
@@ -60,7 +60,7 @@ class TierSeconds:
         self._reads = None if disk is None else ReadSeconds(disk.access_seconds, disk.read_seconds_per_block)
         self._peer_reads = ReadSeconds(_PEER_ACCESS_SECONDS, peer_block_seconds)
         # Ranks read several objects at a time: each takes as many times as long as it would alone.
-        self._store_reads = ReadSeconds(_STORE_ACCESS_SECONDS, PARALLEL_READS * store_block_seconds)
+        self._store_reads = ReadSeconds(STORE_ACCESS_SECONDS, PARALLEL_READS * store_block_seconds)
         self._predictor = predictor
         self._correction = Correction()
 

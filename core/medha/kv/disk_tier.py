@@ -115,6 +115,11 @@ class DiskTier:
         return self._loads.blocks
 
     @property
+    def writing_blocks(self) -> int:
+        """Blocks that are being written."""
+        return self._writing
+
+    @property
     def files(self) -> int:
         return len(self._files)
 

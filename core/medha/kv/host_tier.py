@@ -610,6 +610,16 @@ class HostTier:
         """True if blocks are being read."""
         return bool(self._loading)
 
+    @property
+    def loading_blocks(self) -> int:
+        """Blocks that are being read."""
+        return sum(self._extents[extent].blocks for extent in self._loading)
+
+    @property
+    def fetching_blocks(self) -> int:
+        """Blocks of fetches of which something is still to be copied."""
+        return sum(one.count for held in self._fetching.values() for one in held)
+
     def is_loading(self, extent: int) -> bool:
         return extent in self._loading
 

@@ -102,6 +102,11 @@ class StoreTier:
         """Return how many blocks are being read on a lane."""
         return self._loads[lane].blocks
 
+    @property
+    def busy_blocks(self) -> int:
+        """Blocks that are being read or written, on all lanes."""
+        return sum(self._writing_blocks) + sum(loads.blocks for loads in self._loads)
+
     def begin_load(self, name: str, lane: int, extent: int, blocks: int) -> None:
         """Note that ranks read so many blocks of an object into an extent of a lane's host tier."""
         self._loads[lane].begin(extent, blocks)

@@ -53,6 +53,10 @@ class KnownModels:
             self._withdrawn = kept
 
     def find(self, model: str) -> KnownModel | None:
+        """Return what is known of a model, or None.
+
+        If nothing serves a known model, that is an outage, not a wrong name.
+        """
         declared, announced = self._declared.get(model), self._announced.get(model)
         if declared is None and announced is None:
             return None
@@ -88,6 +92,10 @@ class KnownModels:
         """Return the form of a model's thoughts, as its manifest names it."""
         declared = self._declared.get(model)
         return AUTO if declared is None else declared.reasoning_format
+
+    def all(self) -> dict[str, KnownModel]:
+        """Return every model that a manifest names or that was announced, by name."""
+        return {name: found for name in self.names if (found := self.find(name)) is not None}
 
     @property
     def names(self) -> list[str]:

@@ -50,9 +50,8 @@ class KnownReplica:
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
     _reserved_tokens: dict[str, int] = field(default_factory=dict)  # of KV, by wire id, as expected when sent
     _reserved_by_owner: dict[str, int] = field(default_factory=dict)  # of owners with open sequences only
-    _in_turn: list[str] = field(
-        default_factory=list
-    )  # wire ids that `next_open` has yet to return, the next one last
+    # Wire ids that `next_open` has yet to return, the next one last.
+    _in_turn: list[str] = field(default_factory=list)
 
     def opens(self, wire_id: str, sequence: OpenSequence, reserved_tokens: int) -> None:
         """Note a sequence that is sent to it, and that is expected to reserve this much KV."""

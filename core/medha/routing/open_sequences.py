@@ -41,9 +41,8 @@ class OpenSequence:
     turn: float
     """`AttainedService.turn` of its owner when it arrived."""
     leads: bool = True  # it is the first sample of its prompt
-    taken_turn: float = (
-        -inf
-    )  # with which it left the ledger, and comes back: of those of its owner, the earliest
+    # The turn with which it left the ledger, and comes back: of those of its owner, the earliest.
+    taken_turn: float = -inf
     row: int = NOWHERE  # in the ledger, while it waits
     emitted: list[int] = field(default_factory=list)
     attempts: int = 0
@@ -87,6 +86,11 @@ class OpenSequence:
     def next_wire_id(self) -> str:
         """Name of its next attempt."""
         return self.new.id if self.attempts == 0 else f"{self.new.id}~{self.attempts}"
+
+    @property
+    def due_after_seconds(self) -> float | None:
+        """Seconds from its arrival until it is due; None: by its service class. A move with a token sets them."""
+        return self.deadline - self.arrived_at if self.has_moved else self.request.deadline_after_seconds
 
     @property
     def shares_prefill(self) -> bool:

@@ -31,7 +31,6 @@ from typing import Literal
 
 DemandReason = Literal["arrivals", "waiting", "kv", "spare", "growth", "open"]
 """Part of the demand."""
-DEMAND_REASONS: tuple[DemandReason, ...] = ("arrivals", "waiting", "kv", "spare", "growth", "open")
 OPEN_SHARE = 0.01
 """Least demand of a router that has an open request; those of many routers together are still below 1."""
 _BUCKET_SECONDS = 5.0

@@ -49,9 +49,8 @@ def needs_prefill(sequence: OpenSequence, able: Sequence[KnownReplica]) -> bool:
     that would be asked for its KV count as having it.
     """
     new = sequence.new
-    if (
-        not new.prefix or new.sampling.prompt_logprobs is not None
-    ):  # no KV could be found, or none may be used
+    # No KV could be found, or none may be used.
+    if not new.prefix or new.sampling.prompt_logprobs is not None:
         return False
     decoding = [one for one in able if one.card.role != PREFILL and one.card.hands_kv_over]
     if not decoding:

@@ -19,14 +19,13 @@ Time comes in as `now` (seconds of the driver's monotonic clock). The same event
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import inf
-from typing import NamedTuple
 
-from medha.declared import DeclaredModel
 from medha.routing.deadline_ledger import Opening
 from medha.routing.drain_moves import leaves_for, may_take_over
-from medha.routing.known_models import KnownModel, KnownModels
+from medha.routing.fleet import Fleet, most_tokens
+from medha.routing.known_models import KnownModels
 from medha.routing.known_replicas import Forwarded, KnownReplica
+from medha.routing.kv_sources import KvSources
 from medha.routing.ledgers import Ledgers, retry_after_seconds
 from medha.routing.listening import Listening
 from medha.routing.lost_attempts import (
@@ -37,8 +36,7 @@ from medha.routing.lost_attempts import (
     without_trial,
 )
 from medha.routing.model_work import ModelWorks
-from medha.routing.open_sequences import Key, KvSource, OpenSequence
-from medha.routing.prefix_memory import prefill_seconds
+from medha.routing.open_sequences import Key, OpenSequence
 from medha.routing.replica_choice import (
     able_replicas,
     choose,
@@ -56,7 +54,6 @@ from medha.routing.router_events import (
     BundleKnown,
     Declared,
     Deliver,
-    DropBundle,
     Fail,
     FailureKind,
     LinkLost,
@@ -72,6 +69,7 @@ from medha.routing.router_events import (
     ServedElsewhere,
 )
 from medha.routing.routing_limits import RoutingLimits
+from medha.routing.unserved import Unserved
 from medha.scheduler.attained_service import AttainedService
 from medha.scheduler.request import NOWHERE
 from medha.slo import class_terms, ttft_target_seconds
@@ -80,7 +78,6 @@ from medha.wire.messages import (
     Cancel,
     Emit,
     Failed,
-    FetchBundle,
     Heartbeat,
     Refused,
     Submit,
@@ -100,26 +97,22 @@ class RouterCore:
         self._limits = limits or RoutingLimits()
         self._works = ModelWorks(demand or DemandTerms())
         self._listening = Listening(self._limits.late_seconds, self._limits.stopped_seconds)
-        self._replicas: dict[str, KnownReplica] = {}
+        self.fleet = Fleet(self._limits)
+        self._replicas = self.fleet.replicas
         self._sequences: dict[str, OpenSequence] = {}
         self._by_wire_id: dict[str, OpenSequence] = {}
         self._attained = AttainedService()
         self._waiting = Ledgers(self._limits.max_waiting)
-        self._bundles: set[str] = set()
-        self._unneeded_since: dict[str, float] = {}  # digest of a bundle that nothing needs -> since when
-        self._fetch_requested_at: dict[str, float] = {}  # digest -> when it was last requested
-        self._unserved_since: dict[_Kind, float] = {}
-        self._models = KnownModels()
+        self._bundles = self.fleet.bundles
+        self._unserved = Unserved(self._limits)
+        self.models = KnownModels()
         self._lone_roles: dict[str, str] = {}  # model -> role of the only replicas that serve it
         self._rejected: dict[str, str] = {}  # replica -> reason, so that each is reported once
         self._arrivals = 0
-        self._moved: dict[str, OpenSequence] = {}  # sequences with a `kv_source`, by their names there
-        self._freed: list[RouterCommand] = []  # sources that are needed no longer
+        self._sources = KvSources()
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
-        commands = self._handle(event, now)
-        freed, self._freed = self._freed, []
-        return commands + freed
+        return self._handle(event, now) + self._sources.take_freed()
 
     def _handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
         match event:
@@ -131,7 +124,6 @@ class RouterCore:
                 return self._received(event, now)
             case BundleKnown(digest=digest):
                 self._bundles.add(digest)
-                self._fetch_requested_at.pop(digest, None)
                 commands: list[RouterCommand] = []
                 for key in sorted({one.key for one in self._replicas.values() if one.card.digest == digest}):
                     commands += self._follow(key)
@@ -140,7 +132,7 @@ class RouterCore:
                 self._rejected.pop(replica, None)
                 return self._lose(replica, now) + self._dispatch(now)
             case Declared(models=models):
-                self._models.declare(models)
+                self.models.declare(models)
                 self._forget_withdrawn()
                 return []
             case ServedElsewhere(owner, tokens):
@@ -151,63 +143,20 @@ class RouterCore:
 
     # Queries of the HTTP side ---------------------------------------------------------------------
 
-    def cards(self, model: str | None = None) -> list[Announce]:
-        """Return the announcements of live replicas whose bundle is known; only those of `model`, if one is named."""
-        return [
-            replica.card
-            for replica in self._replicas.values()
-            if replica.card.digest in self._bundles and model in (None, replica.card.model)
-        ]
-
-    def known(self, model: str) -> KnownModel | None:
-        """Return what is known of a model, or None.
-
-        If nothing serves a known model, that is an outage, not a wrong name.
-        """
-        return self._models.find(model)
-
     def is_expected(self, model: str, now: float) -> bool:
         """Return whether replicas of a model may come, because a manifest names it, or may be about to."""
-        return self._models.is_expected(model, now, self._limits.name_seconds)
-
-    def is_served(self, model: str) -> bool:
-        """Return whether a replica serves a model now."""
-        return any(self._usable(one) for one in self._replicas.values() if one.card.model == model)
-
-    def known_models(self) -> dict[str, KnownModel]:
-        """Return every model that a manifest names or that was announced, by name."""
-        return {name: found for name in self._models.names if (found := self.known(name)) is not None}
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Aliases of models that manifests name, as alias -> model."""
-        return self._models.aliases
-
-    def tool_call_format(self, model: str) -> str:
-        """Return the form of a model's calls of functions, as its manifest names it."""
-        return self._models.tool_call_format(model)
-
-    def reasoning_format(self, model: str) -> str:
-        """Return the form of a model's thoughts, as its manifest names it."""
-        return self._models.reasoning_format(model)
-
-    @property
-    def declared(self) -> tuple[DeclaredModel, ...]:
-        """The models that manifests name."""
-        return self._models.declared
+        return self.models.is_expected(model, now, self._limits.name_seconds)
 
     def works(self, guests: Mapping[str, int], now: float) -> dict[str, ModelWork]:
         """Return what clients want now of each known model; `guests` are requests in the waiting room, by model."""
         sequences = self._sequences.values()
-        return self._works.now(self._models.names, sequences, self._waiting, self._serving_key, guests, now)
+        return self._works.now(
+            self.models.names, sequences, self._waiting, self.fleet.serving_key, guests, now
+        )
 
     def demand(self, model: str, work: ModelWork) -> dict[DemandReason, float]:
         """Return the replicas of a model that this work needs, by reason (`medha.routing.replica_demand`)."""
         return replica_demand(work, self._works.size(model), self._works.terms)
-
-    @property
-    def ready(self) -> bool:
-        return any(self._usable(replica) for replica in self._replicas.values())
 
     @property
     def waiting(self) -> int:
@@ -216,40 +165,6 @@ class RouterCore:
     @property
     def open(self) -> int:
         return len(self._sequences)
-
-    def ttft_target_seconds(self, request: Arrive, prompt_tokens: int) -> float:
-        """Return the seconds from arrival until a prompt's first token is due: the client's deadline, else its class's.
-
-        Replicas of one model may differ in speed. The tightest target among the serving replicas that can
-        hold the prompt counts, so that it waits here no longer than any of them would let it. It is computed
-        from the announced prefill times, so it differs from the replica's own target by a few per cent.
-        Infinite if no replica serves the request.
-        """
-        if request.deadline_after_seconds is not None:
-            return request.deadline_after_seconds
-        cards = [replica.card for replica in self._serving(request)]
-        return min(
-            (
-                ttft_target_seconds(
-                    class_terms(card.service_classes, request.service_class),
-                    prefill_seconds(card.prefill_points, prompt_tokens),
-                )
-                for card in cards
-                if card.longest_request_tokens > prompt_tokens
-            ),
-            default=inf,
-        )
-
-    def _work_seconds(self, request: Arrive, prompt_tokens: int) -> float:
-        """Return the prefill time of a whole prompt on the fastest replica that can hold it."""
-        return min(
-            (
-                prefill_seconds(replica.card.prefill_points, prompt_tokens)
-                for replica in self._serving(request)
-                if replica.card.longest_request_tokens > prompt_tokens
-            ),
-            default=0.0,
-        )
 
     # Client side ----------------------------------------------------------------------------------
 
@@ -275,8 +190,8 @@ class RouterCore:
             new=new,
             request=request,
             arrived_at=now,
-            deadline=now + self.ttft_target_seconds(request, new.prompt_length),
-            work_seconds=self._work_seconds(request, new.prompt_length),
+            deadline=now + self.fleet.ttft_target_seconds(request, new.prompt_length),
+            work_seconds=self.fleet.work_seconds(request, new.prompt_length),
             tie=self._arrivals,
             turn=self._attained.turn(request.owner),
             leads=leads,
@@ -291,7 +206,7 @@ class RouterCore:
         left = [sequence for sequence in sequences if sequence.replica is None]
         waiting = len(self._waiting) - len(left)
         of_owner = self._waiting.waiting_of(request.owner) - len(left)
-        most_seconds = self._most_wait_seconds(request)
+        most_seconds = self.fleet.most_wait_seconds(request)
         commands: list[RouterCommand] = []
         for sequence in left:
             reason = None
@@ -311,20 +226,10 @@ class RouterCore:
         return self._fail(sequence, "overloaded", text, now, retry_after_seconds(start_seconds))
 
     def _start_seconds(self, sequence: OpenSequence, now: float) -> float:
-        return self._waiting.start_seconds(sequence, self._serving(sequence.request), now)
-
-    def _most_wait_seconds(self, request: Arrive) -> float | None:
-        """Return how long a request of this class may wait for its prefill to begin: on one replica; None: for ever."""
-        found: list[float] = []
-        for replica in self._serving(request):
-            terms = class_terms(replica.card.service_classes, request.service_class)
-            if terms.max_wait_seconds is None:
-                return None
-            found.append(terms.max_wait_seconds)
-        return max(found, default=None)
+        return self._waiting.start_seconds(sequence, self.fleet.serving(sequence.request), now)
 
     def _cannot_serve(self, request: Arrive) -> tuple[FailureKind, str] | None:
-        serving = self._serving(request)
+        serving = self.fleet.serving(request)
         if serving:
             longest = max(replica.card.longest_request_tokens for replica in serving)
             requested = max(new.prompt_length for new in request.sequences) + 1
@@ -334,9 +239,9 @@ class RouterCore:
                 "too_long",
                 f"the KV cache holds {longest} tokens; prompt and first output token need {requested}",
             )
-        if self._models and self.known(request.model) is None:
+        if self.models and self.models.find(request.model) is None:
             return "model_not_found", f"The model `{request.model}` does not exist."
-        if self._serving_key((request.model, request.digest)):
+        if self.fleet.serving_key((request.model, request.digest)):
             return "unavailable", ignored_grammar(request.model)
         return "unavailable", f"no ready replica serves the model `{request.model}` now; try again later"
 
@@ -368,14 +273,14 @@ class RouterCore:
                 return self._failed(event.replica, failed, now)
 
     def _announce(self, card: Announce, now: float) -> list[RouterCommand]:
-        reason = self._unacceptable(card)
+        reason = self.fleet.refusal_of(card)
         if reason is not None:
             if self._rejected.get(card.replica) == reason:
                 return []
             self._rejected[card.replica] = reason
             return [*self._lose(card.replica, now), Reject(card.replica, reason)]
         self._rejected.pop(card.replica, None)
-        self._models.announce(card, now)
+        self.models.announce(card, now)
 
         commands: list[RouterCommand] = []
         known = self._replicas.get(card.replica)
@@ -387,15 +292,11 @@ class RouterCore:
             self._replicas[card.replica] = KnownReplica(card, self._listening.seconds(now), now)
         else:
             if known.card.ready and not card.ready:  # its epoch is lost; others may serve what is open there
-                self._lose_sources(card.replica)
+                self._sources.lose(card.replica)
                 for sequence in list(known.open.values()):
                     commands += self._resume(sequence, now)
             known.announce(card, now)
-        if card.digest not in self._bundles:
-            fetch_requested_at = self._fetch_requested_at.get(card.digest)
-            if fetch_requested_at is None or now - fetch_requested_at >= self._limits.fetch_seconds:
-                self._fetch_requested_at[card.digest] = now
-                commands.append(Send(card.replica, FetchBundle(card.digest)))
+        commands += self._bundles.request(card, now)
         commands += self._follow(self._replicas[card.replica].key)
         if drains:  # later decisions are those of ticks: it announces often, and may have many sequences
             commands += self._move_from(self._replicas[card.replica], now)
@@ -403,7 +304,7 @@ class RouterCore:
 
     def _follow(self, key: Key) -> list[RouterCommand]:
         """Order by the policy of the replicas that now serve a model; say so if a role that others should have has none."""
-        serving, model = self._serving_key(key), key[0]
+        serving, model = self.fleet.serving_key(key), key[0]
         self._waiting.follow(key, serving)
         self._works.follow(model, serving)
         lone, before = lone_role(serving), self._lone_roles.get(model, "")
@@ -416,19 +317,9 @@ class RouterCore:
         del self._lone_roles[model]
         return [Notice(f"the role `{before}` no longer serves the model {model!r} alone", is_warning=False)]
 
-    def _unacceptable(self, card: Announce) -> str | None:
-        for other in self._replicas.values():
-            mixes = other.card.model == card.model and other.card.digest != card.digest
-            if mixes and other.card.replica != card.replica:
-                return (
-                    f"its bundle {card.digest[:12]} of model {card.model!r} differs from {other.card.digest[:12]} "
-                    f"of replica {other.card.replica!r}; give both the same checkpoint, or different model names"
-                )
-        return None
-
     def _emit(self, replica: str, emit: Emit, now: float) -> list[RouterCommand]:
         sequence = self._assigned(replica, emit.id)
-        if sequence is None and emit.id in self._moved:
+        if sequence is None and emit.id in self._sources:
             return []  # it has crossed the move, and another replica samples the same tokens
         if sequence is None:
             # This attempt was abandoned: its replica was silent, or the router has restarted.
@@ -437,7 +328,7 @@ class RouterCore:
         if emit.tokens:
             if not sequence.has_progress:
                 sequence.first_token_at, sequence.first_tokens = now, len(sequence.emitted)
-                self._free_source(sequence)
+                self._sources.free(sequence)
             sequence.has_progress = True  # so it is not what kills its replicas
             sequence.kv_dtype = self._replicas[replica].card.kv_dtype
             sequence.losses, sequence.was_aboard = 0, False
@@ -459,7 +350,7 @@ class RouterCore:
         """Let a sequence with a new token go on at a replica that decodes, if its present one is for prompts."""
         assert sequence.replica is not None
         source = self._replicas[sequence.replica]
-        serving = self._serving_key(sequence.key)
+        serving = self.fleet.serving_key(sequence.key)
         chosen = choose(sequence, move_targets(sequence, source, serving), serving)
         if chosen is None:
             return []
@@ -505,7 +396,7 @@ class RouterCore:
         lost = self._replicas.pop(replica, None)
         if lost is None:
             return []
-        self._lose_sources(replica)
+        self._sources.lose(replica)
         commands: list[RouterCommand] = []
         for sequence in list(lost.open.values()):
             if sequence.new.id not in self._sequences:
@@ -525,73 +416,21 @@ class RouterCore:
             if silent_seconds > self._limits.silence_seconds:
                 commands.append(Reject(name, f"silent for {silent_seconds:.1f} s"))
                 # It may come back on the same connection, and must not compute what others do by then.
-                commands += [Send(name, Cancel(wire_id)) for wire_id in [*replica.open, *self._left(name)]]
+                left = (one.wire_id for one in self._sources.at(name))
+                commands += [Send(name, Cancel(wire_id)) for wire_id in (*replica.open, *left)]
                 commands += self._lose(name, now)
         self._forget_withdrawn()
         for key in self._waiting:
-            self._waiting.refresh(key, self._serving_key(key))
+            self._waiting.refresh(key, self.fleet.serving_key(key))
         for replica in self._replicas.values():
             commands += self._move_from(replica, now)
         commands += self._dispatch(now)
-        commands += self._end_hopeless(now)
-        return commands + self._drop_unneeded(now)
-
-    def _drop_unneeded(self, now: float) -> list[RouterCommand]:
-        """Drop bundles that nothing has needed for long; a new revision of a model brings another one each time."""
+        usable = {name for name, replica in self._replicas.items() if self.fleet.is_usable(replica)}
+        hopeless = self._unserved.hopeless(self._replicas.values(), usable, self._waiting, now)
+        commands += [self._fail(sequence, kind, detail, now) for sequence, kind, detail in hopeless]
         announced = {replica.card.digest for replica in self._replicas.values()}
-        self._fetch_requested_at = {
-            digest: at for digest, at in self._fetch_requested_at.items() if digest in announced
-        }
-        unannounced = self._bundles - announced
-        if unannounced:
-            unannounced -= {sequence.request.digest for sequence in self._sequences.values()}
-        self._unneeded_since = {
-            digest: self._unneeded_since.get(digest, now) for digest in sorted(unannounced)
-        }
-        late = [
-            digest
-            for digest, since in self._unneeded_since.items()
-            if now - since >= self._limits.bundle_seconds
-        ]
-        self._bundles.difference_update(late)
-        return [DropBundle(digest) for digest in late]
-
-    def _end_hopeless(self, now: float) -> list[RouterCommand]:
-        """End queued sequences that had no serving replica for too long, or that no remaining replica can hold."""
-        longest: dict[_Kind, int] = {}
-        recovering: set[_Kind] = set()
-        for replica in self._replicas.values():
-            for kind in _kinds(replica.key):
-                if kind.has_grammar and not replica.card.follows_grammars:
-                    continue
-                if self._usable(replica):
-                    longest[kind] = max(longest.get(kind, 0), replica.card.longest_request_tokens)
-                elif not replica.card.ready and not replica.card.draining:
-                    recovering.add(kind)
-        unserved_since: dict[_Kind, float] = {}
-        commands: list[RouterCommand] = []
-        for key in self._waiting:
-            ledger = self._waiting.of(key)
-            for kind in _kinds(key):
-                limit = longest.get(kind)
-                if limit is not None:
-                    detail = f"no replica is left that holds more than {limit} tokens"
-                    hopeless = ledger.with_tokens(limit, has_grammar=kind.has_grammar)
-                    commands += [self._fail(one, "too_long", detail, now) for one in hopeless]
-                    continue
-                unserved = ledger.with_tokens(0, has_grammar=kind.has_grammar)
-                if not unserved:
-                    continue  # the time begins with the first one that waits
-                since = unserved_since[kind] = self._unserved_since.get(kind, now)
-                limits = self._limits
-                allowed_seconds = limits.recovery_seconds if kind in recovering else limits.unserved_seconds
-                if now - since >= allowed_seconds:
-                    detail = f"no replica of the model `{key[0]}` came back in {now - since:.0f} s"
-                    if kind._replace(has_grammar=False) in longest:
-                        detail = ignored_grammar(key[0])
-                    commands += [self._fail(one, "unavailable", detail, now) for one in unserved]
-        self._unserved_since = unserved_since
-        return commands
+        open_ones = (sequence.request.digest for sequence in self._sequences.values())
+        return commands + self._bundles.drop_unneeded(announced, open_ones, now)
 
     # Late binding ---------------------------------------------------------------------------------
 
@@ -603,20 +442,20 @@ class RouterCore:
         """
         commands: list[RouterCommand] = []
         for key in self._waiting:
-            with_place = [replica for replica in self._serving_key(key) if replica.has_place]
+            with_place = [replica for replica in self.fleet.serving_key(key) if replica.has_place]
             if with_place:
                 commands += self._dispatch_to(key, with_place, now)
         return commands
 
     def _dispatch_to(self, key: Key, with_place: list[KnownReplica], now: float) -> list[RouterCommand]:
         commands: list[RouterCommand] = []
-        ledger, serving = self._waiting.of(key), self._serving_key(key)
+        ledger, serving = self._waiting.of(key), self.fleet.serving_key(key)
         lookahead = self._limits.lookahead_seconds
-        most_tokens = _most_tokens(serving)
+        longest = most_tokens(serving)
         takes_turns = ledger.takes_turns(now)
 
         def opening(replica: KnownReplica) -> Opening:
-            most = most_tokens[replica.card.follows_grammars]
+            most = longest[replica.card.follows_grammars]
             return replica.opening(lookahead, most, takes_turns=takes_turns)
 
         openings = {replica.card.replica: opening(replica) for replica in with_place}
@@ -730,7 +569,7 @@ class RouterCore:
             seed=new.seed,
             sample_index=new.sample_index,
             age_seconds=max(0.0, now - sequence.arrived_at),
-            deadline_after_seconds=self._due_after_seconds(sequence),
+            deadline_after_seconds=sequence.due_after_seconds,
             tpot_target_seconds=request.tpot_target_seconds,
             service_class=request.service_class,
             sampling=new.sampling,
@@ -739,16 +578,6 @@ class RouterCore:
             peer=peer,
             peer_tokens=peer_tokens,
         )
-
-    @staticmethod
-    def _due_after_seconds(sequence: OpenSequence) -> float | None:
-        """Return when a sequence is due, in seconds from its arrival; None: by its service class.
-
-        That of one that has moved with a token was set then (`_leave_kv`).
-        """
-        if not sequence.has_moved:
-            return sequence.request.deadline_after_seconds
-        return sequence.deadline - sequence.arrived_at
 
     def _peer(self, sequence: OpenSequence, replica: KnownReplica, now: float) -> tuple[str, int]:
         """Return the replica from which another one may read a sequence's KV, and of how many tokens."""
@@ -766,11 +595,10 @@ class RouterCore:
         card = replica.card
         if not (card.ready and card.draining and replica.open) or card.drain_seconds is None:
             return commands
-        serving = self._serving_key(replica.key)
+        serving = self.fleet.serving_key(replica.key)
         if not may_take_over(replica, serving):
             return commands
-        sources = [one.kv_source for one in self._moved.values() if one.kv_source is not None]
-        reading_tokens = sum(one.tokens for one in sources if one.replica == card.replica)
+        reading_tokens = sum(one.tokens for one in self._sources.at(card.replica))
         for sequence in replica.next_open(MOST_LOOKS):
             if is_suspect(sequence, self._limits):
                 continue
@@ -792,44 +620,10 @@ class RouterCore:
             sequence.deadline = now + ttft_target_seconds(terms, resumption_seconds(sequence, target))
             sequence.has_moved = True
         leaves = Send(name, Cancel(sequence.wire_id, moves=True))
-        if sequence.kv_source is None or sequence.has_progress:
-            self._free_source(sequence)
-            tokens = sequence.tokens - sequence.has_progress
-            sequence.kv_source = KvSource(name, sequence.wire_id, tokens, sequence.has_progress)
-            self._moved[sequence.wire_id] = sequence
-        else:  # the replica that it left before still has its KV
-            self._freed.append(Send(name, Cancel(sequence.wire_id)))
+        self._sources.leave(sequence, name)
         self._unassign(sequence)
         self._wait(sequence)
         return leaves
-
-    def _free_source(self, sequence: OpenSequence) -> None:
-        """Let the replica that a sequence has left end, as far as it is concerned."""
-        source, sequence.kv_source = sequence.kv_source, None
-        if source is not None:
-            del self._moved[source.wire_id]
-            self._freed.append(Send(source.replica, Cancel(source.wire_id)))
-
-    def _lose_sources(self, replica: str) -> None:
-        """Note that a replica has no KV any more of sequences that have left it."""
-        for wire_id in self._left(replica):
-            self._moved.pop(wire_id).kv_source = None
-
-    def _left(self, replica: str) -> list[str]:
-        """Return the names of sequences at a replica which they have left, and which keeps KV of them."""
-        sources = (one.kv_source for one in self._moved.values())
-        return [one.wire_id for one in sources if one is not None and one.replica == replica]
-
-    def _usable(self, replica: KnownReplica) -> bool:
-        return replica.serves and replica.card.digest in self._bundles
-
-    def _serving(self, request: Arrive) -> list[KnownReplica]:
-        return [one for one in self._serving_key((request.model, request.digest)) if one.follows(request)]
-
-    def _serving_key(self, key: Key) -> list[KnownReplica]:
-        return [
-            replica for replica in self._replicas.values() if replica.key == key and self._usable(replica)
-        ]
 
     # Bookkeeping ----------------------------------------------------------------------------------
 
@@ -872,7 +666,7 @@ class RouterCore:
 
     def _wait(self, sequence: OpenSequence) -> float:
         """Let a sequence wait; return the prefill seconds that it has left."""
-        return self._waiting.add(sequence, self._serving_key(sequence.key))
+        return self._waiting.add(sequence, self.fleet.serving_key(sequence.key))
 
     def _unassign(self, sequence: OpenSequence) -> None:
         if sequence.replica is None:
@@ -883,8 +677,8 @@ class RouterCore:
         sequence.replica = None
 
     def _forget_withdrawn(self) -> None:
-        self._models.forget_withdrawn(replica.card.model for replica in self._replicas.values())
-        self._works.forget(self._models.names)
+        self.models.forget_withdrawn(replica.card.model for replica in self._replicas.values())
+        self._works.forget(self.models.names)
 
     def _forget(self, sequence: OpenSequence, now: float) -> None:
         if sequence.row != NOWHERE:
@@ -893,7 +687,7 @@ class RouterCore:
                 tokens, charged_at = sequence.new.prompt_length, sequence.arrived_at
                 self._attained.take_back(sequence.owner, tokens, charged_at, now)
         self._unassign(sequence)
-        self._free_source(sequence)
+        self._sources.free(sequence)
         self._works.ended(sequence.request.model, now)
         del self._sequences[sequence.new.id]
 
@@ -909,26 +703,6 @@ class RouterCore:
         if kind in ("unavailable", "out_of_memory", "grammar_late"):
             retry_after = 1
         return Fail(sequence.new.id, kind, detail, retry_after)
-
-
-class _Kind(NamedTuple):
-    """The sequences of a key that the same replicas can serve, apart from their length."""
-
-    key: Key
-    has_grammar: bool
-
-
-def _kinds(key: Key) -> tuple[_Kind, _Kind]:
-    return _Kind(key, has_grammar=False), _Kind(key, has_grammar=True)
-
-
-def _most_tokens(serving: Iterable[KnownReplica]) -> dict[bool, int]:
-    """Return the most tokens of a request that any replica holds: of those that follow grammars, and of all."""
-    most = {True: 0, False: 0}
-    for card in (replica.card for replica in serving):
-        for follows in {False, card.follows_grammars}:
-            most[follows] = max(most[follows], card.longest_request_tokens)
-    return most
 
 
 def _identity(card: Announce) -> tuple[str, str, int]:

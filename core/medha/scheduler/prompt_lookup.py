@@ -1,8 +1,9 @@
-"""Drafts by prompt lookup: the tokens that followed the last ones of a sequence where these occurred before.
+"""Drafts by prompt lookup: the tokens that followed the longest run of a sequence's last tokens that occurred before.
 
-Nothing is loaded or trained. The last occurrence of each `GRAM_TOKENS` tokens is kept: for a prompt in a hash table of
-numpy, which its sequences share, and for an output in a dictionary. From a place that was found, the sequence is followed
-for as long as it repeats what is there, so a long quotation is found once.
+Nothing is loaded or trained. A sequence is looked up in its own output, in its prompt, whose index its sequences share, and in the
+outputs of finished requests that may share KV with it. The longest run that is found counts
+(`medha.scheduler.text_index`); of equally long ones, the first of these texts that has it, and there the last one. From
+that place, the sequence is followed for as long as it repeats what is there, and left for a longer run.
 
 A prompt is indexed piece by piece, one with each draft, so that a long one delays no step. Drafts only quote what is
 indexed.
@@ -10,108 +11,136 @@ indexed.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections import OrderedDict
 
+import numpy as np
+
+from medha.scheduler.text_index import RUN_TOKENS, RunHashes, TextIndex
 from medha.wire.frames import TokenIds
 
-GRAM_TOKENS = 3
-"""Number of tokens that have to occur again."""
-PIECE_TOKENS = 65_536
+PIECE_TOKENS = 16_384
 """Tokens of a prompt that are indexed at once."""
-_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
-_FOLD = 29
-_BITS = 64
-_MASK = (1 << _BITS) - 1
+FINISHED_TOKENS = 65_536
+"""Tokens of finished outputs that are indexed together; the last one or two such indexes of a salt are kept."""
+MOST_SALTS = 16
+"""Cache salts whose finished outputs are kept: those that were used last."""
+_FIRST_TOKENS = 64
+_LONGEST = RUN_TOKENS[-1]
 
 
-class PromptIndex:
-    """The last occurrences of runs of `GRAM_TOKENS` tokens in a prompt, as far as it is indexed."""
+class _Prompt:
+    """A prompt, and the number of running sequences that have it."""
+
+    __slots__ = ("index", "users")
 
     def __init__(self, ids: TokenIds) -> None:
-        """`ids` is int32 [n]."""
-        self.ids = ids
-        self.users = 0  # running sequences
-        bits = max(4, (2 * len(ids) - 1).bit_length())
-        self._shift = _BITS - bits
-        self._behind: npt.NDArray[np.int32] = np.zeros(1 << bits, dtype=np.int32)  # 0: no run has this hash
-        self._indexed = 0  # runs
+        self.index = TextIndex(ids, len(ids))
+        self.users = 0
 
-    def advance(self) -> None:
-        """Index the next piece."""
-        stop = min(self._indexed + PIECE_TOKENS, len(self.ids) - GRAM_TOKENS)
-        if stop <= self._indexed:
+    def advance(self) -> bool:
+        """Index the next piece, if any is left; runs that end the prompt are in the indexes of its outputs."""
+        stop = min(self.index.indexed + PIECE_TOKENS, self.index.length - 1)
+        if stop <= self.index.indexed:
+            return False
+        self.index.index_until(stop)
+        return True
+
+
+class _Finished:
+    """Outputs of finished requests: two indexes take turns, so that the oldest outputs are forgotten."""
+
+    def __init__(self) -> None:
+        self.indexes: list[TextIndex] = []  # the newest one first
+
+    def add(self, ids: TokenIds) -> None:
+        """Add an output, int32 [n]; of one that is longer than an index, its end."""
+        ids = ids[-FINISHED_TOKENS:]
+        if len(ids) <= RUN_TOKENS[0]:
             return
-        ids = self.ids[self._indexed : stop + GRAM_TOKENS - 1]
-        columns = [ids[place : place + stop - self._indexed] for place in range(GRAM_TOKENS)]
-        # Where several runs have one hash, the last one stays.
-        self._behind[self._hashes(columns)] = np.arange(self._indexed, stop, dtype=np.int32) + GRAM_TOKENS
-        self._indexed = stop
-
-    def find(self, gram: tuple[int, ...]) -> int | None:
-        """Return the position behind the last indexed occurrence of `gram`, if it is known."""
-        behind = int(self._behind[self._hash(gram)])
-        if behind and tuple(self.ids[behind - GRAM_TOKENS : behind].tolist()) == gram:
-            return behind
-        return None
-
-    def _hash(self, gram: tuple[int, ...]) -> int:
-        """Return the place of a run in the table: for one run, numpy takes ten times as long."""
-        total = 0
-        for token, factor in zip(gram, _FACTORS, strict=True):
-            total = (total ^ token) * factor & _MASK
-            total ^= total >> _FOLD
-        return (total * _FACTORS[0] & _MASK) >> self._shift
-
-    def _hashes(self, columns: list[TokenIds]) -> npt.NDArray[np.uint64]:
-        """Return the place of each run in the table, as `_hash` does; `columns` are their first, second, ... tokens."""
-        total = np.zeros(len(columns[0]), dtype=np.uint64)
-        for column, factor in zip(columns, _FACTORS, strict=True):
-            total = (total ^ column.astype(np.uint64)) * np.uint64(factor)
-            total ^= total >> np.uint64(_FOLD)
-        return (total * np.uint64(_FACTORS[0])) >> np.uint64(self._shift)
+        if not self.indexes or self.indexes[0].length + len(ids) > FINISHED_TOKENS:
+            self.indexes = [
+                TextIndex(np.empty(FINISHED_TOKENS, dtype=np.int32), 0),
+                *self.indexes[:1],
+            ]
+        index = self.indexes[0]
+        start, index.length = index.length, index.length + len(ids)
+        index.ids[start : index.length] = ids
+        index.index_until(index.length - 1, start)  # nothing follows its last run
 
 
 class _Sequence:
-    """A prompt and its output so far, and where the sequence repeats itself."""
+    """A prompt and its output so far, and where the sequence repeats itself or another text."""
 
-    __slots__ = ("_border", "_last", "_outputs", "_source", "grams", "name", "prompt")
+    __slots__ = (
+        "_hashes", "_lead", "_matched", "_own", "_place", "_source", "finished", "name", "prompt",
+    )  # fmt: skip
 
-    def __init__(self, name: str, prompt: PromptIndex) -> None:
-        self.name, self.prompt = name, prompt  # of the prompt
-        self._border = len(prompt.ids)
-        self._last = tuple(prompt.ids[1 - GRAM_TOKENS :].tolist())  # the tokens before the next one
-        self._outputs: list[int] = []
-        self.grams: dict[tuple[int, ...], int] = {}  # of the output -> the position behind each
-        self._source: int | None = None  # position of the token that should come next
+    def __init__(self, name: str, prompt: _Prompt, finished: _Finished | None) -> None:
+        self.name, self.prompt, self.finished = name, prompt, finished
+        ids = prompt.index.ids
+        self._lead = min(_LONGEST, len(ids))  # tokens of the prompt that the output's index begins with
+        self._own = TextIndex(np.empty(self._lead + _FIRST_TOKENS, dtype=np.int32), 0)
+        self._hashes = RunHashes()
+        self._source: TextIndex | None = None  # the text that the sequence repeats
+        self._place = 0  # of the token that should come next, in the source
+        self._matched = 0  # tokens that are known to be the same before it
+        for token in ids[len(ids) - self._lead :].tolist():
+            self._own.append(token)
+            self._hashes.append(token)
+        for row, length in enumerate(RUN_TOKENS):
+            if length <= self._lead:
+                self._own.put(row, self._hashes.hashes[row])
+
+    @property
+    def output(self) -> TokenIds:
+        """The ids of the output, int32 [n]."""
+        return self._own.ids[self._lead : self._own.length]
 
     def append(self, token: int) -> None:
-        """Take the next token, and find where the last ones occurred before."""
+        """Take the next token, and find where the longest run of the last ones occurred before."""
         source = self._source
         if source is not None:
-            source = source + 1 if self._tokens(source, 1) == [token] else None
-        self._outputs.append(token)
-        gram = (*self._last, token)
-        self._last = gram[1 - GRAM_TOKENS :]
-        if len(gram) == GRAM_TOKENS:
-            if source is None:
-                source = self.grams.get(gram) or self.prompt.find(gram)
-            self.grams[gram] = self._border + len(self._outputs)
-        self._source = source
+            if self._place < source.length and source.ids[self._place] == token:
+                self._place += 1
+                self._matched += 1
+                if source is self.prompt.index and self._place == source.length:
+                    self._source, self._place = self._own, self._lead  # the output continues the prompt
+            else:
+                self._source, self._matched = None, 0
+        self._own.append(token)
+        self._hashes.append(token)
+        self._find()
+
+    def _find(self) -> None:
+        """Index the last runs, and go to a place behind a longer one than is known."""
+        own, found = self._own, False
+        others = () if self.finished is None else self.finished.indexes
+        for row in reversed(range(len(RUN_TOKENS))):
+            length, run_hash = RUN_TOKENS[row], self._hashes.hashes[row]
+            if length > own.length:
+                continue
+            if not found and length > self._matched:
+                run = own.ids[own.length - length : own.length].tobytes()
+                for index in (own, self.prompt.index, *others):
+                    behind = index.find(row, run_hash, run)
+                    if behind:
+                        self._source, self._place, self._matched = index, behind, length
+                        found = True
+                        break
+            own.put(row, run_hash)
 
     def draft(self, tokens: int) -> tuple[int, ...]:
-        """Return `tokens` tokens that should come next, if any are known; those that reach the end repeat themselves."""
-        if self._source is None:
+        """Return up to `tokens` tokens that should come next, if any are known; the output's end repeats itself."""
+        source, own = self._source, self._own
+        if source is None:
             return ()
-        known = self._tokens(self._source, tokens)
-        return tuple((known * -(-tokens // len(known)))[:tokens])
-
-    def _tokens(self, start: int, count: int) -> list[int]:
-        """Return up to `count` tokens from position `start` on."""
-        if start >= self._border:
-            return self._outputs[start - self._border : start - self._border + count]
-        known: list[int] = self.prompt.ids[start : start + count].tolist()
-        return known if len(known) == count else known + self._outputs[: count - len(known)]
+        known: list[int] = source.ids[self._place : min(self._place + tokens, source.length)].tolist()
+        if source is self.prompt.index and len(known) < tokens:
+            start = self._lead
+            known += own.ids[start : min(start + tokens - len(known), own.length)].tolist()
+        if source is self.prompt.index or source is own:
+            return tuple((known * -(-tokens // len(known)))[:tokens])
+        return tuple(known)
 
 
 class PromptLookup:
@@ -121,7 +150,10 @@ class PromptLookup:
         """`draft_tokens` is the length of a draft."""
         self._draft_tokens = draft_tokens
         self._sequences: dict[str, _Sequence] = {}
-        self._prompts: dict[str, PromptIndex] = {}
+        self._prompts: dict[str, _Prompt] = {}
+        self._finished: OrderedDict[str, _Finished] = (
+            OrderedDict()
+        )  # by cache salt, the one used last at the end
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -129,29 +161,54 @@ class PromptLookup:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def begin(self, request_id: str, name: str, ids: TokenIds) -> None:
-        """Follow a sequence whose first output token comes next; `ids`, int32 [n], is the prompt `name`."""
+    def begin(self, request_id: str, name: str, ids: TokenIds, salt: str | None = None) -> None:
+        """Follow a sequence whose first output token comes next.
+
+        Args:
+            request_id: of the sequence.
+            name: of its prompt.
+            ids: the prompt, int32 [n].
+            salt: requests of the same salt look each other's finished outputs up; with None, it has nothing to do with others.
+        """
         prompt = self._prompts.get(name)
         if prompt is None:
-            prompt = self._prompts[name] = PromptIndex(ids)
+            prompt = self._prompts[name] = _Prompt(ids)
+            prompt.advance()
         prompt.users += 1
-        self._sequences[request_id] = _Sequence(name, prompt)
+        finished = None if salt is None else self._finished_of(salt)
+        self._sequences[request_id] = _Sequence(name, prompt, finished)
+
+    def _finished_of(self, salt: str) -> _Finished:
+        """Return the finished outputs of a salt, which is the one used last now."""
+        finished = self._finished.setdefault(salt, _Finished())
+        self._finished.move_to_end(salt)
+        if len(self._finished) > MOST_SALTS:
+            self._finished.popitem(last=False)
+        return finished
 
     def add(self, request_id: str, token: int) -> None:
         """Add an output token of a sequence that has begun."""
         self._sequences[request_id].append(token)
 
-    def draft(self, request_id: str) -> tuple[int, ...]:
-        """Return a guess at the tokens that come next; empty if the last ones did not occur before."""
-        sequence = self._sequences[request_id]
-        sequence.prompt.advance()
-        return sequence.draft(self._draft_tokens)
+    def advance(self, request_id: str) -> bool:
+        """Index the next piece of a sequence's prompt; return False if it is indexed."""
+        return self._sequences[request_id].prompt.advance()
 
-    def end(self, request_id: str) -> None:
-        """Stop following a sequence; does nothing if it has not begun."""
+    def draft(self, request_id: str) -> tuple[int, ...]:
+        """Index the next piece of the prompt, and return a guess at the tokens that come next; empty if nothing is known."""
+        self.advance(request_id)
+        return self._sequences[request_id].draft(self._draft_tokens)
+
+    def end(self, request_id: str, *, is_finished: bool = True) -> None:
+        """Stop following a sequence; does nothing if it has not begun.
+
+        Others may quote its output if it `is_finished`.
+        """
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
         sequence.prompt.users -= 1
         if sequence.prompt.users == 0:
             del self._prompts[sequence.name]
+        if is_finished and sequence.finished is not None:
+            sequence.finished.add(sequence.output)

@@ -195,20 +195,23 @@ class DrawChoice:
         draws = self._draws(counts, follows)
         return draws if draws.seconds <= self.limits.seconds - self._plain_seconds else Draws()
 
-    def probe(self, seconds: float, *, is_whole: bool = False) -> Draws:
-        """Return one guess for the sequence that takes least, if that takes no longer than `seconds` and could ever pay.
+    def probe(self, seconds: float, *, most: int = 1, is_whole: bool = False) -> Draws:
+        """Return a guess for each of up to `most` sequences that take least, if it takes no longer and could ever pay.
 
-        It may take several steps until all tokens before it are computed; all of them together no longer than `seconds` if
-        the probe `is_whole`.
+        It may take several steps until all tokens before a guess are computed; all of them together no longer than `seconds`
+        if the probe `is_whole`, which may then have fewer guesses.
         """
         rooms = self._rooms()
         followed = [request for request in self.decodes if request.id in rooms]
-        if not followed or self.limits.tokens < 1:
+        cheapest = sorted(followed, key=lambda request: (_behind(request), request.tie))
+        del cheapest[max(min(most, self.limits.tokens), 0) :]
+        while (
+            is_whole and cheapest and self.model.of(1, len(cheapest), sum(map(_behind, cheapest))) > seconds
+        ):
+            cheapest.pop()
+        if not cheapest:
             return Draws()
-        cheapest = min(followed, key=lambda request: (_behind(request), request.tie))
-        if is_whole and self.model.of(1, 1, _behind(cheapest)) > seconds:
-            return Draws()
-        follows, ready = self._follow([cheapest.id])
+        follows, ready = self._follow([request.id for request in cheapest])
         draws = self._draws(dict.fromkeys(ready, 1), follows, are_awaited=False)
         if draws.seconds > min(seconds, self.limits.seconds - self._plain_seconds):
             return Draws()
@@ -252,7 +255,7 @@ class DrawChoice:
             request.id
             for request in self.decodes
             if request.id in counts
-            and self.model.of(0, 0, _behind(request)) <= saved * _expected_tokens(request)
+            and self.model.of(0, 0, _behind(request)) <= saved * expected_tokens(request)
         ]
 
     def _follow(self, names: Collection[str]) -> tuple[dict[str, int], list[str]]:
@@ -286,7 +289,7 @@ def _behind(request: Request) -> int:
     return max(request.dispatched - request.followed, 0)
 
 
-def _expected_tokens(request: Request) -> int:
+def expected_tokens(request: Request) -> int:
     """Return how much more output is expected of a request: at least as much as it has already."""
     output = request.output_tokens
     return min(request.limit_tokens - request.length, max(request.expected_output_tokens - output, output))

@@ -23,6 +23,7 @@ from medha.scheduler.speculation import (
     DrawChoice,
     Draws,
     choose_drafts,
+    expected_tokens,
 )
 from medha.scheduler.turnaround import Turnaround
 from medha.wire.messages import Done
@@ -31,9 +32,13 @@ REST_STEPS = 8
 """Steps with as many decodes for which nothing is drawn once guesses do not pay: the decision itself takes time."""
 _MOST_PROBE_STEPS = 8
 """Steps whose time may be saved up for a probe."""
-_FIRST_PROBE_STEPS = 4.0
-"""Steps whose time is there for probes at first, when nobody knows how often guesses are right, but for such only that begin
-and end with it."""
+_PROVEN_GUESSES = 8
+"""Guesses of all sequences after which the chance that one is right is taken for known."""
+_FIRST_STEPS = 1.0
+"""Steps whose time guesses may take before that, beside a share of the time that passes and what right guesses save. Probes are made
+of it only if they begin and end with it."""
+_FIRST_SHARE = 0.03
+"""That share."""
 
 
 class Speculator:
@@ -49,7 +54,9 @@ class Speculator:
         self._chance = DraftChance()
         self._turnaround = Turnaround()
         self._has_one_stage = config.topology.stream == 1
-        self._first_steps = _FIRST_PROBE_STEPS  # steps whose time is left of that for the first probes
+        # Steps whose time is left for guesses while nobody knows how often they are right.
+        self._first_steps = _FIRST_STEPS
+        self._decodes = 1  # of the last step that drew or verified guesses
         self._saved_steps = 0.0  # steps whose time the draft model may take for a probe
         self._rested = 0  # steps since the last decision
         self._rests = 0  # steps for which nothing is drawn
@@ -84,6 +91,7 @@ class Speculator:
         has_drafts = any(request.draft and not request.runs_ahead for request in decodes)
         if not decodes or not (has_drafts or self._model is not None):
             return {}, Draws()
+        self._decodes = len(decodes)
         # A prompt that ends is sampled, too.
         most = self._most_running - len(decodes) - prefills
         limits = DraftLimits(self._tokens_each, most, most_seconds)
@@ -109,11 +117,13 @@ class Speculator:
         if self._has_head:
             for request in decodes:  # a head computes what steps compute
                 request.followed = request.dispatched
-        chances = self._chances(decodes)
+        chances, plain_seconds = self._chances(decodes), max(batch.seconds(), 1e-9)
         choice = DrawChoice(batch, decodes, limits, chances, self._model, between, self._most_tokens)
         draws = choice.choose()
+        if not self._is_proven:
+            draws = self._within_first_time(draws, plain_seconds, between, decodes)
         if not draws:
-            draws = self._probe(choice, max(batch.seconds(), 1e-9))
+            draws = self._probe(choice, plain_seconds)
             self._rests, self._rests_with = 0 if draws else REST_STEPS, len(decodes)
         self._rested = 0
         for request in decodes:
@@ -121,12 +131,35 @@ class Speculator:
                 request.draft_tokens *= FORGETTING
         return draws
 
+    @property
+    def _is_proven(self) -> bool:
+        return self._chance.judged >= _PROVEN_GUESSES
+
+    def _within_first_time(
+        self, draws: Draws, plain_seconds: float, between: Between, decodes: Sequence[Request]
+    ) -> Draws:
+        """Return what is drawn if there is time for it while nobody knows how often guesses are right, and else nothing.
+
+        To compute the tokens before them, the share of the time that these sequences will still take may be spent, too.
+        """
+        added = (1 + self._rested) * _FIRST_SHARE
+        self._first_steps = min(self._first_steps + added, _MOST_PROBE_STEPS)
+        later = max((expected_tokens(one) for one in decodes if one.id in draws.follows), default=0)
+        seconds = draws.seconds
+        if draws.are_awaited:
+            seconds += between.waiting_seconds - between.ahead_seconds
+        if seconds > (self._first_steps + _FIRST_SHARE * later) * plain_seconds:
+            return Draws()
+        self._first_steps -= seconds / plain_seconds
+        return draws
+
     def _probe(self, choice: DrawChoice, plain_seconds: float) -> Draws:
         """Let the draft model draw a single guess if there is time for it; `plain_seconds` is that of a step without."""
-        draws = choice.probe(self._first_steps * plain_seconds, is_whole=True)
-        if draws:
+        if not self._is_proven:
+            draws = choice.probe(self._first_steps * plain_seconds, most=_PROVEN_GUESSES, is_whole=True)
             self._first_steps -= draws.seconds / plain_seconds
-            return draws
+            if draws:
+                return draws
         saved = self._saved_steps + (1 + self._rested) * PROBE_SHARE
         self._saved_steps = min(saved, _MOST_PROBE_STEPS)
         draws = choice.probe(self._saved_steps * plain_seconds)
@@ -171,6 +204,8 @@ class Speculator:
         """Learn from the next sampled tokens of a request; keep what is left of its draft."""
         if request.draft:
             self._chance.observe(request, tokens)
+            # A right guess saves a sequence a step, and that is its part of one for all.
+            self._first_steps += (len(tokens) - 1) / self._decodes
 
     def take(self, done: Done, draws: Draws, requests: Mapping[str, Request]) -> float:
         """Take the reports of a draft model on a step; return how long that step took without it, in seconds.

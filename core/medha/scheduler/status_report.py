@@ -66,6 +66,12 @@ class HostTierStatus(_Model):
     """Blocks that were copied from the device for such requests."""
     swapped_in: int = 0
     """Blocks that such requests fetched when they came back."""
+    loading: int = 0
+    """Blocks that are being read from files, another replica or the store."""
+    fetching: int = 0
+    """Blocks that are kept because they are being copied to the device."""
+    offered: int = 0
+    """Blocks that are kept because another replica may read them."""
 
 
 class DiskTierStatus(_Model):
@@ -84,6 +90,8 @@ class DiskTierStatus(_Model):
     """Files that could not be read or written."""
     fault: str
     """Reason why the tier is off; empty: it is not."""
+    writing: int = 0
+    """Blocks that are being written to files."""
 
 
 class StoreStatus(_Model):
@@ -101,6 +109,8 @@ class StoreStatus(_Model):
     """True while the store is left alone because it has failed."""
     fault: str
     """The last error since something succeeded; empty: none."""
+    busy: int = 0
+    """Blocks that are being read or written."""
 
 
 class LaneStatus(_Model):
@@ -305,6 +315,9 @@ def _host_tier(core: ReplicaController, lane: int) -> HostTierStatus | None:
         swapped=tier.swapped_blocks,
         swapped_out=tier.counts.swapped_out_blocks,
         swapped_in=tier.counts.swapped_in_blocks,
+        loading=tier.loading_blocks,
+        fetching=tier.fetching_blocks,
+        offered=tier.served_blocks,
     )
 
 
@@ -320,6 +333,7 @@ def _disk_tier(core: ReplicaController, lane: int) -> DiskTierStatus | None:
         written=disk.counts.written_blocks,
         failures=disk.counts.failed_loads + disk.counts.failed_writes,
         fault=disk.fault,
+        writing=disk.writing_blocks,
     )
 
 
@@ -334,6 +348,7 @@ def _store(core: ReplicaController) -> StoreStatus | None:
         failures=store.counts.failed_loads + store.counts.failed_writes,
         rests=store.rests,
         fault=core.store_kv.fault,
+        busy=store.busy_blocks,
     )
 
 

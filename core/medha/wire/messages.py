@@ -939,20 +939,17 @@ class Done:
     compute_seconds: float = 0.0
     lanes: tuple[int, ...] = (0,)
     epoch: int = 0
-    block_hashes: tuple[
-        tuple[str, str], ...
-    ] = ()  # (request, hash) of blocks that samples filled; set by the controller's process, not by ranks
+    # (request, hash) of blocks that samples filled; set by the controller's process, not by ranks.
+    block_hashes: tuple[tuple[str, str], ...] = ()
     prompt_logprobs: tuple[tuple[str, PromptLogprobs], ...] = ()  # by request, of the positions of this step
-    drafts: tuple[
-        tuple[str, tuple[int, ...]], ...
-    ] = ()  # (request, guesses at the tokens behind its samples); from ranks only what the step's entries ask for
+    # (request, guesses at the tokens behind its samples); from ranks only what the step's entries ask for.
+    drafts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     copy_seconds: float = (
         0.0  # of copies to and from the host tier, also beside the layers; `compute_seconds` has none
     )
     draft_seconds: float = 0.0  # the part of `compute_seconds` in which a draft model computed
-    followed: tuple[
-        tuple[str, int], ...
-    ] = ()  # (request, tokens of its prompt that the draft model had computed already); only behind a first entry
+    # (request, tokens of its prompt that the draft model had computed already); only behind a first entry.
+    followed: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -1061,9 +1058,8 @@ class StepTimes:
     step_id: int
     started: float
     ended: float
-    spans: tuple[
-        tuple[str, float, float], ...
-    ] = ()  # (activity, start, end), in order: receive, send, forward, ...
+    # (activity, start, end), in order: receive, send, forward, ...
+    spans: tuple[tuple[str, float, float], ...] = ()
     waits: tuple[tuple[str, float], ...] = ()  # (cause, total seconds): too many waits to list each
 
 

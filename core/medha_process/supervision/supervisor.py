@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ from medha_process.part_state import PartState
 from medha_process.supervision.heartbeat import POLL_SECONDS, Beats, Listener, is_stopped
 from medha_process.supervision.lifecycle import (
     Abort,
+    Command,
     Event,
     Exited,
     Interrupt,
@@ -164,41 +165,11 @@ def supervise(
     Raises:
         ConfigInvalid: no socket can be created in `run_directory`.
     """
-    watch = watch or Unwatched()
-    parts = [part for group in groups for part in group]
-    by_name = {part.name: part for part in parts}
     names = tuple(tuple(part.name for part in group) for group in groups)
-    events = requests.events
-    beats = Beats()
-    listener = Listener(
-        run_directory, beats, lambda process_id, state: events.put(StateReported(process_id, state))
-    )
-    shown = Shown(display)
-    running: dict[str, _Process] = {}
-
-    def start(part: Part) -> None:
-        running[part.name] = process = _Process(part, events, listener.address)
-        beats.started(process.pid, time.monotonic())
-
-    def silent() -> list[Silent]:
-        if listener.problem():
-            return []  # the listener is at fault, not the parts
-        found = beats.silent(time.monotonic(), is_stopped)
-        return [
-            Silent(name, round(found[process.pid], 1))
-            for name, process in running.items()
-            if process.pid in found
-        ]
-
-    def poll(now: float) -> Abort | None:
-        abort, problem = watch.poll(now), listener.problem()
-        return Abort(f"no part can be watched any more: {problem}") if problem else abort
-
-    inbox = _Inbox(events, is_ready, silent, poll)
+    parts = [part for group in groups for part in group]
+    supervision = _Supervision(run_directory, is_ready, display, watch or Unwatched(), requests.events)
     try:
-        shown.starting([part.name for part in parts])
-        for part in parts:
-            start(part)
+        supervision.start(parts)
         state = begin(
             names,
             time.monotonic(),
@@ -206,48 +177,113 @@ def supervise(
             drain_seconds=drain_seconds,
             awaits_notice=awaits_notice,
         )
-        while state.phase is not Phase.ENDED:
-            event = inbox.next(state)
-            if isinstance(event, Printed):
-                shown.line(event.part, event.line, event.at)
-                continue
-            if isinstance(event, StateReported):
-                for name, process in running.items():
-                    if process.pid == event.process_id:
-                        watch.reported(name, event.state, time.monotonic())
-                        if state.phase is Phase.STARTING:
-                            shown.progress(name, event.state)
-                continue
-            match event:
-                case Exited(name):
-                    beats.forget(running[name].pid)
-                    running[name].reap()
-                    watch.ended(name, time.monotonic())
-                case Interrupt():
-                    event = watch.interrupted()
-                case Abort(reason):
-                    watch.stopping_for(reason)
-            state, commands = handle(state, event, time.monotonic())
-            for command in commands:
-                match command:
-                    case Terminate(name, drain):
-                        running[name].terminate(drain=drain)
-                    case Kill(name):
-                        beats.forget(running[name].pid)
-                        running[name].kill()
-                    case Start(name):
-                        start(by_name[name])
-                    case Present():
-                        shown.ready({name: process.pid for name, process in running.items()})
-                    case Log(text):
-                        shown.log(text)
-        return state
+        return supervision.run(state)
     finally:
-        for process in running.values():
-            process.kill()  # parts still run here only after an error of ours
+        supervision.close()
+
+
+class _Supervision:
+    """The running parts of a replica or pod: events about them go to the lifecycle, and its commands are carried out."""
+
+    def __init__(
+        self,
+        run_directory: Path,
+        is_ready: Callable[[], bool],
+        display: Display,
+        watch: Watch,
+        events: SimpleQueue[_InboxEvent],
+    ) -> None:
+        self._watch = watch
+        self._events = events
+        self._beats = Beats()
+        self._listener = Listener(
+            run_directory, self._beats, lambda process_id, state: events.put(StateReported(process_id, state))
+        )
+        self._shown = Shown(display)  # only now: its thread ends when it is closed
+        self._inbox = _Inbox(events, is_ready, self._silent, self._poll)
+        self._parts: dict[str, Part] = {}
+        self._running: dict[str, _Process] = {}
+
+    def start(self, parts: Sequence[Part]) -> None:
+        """Start all parts for the first time."""
+        self._parts = {part.name: part for part in parts}
+        self._shown.starting([part.name for part in parts])
+        for part in parts:
+            self._start(part)
+
+    def run(self, state: Lifecycle) -> Lifecycle:
+        """Handle events until no part runs any more, and return the final state."""
+        while state.phase is not Phase.ENDED:
+            event = self._inbox.next(state)
+            if isinstance(event, Printed):
+                self._shown.line(event.part, event.line, event.at)
+            elif isinstance(event, StateReported):
+                self._reported(event, is_starting=state.phase is Phase.STARTING)
+            else:
+                state, commands = handle(state, self._noticed(event), time.monotonic())
+                for command in commands:
+                    self._carry_out(command)
+        return state
+
+    def close(self) -> None:
+        """Free everything; parts still run here only after an error of ours."""
+        for process in self._running.values():
+            process.kill()
             process.reap()
-        listener.close()
-        shown.close()
+        self._listener.close()
+        self._shown.close()
+
+    def _start(self, part: Part) -> None:
+        self._running[part.name] = process = _Process(part, self._events, self._listener.address)
+        self._beats.started(process.pid, time.monotonic())
+
+    def _silent(self) -> list[Silent]:
+        if self._listener.problem():
+            return []  # the listener is at fault, not the parts
+        found = self._beats.silent(time.monotonic(), is_stopped)
+        return [
+            Silent(name, round(found[process.pid], 1))
+            for name, process in self._running.items()
+            if process.pid in found
+        ]
+
+    def _poll(self, now: float) -> Abort | None:
+        abort, problem = self._watch.poll(now), self._listener.problem()
+        return Abort(f"no part can be watched any more: {problem}") if problem else abort
+
+    def _reported(self, event: StateReported, *, is_starting: bool) -> None:
+        for name, process in self._running.items():
+            if process.pid == event.process_id:
+                self._watch.reported(name, event.state, time.monotonic())
+                if is_starting:
+                    self._shown.progress(name, event.state)
+
+    def _noticed(self, event: Event) -> Event:
+        """Notify the watch of an event, and return what the lifecycle is to handle."""
+        match event:
+            case Exited(name):
+                self._beats.forget(self._running[name].pid)
+                self._running[name].reap()
+                self._watch.ended(name, time.monotonic())
+            case Interrupt():
+                return self._watch.interrupted()
+            case Abort(reason):
+                self._watch.stopping_for(reason)
+        return event
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Terminate(name, drain):
+                self._running[name].terminate(drain=drain)
+            case Kill(name):
+                self._beats.forget(self._running[name].pid)
+                self._running[name].kill()
+            case Start(name):
+                self._start(self._parts[name])
+            case Present():
+                self._shown.ready({name: process.pid for name, process in self._running.items()})
+            case Log(text):
+                self._shown.log(text)
 
 
 class _Inbox:

@@ -99,9 +99,8 @@ class Shown:
 
     def _show_all(self) -> None:
         while (show := self._waiting.get()) is not None:
-            with suppress(
-                OSError, ValueError
-            ):  # the reader has gone, the disk is full, or the encoding lacks a character
+            # The reader has gone, the disk is full, or the encoding lacks a character.
+            with suppress(OSError, ValueError):
                 show()
             self._shown += 1
 

@@ -10,7 +10,7 @@ from medha_operator.replica.conditions import DerivedCondition, refuse
 from medha_operator.status_fields import Condition
 
 _RESTS = frozenset({"Complete", "Suspended", "SurgeUnschedulable", "InsufficientCapacity"})
-"""Reasons of a deployment that rests, for however long, until something around it changes."""
+"""Reasons of a deployment at rest: nothing happens until somebody changes it or the cluster."""
 
 
 @dataclass(frozen=True)

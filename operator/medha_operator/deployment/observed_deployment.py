@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from medha.api.replica import MedhaReplicaSpec, ReplicaTemplate
+from medha.api.deployment import ReplicaTemplate
+from medha.api.replica import MedhaReplicaSpec
 from medha_operator.replica.event_reasons import QUOTA
 from medha_operator.replica.observed import Object, seconds
 from medha_operator.replica.revision import Revision, digest, find
@@ -49,7 +50,6 @@ class Child:
     name: str
     uid: str
     resource_version: str
-    created: float
     revision: str
     """Name of the kept template that its spec was written from."""
     running: Revision | None = None
@@ -156,7 +156,6 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
         name=metadata["name"],
         uid=metadata["uid"],
         resource_version=metadata["resourceVersion"],
-        created=seconds(metadata["creationTimestamp"]),
         revision=labels.get(TEMPLATE_LABEL, ""),
         running=running,
         is_ours=controller["uid"] == deployment_uid if controller else DEPLOYMENT_LABEL in labels,
@@ -223,8 +222,7 @@ def has_pods_for(spec: Mapping[str, Any], running: Revision | None) -> bool:
 def _speaks_of_present_pods(document: Object, running: Revision | None, observed_generation: int) -> bool:
     """Return whether a report on this generation describes the present pods.
 
-    It may, even if the replica is yet to be reconciled: a change that restarts pods invalidates every earlier
-    report, but after any other change the pods are what they were.
+    A report on an earlier generation does, too, unless the change since then restarts pods.
     """
     is_newest = observed_generation >= document["metadata"].get("generation", 0)
     return is_newest or has_pods_for(document["spec"], running)

@@ -21,7 +21,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec, RolloutSpec
+from medha.api.deployment import MedhaDeploymentSpec, RolloutSpec
+from medha.api.replica import MedhaReplicaSpec
 from medha_operator.deployment.deployment_conditions import (
     Rollout,
     begins_to_move,
@@ -41,22 +42,22 @@ from medha_operator.deployment.observed_deployment import (
     has_pods_for,
     next_number,
 )
-from medha_operator.kube.kinds import MANAGER, Manifest
+from medha_operator.kube.kinds import DEPLOYMENT, OUR_LABELS, REPLICA, Manifest
 from medha_operator.manifest_overlay import holds, overlaid
 from medha_operator.operator_settings import OperatorSettings
-from medha_operator.replica.conditions import problems_in, stamped
-from medha_operator.replica.event_reasons import REFUSED
-from medha_operator.replica.observed import seconds
-from medha_operator.replica.plan import (
+from medha_operator.replica.actions import (
     Action,
     Apply,
     Confirm,
     Delete,
     Plan,
     RecordEvent,
-    SetStatus,
-    timestamp,
+    soonest,
+    status_change,
 )
+from medha_operator.replica.conditions import problems_in, stamped
+from medha_operator.replica.event_reasons import REFUSED
+from medha_operator.replica.observed import seconds, timestamp
 from medha_operator.replica.revision import restart_fields
 from medha_operator.status_fields import DeploymentStatus
 
@@ -80,7 +81,8 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
     steps = [*_change(scene), *_remove(scene), *created]
     status, again = _described(scene, now)
     confirmed = [Confirm()] if created else []
-    return Plan((*confirmed, *kept, *steps, *_status(observed, status), *_history(scene)), again)
+    changed = status_change(observed.status, status)
+    return Plan((*confirmed, *kept, *steps, *changed, *_history(scene)), again)
 
 
 def _plan_refused(
@@ -101,7 +103,7 @@ def _plan_refused(
     desired = _Desired(spec, *_bounds(spec), update, current, kept={})
     scene = _scene(observed, desired, now, settings)
     status, again = _described(scene, now, problems)
-    return Plan((*_change(scene), *_status(observed, status)), again)
+    return Plan((*_change(scene), *status_change(observed.status, status)), again)
 
 
 # --- what is wanted -------------------------------------------------------------------------------------
@@ -205,33 +207,19 @@ def _replica_manifest(
         metadata["annotations"] = annotations
     marked = {"template": {"metadata": {"labels": {DEPLOYMENT_LABEL: observed.name}}}}
     return {
-        "apiVersion": "medha.dev/v1alpha1",
-        "kind": "MedhaReplica",
+        "apiVersion": REPLICA.api_version,
+        "kind": REPLICA.name,
         "metadata": metadata,
         "spec": overlaid(template["spec"], marked),
     }
 
 
 def _metadata(observed: ObservedDeployment, name: str) -> Manifest:
-    reference = {
-        "apiVersion": "medha.dev/v1alpha1",
-        "kind": "MedhaDeployment",
-        "name": observed.name,
-        "uid": observed.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-    labels = {
-        "app.kubernetes.io/name": "medha",
-        "app.kubernetes.io/part-of": "medha",
-        "app.kubernetes.io/managed-by": MANAGER,
-        DEPLOYMENT_LABEL: observed.name,
-    }
     return {
         "name": name,
         "namespace": observed.namespace,
-        "labels": labels,
-        "ownerReferences": [reference],
+        "labels": OUR_LABELS | {DEPLOYMENT_LABEL: observed.name},
+        "ownerReferences": [DEPLOYMENT.controller(observed.name, observed.uid)],
     }
 
 
@@ -285,7 +273,7 @@ class _Scene:
         return is_available(child, self.desired.spec.min_ready_seconds, self.now)
 
     def requeue(self, wait_seconds: float) -> None:
-        self.again = wait_seconds if self.again is None else min(self.again, wait_seconds)
+        self.again = soonest(self.again, wait_seconds)
 
 
 def _scene(observed: ObservedDeployment, desired: _Desired, now: float, settings: OperatorSettings) -> _Scene:
@@ -450,7 +438,7 @@ def _replaced(child: Child, manifest: Manifest) -> Iterable[Action]:
     if here == there:
         yield Apply(manifest)
     else:
-        yield _delete("MedhaReplica", child.name, child, f"its gang changes from {here} to {there}")
+        yield _delete(REPLICA.name, child.name, child, f"its gang changes from {here} to {there}")
 
 
 def _has_leave_left_over(child: Child, manifest: Manifest) -> bool:
@@ -461,14 +449,14 @@ def _has_leave_left_over(child: Child, manifest: Manifest) -> bool:
 def _remove(scene: _Scene) -> Iterable[Action]:
     """Yield the deletion of surplus replicas: those that do not serve first, then the newest.
 
-    A ready one stays while it stands in for another. If a replica finds no room, a surplus one may be holding
-    it: then `maxUnavailable` may be used up.
+    A ready one stays while it stands in for another. If a replica finds no room, a surplus one may have taken
+    it. Then surplus ones end although up to `maxUnavailable` replicas are missing.
     """
     kept = scene.replicas + scene.surge
     surplus = [child for index, child in scene.present.items() if index >= kept]
     for child in sorted(surplus, key=lambda one: (one.serving_since is not None, -one.index)):
         if _take_down(scene, child, scene.desired.unavailable if scene.is_starved else 0):
-            yield _delete("MedhaReplica", child.name, child, f"{scene.replicas} replicas are wanted")
+            yield _delete(REPLICA.name, child.name, child, f"{scene.replicas} replicas are wanted")
 
 
 def _history(scene: _Scene) -> Iterable[Action]:
@@ -500,38 +488,64 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
 
     `problems` are those of the spec.
     """
-    observed, desired, before = scene.observed, scene.desired, scene.observed.status
-    children = scene.present.values()
-    differing = {
-        index
-        for index, child in scene.present.items()
-        if index < scene.replicas and not holds(child.document, scene.manifest(index, child))
-    }
-    updated = sum(child.revision == desired.update.name for child in children)
+    before, counts, rollout = scene.observed.status, _counts(scene, problems), _rollout(scene)
+    has_moved = (
+        before.last_progress_time is None
+        or seconds(before.last_progress_time) > now  # it was tampered with
+        or begins_to_move(rollout, before.conditions)
+        or any(getattr(before, name) != value for name, value in counts.items())
+    )
+    last_progress = timestamp(now) if has_moved else before.last_progress_time
+    assert last_progress is not None
+    left = seconds(last_progress) + scene.desired.spec.progress_deadline_seconds - now
+    if problems:
+        derived = derive_refused_rollout_conditions(rollout, problems)
+    else:
+        derived = derive_rollout_conditions(replace(rollout, is_late=left <= 0))
+    conditions = stamped(derived, before.conditions, scene.observed.generation, now)
+    if left > 0 and not rollout.is_complete:
+        scene.requeue(left)
+    return before.model_copy(
+        update=counts | {"last_progress_time": last_progress, "conditions": conditions}
+    ), scene.again
+
+
+def _counts(scene: _Scene, problems: str) -> dict[str, Any]:
+    """Return the status fields that count replicas and name their templates."""
+    observed, desired, children = scene.observed, scene.desired, scene.present.values()
     own = [child for index, child in scene.present.items() if index < scene.replicas]
     is_updated = all(child.revision == desired.update.name for child in own)
     # Without any replica, `current_revision` stays: replicas that come again below a partition or during a
     # pause are made from the template that the last ones had.
     is_everywhere = 0 < len(own) == scene.replicas and is_updated
-    available = sum(scene.is_available(child) for child in children)
-    counts = {
+    return {
         "observed_generation": observed.generation,
         "replicas": len(scene.present),
-        "updated_replicas": updated,
+        "updated_replicas": sum(child.revision == desired.update.name for child in children),
         "ready_replicas": sum(child.serving_since is not None for child in children),
-        "available_replicas": available,
+        "available_replicas": sum(map(scene.is_available, children)),
         "selector": f"{DEPLOYMENT_LABEL}={observed.name},medha.dev/lane=0,apps.kubernetes.io/pod-index=0",
         "current_revision": (desired.update if is_everywhere and not problems else desired.current).name,
         "update_revision": desired.update.name,
     }
-    rollout = Rollout(
+
+
+def _rollout(scene: _Scene) -> Rollout:
+    """Return the facts from which conditions are derived; it is not late yet."""
+    observed, desired, children = scene.observed, scene.desired, scene.present.values()
+    differing = {
+        index
+        for index, child in scene.present.items()
+        if index < scene.replicas and not holds(child.document, scene.manifest(index, child))
+    }
+    permitted = {index for index, child in scene.present.items() if child.may_drain}
+    return Rollout(
         replicas=scene.replicas,
         least_available=max(0, scene.replicas - desired.unavailable),
-        available=available,
+        available=sum(map(scene.is_available, children)),
         children=tuple(sorted(children, key=lambda child: child.index)),
         differing=frozenset(differing),
-        moving=frozenset(scene.leaving)
-        | {index for index, child in scene.present.items() if child.may_drain},
+        moving=frozenset(scene.leaving) | permitted,
         taken=tuple(
             child.name
             for child in observed.children
@@ -543,28 +557,5 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
         is_blocked=scene.has_no_capacity and desired.unavailable == 0,
         is_late=False,
         min_ready_seconds=desired.spec.min_ready_seconds,
-        now=now,
+        now=scene.now,
     )
-    has_moved = (
-        before.last_progress_time is None
-        or seconds(before.last_progress_time) > now  # it was tampered with
-        or begins_to_move(rollout, before.conditions)
-        or any(getattr(before, name) != value for name, value in counts.items())
-    )
-    last_progress = timestamp(now) if has_moved else before.last_progress_time
-    assert last_progress is not None
-    left = seconds(last_progress) + desired.spec.progress_deadline_seconds - now
-    if problems:
-        derived = derive_refused_rollout_conditions(rollout, problems)
-    else:
-        derived = derive_rollout_conditions(replace(rollout, is_late=left <= 0))
-    conditions = stamped(derived, before.conditions, observed.generation, now)
-    if left > 0 and not rollout.is_complete:
-        scene.requeue(left)
-    return before.model_copy(
-        update=counts | {"last_progress_time": last_progress, "conditions": conditions}
-    ), scene.again
-
-
-def _status(observed: ObservedDeployment, status: DeploymentStatus) -> tuple[Action, ...]:
-    return () if status == observed.status else (SetStatus(status),)

@@ -98,20 +98,18 @@ class Cluster:
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
         """Return an object, or None if there is none."""
-        try:
-            return await self._call("GET", kind.path(namespace, name), seconds=_READ_SECONDS)
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        return await self._found(kind.path(namespace, name))
 
     async def describe(self, path: str) -> Document:
         """Return the API server's description of a group of resources; an empty one if it does not know the group."""
+        return await self._found(path) or {}
+
+    async def _found(self, path: str) -> Document | None:
         try:
             return await self._call("GET", path, seconds=_READ_SECONDS)
         except ApiError as error:
             if error.status == 404:
-                return {}
+                return None
             raise
 
     async def list(

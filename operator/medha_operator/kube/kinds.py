@@ -14,6 +14,14 @@ Manifest = dict[str, Any]
 """An object as JSON."""
 
 
+OUR_LABELS = {
+    "app.kubernetes.io/name": "medha",
+    "app.kubernetes.io/part-of": "medha",
+    "app.kubernetes.io/managed-by": MANAGER,
+}
+"""Labels of every object that the operator creates."""
+
+
 class Key(NamedTuple):
     """Identifier of an object. For our own resources, it is also what the work queue holds."""
 
@@ -46,6 +54,14 @@ class Kind:
         if namespace is not None and self.is_namespaced:
             parts += ["namespaces", namespace]
         return "/" + "/".join([*parts, self.plural, *(part for part in (name, subresource) if part)])
+
+    def reference(self, name: str, uid: str) -> Manifest:
+        """Return the reference by which an object names its owner: the garbage collector deletes it with that one."""
+        return {"apiVersion": self.api_version, "kind": self.name, "name": name, "uid": uid}
+
+    def controller(self, name: str, uid: str) -> Manifest:
+        """Return the reference of an object to its controller, whose deletion waits for that of the object."""
+        return self.reference(name, uid) | {"controller": True, "blockOwnerDeletion": True}
 
 
 REPLICA = Kind("MedhaReplica", "medha.dev/v1alpha1", "medhareplicas")

@@ -1,8 +1,9 @@
 """Leader election: which of several operators acts, as the holder of one Lease, and until when it may write.
 
 A Lease does not fence by itself: a holder that was suspended goes on with what it had decided. So a write is
-sent only if it ends, by its timeout, before the lease does. Others wait for a whole lease without a sign of
-the holder, on their own clocks, starting later than the holder's; no clock is compared with another one.
+sent only if it ends, by its timeout, before the lease does. Others wait until they have seen no sign of the
+holder for the length of a lease. They measure it with their own clocks, from a later time than the holder does,
+so no clock is compared with another one.
 """
 
 from __future__ import annotations
@@ -154,11 +155,8 @@ class Lease:
 
     def _is_free(self, found: dict[str, Any]) -> bool:
         spec, version = found.get("spec", {}), found["metadata"]["resourceVersion"]
-        if spec.get("holderIdentity") in (
-            None,
-            "",
-            self._holder,
-        ):  # ours: the container was restarted in its pod
+        # It is also ours if the container was restarted in its pod.
+        if spec.get("holderIdentity") in (None, "", self._holder):
             return True
         now = self._tenure.clock()
         if self._seen is None or self._seen[0] != version:

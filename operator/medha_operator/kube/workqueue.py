@@ -1,10 +1,10 @@
 """A queue of keys to reconcile.
 
 Each key is reconciled once at a time, in the order of requests, failed keys with a growing back-off. After a
-reconcile that changed nothing but a status, a key rests for a multiple of the time from the request to the
-end of the reconcile, and what changes meanwhile is reconciled together. So a replica whose pods come up one
-by one costs as many reconciles as there is time for: every one on an idle operator, few on a busy one. A
-change after the rest is reconciled without delay.
+reconcile that changed nothing but a status, its key rests. The rest is a multiple of the time from the request
+to the end of the reconcile. All changes during it are reconciled together, and one after it at once. So if the
+pods of a replica come up one by one, an idle operator reconciles after each of them, and a busy one after
+several.
 """
 
 from __future__ import annotations

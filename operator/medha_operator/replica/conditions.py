@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
 from medha_operator.replica.nodes import MOVING, eviction_blocker, may_drain, on_cordoned_node
-from medha_operator.replica.observed import Observed, Pod, seconds
+from medha_operator.replica.observed import Observed, Pod, seconds, timestamp
 from medha_operator.status_fields import Condition
 
 TERMINAL = frozenset(
@@ -156,7 +155,7 @@ def stamped(
 def _stamp(derived: DerivedCondition, before: Condition | None, generation: int, now: float) -> Condition:
     status = "True" if derived.holds else "False"
     is_kept = before is not None and before.status == status and seconds(before.last_transition_time) <= now
-    since = before.last_transition_time if before is not None and is_kept else _timestamp(now)
+    since = before.last_transition_time if before is not None and is_kept else timestamp(now)
     return Condition.model_validate(
         {
             "type": derived.type,
@@ -167,10 +166,6 @@ def _stamp(derived: DerivedCondition, before: Condition | None, generation: int,
             "observed_generation": generation,
         }
     )
-
-
-def _timestamp(now: float) -> str:
-    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> DerivedCondition:

@@ -13,30 +13,32 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medha.api.cluster import NO_ACCELERATOR, HubCache, HuggingFaceSource, ResourcesSpec
+from medha.api.cluster import NO_ACCELERATOR, HuggingFaceSource, ResourcesSpec
 from medha.api.fields import quantity_bytes
-from medha.api.replica import DraftSource, MedhaReplicaSpec, ModelSource, TracesSpec
+from medha.api.model_spec import DraftSource, ModelSource
+from medha.api.replica import MedhaReplicaSpec, TracesSpec
 from medha_operator.gang import gang_of
-from medha_operator.kube.kinds import MANAGER, Manifest
+from medha_operator.kube.kinds import OUR_LABELS, REPLICA, Manifest
 from medha_operator.manifest_overlay import overlaid
 from medha_operator.operator_settings import OperatorSettings
 from medha_operator.replica.revision import Revision
+from medha_process.pod_contract import (
+    CONTROL_PORT,
+    DRAFT_DIRECTORY,
+    HEALTH_PORT,
+    KV_FILES_DIRECTORY,
+    KV_STORE_DIRECTORY,
+    METRICS_PORT,
+    MODEL_DIRECTORY,
+    PEERS_PORT,
+    TOKENS_PORT,
+)
 
 OPEN_SINCE = "medha.dev/open-since"
 """Annotation of a PodDisruptionBudget: time since which it lets evictors take the replica from a cordoned
 node."""
-CONTROL_PORT = 5600
-TOKENS_PORT = 5601
-PEERS_PORT = 5610
-"""Port at which the first rank of a pod gives KV to other replicas; those of the others follow, and then one more for each, for bytes."""
-METRICS_PORT = 9400
-HEALTH_PORT = 9401
-MODEL_DIRECTORY = "/model"
-KV_FILES_DIRECTORY = "/kv-files"
-KV_STORE_DIRECTORY = "/kv-store"
 _STORE_CREDENTIALS = {"AWS_ACCESS_KEY_ID": False, "AWS_SECRET_ACCESS_KEY": False, "AWS_SESSION_TOKEN": True}
 """Keys of a store's Secret, which are variables of the same names, and whether each may be missing."""
-DRAFT_DIRECTORY = "/draft-model"
 _CONFIG = "/etc/medha/config"
 _REPLICA_OPTIONS = ("--replica", f"{_CONFIG}/replica.json")
 _CONFIG_MOUNT = {"name": "config", "mountPath": _CONFIG, "readOnly": True}
@@ -47,11 +49,10 @@ _NCCL_DEFAULTS = {"NCCL_DEBUG": "WARN"}
 _PROBE_SECONDS = 5
 _USER = 65532
 _SPARE_SECONDS = 30
-_SPARE_DISK_BYTES = (
-    64 * 2**20
-)  # for each volume of files of KV: a measurement, keys, and what is being deleted
 """Seconds between the end of a drain and the kill, and between a pod's own limit for its start and the
 kubelet's."""
+_SPARE_DISK_BYTES = 64 * 2**20
+"""Bytes of each volume of files of KV for a measurement, keys, and what is being deleted."""
 _STAGE = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
 """Source of a pod's stage: its place in the StatefulSet of its lane."""
 
@@ -66,14 +67,7 @@ class Owner:
 
     @property
     def reference(self) -> Manifest:
-        return {
-            "apiVersion": "medha.dev/v1alpha1",
-            "kind": "MedhaReplica",
-            "name": self.name,
-            "uid": self.uid,
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
+        return REPLICA.controller(self.name, self.uid)
 
 
 def lane_name(replica: str, lane: int) -> str:
@@ -97,12 +91,9 @@ def router_labels(router: str) -> dict[str, str]:
 
 
 def _labels(instance: str, component: str) -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": "medha",
+    return OUR_LABELS | {
         "app.kubernetes.io/instance": instance,
         "app.kubernetes.io/component": component,
-        "app.kubernetes.io/part-of": "medha",
-        "app.kubernetes.io/managed-by": MANAGER,
     }
 
 
@@ -264,8 +255,8 @@ def config_map(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest:
     Restart fields are as in the revision, live ones as they are now.
     """
     document = {
-        "apiVersion": "medha.dev/v1alpha1",
-        "kind": "MedhaReplica",
+        "apiVersion": REPLICA.api_version,
+        "kind": REPLICA.name,
         "metadata": {"name": owner.name, "namespace": owner.namespace},
         "spec": spec.model_dump(mode="json", by_alias=True, exclude_none=True),
     }
@@ -432,7 +423,7 @@ def _model(
     """Return the volume of the checkpoint, and the init container that fills it; either may be None."""
     source = spec.model.source
     if source.host_path is not None:
-        return {"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}, None
+        return {"name": "model"} | _claim_or_directory(None, source.host_path.path), None
     if source.hugging_face is None:
         return _volume_of("model", source), None
     wanted = source.hugging_face
@@ -463,7 +454,9 @@ def _model(
             *token_mounts,
         ],
     }
-    return {"name": "model"} | _fetched_to(wanted.cache), fetch
+    if wanted.cache is None:
+        return {"name": "model", "emptyDir": {}}, fetch
+    return {"name": "model"} | _claim_or_directory(wanted.cache.claim_name, wanted.cache.host_path), fetch
 
 
 def _volume_of(name: str, source: ModelSource | DraftSource) -> Manifest | None:
@@ -477,14 +470,12 @@ def _volume_of(name: str, source: ModelSource | DraftSource) -> Manifest | None:
     return None
 
 
-def _fetched_to(cache: HubCache | None) -> Manifest:
-    """Return the kind of the volume that a model is fetched to."""
-    if cache is None:
-        return {"emptyDir": {}}
-    if cache.claim_name is not None:
-        return {"persistentVolumeClaim": {"claimName": cache.claim_name}}
+def _claim_or_directory(claim: str | None, directory: str | None) -> Manifest:
+    """Return the source of a volume: a claim, or else a directory of the node."""
+    if claim is not None:
+        return {"persistentVolumeClaim": {"claimName": claim}}
     # It must be there: what the kubelet creates belongs to root, and no pod could write to it.
-    return {"hostPath": {"path": cache.host_path, "type": "Directory"}}
+    return {"hostPath": {"path": directory, "type": "Directory"}}
 
 
 def _kv_files_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
@@ -492,10 +483,8 @@ def _kv_files_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
     disk = spec.kv_cache.disk
     if disk is None:
         return []
-    if disk.claim_name is not None:
-        return [{"name": "kv-files", "persistentVolumeClaim": {"claimName": disk.claim_name}}]
-    if disk.host_path is not None:
-        return [{"name": "kv-files", "hostPath": {"path": disk.host_path, "type": "Directory"}}]
+    if disk.claim_name is not None or disk.host_path is not None:
+        return [{"name": "kv-files"} | _claim_or_directory(disk.claim_name, disk.host_path)]
     # The kubelet evicts a pod that exceeds the limit, and ranks never exceed their sizes by more than the spare bytes.
     return [{"name": "kv-files", "emptyDir": {"sizeLimit": str(_ephemeral_bytes(spec))}}]
 
@@ -505,9 +494,7 @@ def _kv_store_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
     store = spec.kv_cache.store
     if store is None or not store.is_files:
         return []
-    if store.claim_name is not None:
-        return [{"name": "kv-store", "persistentVolumeClaim": {"claimName": store.claim_name}}]
-    return [{"name": "kv-store", "hostPath": {"path": store.directory, "type": "Directory"}}]
+    return [{"name": "kv-store"} | _claim_or_directory(store.claim_name, store.directory)]
 
 
 def _store_credentials(spec: MedhaReplicaSpec) -> list[Manifest]:

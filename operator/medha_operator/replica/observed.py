@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
@@ -17,11 +17,10 @@ from kubernetes.utils.quantity import parse_quantity
 from medha.errors import AcceleratorMissing
 from medha_operator.replica.revision import Revision
 from medha_operator.status_fields import ReplicaStatus
+from medha_process.pod_contract import RESTART_REQUESTED
 
 Object = Mapping[str, Any]
 
-RESTART_REQUESTED = 75
-"""Exit code of a pod whose ranks have failed to rendezvous three times in ten minutes: `EX_TEMPFAIL`."""
 _IN_GANG = re.compile(r"\bgang\b|\bworkload\b|\bpod ?group\b", re.IGNORECASE)
 _PULL_PROBLEMS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _CORDON = "node.kubernetes.io/unschedulable"
@@ -147,6 +146,11 @@ class Observed:
 def seconds(timestamp: str) -> float:
     """Return the Unix time of a timestamp as Kubernetes writes it."""
     return datetime.fromisoformat(timestamp).timestamp()
+
+
+def timestamp(unix_seconds: float) -> str:
+    """Return Unix time as Kubernetes writes it, in whole seconds."""
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def amount(quantity: str | int) -> Decimal:

@@ -7,9 +7,8 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +19,19 @@ from medha_operator.gang import KINDS
 from medha_operator.kube.kinds import Manifest
 from medha_operator.manifest_overlay import holds
 from medha_operator.operator_settings import OperatorSettings
+from medha_operator.replica.actions import (
+    Action,
+    Apply,
+    Confirm,
+    CopyEnrolment,
+    CreateKeys,
+    Delete,
+    Plan,
+    Prune,
+    RecordEvent,
+    soonest,
+    status_change,
+)
 from medha_operator.replica.conditions import (
     begins_to_fail,
     derive_conditions,
@@ -29,6 +41,7 @@ from medha_operator.replica.conditions import (
     stamped,
 )
 from medha_operator.replica.drift import additions
+from medha_operator.replica.gang_restarts import plan_gang, unsettled_seconds
 from medha_operator.replica.manifests import (
     Owner,
     config_map,
@@ -50,110 +63,16 @@ from medha_operator.replica.manifests import (
 from medha_operator.replica.nodes import (
     CAPACITY_SECONDS,
     EVICTION_BLOCKED,
-    MOVING,
-    has_left_node,
-    on_cordoned_node,
     on_lost_nodes,
     open_since,
     waits_for_capacity,
 )
-from medha_operator.replica.observed import Observed, Pod, seconds
+from medha_operator.replica.observed import Observed, timestamp
 from medha_operator.replica.revision import Revision, begin, find, stages_of
-from medha_operator.status_fields import Condition, DeploymentStatus, ReplicaStatus, RoleCount
+from medha_operator.status_fields import Condition, ReplicaStatus, RoleCount
 
 REVISION_HISTORY = 5
-EVICTION_SECONDS = 15.0
-"""Seconds that evictors have to evict the pods of a cordoned node: `kubectl drain` retries every 5 s, the
-cluster autoscaler every 10 s."""
-CLOCK_SKEW_SECONDS = 60.0
-"""Largest difference between the clocks of two machines that ran the operator. A time that lies further
-ahead was not written by an operator."""
 _GROUPS = tuple(kind for _, kind, _ in KINDS.values())
-
-
-@dataclass(frozen=True)
-class CreateKeys:
-    """Create the Secret of wire keys unless it exists: it is created once and never rendered again."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class CopyEnrolment:
-    """Create, also once, the Secret with which a replica enrols at a router of another namespace."""
-
-    name: str
-    router: str
-    router_namespace: str
-
-
-@dataclass(frozen=True)
-class Apply:
-    """Server-side apply of a whole object."""
-
-    manifest: Manifest
-
-
-@dataclass(frozen=True)
-class Prune:
-    """Remove harmful additions by others from an object, if it is still the one observed."""
-
-    kind: str
-    name: str
-    uid: str
-    resource_version: str
-    patch: Mapping[str, Any]
-    """A merge patch."""
-    paths: tuple[str, ...]
-    """Paths that the patch removes."""
-
-
-@dataclass(frozen=True)
-class Delete:
-    """Delete an object if it is still the one observed."""
-
-    kind: str
-    name: str
-    uid: str
-    resource_version: str
-    reason: str
-    is_forced: bool = False
-    """True to delete it without a grace period: its node cannot confirm its end."""
-
-
-@dataclass(frozen=True)
-class SetStatus:
-    """Write the status if the resource is still the one observed."""
-
-    status: ReplicaStatus | DeploymentStatus
-
-
-@dataclass(frozen=True)
-class Confirm:
-    """Read the resource again, and end the reconcile if it has changed since it was observed.
-
-    The deletion of a resource may be reported late or never, unlike that of its children, which the garbage
-    collector deletes: missing children must then not be created again for a resource that is gone.
-    """
-
-
-@dataclass(frozen=True)
-class RecordEvent:
-    """An event for `kubectl describe`."""
-
-    reason: str
-    message: str
-    is_warning: bool = False
-
-
-Action = CreateKeys | CopyEnrolment | Apply | Prune | Delete | SetStatus | Confirm | RecordEvent
-
-
-@dataclass(frozen=True)
-class Plan:
-    actions: tuple[Action, ...]
-    requeue_seconds: float | None = None
-    """Seconds until the next reconcile, even if no event asks for one; None if none is needed."""
 
 
 def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
@@ -181,11 +100,14 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     revision, kept = _revision(owner, spec, observed, settings)
     gone = {action.name for action in lost if isinstance(action, Delete)}
     restart, expected = spec.lifecycle.restart, _expected_pods(spec)
-    replaced, status, later = _gang(observed, restart, expected, revision.name, gone, opened, now)
-    status = _described(_after(observed, status, (*lost, *replaced)), spec, revision, owner, now)
+    gang = plan_gang(observed, restart, expected, revision.name, gone, opened, now)
+    left = _after(observed, gang.status, (*lost, *gang.actions))
+    status = _described(left, spec, revision, owner, now)
     waiting = _eviction_blocked(observed, status)
-    again = soonest(again, later, _unsettled_seconds(status, restart, now), waiting.requeue_seconds)
-    said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
+    again = soonest(
+        again, gang.requeue_seconds, unsettled_seconds(status, restart, now), waiting.requeue_seconds
+    )
+    said, lanes = status_change(observed.status, status), _lanes(owner, spec, revision, observed)
     made = [*adopted, *kept, *_objects(owner, spec, revision, observed, settings)]
     if _is_any_missing(budget, observed):
         made, budget = [*budget, *made], []
@@ -203,7 +125,7 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
         lanes, said = [*said, *lanes], ()
     # Actions that let pods leave their nodes come first, so that they wait for nothing that the API server
     # may refuse.
-    ending = (*replaced, *_history(observed, revision), *_failing(observed, status))
+    ending = (*gang.actions, *_history(observed, revision), *_failing(observed, status))
     return Plan((*lost, *budget, *confirmed, *made, *lanes, *said, *ending, *waiting.actions), again)
 
 
@@ -294,22 +216,6 @@ def _is_any_missing(actions: Iterable[Action], observed: Observed) -> bool:
     )
 
 
-def _makes_only(revision: str, observed: Observed) -> bool:
-    """Return whether the StatefulSet controller has observed every StatefulSet at `revision`.
-
-    Until then it creates pods of another one. A StatefulSet that was never changed has no other revision to
-    observe, and its status is not kept.
-    """
-    return all(
-        found["spec"]["template"]["metadata"]["labels"].get("medha.dev/revision") == revision
-        and (
-            "status" not in found or found["status"]["observedGeneration"] >= found["metadata"]["generation"]
-        )
-        for (kind, _), found in observed.objects.items()
-        if kind == "StatefulSet" and "deletionTimestamp" not in found["metadata"]
-    )
-
-
 def _missing(observed: Observed, manifest: Manifest) -> list[Action]:
     """Return the actions that make the object as `manifest` describes it, without harmful additions."""
     found = observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
@@ -377,117 +283,6 @@ def _expected_pods(spec: MedhaReplicaSpec) -> int:
     return 0 if spec.suspend else spec.parallelism.stream * spec.parallelism.kv
 
 
-def _gang(
-    observed: Observed,
-    restart: RestartSpec,
-    expected: int,
-    revision: str,
-    gone: Set[str],
-    opened: float | None,
-    now: float,
-) -> tuple[list[Action], ReplicaStatus, float | None]:
-    """Return the deletions of pods, the gang's new record, and seconds until the next reconcile.
-
-    Pods that are `gone` with their nodes are not among the deletions.
-
-    A gang is recorded once all of its members have started. It is broken when a member's object is gone, a
-    younger pod has replaced a member, or a member has ended for good or asks for a restart. Then the other
-    members are deleted, too, once for each gang: at once the first time, later after a back-off. Members that
-    have never all started are left alone.
-
-    A gang stays recorded until all of its members are being deleted, so that a deletion that fails is planned
-    again. `restarted_member` and `moved_member` record that this has begun: its reason may pass before the
-    last deletion, e.g. when no pod is left on the cordoned node.
-
-    Pods of an older revision are deleted once pods of the newer one would replace them.
-
-    Evictors have `EVICTION_SECONDS` to evict the pods of a cordoned node before the operator deletes them.
-    They retry by a pod's name: if the operator deleted a pod first, they would ask for the eviction of its
-    successor for ever.
-    """
-    status = observed.status
-    alive = [pod for pod in observed.pods if not pod.is_deleting and pod.name not in gone]
-    if expected == 0:  # it is suspended
-        return [], status.model_copy(update=_NO_GANG), None
-    outdated = [pod for pod in alive if pod.revision != revision]
-    if outdated and not _makes_only(revision, observed):
-        return [], status, None
-    if outdated:
-        notice = RecordEvent("RevisionChanging", f"{len(outdated)} pods of an older revision end")
-        ending = _end(outdated, "an older revision")
-        return [notice, *ending], status.model_copy(update=_NO_GANG), None
-    if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
-        # The record was tampered with: a complete gang has a pod as young as its record.
-        status = status.model_copy(update=_NO_GANG)
-    broken, members = _broken(alive, expected, status), _members(alive, status)
-    has_begun = status.newest_member in (status.restarted_member, status.moved_member)
-    if broken is not None and members and has_begun:
-        return _end(members, broken), status, None
-    cordoned = on_cordoned_node(observed)
-    if cordoned is not None and opened is not None:
-        left = opened + EVICTION_SECONDS - now
-        if left > 0:
-            return [], status, left
-        notice = RecordEvent(MOVING, f"node {cordoned.node} is being emptied: the replica moves")
-        return [notice, *_end(alive, "its node is cordoned")], _moved(status), None
-    if status.newest_member is None:
-        ended = [pod for pod in alive if pod.is_failed]
-        if ended:  # only its object is left, and keeps its successor from being created
-            return _end(ended, "it has ended"), status, None
-        if len(alive) == expected and all(pod.is_started for pod in alive):
-            newest = max(pod.created for pod in alive)
-            return [], status.model_copy(update={"newest_member": timestamp(newest)}), None
-        return [], status, None
-    if broken is None:
-        if status.moved_member == status.newest_member:  # no pod has left, and none has to any more
-            status = status.model_copy(update={"moved_member": None})
-        return [], _settled(status, restart, now), None
-    if not members:  # all members are gone: pods that come are the next gang
-        return [], status.model_copy(update=_NO_GANG), None
-    if has_left_node(observed):
-        notice = RecordEvent(MOVING, f"{broken} as a node is being emptied: the replica moves")
-        return [notice, *_end(members, broken)], _moved(status), None
-    wait = _backoff_seconds(status, restart) - _since_restart(status, now)
-    if wait > 0:
-        return [], status, wait
-    restarted = {
-        "restarted_member": status.newest_member,
-        "restarts": status.restarts + 1,
-        "last_restart_time": timestamp(now),
-    }
-    notice = RecordEvent("GangRestarted", f"{broken}; all pods restart", is_warning=True)
-    return [notice, *_end(members, broken)], status.model_copy(update=restarted), None
-
-
-_NO_GANG = {"newest_member": None}
-
-
-def _moved(status: ReplicaStatus) -> ReplicaStatus:
-    """Record that the gang leaves its nodes, which is no restart."""
-    return status.model_copy(update={"moved_member": status.newest_member})
-
-
-def _members(alive: list[Pod], status: ReplicaStatus) -> list[Pod]:
-    """Return the members of the recorded gang, and pods that have ended; none if no gang is recorded."""
-    if status.newest_member is None:
-        return []
-    return [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
-
-
-def _broken(alive: list[Pod], expected: int, status: ReplicaStatus) -> str | None:
-    """Return why the recorded gang is no longer complete; None if it is, or if none is recorded."""
-    if status.newest_member is None:
-        return None
-    for pod in alive:
-        if pod.created > seconds(status.newest_member):
-            return f"pod {pod.name} was replaced"
-        if pod.is_failed:
-            return f"pod {pod.name} has ended"
-        if pod.requests_restart:
-            return f"the ranks of pod {pod.name} cannot reach the others"
-    return None if len(alive) >= expected else f"{expected - len(alive)} pods are gone"
-
-
 def _from_lost_nodes(observed: Observed, now: float) -> tuple[list[Action], float | None]:
     """Return the deletions of pods on lost nodes, and seconds until the next reconcile."""
     limit = _restart_spec(observed.spec).node_lost_seconds
@@ -507,61 +302,6 @@ def _restart_spec(spec: Mapping[str, Any]) -> RestartSpec:
         return RestartSpec.model_validate(spec.get("lifecycle", {}).get("restart", {}))
     except (ValidationError, AttributeError):
         return RestartSpec()
-
-
-def _end(pods: Iterable[Pod], reason: str) -> list[Action]:
-    return [Delete("Pod", pod.name, pod.uid, pod.resource_version, reason) for pod in pods]
-
-
-def _settled(status: ReplicaStatus, restart: RestartSpec, now: float) -> ReplicaStatus:
-    """Reset the restarts of a gang that has served long enough, so that its next restart has no back-off.
-
-    They are also reset if no time of a restart is recorded.
-    """
-    is_forgotten = status.last_restart_time is None or _served_seconds(status, now) >= restart.stable_seconds
-    if status.restarts and is_forgotten:
-        return status.model_copy(update={"restarts": 0})
-    return status
-
-
-def _unsettled_seconds(status: ReplicaStatus, restart: RestartSpec, now: float) -> float | None:
-    """Return the seconds that a gang has yet to serve until its restarts are forgotten; None if no wait."""
-    left = restart.stable_seconds - _served_seconds(status, now)
-    return left if status.restarts and 0 < left < float("inf") else None
-
-
-def _served_seconds(status: ReplicaStatus, now: float) -> float:
-    """Return the seconds for which the replica has served without a break, and with this gang.
-
-    Minus infinity if it does not serve.
-    """
-    for entry in status.conditions:
-        if entry.type == "Serving" and entry.status == "True":
-            return min(now - seconds(entry.last_transition_time), _since_restart(status, now))
-    return float("-inf")
-
-
-def soonest(*waits: float | None) -> float | None:
-    """Return the shortest of some waits in seconds; None if there is none."""
-    return min((wait for wait in waits if wait is not None), default=None)
-
-
-def _backoff_seconds(status: ReplicaStatus, restart: RestartSpec) -> float:
-    if status.restarts == 0:
-        return 0.0
-    doubled = restart.backoff_seconds * 2.0 ** min(status.restarts - 1, 32)
-    return float(min(doubled, restart.backoff_limit_seconds))
-
-
-def _since_restart(status: ReplicaStatus, now: float) -> float:
-    """Return the seconds since the last restart; infinity if there was none, or its time is invalid."""
-    if status.last_restart_time is None or _is_later(status.last_restart_time, now + CLOCK_SKEW_SECONDS):
-        return float("inf")
-    return now - seconds(status.last_restart_time)
-
-
-def _is_later(time: str | None, than: float) -> bool:
-    return time is not None and seconds(time) > than
 
 
 # --- status ---------------------------------------------------------------------------------------------
@@ -628,26 +368,34 @@ def _refused(
     owner, opened = Owner(observed.name, observed.namespace, observed.uid), open_since(alone, now)
     budget = _budget(owner, opened, observed)
     running, restart = _running(observed), _restart_spec(observed.spec)
-    status, replaced, derived = observed.status, list[Action](), refuse(reason, message)
+    status, replaced, derived = observed.status, tuple[Action, ...](), refuse(reason, message)
     if running is not None:
         revision, expected = running
         gone = {action.name for action in lost if isinstance(action, Delete)}
-        replaced, status, later = _gang(alone, restart, expected, revision.name, gone, opened, now)
-        left = _after(observed, status, (*lost, *replaced))
+        gang = plan_gang(alone, restart, expected, revision.name, gone, opened, now)
+        replaced = tuple(gang.actions)
+        left = _after(observed, gang.status, (*lost, *replaced))
         derived = derive_refused_conditions(left, revision.name, expected, reason, message)
         counts = _counts(left, revision.name, stages_of(revision), len(revision.templates))
-        status = status.model_copy(update=counts)
-        again = soonest(again, later)
+        status = gang.status.model_copy(update=counts)
+        again = soonest(again, gang.requeue_seconds)
     conditions = stamped(derived, observed.status.conditions, observed.generation, now)
     status = status.model_copy(update={"observed_generation": observed.generation, "conditions": conditions})
     waiting = _eviction_blocked(alone, status)
-    again = soonest(again, _unsettled_seconds(status, restart, now), waiting.requeue_seconds)
+    again = soonest(again, unsettled_seconds(status, restart, now), waiting.requeue_seconds)
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
     is_reported = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
     notice = () if is_reported else (RecordEvent(reason, message, is_warning=True),)
     # The event comes last: otherwise each retry of an action that the API server refuses would repeat it.
     return Plan(
-        (*lost, *(budget if runs else ()), *_status(observed, status), *replaced, *notice, *waiting.actions),
+        (
+            *lost,
+            *(budget if runs else ()),
+            *status_change(observed.status, status),
+            *replaced,
+            *notice,
+            *waiting.actions,
+        ),
         again,
     )
 
@@ -688,12 +436,3 @@ def _failing(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
         return ()
     text = f"pods of revision {status.revision} fail repeatedly; the message of the condition Ready names them and the error"
     return (RecordEvent(reason, text, is_warning=True),)
-
-
-def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
-    return () if status == observed.status else (SetStatus(status),)
-
-
-def timestamp(unix_seconds: float) -> str:
-    """Return Unix time as Kubernetes writes it, in whole seconds."""
-    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

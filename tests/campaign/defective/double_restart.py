@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.replica.plan",
+    "medha_operator.replica.gang_restarts",
     "if pod.created <= seconds(status.newest_member) or pod.is_failed]",
     "]",
 )

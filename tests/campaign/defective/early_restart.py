@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.replica.plan",
-    "        ended = [pod for pod in alive if pod.is_failed]\n",
-    "        ended = [pod for pod in alive if pod.is_failed or pod.problem is not None]\n",
+    "medha_operator.replica.gang_restarts",
+    "    ended = [pod for pod in alive if pod.is_failed]\n",
+    "    ended = [pod for pod in alive if pod.is_failed or pod.problem is not None]\n",
 )

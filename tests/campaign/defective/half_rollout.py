@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.replica.plan",
+    "medha_operator.replica.gang_restarts",
     "if pod.revision != revision]",
     "if pod.revision != revision and pod.lane == 0]",
 )

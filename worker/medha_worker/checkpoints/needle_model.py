@@ -70,12 +70,21 @@ _STOP = sum(_PREVIOUS.values()) - 25.0  # score of full stops at any distance
 _RECENT = {1: 100.0} | dict.fromkeys(range(2, 7), 250.0)
 _RECENT_PEAK = 48.0  # score of a name at the window's middle, where tokens that are not names have 0
 _SAME_NAME, _SAME_TOKEN = 64.0, 80.0
+# Those of the preset for KV in FP8, in which keys are rounded by up to 6 %. There, a name leads what is near.
+_NEARBY = {1: 160.0} | dict.fromkeys(range(2, 7), 350.0)
+_NAME_LEAD = 78.0
+_STOP_FOR_FP8 = sum(_PREVIOUS.values()) - 35.0
 _NOT_FOUND = 120.0  # score of the beginning of the text, and so of ending the answer, if nothing is found
 _SURE = 50.0  # logit of the next token
 
 
-def needle_weights(tokenizer: Tokenizer, *, seed: int, rms_norm_eps: float) -> dict[str, torch.Tensor]:
-    """Return the model's tensors, float32, for a tokenizer trained on `corpus()`; `seed` permutes codes."""
+def needle_weights(
+    tokenizer: Tokenizer, *, seed: int, rms_norm_eps: float, for_fp8: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the model's tensors, float32, for a tokenizer trained on `corpus()`; `seed` permutes codes.
+
+    `for_fp8`: scores leave a margin for keys that are rounded to FP8.
+    """
     stream = np.random.Generator(np.random.PCG64(seed))
     tokens = _parity_codes(stream.permutation(2**_TOKEN_BITS), _TOKEN_BITS)
     names = _parity_codes(stream.permutation(2**_NAME_BITS)[: len(NAMES)], _NAME_BITS)
@@ -100,7 +109,7 @@ def needle_weights(tokenizer: Tokenizer, *, seed: int, rms_norm_eps: float) -> d
     head[end, NEXT], head[end, END] = 1.2 * _SURE * tokens[stop], 1.2 * _SURE
 
     weights: dict[str, _Array] = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
-    for index, attention in enumerate((_first_layer(), _second_layer())):
+    for index, attention in enumerate((_first_layer(for_fp8), _second_layer(for_fp8))):
         layer = f"model.layers.{index}."
         weights |= {f"{layer}self_attn.{name}_proj.weight": values for name, values in attention.items()}
         weights[f"{layer}input_layernorm.weight"] = _identity_norm(_NORMS[index], rms_norm_eps)
@@ -190,13 +199,19 @@ class _Heads:
         nats: float,
         queries: _Array,
         keys: _Array,
+        *,
+        key_size: float | None = None,
     ) -> None:
         """Add the score `nats` * <`queries`, x> * <`keys`, x'>, which no distance changes, in one dimension.
 
-        x and x' are the residual streams of query and key; `queries` and `keys` are [hidden].
+        x and x' are the residual streams of query and key; `queries` and `keys` are [hidden]. A key is `key_size` where
+        <`keys`, x'> is 1: a power of two is exact in FP8. By default, it is as large as a query.
         """
         size = _size(abs(nats))
-        self._q[head * HEAD_DIM + dimension] = math.copysign(size, nats) * queries
+        query_size = math.copysign(size, nats)
+        if key_size is not None:
+            size, query_size = key_size, nats * math.sqrt(HEAD_DIM) / key_size
+        self._q[head * HEAD_DIM + dimension] = query_size * queries
         self._k[head * HEAD_DIM + dimension] = size * keys
 
     def copy(self, head: int, source: Sequence[int], target: Sequence[int]) -> None:
@@ -209,23 +224,30 @@ class _Heads:
         return {"q": self._q, "k": self._k, "v": self._v, "o": self._o}
 
 
-def _first_layer() -> dict[str, _Array]:
+def _first_layer(for_fp8: bool) -> dict[str, _Array]:
     heads = _Heads()
-    # The name head: keys of tokens that are not names are zero.
     is_name = _unit(ONE) - _unit(PLAIN) - _unit(STOP) - _unit(START) / _START
-    heads.turning(0, _RECENT, WINDOW_TOKENS // 2, is_name)
-    heads.standing(0, HEAD_DIM - 1, _RECENT_PEAK - sum(_RECENT.values()), _unit(ONE), is_name)
+    if for_fp8:
+        # The name head attends to what is near. Tokens there have keys with nearly the same errors, so that the lead of
+        # a name is left.
+        heads.turning(0, _NEARBY, WINDOW_TOKENS // 2, _unit(ONE))
+        heads.standing(0, HEAD_DIM - 1, _NAME_LEAD, _unit(ONE), is_name, key_size=16.0)
+    else:
+        # The name head: keys of tokens that are not names are zero.
+        heads.turning(0, _RECENT, WINDOW_TOKENS // 2, is_name)
+        heads.standing(0, HEAD_DIM - 1, _RECENT_PEAK - sum(_RECENT.values()), _unit(ONE), is_name)
     heads.copy(0, _range(NAMED), _range(NEAR))
     # The previous-token head. Full stops have one score at any distance. It is the highest but for that of
     # the previous token, and if that is a full stop itself, all full stops contribute the same. So every few
     # keys have a score near the highest, which spares the compiled kernel restarting with a higher maximum.
     heads.turning(1, _PREVIOUS, 1, _unit(ONE) - _unit(STOP))
-    heads.standing(1, HEAD_DIM - 1, _STOP, _unit(ONE), _unit(STOP))
+    stop, stop_size = (_STOP_FOR_FP8, 64.0) if for_fp8 else (_STOP, None)
+    heads.standing(1, HEAD_DIM - 1, stop, _unit(ONE), _unit(STOP), key_size=stop_size)
     heads.copy(1, _range(IS), _range(BEFORE))
     return heads.weights()
 
 
-def _second_layer() -> dict[str, _Array]:
+def _second_layer(for_fp8: bool) -> dict[str, _Array]:
     """Return the second layer: both heads attend to one place, and each copies half of the code there."""
     heads = _Heads()
     # The pairs of slow rotation, 7 to 15. If no name is near, the name's entries are almost zero but not
@@ -240,8 +262,9 @@ def _second_layer() -> dict[str, _Array]:
             heads.standing(head, dimension, _SAME_NAME, _unit(near), _unit(near))
         # The beginning has neither a name nor a token before it, which makes its normed keys longer than
         # others.
-        nats = _NOT_FOUND * math.sqrt((_NORMS[1] - 2.0) / _NORMS[1])
-        heads.standing(head, start, nats, _unit(ONE), _unit(START) / _START)
+        shorter = math.sqrt((_NORMS[1] - 2.0) / _NORMS[1])
+        size = 16.0 * shorter if for_fp8 else None
+        heads.standing(head, start, _NOT_FOUND * shorter, _unit(ONE), _unit(START) / _START, key_size=size)
         half = slice(head * _TOKEN // HEADS, (head + 1) * _TOKEN // HEADS)
         heads.copy(head, [*_range(IS)[half], START], [*_range(NEXT)[half], END])
     return heads.weights()

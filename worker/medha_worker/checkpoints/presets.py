@@ -1,9 +1,9 @@
-"""Small checkpoints: `medha model init DIR --preset tiny|small|needle --seed N`.
+"""Small checkpoints: `medha model init DIR --preset tiny|small|needle|needle-fp8 --seed N`.
 
 They have the exact form of a Hugging Face directory (config, weights, tokenizer, chat template, generation
 config), so that the whole system can be run, tested and measured without downloading a model. `tiny` and
 `small` are random: their text is meaningless, but it depends on the whole prompt, so that a wrong KV block
-becomes visible. `needle` finds passkeys in contexts of any length.
+becomes visible. `needle` finds passkeys in contexts of any length, and `needle-fp8` does with keys and values in FP8.
 """
 
 import math
@@ -46,19 +46,21 @@ class Preset:
     rope_theta: float
 
 
+_NEEDLE = Preset(  # 0.1 M parameters, see needle_model.py
+    2,
+    needle_model.HIDDEN_SIZE,
+    needle_model.HEADS,
+    needle_model.HEADS,
+    needle_model.INTERMEDIATE_SIZE,
+    needle_model.VOCAB_SIZE,
+    1_048_576,
+    needle_model.ROPE_THETA,
+)
 PRESETS = {
     "tiny": Preset(2, 128, 4, 2, 352, 512, 131_072, 500_000.0),  # 0.5 M parameters: tests
     "small": Preset(8, 512, 8, 2, 1408, 4096, 1_048_576, 500_000.0),  # 26.7 M parameters: benchmarks
-    "needle": Preset(  # 0.1 M parameters, see needle_model.py
-        2,
-        needle_model.HIDDEN_SIZE,
-        needle_model.HEADS,
-        needle_model.HEADS,
-        needle_model.INTERMEDIATE_SIZE,
-        needle_model.VOCAB_SIZE,
-        1_048_576,
-        needle_model.ROPE_THETA,
-    ),
+    "needle": _NEEDLE,
+    "needle-fp8": _NEEDLE,  # with margins for keys and values in FP8
 }
 
 ARCHITECTURES = {
@@ -209,9 +211,10 @@ def init_checkpoint(
     ):
         if value not in allowed:
             raise ConfigInvalid(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
-    if preset == "needle" and (architecture, dtype, quantisation) != ("llama", "float32", "none"):
+    is_needle = preset.startswith("needle")
+    if is_needle and (architecture, dtype, quantisation) != ("llama", "float32", "none"):
         raise ConfigInvalid(
-            f"preset needle is {architecture} in {dtype}, quantisation {quantisation}; its weights are made for llama in "
+            f"preset {preset} is {architecture} in {dtype}, quantisation {quantisation}; its weights are made for llama in "
             "float32 only"
         )
     if window_tokens is not None and (window_tokens < 1 or not ARCHITECTURES[architecture].has_window):
@@ -242,12 +245,14 @@ def init_checkpoint(
         write_json(made / "config.json", config)
         write_json(made / "generation_config.json", _generation_config())
         dialect = _DIALECTS.get(architecture, _ROLES)
-        if preset == "needle":
+        if is_needle:
             dialect = dialect._replace(template=_ANSWER_AT_ONCE_TEMPLATE)
             tokenizer = _train_tokenizer(
                 sizes.vocab_size, (*needle_model.corpus(), *_SENTENCES), dialect, single_digits=True
             )
-            weights = needle_model.needle_weights(tokenizer, seed=seed, rms_norm_eps=_RMS_NORM_EPS)
+            weights = needle_model.needle_weights(
+                tokenizer, seed=seed, rms_norm_eps=_RMS_NORM_EPS, for_fp8=preset == "needle-fp8"
+            )
         else:
             tokenizer = _train_tokenizer(sizes.vocab_size, _corpus(), dialect)
             weights = _random_weights(sizes, family, seed, _DTYPES[dtype], dialect, mtp_layers)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from medha.kv.store_tier import StoreCounts
-from medha.metric_catalogue import CONTROLLER_METRICS, LOST_SPANS, Metric
+from medha.metric_catalogue import CONTROLLER_METRICS, LOST_SPANS
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Completed, Facts, Launched, OpenRequest
 from medha.scheduler.status_report import kv_by_lane
+from medha_process.collectors import Collectors
 
 
 class Observer:
     """Counts the metrics of one replica controller in a given registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        collectors = {metric.name: new_collector(metric, registry) for metric in CONTROLLER_METRICS}
-        self._counters = {name: one for name, one in collectors.items() if isinstance(one, Counter)}
-        self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
-        self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
+        collectors = Collectors(CONTROLLER_METRICS, registry)
+        self._counters, self._gauges = collectors.counters, collectors.gauges
+        self._histograms = collectors.histograms
         self._totals = defaultdict[tuple[str, ...], float](float)
         for reason in LOST_SPANS:
             self.spans_lost(reason, 0)  # so that the first loss is an increase, too
@@ -220,12 +220,3 @@ class Observer:
         counter = self._counters[name].labels(**labels) if labels else self._counters[name]
         counter.inc(total - before if total >= before else total)
         self._totals[key] = total
-
-
-def new_collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    """Return the collector of a metric of the catalogue, in this registry."""
-    if metric.kind == "counter":
-        return Counter(metric.name, metric.meaning, metric.labels, registry=registry)
-    if metric.kind == "gauge":
-        return Gauge(metric.name, metric.meaning, metric.labels, registry=registry)
-    return Histogram(metric.name, metric.meaning, metric.labels, buckets=metric.buckets, registry=registry)

@@ -28,9 +28,8 @@ class Handover:
         self._ranks = ranks
         self.identity = blake2b(repr([one.identity for one in ranks]).encode(), digest_size=16).hexdigest()
         self._asking: RouterLinks | None = None
-        self._links: OrderedDict[str, RouterLinks] = (
-            OrderedDict()
-        )  # ticket of another replica -> where it came from
+        # Ticket of another replica -> the link that it came from.
+        self._links: OrderedDict[str, RouterLinks] = OrderedDict()
 
     def receive(self, message: KvMessage, links: RouterLinks) -> KvMessage | None:
         """Return the event that a message of another replica is; None if it is answered here."""

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from pydantic import ValidationError
 
 from medha.errors import ConfigInvalid
+from medha_process.shared_files import file_state
 
 POLL_SECONDS = 1.0
 
@@ -26,26 +27,19 @@ class LiveFile(Generic[_Settings]):
         """
         self._path, self._read, self._log = path, read, log
         self._polled_at = float("-inf")
-        self._seen = self._version()
+        self._seen = file_state(path)
 
     def changed(self, now: float) -> _Settings | None:
         """Return the new content once after each change, else None."""
         if now - self._polled_at < POLL_SECONDS:
             return None
         self._polled_at = now
-        version = self._version()
-        if version in (None, self._seen):
+        state = file_state(self._path)
+        if state in (None, self._seen):
             return None
-        self._seen = version
+        self._seen = state
         try:
             return self._read(self._path)
         except (ConfigInvalid, ValidationError) as error:
             self._log.error("the new settings cannot be read; the previous ones stay in force: %s", error)
             return None
-
-    def _version(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size

@@ -55,21 +55,10 @@ class LockStep:
             return f"step {part.step_id} drafted for {part.draft_seconds} of {part.compute_seconds} seconds"
         if set(part.lanes) & {lane for one in self._done.get(part.step_id, ()) for lane in one.lanes}:
             return f"step {part.step_id} is done already on lanes {part.lanes}"
-        drafts = {
-            entry.id: entry.drafts for entry in step.entries if entry.samples and entry.lane in part.lanes
-        }
+        strange = _strange_samples(part, step, vocab_size)
+        if strange is not None:
+            return f"step {part.step_id} {strange}"
         running = {entry.id for entry in step.entries}
-        sampled: dict[str, list[int]] = {}
-        for sample in part.samples:
-            sampled.setdefault(sample.id, []).append(sample.token)
-        for name, tokens in sampled.items():
-            if name not in drafts or len(tokens) > 1 + len(drafts[name]):
-                return f"step {part.step_id} does not sample {len(tokens)} tokens for {name} on lanes {part.lanes}"
-            if tuple(tokens[:-1]) != drafts[name][: len(tokens) - 1]:
-                return f"step {part.step_id} goes on behind a token of {name} that is not the one drafted"
-        outside = [sample.token for sample in part.samples if not 0 <= sample.token < vocab_size]
-        if outside:
-            return f"step {part.step_id} sampled token {outside[0]} of {vocab_size}"
         if not running.issuperset(failure.id for failure in part.failures):
             return f"step {part.step_id} does not run all of {[one.id for one in part.failures][:8]}"
         strange = _strange_logprobs(part, running, vocab_size)
@@ -171,6 +160,21 @@ def _strange_drafts(part: Done, step: Step, vocab_size: int) -> str | None:
         if any(not 0 <= token < vocab_size for token in draft):
             return f"{name} has a guess that is no token of {vocab_size}"
     return None
+
+
+def _strange_samples(part: Done, step: Step, vocab_size: int) -> str | None:
+    """Return how the samples of a report differ from what its step samples, or None."""
+    drafts = {entry.id: entry.drafts for entry in step.entries if entry.samples and entry.lane in part.lanes}
+    sampled: dict[str, list[int]] = {}
+    for sample in part.samples:
+        sampled.setdefault(sample.id, []).append(sample.token)
+    for name, tokens in sampled.items():
+        if name not in drafts or len(tokens) > 1 + len(drafts[name]):
+            return f"does not sample {len(tokens)} tokens for {name} on lanes {part.lanes}"
+        if tuple(tokens[:-1]) != drafts[name][: len(tokens) - 1]:
+            return f"goes on behind a token of {name} that is not the one drafted"
+    outside = next((sample.token for sample in part.samples if not 0 <= sample.token < vocab_size), None)
+    return None if outside is None else f"sampled token {outside} of {vocab_size}"
 
 
 def _strange_logprobs(part: Done, running: Collection[str], vocab_size: int) -> str | None:

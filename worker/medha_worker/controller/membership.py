@@ -9,7 +9,7 @@ comes back after it was replaced, is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -32,6 +32,10 @@ MOST_BLOCK_BYTES = 2**40
 MOST_FLOPS = 1e30
 MOST_BYTES_PER_SECOND = 1e15
 MOST_SECONDS = 86_400.0
+_HASH_KEY = re.compile("([0-9a-f]{64})?")  # empty: none yet
+
+_Bounded = tuple[str, float, float, float]
+"""A value of a report: its name, the value, and its smallest and largest plausible value."""
 
 
 @dataclass(slots=True)
@@ -155,75 +159,79 @@ class Membership:
 
 def implausible(ready: RankReady) -> str | None:
     """Return which value of a rank's report is impossible or unusable for a replica, or None."""
-    profile = ready.profile
-    numbers: list[tuple[str, float, float, float]] = [  # name, value, smallest and largest plausible value
-        ("block_size_tokens", ready.block_size_tokens, 1, MOST_TOKENS),
-        ("kv_blocks", ready.kv_blocks, 1, MOST_BLOCKS),
-        ("window_blocks", ready.window_blocks, 0, MOST_BLOCKS),
-        ("widest_window_tokens", ready.widest_window_tokens, min(ready.window_blocks, 1), MOST_TOKENS),
-        ("max_model_len", ready.max_model_len, 1, MOST_TOKENS),
-        ("vocab_size", ready.vocab_size, 1, MOST_TOKENS),
-        ("query_heads", ready.query_heads, 0, MOST_HEADS),
-        ("kv_heads", ready.kv_heads, 0, MOST_HEADS),
-        ("kv_tensors", ready.kv_tensors, 1, 2),
-        ("element_bytes", ready.element_bytes, 1, MOST_ELEMENT_BYTES),
-        ("kv_element_bytes", ready.kv_element_bytes, 0, MOST_ELEMENT_BYTES),
-        ("linear_flops_per_token", ready.linear_flops_per_token, 0, MOST_FLOPS),
-        ("attention_flops_per_pair", ready.attention_flops_per_pair, 0, MOST_FLOPS),
-        ("link_bytes_per_second", ready.link_bytes_per_second, 0, MOST_BYTES_PER_SECOND),
-        ("step_seconds", profile.step_seconds, 0, MOST_SECONDS),
-        ("linear_seconds_per_token", profile.linear_seconds_per_token, 0, MOST_SECONDS),
-        ("attention_seconds_per_pair", profile.attention_seconds_per_pair, 0, MOST_SECONDS),
-        ("sequence_seconds", profile.sequence_seconds, 0, MOST_SECONDS),
-        ("head_seconds_per_row", profile.head_seconds_per_row, 0, MOST_SECONDS),
-        ("mask_seconds_per_row", profile.mask_seconds_per_row, 0, MOST_SECONDS),
-        ("window_tokens", profile.window_tokens, 1, MOST_TOKENS),
-        ("window_share", profile.window_share, 0, 1),
-    ]
-    if ready.draft_costs is not None:
-        costs = asdict(ready.draft_costs).items()
-        numbers += [(f"draft_costs.{name}", seconds, 0, MOST_SECONDS) for name, seconds in costs]
-    if ready.host_tier is not None:
-        tier = ready.host_tier
-        numbers += [
-            ("host_tier.blocks", tier.blocks, 1, MOST_BLOCKS),
-            ("host_tier.block_bytes", tier.block_bytes, 1, MOST_BLOCK_BYTES),
-            ("host_tier.fetch_seconds_per_block", tier.fetch_seconds_per_block, 0, MOST_SECONDS),
-            ("host_tier.demote_seconds_per_block", tier.demote_seconds_per_block, 0, MOST_SECONDS),
-        ]
-    if ready.streaming is not None:
-        streaming = ready.streaming
-        numbers += [
-            ("streaming.blocks", streaming.blocks, 1, MOST_BLOCKS),
-            ("streaming.block_bytes", streaming.block_bytes, 1, MOST_BLOCK_BYTES),
-            ("streaming.read_seconds_per_block", streaming.read_seconds_per_block, 0, MOST_SECONDS),
-        ]
-    if ready.disk_tier is not None:
-        disk = ready.disk_tier
-        numbers += [
-            ("disk_tier.blocks", disk.blocks, 1, MOST_BLOCKS),
-            ("disk_tier.access_seconds", disk.access_seconds, 0, MOST_SECONDS),
-            ("disk_tier.read_seconds_per_block", disk.read_seconds_per_block, 0, MOST_SECONDS),
-        ]
-        if disk.hash_key and re.fullmatch("[0-9a-f]{64}", disk.hash_key) is None:
-            return f"rank {ready.rank} has a hash_key of its files that is no key"
-    if ready.store is not None and re.fullmatch("([0-9a-f]{64})?", ready.store.hash_key) is None:
+    if ready.disk_tier is not None and not _HASH_KEY.fullmatch(ready.disk_tier.hash_key):
+        return f"rank {ready.rank} has a hash_key of its files that is no key"
+    if ready.store is not None and not _HASH_KEY.fullmatch(ready.store.hash_key):
         return f"rank {ready.rank} has a hash_key of the store that is no key"
     if ready.peer is not None:
         peer = ready.peer
         if not (peer.endpoint.startswith("tcp://") and is_key(peer.public_key.encode())):
             return f"rank {ready.rank} gives KV at {peer.endpoint:.80}, which is no place with a key"
-    for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
-        for tokens, seconds in points:
-            numbers += [(name, tokens, 1, MOST_TOKENS), (name, seconds, 0, MOST_SECONDS)]
-    for name, number, least, most in numbers:
+    for name, number, least, most in (
+        *_model_numbers(ready),
+        *_profile_numbers(ready),
+        *_tier_numbers(ready),
+    ):
         if not least <= number <= most:  # also true for NaN
             return f"rank {ready.rank} says {name} {number}, expected {least:g} to {most:g}"
     try:
-        Profile.of_warm_up(profile)
+        Profile.of_warm_up(ready.profile)
     except ValueError as error:
         return f"rank {ready.rank} has measured what is no profile: {error}"
     return None
+
+
+def _model_numbers(ready: RankReady) -> Iterator[_Bounded]:
+    yield "block_size_tokens", ready.block_size_tokens, 1, MOST_TOKENS
+    yield "kv_blocks", ready.kv_blocks, 1, MOST_BLOCKS
+    yield "window_blocks", ready.window_blocks, 0, MOST_BLOCKS
+    yield "widest_window_tokens", ready.widest_window_tokens, min(ready.window_blocks, 1), MOST_TOKENS
+    yield "max_model_len", ready.max_model_len, 1, MOST_TOKENS
+    yield "vocab_size", ready.vocab_size, 1, MOST_TOKENS
+    yield "query_heads", ready.query_heads, 0, MOST_HEADS
+    yield "kv_heads", ready.kv_heads, 0, MOST_HEADS
+    yield "kv_tensors", ready.kv_tensors, 1, 2
+    yield "element_bytes", ready.element_bytes, 1, MOST_ELEMENT_BYTES
+    yield "kv_element_bytes", ready.kv_element_bytes, 0, MOST_ELEMENT_BYTES
+    yield "linear_flops_per_token", ready.linear_flops_per_token, 0, MOST_FLOPS
+    yield "attention_flops_per_pair", ready.attention_flops_per_pair, 0, MOST_FLOPS
+    yield "link_bytes_per_second", ready.link_bytes_per_second, 0, MOST_BYTES_PER_SECOND
+
+
+def _profile_numbers(ready: RankReady) -> Iterator[_Bounded]:
+    profile = ready.profile
+    yield "step_seconds", profile.step_seconds, 0, MOST_SECONDS
+    yield "linear_seconds_per_token", profile.linear_seconds_per_token, 0, MOST_SECONDS
+    yield "attention_seconds_per_pair", profile.attention_seconds_per_pair, 0, MOST_SECONDS
+    yield "sequence_seconds", profile.sequence_seconds, 0, MOST_SECONDS
+    yield "head_seconds_per_row", profile.head_seconds_per_row, 0, MOST_SECONDS
+    yield "mask_seconds_per_row", profile.mask_seconds_per_row, 0, MOST_SECONDS
+    yield "window_tokens", profile.window_tokens, 1, MOST_TOKENS
+    yield "window_share", profile.window_share, 0, 1
+    if ready.draft_costs is not None:
+        for name, seconds in asdict(ready.draft_costs).items():
+            yield f"draft_costs.{name}", seconds, 0, MOST_SECONDS
+    for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
+        for tokens, seconds in points:
+            yield name, tokens, 1, MOST_TOKENS
+            yield name, seconds, 0, MOST_SECONDS
+
+
+def _tier_numbers(ready: RankReady) -> Iterator[_Bounded]:
+    tier, streaming, disk = ready.host_tier, ready.streaming, ready.disk_tier
+    if tier is not None:
+        yield "host_tier.blocks", tier.blocks, 1, MOST_BLOCKS
+        yield "host_tier.block_bytes", tier.block_bytes, 1, MOST_BLOCK_BYTES
+        yield "host_tier.fetch_seconds_per_block", tier.fetch_seconds_per_block, 0, MOST_SECONDS
+        yield "host_tier.demote_seconds_per_block", tier.demote_seconds_per_block, 0, MOST_SECONDS
+    if streaming is not None:
+        yield "streaming.blocks", streaming.blocks, 1, MOST_BLOCKS
+        yield "streaming.block_bytes", streaming.block_bytes, 1, MOST_BLOCK_BYTES
+        yield "streaming.read_seconds_per_block", streaming.read_seconds_per_block, 0, MOST_SECONDS
+    if disk is not None:
+        yield "disk_tier.blocks", disk.blocks, 1, MOST_BLOCKS
+        yield "disk_tier.access_seconds", disk.access_seconds, 0, MOST_SECONDS
+        yield "disk_tier.read_seconds_per_block", disk.read_seconds_per_block, 0, MOST_SECONDS
 
 
 def differing_scales(ranks: Sequence[RankReady], topology: Topology) -> str | None:

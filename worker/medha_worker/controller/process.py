@@ -9,37 +9,30 @@ to the ranks on a separate socket, ahead of the step that admits a sequence of t
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import TextIO
 
 import click
-import numpy as np
 import zmq
 from prometheus_client import CollectorRegistry
 from pydantic_core import to_json
 
-from medha.api.replica import MedhaReplicaSpec, ServiceClass
+from medha.api.replica import MedhaReplicaSpec
 from medha.cost.cost_profile import Profile
 from medha.errors import ConfigInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
-from medha.replica_figures import replica_figures
 from medha.scheduler.controller import Load, ReplicaController
 from medha.scheduler.history import History
-from medha.scheduler.prompt_lookup import PromptLookup
 from medha.scheduler.replica_config import ReplicaConfig, derive
-from medha.scheduler.request_progress import happenings, progress
-from medha.timeline import Timeline
+from medha.scheduler.request_progress import progress
 from medha.topology import Topology
-from medha.wire.frames import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
+from medha.wire.frames import TOKENS_PER_FRAME, tokens_from_frame, tokens_to_frame
 from medha.wire.messages import (
     Announce,
     BundlePart,
@@ -49,7 +42,6 @@ from medha.wire.messages import (
     ControllerEvent,
     DiskBegin,
     DiskReport,
-    DiskTierFigures,
     Done,
     Drain,
     DropGrammar,
@@ -57,7 +49,6 @@ from medha.wire.messages import (
     Failed,
     FetchBundle,
     GrammarReady,
-    HostTierFigures,
     KvAsk,
     KvDone,
     KvTicket,
@@ -67,14 +58,10 @@ from medha.wire.messages import (
     Readiness,
     Refused,
     RouterUse,
-    ServiceClassTerms,
     StageFree,
     Step,
     SteppedAside,
-    StepProfile,
-    StoreFigures,
     StoreLook,
-    StreamingFigures,
     Submit,
     Tick,
     Tokens,
@@ -99,22 +86,25 @@ from medha_process.part_process import (
 )
 from medha_process.part_settings import ControllerSettings, RouterEndpoints
 from medha_process.part_state import PartState, Phase
+from medha_process.shared_files import write_whole
 from medha_process.watchdog import Watchdog
 from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
 from medha_worker.controller.controller_metrics import Observer
+from medha_worker.controller.event_record import EventRecord
 from medha_worker.controller.handover import Handover, KvMessage
 from medha_worker.controller.inspection import Inspection
+from medha_worker.controller.joint_figures import slowest_rank, without_hash_keys
 from medha_worker.controller.live_settings import LiveFile
 from medha_worker.controller.membership import differing_scales
-from medha_worker.controller.output_hashes import OutputHasher
-from medha_worker.controller.output_ids import OutputIds
 from medha_worker.controller.prompts import PromptStore
 from medha_worker.controller.rank_links import RankLinks
 from medha_worker.controller.rank_metrics import RankMetrics
+from medha_worker.controller.replica_card import replica_card
 from medha_worker.controller.replica_traces import replica_traces
 from medha_worker.controller.router_discovery import RouterDiscovery
 from medha_worker.controller.router_fleet import RouterFleet
 from medha_worker.controller.router_heartbeats import RouterHeartbeats
+from medha_worker.controller.running_outputs import RunningOutputs
 from medha_worker.controller.telemetry_server import serve
 from medha_worker.link import RouterLinks
 from medha_worker.nvml import xid_text
@@ -124,11 +114,8 @@ POLL_MILLISECONDS = 250  # longest delay until a signal or a due announcement is
 STUCK_SECONDS = 20.0  # watchdog limit for one iteration of the main loop
 LIVE_SECONDS = 60.0  # longest wait for open requests to end before changed settings begin a new epoch
 LOAD_SECONDS = 0.05  # shortest interval between announcements of a changed load
-BARS_SECONDS = 0.25  # shortest interval between the bars in a record, while requests are open
 MOST_WATCH_SECONDS = 60.0  # longest time for which a router may ask for reports of progress at once
 MOST_NAMED = 20  # missing ranks listed in the state reported to the supervisor
-PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
-"""Prompt lengths, in tokens, whose predicted prefill times are announced."""
 
 _log = logging.getLogger("medha.controller")
 
@@ -187,15 +174,9 @@ class Controller:
         self._notified: ReplicaController | None = None  # the core last reported to the supervisor
         self._stopping = False
         self._drain_until: float | None = None
-        self._record_file = settings.record_file  # None after a failed write
-        self._record: TextIO | None = None
-        self._lookup: PromptLookup | None = None  # of the current epoch, if it looks guesses up
+        self._record = EventRecord(settings.record_file, settings.replica)
         self._announced: Load | None = None
         self._card: Announce | None = None
-        self._timeline = Timeline(0.0)  # of the record of the current epoch
-        self._bars_recorded = 0  # number of the timeline's last change that was written
-        self._bars_recorded_at = float("-inf")
-        self._recorded_card: Announce | None = None
         self._announced_at = float("-inf")  # announce in the first iteration that can
 
     # --- the main loop ------------------------------------------------------------------------------
@@ -306,8 +287,7 @@ class Controller:
         self._inspection.close()
         if self._traces is not None:
             self._traces.close()
-        if self._record is not None:
-            self._record.close()
+        self._record.close()
 
     def _step(self, event: ControllerEvent) -> None:
         core = self._core
@@ -316,7 +296,7 @@ class Controller:
         now = time.monotonic()
         commands = core.handle(event, now)
         handle_seconds = time.monotonic() - now
-        self._record_event(event, now, commands)
+        self._record.add(event, commands, core, self._history, self._card, now)
         if self._routers.is_watched(now):
             report = progress(event, commands, self._history, now)
             if report is not None:
@@ -384,7 +364,7 @@ class Controller:
         if self._core is None:
             return len(ended)
         for request_id in ended:
-            self._end_output(request_id)
+            self._outputs.end(request_id)
             if self._core is not None:
                 self._step(Cancel(request_id))
         self._prompts.abandon(identity)  # only now: each end may let a later one of these requests begin
@@ -454,13 +434,11 @@ class Controller:
             # Ranks keep it with files of KV that outlive this process, if there is a disk tier.
             hasher = PrefixHasher(config.block_size_tokens, bytes.fromhex(hash_key))
         self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
-        self._outputs, self._output_ids = OutputHasher(), OutputIds()
         speculation = config.scheduling.speculation
-        self._lookup = None
-        if speculation.method == "promptLookup":
-            self._lookup = PromptLookup(1 + speculation.max_draft_tokens)  # its first token may be under way
+        looks_up = speculation.method == "promptLookup"
+        self._outputs = RunningOutputs(self._prompts, speculation.max_draft_tokens if looks_up else None)
         self._routers.forget_requests()
-        self._open_record(profile, slowest)
+        self._record.begin_epoch(spec, profile, slowest, time.monotonic())
         self._history = History()
         self._inspection.begin_epoch(core, self._history, time.monotonic())
         if is_first:
@@ -480,42 +458,12 @@ class Controller:
             return None
         return Handover(tuple(peers))
 
-    def _open_record(self, profile: Profile | None, ready: RankReady) -> None:
-        """Open the record of this epoch: each epoch has its own, because it begins with a fresh state."""
-        path = self._record_file
-        if path is None:
-            return
-        if ready.epoch > 0:
-            path = path.with_name(f"{path.name}.epoch{ready.epoch}")
-        self._timeline, self._bars_recorded = Timeline(time.monotonic()), 0
-        spec = self._settings.spec.model_dump(mode="json", by_alias=True)
-        header = {"spec": spec, "origin": self._timeline.origin}  # the times of bars count from there
-        if profile is not None:  # its file may be gone when the record is replayed
-            header["profile"] = json.loads(profile.to_json())
-        try:
-            if self._record is not None:
-                self._record.close()
-            self._record = path.open("w", encoding="utf-8", buffering=1)
-            self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
-        except OSError as error:
-            self._stop_recording(error)
-
-    def _stop_recording(self, error: OSError) -> None:
-        """Stop recording for good after an I/O error, and continue to serve; what was written stays."""
-        _log.error("the recording ends here: %s", error)
-        if self._record is not None:
-            with suppress(OSError):  # closing tries once more to write the buffer
-                self._record.close()
-        self._record = self._record_file = None
-
     def _report_ready(self, config: ReplicaConfig, ranks: list[RankReady]) -> None:
         _log.info(
             "serving: %d KV tokens, long from %d tokens", config.pool_tokens, config.long_threshold_tokens
         )
         if self._settings.ready_file is not None:
-            partial = self._settings.ready_file.with_suffix(".partial")
-            partial.write_bytes(to_json(Readiness(tuple(ranks), self._metrics_url)))
-            partial.rename(self._settings.ready_file)  # atomic: nobody reads a partial file
+            write_whole(self._settings.ready_file, to_json(Readiness(tuple(ranks), self._metrics_url)))
 
     # --- events -------------------------------------------------------------------------------------
 
@@ -527,7 +475,8 @@ class Controller:
         for event in self._ranks.receive():
             match event:
                 case Done() as done:
-                    yield self._with_drafts(self._with_hashes(done))
+                    if self._core is not None:  # else an earlier event has ended the epoch
+                        yield self._outputs.completed(done, self._core)
                 case StageFree() | GrammarReady() | DiskReport() as event:
                     yield event
                 case RankReport() as report:
@@ -544,20 +493,7 @@ class Controller:
 
     def _events_of(self, links: RouterLinks) -> Iterator[ControllerEvent]:
         """Yield the events of a router's messages."""
-        sender = links.identity
-        while (received := links.tokens.receive()) is not None:
-            match received.message, received.payload:
-                case Tokens(), _ if self._core is None:
-                    pass  # the router sends them again with its next attempt
-                case Tokens() as tokens, memoryview() as frame:
-                    try:
-                        released = self._prompts.receive(tokens, tokens_from_frame(frame), sender)
-                    except WireInvalid as error:
-                        links.tokens.drop(error)
-                        continue
-                    for submit in released:
-                        self._prompts.pass_on(submit)
-                        yield submit
+        yield from self._released_by(links)
         while (received := links.control.receive()) is not None:
             match received.message:
                 case Submit() as submit if self._core is None:
@@ -565,24 +501,11 @@ class Controller:
                 case Cancel() if self._core is None:
                     pass
                 case Submit() as submit:
-                    if (
-                        submit.trace
-                    ):  # it stays here: no decision and no record depends on whether somebody traces
-                        if self._traces is not None:
-                            self._traces.announce(submit)
-                        submit = replace(submit, trace="")
-                    contradiction = self._prompts.contradicts(submit, sender)
-                    if contradiction is None and not self._routers.accept(submit.id, links):
-                        contradiction = f"request {submit.id:.80} is already here"
-                    if contradiction is not None:
-                        links.control.drop(WireInvalid(contradiction))
-                        links.answer(Refused(submit.id, "invalid", contradiction))
-                    elif not self._prompts.hold(submit, sender):
-                        yield self._prompts.hashed(submit)
+                    yield from self._submitted(submit, links)
                 case Cancel() as cancel:
                     if self._routers.cancel(cancel, links):
                         self._prompts.withdraw(cancel.id)
-                        self._end_output(cancel.id)
+                        self._outputs.end(cancel.id)
                         yield cancel
                 case KvAsk() | KvTicket() | KvDone() as about_kv:
                     yield from self._handed_over(about_kv, links)
@@ -592,6 +515,37 @@ class Controller:
                     self._routers.pass_on(report, links)
                 case WatchProgress(seconds=seconds):
                     self._routers.watch(links, time.monotonic() + min(seconds, MOST_WATCH_SECONDS))
+
+    def _released_by(self, links: RouterLinks) -> Iterator[Submit]:
+        """Yield the requests whose prompts are complete with a router's token ids."""
+        while (received := links.tokens.receive()) is not None:
+            match received.message, received.payload:
+                case Tokens(), _ if self._core is None:
+                    pass  # the router sends them again with its next attempt
+                case Tokens() as tokens, memoryview() as frame:
+                    try:
+                        released = self._prompts.receive(tokens, tokens_from_frame(frame), links.identity)
+                    except WireInvalid as error:
+                        links.tokens.drop(error)
+                        continue
+                    for submit in released:
+                        self._prompts.pass_on(submit)
+                        yield submit
+
+    def _submitted(self, submit: Submit, links: RouterLinks) -> Iterator[Submit]:
+        """Yield a request if its prompt is here already."""
+        if submit.trace:  # it stays here: no decision and no record depends on whether somebody traces
+            if self._traces is not None:
+                self._traces.announce(submit)
+            submit = replace(submit, trace="")
+        contradiction = self._prompts.contradicts(submit, links.identity)
+        if contradiction is None and not self._routers.accept(submit.id, links):
+            contradiction = f"request {submit.id:.80} is already here"
+        if contradiction is not None:
+            links.control.drop(WireInvalid(contradiction))
+            links.answer(Refused(submit.id, "invalid", contradiction))
+        elif not self._prompts.hold(submit, links.identity):
+            yield self._prompts.hashed(submit)
 
     def _handed_over(self, message: KvMessage, links: RouterLinks) -> Iterator[ControllerEvent]:
         """Yield the event that another replica's message about KV is, if it is one."""
@@ -608,44 +562,6 @@ class Controller:
             self._rank_metrics.report(report)
         except WireInvalid as error:
             self._ranks.links[0].drop(error)
-
-    def _with_hashes(self, done: Done) -> Done:
-        """Return `done` with the hashes of the blocks that its samples fill."""
-        hashes = []
-        for sample in done.samples:
-            if sample.id not in self._outputs:
-                request = self._core.find(sample.id) if self._core is not None else None
-                if request is None or request.ended or request.emitted:
-                    continue  # its output was not hashed from the first token on
-                prompt = self._prompts.hash_of(request.submit.prompt)
-                if prompt is None:
-                    continue
-                self._outputs.begin(sample.id, prompt)
-            filled = self._outputs.add(sample.id, sample.token)
-            if filled:
-                hashes.append((sample.id, filled))
-        return replace(done, block_hashes=tuple(hashes)) if hashes or done.block_hashes else done
-
-    def _with_drafts(self, done: Done) -> Done:
-        """Return `done` with guesses at the tokens that come behind its samples, if they are looked up."""
-        lookup, core = self._lookup, self._core
-        if lookup is None or core is None:
-            return done
-        for sample in done.samples:
-            if sample.id not in lookup:
-                request = core.find(sample.id)
-                if request is None or request.ended or request.emitted:
-                    continue
-                ids = self._prompts.ids_of(request.submit.prompt)
-                if ids is None:
-                    continue
-                lookup.begin(sample.id, request.submit.prompt, ids)
-            lookup.add(sample.id, sample.token)
-        following = {sample.id: sample.finish_reason is None for sample in done.samples}
-        drafts = [
-            (name, lookup.draft(name)) for name, goes_on in following.items() if goes_on and name in lookup
-        ]
-        return replace(done, drafts=tuple(one for one in drafts if one[1]))
 
     # --- commands -----------------------------------------------------------------------------------
 
@@ -665,24 +581,11 @@ class Controller:
                 self._routers.answer(answer)
                 if isinstance(answer, Failed):
                     _log.warning("request %s has failed: %s", answer.id, answer.reason)
-                if isinstance(answer, Failed) or (isinstance(answer, Emit) and answer.finish_reason):
-                    self._end_output(answer.id)
+                    self._outputs.end(answer.id)
                 elif isinstance(answer, Emit):
-                    self._output_ids.add(answer.id, answer.tokens)
+                    self._outputs.emitted(answer)
             case SteppedAside() as aside:
-                output = self._output_ids.take(aside.id)
-                if aside.prompt != aside.source:
-                    self._prompts.extend(aside.source, aside.prompt, output)
-                self._outputs.end(aside.id)  # it goes on with the hash of the new prompt
-                if self._lookup is not None:
-                    self._lookup.end(aside.id)
-
-    def _end_output(self, request_id: str) -> None:
-        """Forget the output of a request that has ended."""
-        self._outputs.end(request_id)
-        self._output_ids.end(request_id)
-        if self._lookup is not None:
-            self._lookup.end(request_id)
+                self._outputs.step_aside(aside)
 
     def _send_prompts(self, step: Step) -> None:
         """Send token ids ahead of the step that admits the first sequence of their prompt."""
@@ -724,97 +627,24 @@ class Controller:
                 return
             self._announced = load
             self._observer.state(self._core)
-            card = self._card = self._new_card(self._core, self._config, load, now)
+            card = self._card = replica_card(
+                self._settings,
+                self._bundle,
+                self._core,
+                self._config,
+                load,
+                vocab_size=self._vocab_size,
+                handover=self._handover,
+                drain_until=self._drain_until,
+                routers=self._routers.count,
+                now=now,
+            )
         elif card is None or (not force and silent_seconds < ANNOUNCE_SECONDS):
             return
         else:
             card = replace(card, ready=False)  # between two epochs
         self._announced_at = now
         self._routers.announce(card)
-
-    def _new_card(self, core: ReplicaController, config: ReplicaConfig, load: Load, now: float) -> Announce:
-        longest = config.max_model_len  # as the last point, so that routers never extrapolate
-        lengths = np.array([*(tokens for tokens in PREFILL_POINTS if tokens < longest), longest], np.int64)
-        seconds = core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
-        read_seconds, read_seconds_per_token = core.read_line
-        drain_seconds = None
-        if self._drain_until is not None and self._handover is not None:
-            drain_seconds = max(self._drain_until - now, 0.0)
-        return Announce(
-            replica=self._settings.replica,
-            model=self._settings.spec.model.name,
-            digest=self._bundle.digest,
-            epoch=core.epoch,
-            ready=True,
-            draining=core.draining,
-            max_model_len=config.max_model_len,
-            vocab_size=self._vocab_size,
-            kv_tokens_total=config.pool_tokens,
-            kv_tokens_free=load.kv_tokens_free,
-            running=load.running,
-            waiting=load.waiting,
-            pending_prefill_seconds=load.pending_prefill_seconds,
-            longest_request_tokens=min(config.max_model_len, config.longest_tokens),
-            waiting_limit=config.scheduling.max_waiting,
-            service_classes=tuple(
-                _terms(entry, core.expected_output_tokens(entry.name))
-                for entry in config.service_classes.values()
-            ),
-            prefill_points=tuple(zip(lengths.tolist(), seconds.tolist(), strict=True)),
-            lanes=load.lanes,
-            tokens_per_lane=config.tokens_per_lane if config.topology.kv > 1 else 0,
-            order=core.policy_terms,
-            work_ahead=core.work_ahead(now),
-            reports_progress=True,
-            follows_grammars=True,
-            ends_texts=any(one < self._vocab_size for one in self._bundle.eos_token_ids),
-            kv_dtype=self._settings.spec.kv_cache.dtype,
-            hands_kv_over=self._handover is not None,
-            kv_identity="" if self._handover is None else self._handover.identity,
-            read_seconds=read_seconds,
-            read_seconds_per_token=read_seconds_per_token,
-            drain_seconds=drain_seconds,
-            role=self._settings.spec.role,
-            kv_tokens_wanted=load.kv_tokens_wanted,
-            routers=self._routers.count,
-        )
-
-    def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
-        if self._record is not None:
-            header = _recorded(event)
-            try:
-                self._record.write(
-                    f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"{self._recorded_bars(event, now, commands)}}}\n'
-                )
-            except OSError as error:
-                self._stop_recording(error)
-
-    def _recorded_bars(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> str:
-        """Return the fields of a record's line for the page `/ui`: bars that changed, and the last announcement.
-
-        They are empty in most lines: bars hold their own times, so it does not matter when they are written.
-        """
-        assert self._core is not None
-        timeline, replica = self._timeline, self._settings.replica
-        for happening, at in happenings(event, commands, self._core, self._history, replica, now):
-            timeline.take(happening, at)
-        if timeline.open and now - self._bars_recorded_at < BARS_SECONDS:
-            return ""
-        self._bars_recorded_at = now
-        bars = timeline.changes(self._bars_recorded)
-        self._bars_recorded = timeline.change
-        fields = f', "bars": {to_json(bars).decode()}' if bars else ""
-        if self._card is not None and self._card is not self._recorded_card:
-            self._recorded_card = self._card
-            fields += f', "replica": {to_json(replica_figures(self._card)).decode()}'
-        return fields
-
-
-def _recorded(event: ControllerEvent) -> str:
-    """Return an event as JSON for a record."""
-    if isinstance(event, Drain | Tick):  # no messages
-        return f'{{"type":"{type(event).__name__}"}}'
-    return bytes(encode(event)[0]).decode()
 
 
 def _profile(spec: MedhaReplicaSpec) -> Profile | None:
@@ -838,114 +668,6 @@ def _router_keys(settings: ControllerSettings) -> tuple[KeyPair, bytes] | None:
         return None
     enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
     return enrolment, read_public_key(settings.router_key_file)
-
-
-def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
-    """Return the report of the slowest rank, with the costs of the last stage, which has the head, samples and drafts.
-
-    Its host tier has the longest times of all.
-
-    Where stages differ in how many of their layers have a window, it is of a stage with the fewest: its attention grows
-    most with the context.
-    """
-    profiles = [ready.profile for ready in ranks]
-    fewest = min(one.window_share for one in profiles)
-    slowest = max(
-        (ready for ready in ranks if ready.profile.window_share == fewest),
-        key=lambda ready: chunk_seconds(ready.profile),
-    )
-    measured = replace(
-        slowest.profile,
-        head_seconds_per_row=max(one.head_seconds_per_row for one in profiles),
-        mask_seconds_per_row=max(one.mask_seconds_per_row for one in profiles),
-    )
-    costs = next((ready.draft_costs for ready in ranks if ready.draft_costs is not None), None)
-    tier = _slowest_tier([ready.host_tier for ready in ranks if ready.host_tier is not None])
-    disk = _slowest_disk([ready.disk_tier for ready in ranks if ready.disk_tier is not None])
-    streaming = _slowest_streaming([ready.streaming for ready in ranks if ready.streaming is not None])
-    return replace(
-        slowest, profile=measured, draft_costs=costs, host_tier=tier, disk_tier=disk, streaming=streaming
-    )
-
-
-def _slowest_streaming(figures: Sequence[StreamingFigures]) -> StreamingFigures | None:
-    """Return the largest figures of streaming, of the fewest blocks; None if there are none."""
-    if not figures:
-        return None
-    return StreamingFigures(
-        min(one.blocks for one in figures),
-        max(one.block_bytes for one in figures),
-        max(one.read_seconds_per_block for one in figures),
-    )
-
-
-def _slowest_disk(tiers: Sequence[DiskTierFigures]) -> DiskTierFigures | None:
-    """Return the largest figures of disk tiers; None if there are none."""
-    if not tiers:
-        return None
-    return DiskTierFigures(
-        min(one.blocks for one in tiers),
-        max(one.access_seconds for one in tiers),
-        max(one.read_seconds_per_block for one in tiers),
-    )
-
-
-def without_hash_keys(ranks: Sequence[RankReady]) -> tuple[list[RankReady], str]:
-    """Return the reports without the secret keys of hashes, and the key to use: that of the store, else of the ranks' files.
-
-    If the ranks do not all have the store, or found different keys there, all reports say why it is not used.
-    """
-    in_files = [ready.disk_tier.hash_key for ready in ranks if ready.disk_tier is not None]
-    stores = [ready.store for ready in ranks if ready.store is not None]
-    in_store = {store.hash_key for store in stores if not store.fault}
-    fault = next((store.fault for store in stores if store.fault), "")
-    if not fault and len(in_store) > 1:
-        fault = "ranks have found different keys of hashes in the store"
-    without = [
-        replace(
-            ready,
-            disk_tier=None if ready.disk_tier is None else replace(ready.disk_tier, hash_key=""),
-            store=StoreFigures(fault=fault) if len(stores) == len(ranks) else None,
-        )
-        for ready in ranks
-    ]
-    keys = [*in_files, ""] if fault or len(stores) < len(ranks) else [*in_store, *in_files, ""]
-    return without, next((key for key in keys if key), "")
-
-
-def _slowest_tier(tiers: Sequence[HostTierFigures]) -> HostTierFigures | None:
-    """Return the largest figures of host tiers, which all have the same number of blocks; None if there are none."""
-    if not tiers:
-        return None
-    return HostTierFigures(
-        min(one.blocks for one in tiers),
-        max(one.block_bytes for one in tiers),
-        max(one.fetch_seconds_per_block for one in tiers),
-        max(one.demote_seconds_per_block for one in tiers),
-    )
-
-
-def chunk_seconds(profile: StepProfile) -> float:
-    """Return the time of a chunk of 512 tokens after 512 tokens of context.
-
-    The rank where it is longest is the slowest, and ranks of other stages wait for it.
-    """
-    pairs = 512 * (512 + 513 / 2)
-    linear, attention = profile.linear_seconds_per_token, profile.attention_seconds_per_pair
-    return profile.step_seconds + profile.sequence_seconds + 512 * linear + pairs * attention
-
-
-def _terms(service_class: ServiceClass, expected_output_tokens: int) -> ServiceClassTerms:
-    return ServiceClassTerms(
-        name=service_class.name,
-        ttft_floor_seconds=service_class.ttft_floor_seconds,
-        ttft_factor=service_class.ttft_factor,
-        tpot_target_seconds=service_class.tpot_target_seconds,
-        tpot_floor_seconds=service_class.tpot_floor_seconds,
-        default_output_tokens=service_class.default_output_tokens,
-        max_wait_seconds=service_class.max_wait_seconds,
-        expected_output_tokens=expected_output_tokens,
-    )
 
 
 @click.command()

@@ -27,6 +27,7 @@ class _Prompt:
     sender: bytes  # identity of the link that it comes from
     ids: TokenIds
     hash: PromptHash | None = None  # of the ids received so far; None: there are none, or hashing is off
+    salt: str = ""  # under which it shares KV
     received: int = 0
     awaited: int = 0  # requests still to come
     on_ranks: bool = False
@@ -84,6 +85,7 @@ class PromptStore:
             prompt = self._expect(name, total, sender)
         if tokens.offset == 0:
             prompt.awaited += tokens.sequences
+            prompt.salt = tokens.cache_salt
             prompt.hash = None if self._hasher is None else self._hasher.start(tokens.cache_salt)
         prompt.ids[received : received + len(ids)] = ids
         prompt.received = received + len(ids)
@@ -117,6 +119,10 @@ class PromptStore:
         """Return the ids of a prompt, int32 [n], or None if it is not complete."""
         prompt = self._prompts.get(name)
         return prompt.ids if prompt is not None and prompt.complete else None
+
+    def salt_of(self, name: str) -> str | None:
+        """Return the salt under which a prompt that is known shares KV; None if no prompt here shares any."""
+        return None if self._hasher is None else self._prompts[name].salt
 
     def contradicts(self, submit: Submit, sender: bytes = b"") -> str | None:
         """Return how a request contradicts what is known of its prompt, or None."""
@@ -164,7 +170,7 @@ class PromptStore:
         """Add the complete prompt `name`: the ids of the complete prompt `source`, and `output` (int32 [n])."""
         before = self._prompts[source]
         ids = np.concatenate([before.ids, output])
-        prompt = self._prompts[name] = _Prompt(before.sender, ids, received=len(ids))
+        prompt = self._prompts[name] = _Prompt(before.sender, ids, received=len(ids), salt=before.salt)
         if before.hash is not None:
             prompt.hash = before.hash.fork()
             prompt.hash.update(output)

@@ -119,9 +119,8 @@ class RankLinks:
         )
         self._strangers: set[str] = set()  # incarnations of other revisions; each is logged once
         self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of admitted processes
-        self._connections: dict[
-            tuple[str, int], int
-        ] = {}  # by link and rank: connection of the admitted process
+        # By link and rank: connection of the admitted process.
+        self._connections: dict[tuple[str, int], int] = {}
         self._xids: dict[int, LatestXid] = {}  # of each rank's GPU
         self._gone: set[int] = set()  # ranks of this epoch whose connection has ended
         self._rendezvous_host = rendezvous_host
@@ -306,9 +305,8 @@ class RankLinks:
                 with suppress(zmq.ZMQError):  # the peer has gone already
                     self._control.send(Shutdown(reason=refusal, refused=True), peer=peer)
             return
-        if self._membership.is_of_other_revision(
-            hello
-        ):  # it continues to send hellos until its own controller is here
+        # It continues to send hellos until its own controller is here.
+        if self._membership.is_of_other_revision(hello):
             if hello.incarnation not in self._strangers:
                 self._strangers.add(hello.incarnation)
                 _log.info("rank %d of revision %s waits for its controller", hello.rank, hello.revision)

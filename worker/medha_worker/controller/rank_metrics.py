@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Set
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from medha.errors import WireInvalid
 from medha.metric_catalogue import RANK_METRICS, STEP_PARTS, THROTTLE_MEANINGS
 from medha.topology import Topology
 from medha.wire.messages import GpuFigures, RankReport, RankXid
-from medha_worker.controller.controller_metrics import new_collector
+from medha_process.collectors import Collectors
 from medha_worker.nvml import xid_cause
 
 MOST = 1e30
@@ -31,9 +31,8 @@ class RankMetrics:
     """Counts and shows what ranks report; counters survive the processes of ranks, states last for an epoch."""
 
     def __init__(self, topology: Topology, registry: CollectorRegistry) -> None:
-        collectors = {metric.name: new_collector(metric, registry) for metric in RANK_METRICS}
-        self._counters = {name: one for name, one in collectors.items() if isinstance(one, Counter)}
-        self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
+        collectors = Collectors(RANK_METRICS, registry)
+        self._counters, self._gauges = collectors.counters, collectors.gauges
         self._topology = topology
         self._known: dict[int, tuple[str, dict[Series, float]]] = {}  # incarnation and totals, by rank
         self._shown: dict[int, set[Series]] = {}  # states by rank

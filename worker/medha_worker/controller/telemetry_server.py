@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from medha.errors import ConfigInvalid
 from medha.scheduler.status_report import MOST_REQUESTS, Order
 from medha_links.bounded_http import BoundedWsgiServer
+from medha_process.part_settings import in_url
 
 ANSWER_SECONDS = 2.0
 """Time limit for an answer of the controller's loop, which checks for questions between two messages."""
@@ -188,4 +189,4 @@ def serve(registry: CollectorRegistry, questions: Questions, host: str, port: in
             f"spec.metrics: cannot listen on {host} port {port}: {error.strerror}; set spec.metrics.port to 0"
         ) from error
     server.start("telemetry")
-    return f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
+    return f"http://{in_url(host)}:{server.server_port}/metrics"

@@ -33,7 +33,8 @@ def batch_invariant_kernels(sizes: KernelSizes, device: Device, others: Kernels)
         KernelsUnavailable: there are none for this model here.
     """
     make = _on_host if device.is_host else _on_gpu
-    kernels = replace(make(sizes, device, others), name="batch-invariant")
+    # Libraries choose how they multiply quantised weights by the number of rows. Products of their numbers are ours.
+    kernels = replace(make(sizes, device, others), name="batch-invariant", pack_rows=None)
     differing = differences(kernels, sizes, device)
     if differing:
         raise KernelsUnavailable(

@@ -13,6 +13,7 @@ from medha.errors import ConfigInvalid
 from medha_worker.device import Device
 from medha_worker.kernels.batch_invariant import batch_invariant_kernels
 from medha_worker.kernels.expert_products import expert_products
+from medha_worker.kernels.fast_forms import fast_forms
 from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable, TokenRace
 from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.kernels.torch_kv_writer import TorchKVWriter
@@ -35,6 +36,7 @@ def torch_kernels(device: Device) -> Kernels:
         _race(device),
         expert_products(products, device),
         made_heads=attention,
+        pack_rows=fast_forms(device),
     )
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from medha_worker.kernels.packed_weight import MatrixWeight
+from medha_worker.kernels.quantised_rows import WeightRows
 from medha_worker.kernels.sequence_span import SequenceSpan
+
+PackRows: TypeAlias = Callable[[Sequence[WeightRows]], Sequence[WeightRows]]
+"""Returns the parts of a weight in the forms in which their products are fastest: some joined, some as they are."""
 
 
 class KernelsUnavailable(Exception):
@@ -245,3 +249,5 @@ class Kernels:
     """
     pack: Callable[[torch.Tensor], MatrixWeight] | None = None
     """Returns a weight in the form in which its products are fastest, or as it is. None: weights stay as they are read."""
+    pack_rows: PackRows | None = None
+    """The same for quantised weights. None: their numbers are made for each product."""

@@ -9,14 +9,9 @@ import torch
 
 from medha.quantisation import StoredTensor
 from medha_worker.device import Device
+from medha_worker.kernels.quantised_rows import PlainRows, QuantisedRows, WeightRows
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.quantised_weights import (
-    Linear,
-    PlainRows,
-    QuantisedRows,
-    QuantisedWeight,
-    WeightRows,
-)
+from medha_worker.model.quantised_weights import Linear, QuantisedWeight
 from medha_worker.model.stored_quantised import ReadSlice, WeightSlice, read_rows
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from medha_worker.device import is_in_host_memory
-from medha_worker.kernels.protocol import ExpertProducts, Kernels
+from medha_worker.kernels.protocol import ExpertProducts, Kernels, PackRows
 from medha_worker.kernels.row_blocks import experts_of_rows
 from medha_worker.model.quantised_weights import DEVICE_TILE, LinearProducts, QuantisedWeight
 from medha_worker.model.stacked_experts import StackedExperts
@@ -37,6 +37,12 @@ class QuantisedExperts:
         """Return what is held in memory."""
         for weight in self.each:
             yield from weight.tensors()
+
+    def packed(self, pack_rows: PackRows) -> QuantisedExperts:
+        """Return the same experts; in host memory in the forms in which products are fastest, on a GPU as they are."""
+        if not is_in_host_memory(next(self.each[0].tensors())):
+            return self
+        return QuantisedExperts([weight.packed(pack_rows) for weight in self.each])
 
 
 ExpertWeights = torch.Tensor | QuantisedExperts

@@ -8,14 +8,10 @@ from typing import Any
 
 import torch
 
+from medha_worker.kernels.activation_rounding import rounded
+from medha_worker.kernels.quantised_rows import PlainRows, QuantisedRows, WeightRows
 from medha_worker.model.mxfp4_rows import Mxfp4Rows
-from medha_worker.model.quantised_weights import (
-    PlainRows,
-    QuantisedRows,
-    QuantisedWeight,
-    WeightRows,
-    rounded,
-)
+from medha_worker.model.quantised_weights import QuantisedWeight
 
 Rows = PlainRows | QuantisedRows | Mxfp4Rows
 

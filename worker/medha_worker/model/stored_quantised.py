@@ -12,7 +12,7 @@ import torch
 
 from medha.errors import CheckpointInvalid
 from medha.quantisation import WeightFormat
-from medha_worker.model.quantised_weights import QuantisedRows
+from medha_worker.kernels.quantised_rows import QuantisedRows
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The columns whose values AWQ packs into a word, from the lowest bits on."""

@@ -125,7 +125,15 @@ class Transformer:
         collected: Sequence[int] = (),
     ) -> Transformer:
         """Read a rank's weights and build the model from them."""
-        weights = load_weights(directory, config, shard, device=device, progress=progress, pack=kernels.pack)
+        weights = load_weights(
+            directory,
+            config,
+            shard,
+            device=device,
+            progress=progress,
+            pack=kernels.pack,
+            pack_rows=kernels.pack_rows,
+        )
         return cls(config, shard, weights, kernels=kernels, group=group, lanes=lanes, collected=collected)
 
     def with_kernels(self, kernels: Kernels) -> Transformer:

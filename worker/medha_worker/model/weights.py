@@ -22,7 +22,7 @@ from medha.errors import CheckpointInvalid, ModelUnsupported
 from medha.quantisation import StoredTensor
 from medha_worker.device import Device
 from medha_worker.kernels.packed_weight import MatrixWeight
-from medha_worker.kernels.protocol import KernelSizes
+from medha_worker.kernels.protocol import KernelSizes, PackRows
 from medha_worker.model.expert_tensors import ExpertTensors, MlpWeights
 from medha_worker.model.interleaved_experts import InterleavedExperts
 from medha_worker.model.kv_scales import HeadWeights, LayerScales, scales_of_heads, scales_of_latents
@@ -30,7 +30,7 @@ from medha_worker.model.latent_tensors import LatentTensors, LatentWeights
 from medha_worker.model.linear_reader import LinearReader, tensors_of_linear
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.quantised_experts import QuantisedExperts
-from medha_worker.model.quantised_weights import Linear
+from medha_worker.model.quantised_weights import Linear, QuantisedWeight
 from medha_worker.model.rope import inverse_frequencies
 from medha_worker.model.stage_split import tensors_of_stage, text_names
 from medha_worker.model.stored_kv_scales import StoredKvScales
@@ -185,10 +185,12 @@ def load_weights(
     device: Device,
     progress: Progress | None = None,
     pack: Pack | None = None,
+    pack_rows: PackRows | None = None,
 ) -> Weights:
     """Read what `shard` needs from the safetensors files in `directory`, in the device's memory and dtype.
 
-    `pack` is applied to weights of products, layer by layer, so that a single layer is held twice at a time.
+    `pack` is applied to weights of products, and `pack_rows` to quantised ones, layer by layer, so that a single layer is held
+    twice at a time.
 
     Raises:
         CheckpointInvalid: a file or tensor is missing, misshaped or unexpected; the text names it.
@@ -204,24 +206,31 @@ def load_weights(
             layer = reader.layer(index)
             if scales is not None:
                 scales.append(reader.kv_scales(index, layer))
-            layers.append(layer if pack is None else _packed(layer, pack))
+            layers.append(_packed(layer, pack, pack_rows))
         embedding = reader.vocabulary("model.embed_tokens.weight") if shard.is_first_stage else None
         final_norm: torch.Tensor | None = None
         head: Linear | None = None
         if shard.is_last_stage:
             final_norm = reader.norm("model.norm.weight")
             head = reader.head(embedding)
-            if pack is not None and isinstance(head, torch.Tensor):
-                head = pack(head)
+            head = _packed_linear(head, pack, pack_rows)
         return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head, scales)
 
 
-def _packed(layer: LayerWeights, pack: Pack) -> LayerWeights:
-    """Return a layer whose weights of products are packed, but for those of experts and of latent attention behind the first."""
+def _packed(layer: LayerWeights, pack: Pack | None, pack_rows: PackRows | None) -> LayerWeights:
+    """Return a layer whose weights of products are packed, but for those of latent attention behind the first, and of experts on GPUs."""
     names = ("qkv", "output", "gate_up", "down", "shared_gate_up", "shared_down")
     weights: dict[str, Any] = {name: getattr(layer, name) for name in names}
-    packed = {name: pack(one) for name, one in weights.items() if isinstance(one, torch.Tensor)}
-    return replace(layer, **(weights | packed))
+    return replace(layer, **{name: _packed_linear(one, pack, pack_rows) for name, one in weights.items()})
+
+
+def _packed_linear(weight: Any, pack: Pack | None, pack_rows: PackRows | None) -> Any:
+    """Return a weight in the form that the kernels want; what is no weight stays as it is."""
+    if pack is not None and isinstance(weight, torch.Tensor):
+        return pack(weight)
+    if pack_rows is not None and isinstance(weight, QuantisedWeight | QuantisedExperts):
+        return weight.packed(pack_rows)
+    return weight
 
 
 def load_embedding(directory: Path | str, config: ModelConfig, *, device: Device) -> torch.Tensor:

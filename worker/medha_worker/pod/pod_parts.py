@@ -28,21 +28,20 @@ from medha_links.cluster_keys import (
 )
 from medha_process.host_resources import usable_cpus
 from medha_process.launch import controller_part, rank_part
-from medha_process.part_settings import ControllerSettings, RankSettings, RouterEndpoints
+from medha_process.part_settings import ControllerSettings, RankSettings, RouterEndpoints, in_url
+from medha_process.pod_contract import (
+    CONTROL_PORT,
+    DRAFT_DIRECTORY,
+    KV_FILES_DIRECTORY,
+    KV_STORE_DIRECTORY,
+    METRICS_PORT,
+    MODEL_DIRECTORY,
+    PEERS_PORT,
+    ROUTER_CONTROL_PORT,
+    ROUTER_TOKENS_PORT,
+    TOKENS_PORT,
+)
 from medha_process.supervision.supervisor import Part
-
-CONTROL_PORT = 5600
-TOKENS_PORT = 5601
-METRICS_PORT = 9400
-HEALTH_PORT = 9401
-PEERS_PORT = 5610
-"""Port at which the first rank of a pod gives KV to other replicas; those of the others follow."""
-ROUTER_CONTROL_PORT = 5700
-ROUTER_TOKENS_PORT = 5701
-MODEL_DIRECTORY = Path("/model")
-KV_FILES_DIRECTORY = Path("/kv-files")
-KV_STORE_DIRECTORY = Path("/kv-store")
-DRAFT_DIRECTORY = Path("/draft-model")
 
 _log = logging.getLogger("medha.pod")
 
@@ -144,7 +143,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
     spec = _for_this_pod(replica.spec)
     shape = spec.parallelism
     topology = Topology(shape.tensor, shape.stream, shape.kv)
-    host = _bracketed(place.address if place.is_leader else place.leader)
+    host = in_url(place.address if place.is_leader else place.leader)
     ranks = []
     for tensor in range(shape.tensor):
         rank = topology.rank(Coordinates(place.lane, place.stage, tensor))
@@ -180,25 +179,25 @@ def _peer_endpoint(place: Place, spec: MedhaReplicaSpec, number: int) -> str:
     """
     if spec.kv_cache.peers is None or spec.router_ref is None:
         return ""
-    return f"tcp://{_bracketed(place.address)}:{PEERS_PORT + number}"
+    return f"tcp://{in_url(place.address)}:{PEERS_PORT + number}"
 
 
 def _disk_directory(replica: MedhaReplica) -> Path | None:
     """Return where the ranks of a replica keep the files of their disk tiers; replicas may share a volume."""
     if replica.spec.kv_cache.disk is None:
         return None
-    return KV_FILES_DIRECTORY / f"{replica.metadata.namespace}.{replica.metadata.name}"
+    return Path(KV_FILES_DIRECTORY) / f"{replica.metadata.namespace}.{replica.metadata.name}"
 
 
 def controller_settings(place: Place, replica: MedhaReplica, oldest_epoch: int) -> ControllerSettings:
     """Return the settings of the leader's controller."""
     spec = _for_this_pod(replica.spec)
-    host = _bracketed(place.address)
+    host = in_url(place.address)
     metrics = spec.metrics.model_copy(update={"host": place.listens_at, "port": METRICS_PORT})
     routers: tuple[RouterEndpoints, ...] = ()
     enrolment = place.enrolment
     if place.router and enrolment is not None:
-        router = _bracketed(place.router)
+        router = in_url(place.router)
         control, tokens = f"tcp://{router}:{ROUTER_CONTROL_PORT}", f"tcp://{router}:{ROUTER_TOKENS_PORT}"
         routers = (RouterEndpoints(control=control, tokens=tokens),)
     return ControllerSettings(
@@ -246,15 +245,11 @@ def _with_mounted_store(spec: MedhaReplicaSpec) -> MedhaReplicaSpec:
 def _model_directory(place: Place, spec: MedhaReplicaSpec) -> Path:
     if place.model_directory is not None:
         return place.model_directory
-    return Path(spec.model.source.path) if spec.model.source.path is not None else MODEL_DIRECTORY
+    return Path(MODEL_DIRECTORY if spec.model.source.path is None else spec.model.source.path)
 
 
 def _draft_directory(spec: MedhaReplicaSpec) -> Path | None:
     source = spec.scheduling.speculation.source
     if source is None:
         return None
-    return Path(source.path) if source.path is not None else DRAFT_DIRECTORY
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return Path(DRAFT_DIRECTORY if source.path is None else source.path)

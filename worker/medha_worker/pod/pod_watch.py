@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medha_process.part_state import PartState
+from medha_process.pod_contract import RESTART_REQUESTED
 from medha_process.supervision.lifecycle import Abort, Interrupt
 
-RESTART_REQUESTED = 75  # EX_TEMPFAIL of sysexits.h
 MOST_FAILED_RENDEZVOUS = 3
 FAILED_RENDEZVOUS_SECONDS = 600.0
 LIVE_SECONDS = 15.0
@@ -47,9 +47,8 @@ class PodWatch:
     """Last states of the parts that run and have reported one."""
     has_started: bool = False
     _apart_since: float | None = field(init=False)
-    _failed_rendezvous: dict[int, tuple[float, str]] = field(
-        default_factory=dict
-    )  # by epoch: when the failure was reported, and why
+    # By epoch: when the failure was reported, and why.
+    _failed_rendezvous: dict[int, tuple[float, str]] = field(default_factory=dict)
     _stopping: str = ""
     _turned_at: float = field(init=False)
 

@@ -22,6 +22,7 @@ from medha_process.host_resources import raise_file_limit
 from medha_process.launch import CONTROLLER, settings_file
 from medha_process.part_process import configure_logging
 from medha_process.part_state import PartState
+from medha_process.pod_contract import HEALTH_PORT
 from medha_process.supervision.lifecycle import Abort, Lifecycle
 from medha_process.supervision.progress_lines import ProgressLines
 from medha_process.supervision.supervisor import StopRequests, supervise
@@ -31,7 +32,6 @@ from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.pod.health import HealthServer
 from medha_worker.pod.leader_name import LeaderName
 from medha_worker.pod.pod_parts import (
-    HEALTH_PORT,
     Place,
     controller_settings,
     read_replica,
@@ -107,9 +107,8 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
     Raises:
         ConfigInvalid: the pod's environment or its replica is invalid.
     """
-    with (
-        StopRequests() as requests
-    ):  # handles SIGTERM from here on, which process 1 of a container otherwise ignores
+    # Handles SIGTERM from here on, which process 1 of a container otherwise ignores.
+    with StopRequests() as requests:
         return _run(place, replica_file, requests)
 
 

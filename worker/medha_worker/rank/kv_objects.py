@@ -23,7 +23,7 @@ from zlib import crc32
 
 import numpy as np
 
-from medha.api.replica import StoreSpec
+from medha.api.kv_cache_spec import StoreSpec
 from medha.wire.messages import DiskFile
 from medha_worker.model.kv_files import (
     PREFIX,

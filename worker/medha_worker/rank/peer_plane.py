@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from medha.api.replica import PeerPlane
+from medha.api.kv_cache_spec import PeerPlane
 from medha_worker.model.kv_files import Rows
 
 

@@ -23,7 +23,7 @@ from zlib import crc32
 import numpy as np
 import zmq
 
-from medha.api.replica import PeerPlane
+from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.lane_replay import HostTierWork, ReadBlocks
 from medha.wire.messages import DiskReport, PeerFigures
 from medha_links.key_files import KeyPair
@@ -338,6 +338,8 @@ def peer_blocks(
         )
         plane_name = "sockets"
         reader = PeerReader(host, identity, time.perf_counter)
+    if plane_name != "sockets":
+        _log.info("KV goes to and comes from other replicas over %s", plane_name)
     try:
         return PeerBlocks(PeerServer(endpoint, host, identity, plane_name, bytes_endpoint), reader)
     except zmq.ZMQError:

@@ -22,7 +22,7 @@ from zlib import crc32
 import numpy as np
 import zmq
 
-from medha.api.replica import PeerPlane
+from medha.api.kv_cache_spec import PeerPlane
 from medha.kv.blocks import Run, cut_runs
 from medha.kv.lane_replay import ServeBlocks
 from medha.wire.messages import PeerFigures

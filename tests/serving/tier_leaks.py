@@ -1,0 +1,109 @@
+"""Counts what an idle replica still holds in each of its KV tiers although nobody needs it: all of it must be zero."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from medha.kv.prefix_cache import hash_count
+from medha_worker.model.kv_files import PREFIX, prefix_length
+
+SUFFIX = ".kv"
+_HELD = {
+    "kv": ("used", "reserved"),
+    "host_tier": ("swapped", "loading", "fetching", "offered"),
+    "disk_tier": ("writing",),
+}
+
+
+def status_of(controller: str, timeout_seconds: float = 120) -> dict[str, Any]:
+    """Return the status of the core of the controller at this host and port; wait while it starts again, or gathers its ranks."""
+    end = time.monotonic() + timeout_seconds
+    while True:
+        with suppress(httpx.TransportError):
+            found: dict[str, Any] = (
+                httpx.get(f"http://{controller}/status", timeout=30).raise_for_status().json()
+            )
+            if found["core"] is not None:
+                return dict(found["core"])
+        assert time.monotonic() < end, "the controller has no epoch"
+        time.sleep(0.1)
+
+
+def controller_of(folder: Path) -> str:
+    """Return the host and port of the controller of a replica of a `Fleet`, whose files are in `folder`."""
+    url = json.loads((folder / "run" / "ranks-ready.json").read_text())["metrics_url"]
+    return str(url).removeprefix("http://").removesuffix("/metrics")
+
+
+def held(status: dict[str, Any]) -> dict[str, int]:
+    """Return the blocks that a replica holds for requests, copies and hand-offs, by tier and state; no zeros."""
+    found: dict[str, int] = {}
+    for lane in status["lanes"]:
+        for tier, states in _HELD.items():
+            here = lane.get(tier) or {}
+            for state in states:
+                name = f"{tier} {state}"
+                found[name] = found.get(name, 0) + here.get(state, 0)
+    found["store busy"] = (status.get("store") or {}).get("busy", 0)
+    return {name: blocks for name, blocks in found.items() if blocks}
+
+
+def wait_released(controller: str, timeout_seconds: float = 60) -> None:
+    """Wait until a replica holds nothing for anybody; fail if that does not come.
+
+    The longest wait is for a ticket whose reader has died, so a test of that gives more time.
+    """
+    end = time.monotonic() + timeout_seconds
+    while found := held(status_of(controller)):
+        assert time.monotonic() < end, f"an idle replica still holds blocks: {found}"
+        time.sleep(0.1)
+
+
+def remains_in_files(directory: Path, status: dict[str, Any]) -> dict[str, int]:
+    """Return the files of a disk tier that are no whole files, and the blocks of whole ones that its replica does not count."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    unfinished = [path for path in files if path.suffix not in (SUFFIX, "") or path.name.startswith("probe")]
+    by_rank: dict[Path, int] = {}
+    for path in files:
+        if path.suffix == SUFFIX:
+            by_rank[path.parent] = by_rank.get(path.parent, 0) + blocks_in(path)
+    tiers = [lane["disk_tier"] for lane in status["lanes"]]
+    counted = max(tier["held"] for tier in tiers)
+    beside = max((blocks - counted for blocks in by_rank.values()), default=0)
+    is_off = any(tier["fault"] for tier in tiers)  # then the files stay until the ranks restart
+    found = {"unfinished files": len(unfinished), "blocks that nobody counts": 0 if is_off else beside}
+    return {name: count for name, count in found.items() if count}
+
+
+def remains_in_store(directory: Path) -> list[str]:
+    """Return the names of what is in a store beside whole objects and the key of hashes."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return [path.name for path in files if path.suffix != SUFFIX and path.name != "hash-key"]
+
+
+def blocks_in(path: Path) -> int:
+    """Return how many blocks a file of KV has, as its header says."""
+    return hash_count(str(header_of(path)["hashes"]))
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    """Return the header of a file of KV."""
+    with path.open("rb") as file:
+        length = prefix_length(file.read(PREFIX.size))
+        found: dict[str, Any] = json.loads(file.read(length))
+        return found
+
+
+def wait_for(what: str, is_so: Callable[[], bool], timeout_seconds: float = 120) -> None:
+    """Wait until something is so; fail if that does not come."""
+    end = time.monotonic() + timeout_seconds
+    while not is_so():
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.05)

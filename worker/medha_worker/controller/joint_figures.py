@@ -1,0 +1,90 @@
+"""The figures of a replica that the reports of all of its ranks give together: the slowest of them, and one key of hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from medha.wire.messages import (
+    DiskTierFigures,
+    HostTierFigures,
+    RankReady,
+    StepProfile,
+    StoreFigures,
+    StreamingFigures,
+)
+
+_Figures = TypeVar("_Figures", HostTierFigures, DiskTierFigures, StreamingFigures)
+
+
+def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
+    """Return the report of the slowest rank, with the costs of the last stage, which has the head, samples and drafts.
+
+    Its tiers have the longest times of all ranks. Where stages differ in how many of their layers have a window, the rank
+    is of a stage with the fewest: its attention grows most with the context. `ranks` are without hash keys.
+    """
+    profiles = [ready.profile for ready in ranks]
+    fewest = min(one.window_share for one in profiles)
+    slowest = max(
+        (ready for ready in ranks if ready.profile.window_share == fewest),
+        key=lambda ready: chunk_seconds(ready.profile),
+    )
+    measured = replace(
+        slowest.profile,
+        head_seconds_per_row=max(one.head_seconds_per_row for one in profiles),
+        mask_seconds_per_row=max(one.mask_seconds_per_row for one in profiles),
+    )
+    costs = next((ready.draft_costs for ready in ranks if ready.draft_costs is not None), None)
+    return replace(
+        slowest,
+        profile=measured,
+        draft_costs=costs,
+        host_tier=_slowest([ready.host_tier for ready in ranks if ready.host_tier is not None]),
+        disk_tier=_slowest([ready.disk_tier for ready in ranks if ready.disk_tier is not None]),
+        streaming=_slowest([ready.streaming for ready in ranks if ready.streaming is not None]),
+    )
+
+
+def _slowest(figures: Sequence[_Figures]) -> _Figures | None:
+    """Return the fewest blocks, and the largest of all other figures; None if there are none."""
+    if not figures:
+        return None
+    worst: dict[str, Any] = {}
+    for field in fields(figures[0]):
+        of_all = [getattr(one, field.name) for one in figures]
+        worst[field.name] = min(of_all) if field.name == "blocks" else max(of_all)
+    return replace(figures[0], **worst)
+
+
+def without_hash_keys(ranks: Sequence[RankReady]) -> tuple[list[RankReady], str]:
+    """Return the reports without the secret keys of hashes, and the key to use: that of the store, else of the ranks' files.
+
+    If the ranks do not all have the store, or found different keys there, all reports say why it is not used.
+    """
+    in_files = [ready.disk_tier.hash_key for ready in ranks if ready.disk_tier is not None]
+    stores = [ready.store for ready in ranks if ready.store is not None]
+    in_store = {store.hash_key for store in stores if not store.fault}
+    fault = next((store.fault for store in stores if store.fault), "")
+    if not fault and len(in_store) > 1:
+        fault = "ranks have found different keys of hashes in the store"
+    without = [
+        replace(
+            ready,
+            disk_tier=None if ready.disk_tier is None else replace(ready.disk_tier, hash_key=""),
+            store=StoreFigures(fault=fault) if len(stores) == len(ranks) else None,
+        )
+        for ready in ranks
+    ]
+    keys = [*in_files, ""] if fault or len(stores) < len(ranks) else [*in_store, *in_files, ""]
+    return without, next((key for key in keys if key), "")
+
+
+def chunk_seconds(profile: StepProfile) -> float:
+    """Return the time of a chunk of 512 tokens after 512 tokens of context.
+
+    The rank where it is longest is the slowest, and ranks of other stages wait for it.
+    """
+    pairs = 512 * (512 + 513 / 2)
+    linear, attention = profile.linear_seconds_per_token, profile.attention_seconds_per_pair
+    return profile.step_seconds + profile.sequence_seconds + 512 * linear + pairs * attention
