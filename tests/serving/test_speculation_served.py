@@ -199,7 +199,7 @@ def without_its_head(with_head: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def chat(served: Served) -> str:
     """Stream a sampled chat through the client, which repeats a request that finds its only replica without a rank (503)."""
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=6) as client:
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=30) as client:
         chunks = client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": "Tell me of the river."}],
