@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, ParallelismSpec
+from medha.api.kv_cache_spec import KvCacheSpec
+from medha.api.model_spec import ModelSource, ModelSpec
+from medha.api.replica import MedhaReplicaSpec, ParallelismSpec
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B
 from medha.routing.router_core import RouterCore

@@ -129,7 +129,7 @@ def test_an_object_whose_write_was_killed_is_written_again(proxy: FaultyProxy, s
 _WRITER = """
 import sys
 from contextlib import closing
-from medha.api.replica import StoreSpec
+from medha.api.kv_cache_spec import StoreSpec
 from tests.worker.store_rank import Rank, fill, opened, small_host
 host = small_host()
 fill(host)
