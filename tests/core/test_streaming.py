@@ -222,7 +222,7 @@ def test_every_block_is_free_again_after_random_cancels(lanes: int, seed: int) -
             {"scheduling": {"speculation": {"method": "predictionHead", "predictionHead": {"kind": "mtp"}}}},
             r"set speculation.method to .*found predictionHead",
         ),
-        ({"kvCache": {"streaming": {"size": "0"}}}, "leave streaming out"),
+        ({"kvCache": {"streaming": {"size": "0"}}}, "leave out what it is for"),
     ],
 )
 def test_what_streaming_does_not_go_with_is_refused(fields: dict[str, object], reason: str) -> None:
