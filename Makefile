@@ -158,7 +158,7 @@ release-check: $(STAMP) ## compare a release's files with its manifest; FOLDER=d
 	@$(RELEASE) check $(FOLDER)
 
 .PHONY: gen
-gen: $(STAMP) ## write the generated files: the version where it stands, crds/, charts/, dashboards/, docs/cli.md, docs/http-fields.md, docs/metrics.md, docs/modules.md, tables of docs/gpu.md
+gen: $(STAMP) ## write the generated files: the version where it stands, crds/, charts/, dashboards/, docs/cli.md, docs/http-fields.md, docs/metrics.md, docs/modules.md, tables of docs/gpu.md and docs/performance.md
 	PYTHONPATH=release $(BIN)/python -m medha_release.versions
 	$(BIN)/python -m medha_cli.reference docs
 	$(BIN)/python -m medha_operator.crds crds
@@ -166,6 +166,7 @@ gen: $(STAMP) ## write the generated files: the version where it stands, crds/, 
 	$(BIN)/python charts/generate.py
 	$(BIN)/python -m tests.worker.flashinfer_defects
 	$(BIN)/python benchmarks/gpu_page.py
+	$(BIN)/python benchmarks/convoy_page.py
 	$(BIN)/python benchmarks/clients.py --page docs/clients.md
 
 .PHONY: clean

@@ -18,6 +18,7 @@ SHARED = (
     "fleet",
     "chaos_accounts",
     "autoscale_page",
+    "convoy_page",
     "gpu_page",
     "gpu_sources",
 )

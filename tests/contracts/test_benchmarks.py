@@ -13,7 +13,7 @@ import pytest
 from benchmark import FOLDER, benchmark
 
 HELPERS = {
-    "harness", "client_stream", "served", "serve_engines", "fleet", "random_llama", "autoscale_page", "gpu_page", "gpu_sources", "chaos_accounts", "convoy_trace", "convoy_llama",
+    "harness", "client_stream", "served", "serve_engines", "fleet", "random_llama", "autoscale_page", "convoy_page", "gpu_page", "gpu_sources", "chaos_accounts", "convoy_trace", "convoy_llama",
     "scheduler_vllm", "gpu_vllm", "long_rows",
 }  # fmt: skip
 """Files that are not started by hand. `convoy.py`, `scheduler.py` and `gpu.py` start theirs in an interpreter that has the peer."""

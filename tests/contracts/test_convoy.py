@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -201,3 +202,16 @@ def test_a_campaign_goes_on_from_its_file_and_refuses_that_of_another_trace(
     }
     with pytest.raises(SystemExit, match="measured with seed 0, not 1"):
         convoy.earlier(target, {"seed": 1})
+
+
+def test_the_tables_and_the_picture_of_the_page_are_those_of_the_results_file() -> None:
+    written = benchmark("convoy_page")
+    figures = json.loads(written.RESULTS.read_text(encoding="utf-8"))
+    text = written.PAGE.read_text(encoding="utf-8")
+    assert written.written(figures, text) == text, "run `make gen`"
+    drawn = written.PICTURE.read_text(encoding="utf-8")
+    assert drawn == written.drawing(figures["points"]), "run `make gen`"
+    titles = [one.text for one in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}title")]  # noqa: S314 (ours)
+    assert sorted(titles) == sorted([one["name"] for one in figures["points"]] * 2)
+    with pytest.raises(ValueError, match="has no place for the tables of the convoy"):
+        written.written(figures, "# Another page\n")
