@@ -218,7 +218,10 @@ files.write(described(2), pieces())
 def test_a_process_that_is_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     writer = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(tmp_path / "rank-0")], cwd=root, stdout=subprocess.PIPE
+        [sys.executable, "-c", _WRITER, str(tmp_path / "rank-0")],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
     )
     assert writer.stdout is not None
     assert writer.stdout.readline() == b"begun\n"
