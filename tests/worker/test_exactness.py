@@ -431,12 +431,12 @@ def replica(
     shape, architecture, examples = request.param
     directory, reference = checkpoints(architecture)
     has_rounded_kv = architecture.endswith(ROUNDED_KV)
-    ranks = Ranks(Topology(*shape), directory, kv_dtype="fp8" if has_rounded_kv else "auto")
     tolerance = ROUNDED_KV_TOLERANCE if has_rounded_kv else TOLERANCES.get(architecture, TOLERANCE)
     with pytest.MonkeyPatch.context() as patch:
         if architecture in QUANTISED_EXPERTS:
             patch.setattr(activation_rounding, "_nearest", bend)
             patch.setattr(fast_forms, "_names", lambda _: ())  # integers cannot be bent
+        ranks = Ranks(Topology(*shape), directory, kv_dtype="fp8" if has_rounded_kv else "auto")
         yield ranks, reference, examples, tolerance
     ranks.close()
 
@@ -517,18 +517,18 @@ def test_greedy_text_of_64_tokens_is_the_same_on_every_grid(
     has_rounded_kv = name.endswith(ROUNDED_KV)
     directory, reference = checkpoints(name, is_smooth=True)
     topology = Topology(*shape)
-    ranks = Ranks(topology, directory, kv_dtype="fp8" if has_rounded_kv else "auto")
-    try:
-        slide(ranks, reference, 16)  # if it has windows: other tests have changed the reference's
-        planner = new_planner(topology.kv, BLOCK_TOKENS, False, 0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(activation_rounding, "_nearest", bend)
-            patch.setattr(fast_forms, "_names", lambda _: ())  # integers cannot be bent
+    planner = new_planner(topology.kv, BLOCK_TOKENS, False, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation_rounding, "_nearest", bend)
+        patch.setattr(fast_forms, "_names", lambda _: ())  # integers cannot be bent
+        ranks = Ranks(topology, directory, kv_dtype="fp8" if has_rounded_kv else "auto")
+        try:
+            slide(ranks, reference, 16)  # if it has windows: other tests have changed the reference's
             tolerance = ROUNDED_KV_TOLERANCE if has_rounded_kv else TOLERANCE
             asked = [Query(30, 64, TEXT_FAMILIES.get(name, 0))]
             check(ranks, reference, planner, asked, [STRATEGIES[0]], 1, tolerance=tolerance, may_tie=False)
-    finally:
-        ranks.close()
+        finally:
+            ranks.close()
     (placed,) = (admit for step in planner.steps for admit in step.admits)
     lanes = {one.lane for one in (*placed.segments, *segments_of(placed.stripings))}
     assert topology.kv == 1 or lanes == set(range(topology.kv))

@@ -92,6 +92,7 @@ def test_the_kernel_compiles_without_a_gpu(capability: int, tmp_path_factory: py
 def race_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> TokenRace:
     """Return the race of a device that says that it is a GPU, and keeps its tensors in host memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     device = Device(torch.device("cuda", 0), torch.bfloat16, HostMemory(), InOrder(HOST))
     return torch_kernels(device).race
 
