@@ -209,7 +209,9 @@ def examine(one: Drawn, *, compiles: bool) -> None:
         if one.family.startswith("qwen2"):
             sizes.pop("head_dim")
         reference = save_reference(directory, one.family, initializer_range=0.3, **sizes)
-        reference.set_experts_implementation("eager")  # torch's grouped matmul takes no widths that are not aligned
+        reference.set_experts_implementation(
+            "eager"
+        )  # torch's grouped matmul takes no widths that are not aligned
         if one.scheme == "mxfp4":
             quantise_experts_of(directory, reference)
         elif one.scheme:
