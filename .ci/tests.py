@@ -68,9 +68,8 @@ def main() -> int:
 
 
 def first_side() -> None:
-    """Run the engine's tests, those of commands, then those on nodes."""
+    """Run the engine's tests, then those on nodes."""
     tests("engine")
-    tests("commands")
     for needed, options in NEEDED.items():
         row(needed, f"tests/cluster/{needed}.py", *options)
     tests("nodes")
@@ -79,6 +78,7 @@ def first_side() -> None:
 def second_side() -> None:
     """Run all tests that need neither, then those on an API server alone."""
     tests("decisions")
+    tests("commands")
     row("programs", "tests/cluster/binaries.py")
     tests("campaign")
     tests("servers")
