@@ -258,7 +258,7 @@ async def run_block(
 ) -> tuple[Row, dict[str, str]]:
     """Run one block against a server that is ready; return its figures and the texts."""
     texts: dict[str, str] = {}
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a server may close an idle one as it is used
     async with httpx.AsyncClient(base_url=server.url, timeout=REQUEST_SECONDS, limits=limits) as http:
         client = Client(server, http, texts)
         for tokens in WARM_UP_TOKENS:
@@ -477,7 +477,8 @@ class Campaign:
                     self.blocks[key] = self._block(system, block, prompts, given)
                 except (RuntimeError, httpx.HTTPError, ExceptionGroup) as error:
                     failed.append(key)
-                    progress(f"FAILED {key}: {error}")
+                    causes = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+                    progress(f"FAILED {key}: {'; '.join(map(repr, causes))}")
                 self._save()
         return failed
 
