@@ -258,7 +258,8 @@ async def run_block(
 ) -> tuple[Row, dict[str, str]]:
     """Run one block against a server that is ready; return its figures and the texts."""
     texts: dict[str, str] = {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a server may close an idle one as it is used
+    # A server may close an idle connection in the moment of its use.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=REQUEST_SECONDS, limits=limits) as http:
         client = Client(server, http, texts)
         for tokens in WARM_UP_TOKENS:
