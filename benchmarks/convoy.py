@@ -83,6 +83,7 @@ ALONE_TOKENS = (64, 512, 4096, 16_384, 32_768)
 CAPACITY_TOKENS = 32  # of output, to time a decode
 REQUEST_SECONDS = 900.0
 QUIET_CORES = 0.1
+GFLOPS_SECONDS = 0.5
 MOST_WAIT_SECONDS, QUICK_WAIT_SECONDS = 60.0, 0.0
 PEER_STOP_SECONDS = 5.0  # transformers' process stays after its server has ended
 INSTALL = {
@@ -386,6 +387,16 @@ def measure_capacity(system: System, checkpoint: Path, lengths: Sequence[int], t
         return asyncio.run(run(server))
 
 
+def gflops() -> float:
+    """Return the rate of torch's products of float32 at this moment, in GFLOP/s: shared machines change from block to block."""
+    square = torch.ones(1024, 1024)
+    began, products = time.perf_counter(), 0
+    while time.perf_counter() - began < GFLOPS_SECONDS:
+        torch.mm(square, square)
+        products += 1
+    return 2 * 1024**3 * products / (time.perf_counter() - began) / 1e9
+
+
 def busy_seconds() -> dict[int, float]:
     """Return the CPU time of each process of normal priority that belongs to no measurement of ours."""
     own = psutil.Process()
@@ -490,15 +501,18 @@ class Campaign:
             self.figures["references"][str(block)] = references(self._checkpoint, given, outputs)
         with ready(system, self._checkpoint) as server:
             wait_for_quiet(self._most_wait_seconds)
+            speeds = [gflops()]
             before, began = busy_seconds(), time.monotonic()
             figures, texts = asyncio.run(run_block(server, prompts, given, outputs))
             others = busy_cores(before, time.monotonic() - began)
+            speeds.append(gflops())
         figures |= compared(texts, self.figures["references"][str(block)])
         normal = os.sched_getscheduler(0) == os.SCHED_OTHER
         return {
             **figures,
             "load_average": round(os.getloadavg()[0], 1),
             "cores_of_others": round(others, 2),
+            "gflops_before_and_behind": [round(speed, 1) for speed in speeds],
             "priority": "normal" if normal else "idle or other",
             "revision": revision(),
         }
