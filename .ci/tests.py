@@ -76,7 +76,7 @@ def first_side() -> None:
 
 
 def second_side() -> None:
-    """Run all tests that need neither, then those on an API server alone."""
+    """Run all tests that need neither the engine nor nodes; those on an API server come last."""
     tests("decisions")
     tests("commands")
     row("programs", "tests/cluster/binaries.py")

@@ -259,7 +259,7 @@ async def run_block(
 ) -> tuple[Row, dict[str, str]]:
     """Run one block against a server that is ready; return its figures and the texts."""
     texts: dict[str, str] = {}
-    # A server may close an idle connection in the moment of its use.
+    # No connection is used twice: a server may close an idle one just as a request is sent over it.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=REQUEST_SECONDS, limits=limits) as http:
         client = Client(server, http, texts)
@@ -388,8 +388,9 @@ def measure_capacity(system: System, checkpoint: Path, lengths: Sequence[int], t
 
 
 def gflops() -> float:
-    """Return the rate of torch's products of float32 at this moment, in GFLOP/s: shared machines change from block to block."""
+    """Return the rate of torch's float32 products of 1024 x 1024 now, in GFLOP/s: a shared machine changes its speed."""
     square = torch.ones(1024, 1024)
+    torch.mm(square, square)  # starts torch's threads
     began, products = time.perf_counter(), 0
     while time.perf_counter() - began < GFLOPS_SECONDS:
         torch.mm(square, square)
@@ -505,14 +506,14 @@ class Campaign:
             before, began = busy_seconds(), time.monotonic()
             figures, texts = asyncio.run(run_block(server, prompts, given, outputs))
             others = busy_cores(before, time.monotonic() - began)
-            speeds.append(gflops())
+        speeds.append(gflops())  # when the server has ended, as it may compute on for a while
         figures |= compared(texts, self.figures["references"][str(block)])
         normal = os.sched_getscheduler(0) == os.SCHED_OTHER
         return {
             **figures,
             "load_average": round(os.getloadavg()[0], 1),
             "cores_of_others": round(others, 2),
-            "gflops_before_and_behind": [round(speed, 1) for speed in speeds],
+            "gflops_before_and_after": [round(speed, 1) for speed in speeds],
             "priority": "normal" if normal else "idle or other",
             "revision": revision(),
         }
