@@ -368,7 +368,7 @@ def lookup_rows(tokenizer: Tokenizer, most: int) -> list[Row]:
         prompt, output = (tokenizer.encode(one).ids for one in (text, changed(text, 1)))
         three, lookup = LastThree(prompt), PromptLookup(most)
         lookup.begin("a", "prompt", np.array(prompt, dtype=np.int32))
-        while lookup.advance("a"):
+        while lookup.index_piece():
             pass
         began = time.perf_counter()
         longest = guessed(

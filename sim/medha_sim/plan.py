@@ -158,9 +158,8 @@ class Rating:
     kv_tokens: int  # capacity of the whole replica
     host_tokens: int  # capacity of the host tiers of all lanes, for KV that is evicted
     disk_tokens: int  # capacity of the disk tiers of all lanes
-    host_seconds: (
-        float | None
-    )  # until the KV of the whole prompt has come from the host tier; None: it does not
+    # Until the KV of the whole prompt has come from the host tier; None: it is not there as a whole.
+    host_seconds: float | None
     disk_seconds: float | None  # from the disk tier, through the host tier
     store_seconds: float | None  # from a store that replicas share, through the host tier
     longest_tokens: int  # of one request, with what can be streamed
@@ -294,7 +293,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """Seconds until the KV of a prompt has come from each tier; None: it does not come from there."""
+    """Seconds until the KV of a prompt has come from each tier; None: it is not there as a whole."""
 
     host_seconds: float | None = None
     disk_seconds: float | None = None
@@ -306,17 +305,14 @@ def _fetched(pace: _Pace, hardware: Hardware, topology: Topology, wish: Wish, to
 
     A token takes `token_bytes` on a rank, averaged over the lanes, each of which has its part of the prompt.
     """
-    if not wish.host_bytes:
-        return _Fetched()
     block_bytes = token_bytes * _BLOCK_TOKENS * topology.kv
     blocks = -(-wish.context_tokens // (_BLOCK_TOKENS * topology.kv))
+    host_blocks, disk_blocks = int(wish.host_bytes / block_bytes), int(wish.disk_bytes / block_bytes)
+    if host_blocks < blocks:  # it does not hold the prompt, and what comes from the others passes through it
+        return _Fetched()
     copy_seconds = block_bytes / hardware.host_link_bytes_per_second
-    host = HostTierFigures(
-        max(int(wish.host_bytes / block_bytes), 1), int(block_bytes), copy_seconds, copy_seconds
-    )
-    disk = DiskTierFigures(
-        int(wish.disk_bytes / block_bytes), DISK_ACCESS_SECONDS, block_bytes / wish.disk_bytes_per_second
-    )
+    host = HostTierFigures(host_blocks, int(block_bytes), copy_seconds, copy_seconds)
+    disk = DiskTierFigures(disk_blocks, DISK_ACCESS_SECONDS, block_bytes / wish.disk_bytes_per_second)
     store_rate = wish.store_bytes_per_second
     times = TierSeconds(
         host, pace.predictor, disk, store_block_seconds=block_bytes / store_rate if store_rate else 0.0
@@ -325,7 +321,9 @@ def _fetched(pace: _Pace, hardware: Hardware, topology: Topology, wish: Wish, to
     objects = -(-blocks // object_blocks(int(block_bytes)))
     return _Fetched(
         fetch_seconds,
-        times.load_seconds(blocks, -(-blocks // FILE_BLOCKS)) + fetch_seconds if wish.disk_bytes else None,
+        times.load_seconds(blocks, -(-blocks // FILE_BLOCKS)) + fetch_seconds
+        if disk_blocks >= blocks
+        else None,
         times.store_seconds(blocks, objects) + fetch_seconds if store_rate else None,
     )
 

@@ -71,7 +71,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "parallelism.tensor": ([2, 8], [0, "two"]),
     "parallelism.stream": ([2, 3], [0]),
     "parallelism.kv": ([2, 3], [0]),
-    "kvCache.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
+    "kvCache.size": (["1Gi", "512Mi"], ["1GB", "-1", "0"]),
     "kvCache.tiers.host.size": (["1Gi", "512Mi"], ["1GB", "-1", "0"]),
     "kvCache.streaming.size": (["1Gi", "2Gi"], ["1GB", "0"]),
     "kvCache.tiers.disk.size": (["8Gi", "9Gi"], ["1GB", "0"]),
@@ -89,7 +89,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "kvCache.tiers.store.secretName": (["s3", "s3-kv"], ["S3", ""]),
     "kvCache.tiers.store.region": (["eu-central-1", "us-east-1"], ["", "EU central"]),
     "kvCache.tiers.store.bandwidth": (["2Gi", "512Mi"], ["1GB", "0"]),
-    "router.maxBodyBytes": (["1Mi", "8M"], ["1MB"]),
+    "router.maxBodyBytes": (["1Mi", "8M"], ["1MB", "0"]),
     "router.allowedHosts": ([["chat.example", "::1"], ["a"]], ["chat.example", ["a b"], ["https://x"]]),
     "router.allowedOrigins": (
         [["https://chat.example:8443"], ["*"]],

@@ -133,6 +133,8 @@ REFUSED = [
         "spec.kvCache.memoryFraction: Invalid value: 1: must be at most 0.98",
     ),
     ({"kvCache": {"memoryFraction": 0.99}}, "must be at most 0.98"),
+    ({"kvCache": {"size": "0"}}, "must be above 0"),
+    ({"router": {"maxBodyBytes": "0Mi"}}, "must be above 0"),
     ({"scheduling": {"demotedShare": 0}}, "must be at least 0.01"),
     ({"scheduling": {"maxStepSeconds": 0}}, "must be at least 0.001"),
     ({"scheduling": {"policy": "lifo"}}, 'supported values: "fcfs"'),

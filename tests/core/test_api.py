@@ -98,6 +98,8 @@ BAD = [
     ({"kvCache": {"size": "2GB"}}, ["spec.kvCache.size", "pattern", "found '2GB'"]),
     ({"kvCache": {"size": "-1Gi"}}, ["spec.kvCache.size", "pattern", "found '-1Gi'"]),
     ({"kvCache": {"size": "9" * 400}}, ["spec.kvCache.size", "at most 24 characters", "99999"]),
+    ({"kvCache": {"size": "0Gi"}}, ["spec.kvCache.size", "above 0", "found 0Gi"]),
+    ({"router": {"maxBodyBytes": "0"}}, ["spec.router.maxBodyBytes", "above 0", "found 0"]),
     ({"kvCache": {"size": 2147483648}}, ["spec.kvCache.size", "valid string", "found 2147483648"]),
     ({"kvCache": {"tiers": {"host": {}}}}, ["spec.kvCache.tiers.host.size: is missing; add it"]),
     ({"kvCache": {"tiers": {"host": {"size": "16GB"}}}}, ["spec.kvCache.tiers.host.size", "found '16GB'"]),

@@ -116,9 +116,30 @@ def test_a_long_prompt_is_indexed_piece_by_piece(monkeypatch: pytest.MonkeyPatch
         lookup.begin(f"{number}", "prompt", ids_of(list(range(40))))
         for token in range(30, 30 + SHORTEST):
             lookup.add(f"{number}", token)
+        lookup.index_piece()
         found.append(lookup.draft(f"{number}"))
     assert found[0] == ()
     assert found[-1] == (33,)
+
+
+def test_many_long_prompts_take_turns_so_that_a_step_indexes_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prompt_lookup, "PIECE_TOKENS", 8)
+    lookup = PromptLookup(1)
+    for name in ("a", "b", "c"):
+        lookup.begin(name, f"prompt {name}", ids_of(list(range(20))))
+    lookup.begin("short", "prompt short", ids_of([1, 2]))
+
+    def indexed() -> list[int]:
+        return [lookup._prompts[f"prompt {name}"].index.indexed for name in ("a", "b")]
+
+    lookup.end("c")
+    found = [indexed()]
+    while lookup.index_piece():
+        found.append(indexed())
+    assert found == [[8, 8], [16, 8], [16, 16], [19, 16], [19, 19]]
+    assert not lookup._unindexed
 
 
 @pytest.mark.parametrize("tokens", [10_000, 65_536, 65_537])
@@ -126,6 +147,17 @@ def test_an_index_takes_at_most_32_bytes_for_each_token(tokens: int) -> None:
     index = TextIndex(np.zeros(tokens, dtype=np.int32), tokens)
     index.index_until(tokens)
     assert 16 <= index.table_bytes / tokens <= 32
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 5, 100])
+def test_an_output_takes_at_most_40_bytes_for_each_token(prompt_tokens: int) -> None:
+    """Its ids and tables double when they are full, and may then be half empty."""
+    lookup = followed(list(range(prompt_tokens)), [])
+    own = lookup._sequences["a"]._own
+    for token in range(1_000):
+        lookup.add("a", token)
+        if own.length > 64:
+            assert 20 <= (own.table_bytes + own.ids.nbytes) / own.length <= 40
 
 
 def test_a_text_of_several_segments_is_indexed_across_their_borders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -671,6 +671,24 @@ def test_lower_tiers_hold_more_tokens_and_their_kv_comes_in_the_time_of_their_by
     assert without.host_seconds == found.host_seconds
 
 
+def test_a_tier_that_does_not_hold_a_whole_prompt_shows_no_time_for_it() -> None:
+    """KV of disks and stores passes through the host tier, so that one has to hold the prompt in any case."""
+    wish = replace(
+        WISH, context_tokens=128_000, host_bytes=2**31, disk_bytes=2**31, store_bytes_per_second=2**28
+    )
+    grid = Topology(8, 1, 2)
+    rank_bytes = wish.context_tokens * LLAMA3_8B.kv_bytes_per_token / grid.ranks
+    assert rank_bytes == pytest.approx(2**30, rel=0.05)
+    found, small_disk, small_host = (
+        rate(LLAMA3_8B, H100, grid, replace(wish, **sizes))  # type: ignore[arg-type]
+        for sizes in ({}, {"disk_bytes": 2**29}, {"host_bytes": 2**29})
+    )
+    assert None not in (found.host_seconds, found.disk_seconds, found.store_seconds)
+    assert small_disk.disk_seconds is None
+    assert (small_disk.host_seconds, small_disk.store_seconds) == (found.host_seconds, found.store_seconds)
+    assert (small_host.host_seconds, small_host.disk_seconds, small_host.store_seconds) == (None, None, None)
+
+
 def test_a_streamed_request_comes_from_no_tier() -> None:
     wish = replace(
         WISH, ttft_seconds=2000.0, tpot_seconds=5.0, max_gpus=1, host_bytes=2**36, streaming_bytes=200 * 2**30

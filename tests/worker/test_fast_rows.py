@@ -228,6 +228,8 @@ def test_formats_are_brought_into_the_forms_that_they_fit(blocks: BlockedProduct
     fitting = [form for form, one in FORMS.items() if one.fits(part)]
     assert fitting == ([FORM_OF[name]] if name in FORM_OF else [])
     (made,) = every_form()([part])
+    # The ranks of a group exchange the same, whichever form each of them has found to be right.
+    assert QuantisedWeight([made]).has_row_scales == QuantisedWeight([part]).has_row_scales
     if fitting:
         x = activations(9, part.columns)
         wanted = product([part], x)
@@ -253,6 +255,30 @@ def test_sizes_that_an_operator_does_not_take_stay_as_they_are(
 ) -> None:
     part = stored_rows(name, rows, columns)
     assert every_form()([part]) == (part,), why
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_a_weight_without_rows_stays_as_it_is(name: str) -> None:
+    """A small vocabulary leaves the last ranks no row of the output head, and no kernel starts for nothing."""
+    stored = example(name)
+    part = replace(
+        stored,
+        values=stored.values[:0],
+        scale=stored.scale[:0],
+        zero=None if stored.zero is None else stored.zero[:0],
+    )
+    assert every_form()([part]) == (part,)
+    assert product([part], activations(3, part.columns)).shape == (3, 0)
+
+
+def test_blocks_of_a_slice_have_scales_of_their_own(blocks: BlockedProducts) -> None:
+    """A slice of one row of blocks is contiguous, but keeps the stride of the whole weight, which the operator refuses."""
+    whole = torch.rand(3, 16) + 0.5
+    part = replace(example("FP8 in blocks", 128, 512), scale=whole[1:2, :4])
+    assert part.scale.is_contiguous()
+    x = activations(4, 512)
+    wanted = product([part], x)
+    assert size(product(every_form()([part]), x) - wanted) <= ROUNDED_ONCE * size(wanted)
 
 
 def test_static_int8_and_zero_points_stay_as_they_are() -> None:
@@ -354,6 +380,19 @@ def fails(*_: object, **__: object) -> torch.Tensor:
     raise RuntimeError("not on this GPU")
 
 
+def nowhere_written(x: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """Stand for an operator that leaves what was in memory."""
+    return torch.full((x.shape[0], weight.shape[1]), torch.nan)
+
+
+def packed(device: Device, stored: QuantisedRows) -> WeightRows:
+    """Return a weight as a rank's own kernels hold it."""
+    pack = forms.fast_forms(device)
+    assert pack is not None
+    (made,) = pack([stored])
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "operator", "wrong"),
     [
@@ -362,10 +401,11 @@ def fails(*_: object, **__: object) -> torch.Tensor:
         ("INT4", "_weight_int4pack_mm", fails),
         ("INT8", "_int_mm", lambda x, weight: torch.zeros(x.shape[0], weight.shape[1], dtype=torch.int32)),
         ("FP8", "scaled_mm", fails),
+        ("FP8", "scaled_mm", nowhere_written),
         ("FP8 in blocks", "scaled_mm", lambda *operands, **options: BlockedProducts()(*operands, **options) * 2),
     ],
 )  # fmt: skip
-def test_an_operator_that_fails_or_is_wrong_is_found_when_a_rank_starts(
+def test_an_operator_that_fails_or_is_wrong_is_found_before_a_weight_is_brought_into_its_form(
     blocks: BlockedProducts,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -373,14 +413,33 @@ def test_an_operator_that_fails_or_is_wrong_is_found_when_a_rank_starts(
     operator: str,
     wrong: Callable[..., torch.Tensor],
 ) -> None:
-    device = host_device(torch.bfloat16)
+    device, stored = host_device(torch.bfloat16), example(name)
     monkeypatch.setattr(forms, "_names", lambda _: (name,))
     assert error_of(FORMS[name], device) <= MOST_ERROR
-    assert forms.fast_forms(device) is not None
+    assert isinstance(packed(device, stored), FastRows)
     monkeypatch.setattr(F if operator == "scaled_mm" else torch, operator, wrong)
     with caplog.at_level(logging.WARNING, logger="medha.kernels"):
-        assert forms.fast_forms(device) is None
+        assert packed(device, stored) is stored
     assert f"weights in {name} are made numbers for each product" in caplog.text
+
+
+def test_a_form_is_tried_once_and_only_if_a_weight_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, own = list[str](), forms.error_of
+
+    def error_of_form(form: forms.Form, device: Device) -> float:
+        tried.append(form.name)
+        return own(form, device)
+
+    monkeypatch.setattr(forms, "error_of", error_of_form)
+    monkeypatch.setattr(forms, "_names", lambda _: ("INT8", "FP8"))
+    pack = forms.fast_forms(host_device(torch.float32))
+    assert pack is not None
+    pack([PlainRows(activations(16, 384))])
+    pack([stored_rows("awq")])
+    assert tried == []
+    for _ in range(2):
+        pack([example("INT8")])
+    assert tried == ["INT8"]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from medha.api.fields import (
     ABOVE_ZERO,
     Model,
     Name,
-    Quantity,
     QuantityAboveZero,
     quantity_bytes,
     restart,
@@ -201,7 +200,7 @@ class KvCacheSpec(Model):
         )
     )
 
-    size: Quantity | None = Field(default=None, json_schema_extra=restart())
+    size: QuantityAboveZero | None = Field(default=None, json_schema_extra=restart() | rules(ABOVE_ZERO))
     """Bytes per rank, e.g. `2Gi`. Default: `memoryFraction` of the free memory."""
     memory_fraction: float = Field(default=0.8, gt=0, le=0.98, json_schema_extra=restart())
     """Share of the memory that is free after weights and a warm-up step. 0.8 leaves room for the overhead

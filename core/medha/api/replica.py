@@ -19,7 +19,18 @@ from medha.api.cluster import (
     RouterReference,
     SecretKey,
 )
-from medha.api.fields import ENDPOINT_PATTERN, HostName, Model, Origin, Quantity, epoch, live, restart, rules
+from medha.api.fields import (
+    ABOVE_ZERO,
+    ENDPOINT_PATTERN,
+    HostName,
+    Model,
+    Origin,
+    QuantityAboveZero,
+    epoch,
+    live,
+    restart,
+    rules,
+)
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.model_spec import ModelSpec
 from medha.api.speculation_spec import SpeculationSpec
@@ -185,7 +196,7 @@ class RouterSpec(Model):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port that serves the router's metrics. 0 takes any free port; the table that `medha up` prints names
     it."""
-    max_body_bytes: Quantity = "64Mi"
+    max_body_bytes: QuantityAboveZero = Field(default="64Mi", json_schema_extra=rules(ABOVE_ZERO))
     """Largest request body in bytes, e.g. `64Mi`; larger ones get status 413."""
     max_waiting: int = Field(default=4096, ge=1, le=1_000_000)
     """Largest number of sequences that wait for a replica; more get status 429 with Retry-After."""

@@ -5,8 +5,8 @@ outputs of finished requests that may share KV with it. The longest run that is 
 (`medha.scheduler.text_index`); of equally long ones, the first of these texts that has it, and there the last one. From
 that place, the sequence is followed for as long as it repeats what is there, and left for a longer run.
 
-A prompt is indexed piece by piece, one with each draft, so that a long one delays no step. Drafts only quote what is
-indexed.
+Prompts are indexed piece by piece: one piece of one prompt at a time, in turn, so that neither long prompts nor many of them
+delay a step. Drafts only quote what is indexed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FINISHED_TOKENS = 65_536
 """Tokens of finished outputs that are indexed together; the last one or two such indexes of a salt are kept."""
 MOST_SALTS = 16
 """Cache salts whose finished outputs are kept: those that were used last."""
-_FIRST_TOKENS = 64
+_FIRST_TOKENS = 64  # room for the end of the prompt and the output, which doubles; tables have as many places
 _LONGEST = RUN_TOKENS[-1]
 
 
@@ -79,7 +79,7 @@ class _Sequence:
         self.name, self.prompt, self.finished = name, prompt, finished
         ids = prompt.index.ids
         self._lead = min(_LONGEST, len(ids))  # tokens of the prompt that the output's index begins with
-        self._own = TextIndex(np.empty(self._lead + _FIRST_TOKENS, dtype=np.int32), 0)
+        self._own = TextIndex(np.empty(_FIRST_TOKENS, dtype=np.int32), 0)
         self._hashes = RunHashes()
         self._source: TextIndex | None = None  # the text that the sequence repeats
         self._place = 0  # of the token that should come next, in the source
@@ -151,9 +151,9 @@ class PromptLookup:
         self._draft_tokens = draft_tokens
         self._sequences: dict[str, _Sequence] = {}
         self._prompts: dict[str, _Prompt] = {}
-        self._finished: OrderedDict[str, _Finished] = (
-            OrderedDict()
-        )  # by cache salt, the one used last at the end
+        self._unindexed: OrderedDict[str, _Prompt] = OrderedDict()  # those of which a piece may be left
+        # By cache salt, the one used last at the end.
+        self._finished: OrderedDict[str, _Finished] = OrderedDict()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -172,7 +172,7 @@ class PromptLookup:
         """
         prompt = self._prompts.get(name)
         if prompt is None:
-            prompt = self._prompts[name] = _Prompt(ids)
+            prompt = self._prompts[name] = self._unindexed[name] = _Prompt(ids)
             prompt.advance()
         prompt.users += 1
         finished = None if salt is None else self._finished_of(salt)
@@ -190,13 +190,17 @@ class PromptLookup:
         """Add an output token of a sequence that has begun."""
         self._sequences[request_id].append(token)
 
-    def advance(self, request_id: str) -> bool:
-        """Index the next piece of a sequence's prompt; return False if it is indexed."""
-        return self._sequences[request_id].prompt.advance()
+    def index_piece(self) -> bool:
+        """Index the next piece of one prompt, of all of them in turn; return False if they are indexed."""
+        while self._unindexed:
+            name, prompt = self._unindexed.popitem(last=False)
+            if prompt.advance():
+                self._unindexed[name] = prompt
+                return True
+        return False
 
     def draft(self, request_id: str) -> tuple[int, ...]:
-        """Index the next piece of the prompt, and return a guess at the tokens that come next; empty if nothing is known."""
-        self.advance(request_id)
+        """Return a guess at the tokens that come next; empty if nothing is known."""
         return self._sequences[request_id].draft(self._draft_tokens)
 
     def end(self, request_id: str, *, is_finished: bool = True) -> None:
@@ -210,5 +214,6 @@ class PromptLookup:
         sequence.prompt.users -= 1
         if sequence.prompt.users == 0:
             del self._prompts[sequence.name]
+            self._unindexed.pop(sequence.name, None)
         if is_finished and sequence.finished is not None:
             sequence.finished.add(sequence.output)

@@ -78,6 +78,7 @@ class RunningOutputs:
                 salt = self._prompts.salt_of(request.submit.prompt)
                 lookup.begin(sample.id, request.submit.prompt, ids, salt)
             lookup.add(sample.id, sample.token)
+        lookup.index_piece()
         following = {sample.id: sample.finish_reason is None for sample in done.samples}
         drafts = [
             (name, lookup.draft(name)) for name, goes_on in following.items() if goes_on and name in lookup

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -39,21 +41,28 @@ class Form:
     """A form of weights.
 
     Attributes:
+        name: Its name in messages.
         fits: Returns True if rows can be brought into the form.
         of: Returns rows in it.
         example: Returns stored rows of random values, so many rows and columns, in host memory.
     """
 
+    name: str
     fits: Callable[[QuantisedRows], bool]
     of: Callable[[QuantisedRows], FastRows]
     example: Callable[[torch.Generator, int, int], QuantisedRows]
 
 
 class FastForms:
-    """`PackRows` that knows some forms."""
+    """`PackRows` that knows some forms, and brings weights into those whose products are right.
 
-    def __init__(self, forms: Sequence[Form]) -> None:
+    A form is tried once, when the first weight fits it. So a model that has no such weights tries nothing.
+    """
+
+    def __init__(self, forms: Sequence[Form], is_right: Callable[[Form], bool] = lambda _: True) -> None:
+        """`is_right` tries the products of a form."""
         self._forms = tuple(forms)
+        self._is_right = cache(is_right)
 
     def __call__(self, parts: Sequence[WeightRows]) -> Sequence[WeightRows]:
         joined = _joined(parts)
@@ -64,15 +73,15 @@ class FastForms:
     def _made(self, part: WeightRows) -> FastRows | None:
         if isinstance(part, QuantisedRows):
             for form in self._forms:
-                if form.fits(part):
+                if form.fits(part) and self._is_right(form):
                     return form.of(part)
         return None
 
 
 def fast_forms(device: Device) -> FastForms | None:
-    """Return the forms whose products were right when they were tried out on a device; None if there are none."""
-    found = [FORMS[name] for name in _names(device) if _is_right(name, device)]
-    return FastForms(found) if found else None
+    """Return the forms that a device has, which are tried there before they are used; None if it has none."""
+    found = [FORMS[name] for name in _names(device)]
+    return FastForms(found, partial(_is_right, device=device)) if found else None
 
 
 def _names(device: Device) -> tuple[str, ...]:
@@ -108,23 +117,28 @@ def names_of_gpu(capability: tuple[int, int], dtype: torch.dtype) -> tuple[str, 
     return tuple(found)
 
 
-def _is_right(name: str, device: Device) -> bool:
+def _is_right(form: Form, device: Device) -> bool:
     """Return True if the products of a form are those of its numbers on a device; else the log says why they are not used."""
     try:
-        error = error_of(FORMS[name], device)
+        error = error_of(form, device)
     except Exception as failure:  # noqa: BLE001 - of an operator that this version or GPU does not have
         reason = f"{type(failure).__name__}: {failure}"
     else:
         if error <= MOST_ERROR:
             return True
         reason = f"their error is {error:.2g}"
-    _log.warning("weights in %s are made numbers for each product, because products fail (%s)", name, reason)
+    _log.warning(
+        "weights in %s are made numbers for each product, because products fail (%s)", form.name, reason
+    )
     return False
 
 
 @torch.inference_mode()
 def error_of(form: Form, device: Device) -> float:
-    """Return the largest error of a form's products and numbers with random values, over the size of what they have to be."""
+    """Return the largest error of a form's products and numbers with random values, over the size of what they have to be.
+
+    It is infinite if any of them is NaN.
+    """
     random = torch.Generator().manual_seed(0)
     stored = form.example(random, _TRIED_ROWS, _TRIED_COLUMNS)
     wanted_numbers = stored.numbers(slice(0, stored.rows), torch.float32)
@@ -140,7 +154,7 @@ def error_of(form: Form, device: Device) -> float:
                 x = rounded(x, stored.activations, largest, stored.input_scale)
             wanted = x.float() @ wanted_numbers.t()
             errors.append(_size(found - wanted) / _size(wanted))
-    return max(errors)
+    return max(math.inf if math.isnan(error) else error for error in errors)  # `max` would skip NaN
 
 
 def on_device(part: QuantisedRows, device: Device) -> QuantisedRows:
@@ -219,7 +233,8 @@ def _has_row_scales(part: QuantisedRows, kind: str, dtype: torch.dtype) -> bool:
 
 
 def _is_aligned(part: QuantisedRows, rows: int, columns: int) -> bool:
-    return part.rows % rows == 0 and part.columns % columns == 0
+    """Return True if there are rows, and rows and columns are such multiples; a small vocabulary leaves some ranks no row of the head."""
+    return part.rows > 0 and part.rows % rows == 0 and part.columns % columns == 0
 
 
 def _scales(random: torch.Generator, *shape: int) -> torch.Tensor:
@@ -261,13 +276,16 @@ def _int4_example(random: torch.Generator, rows: int, columns: int) -> Quantised
 
 FORMS: Mapping[str, Form] = MappingProxyType(
     {
-        "INT8": Form(_fits_int8, Int8Rows.of, _int8_example),
-        "INT4": Form(_fits_int4, Int4Rows.of, _int4_example),
-        "FP8": Form(_fits_float8, Float8Rows.of, _float8_example),
-        "FP8 in blocks": Form(_fits_float8_blocks, Float8Blocks.of, _float8_blocks_example),
+        form.name: form
+        for form in (
+            Form("INT8", _fits_int8, Int8Rows.of, _int8_example),
+            Form("INT4", _fits_int4, Int4Rows.of, _int4_example),
+            Form("FP8", _fits_float8, Float8Rows.of, _float8_example),
+            Form("FP8 in blocks", _fits_float8_blocks, Float8Blocks.of, _float8_blocks_example),
+        )
     }
 )
-"""Forms by their names in messages."""
+"""Forms by their names."""
 
 
 # --- parts that are joined ----------------------------------------------------------------------------
