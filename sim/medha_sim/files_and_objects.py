@@ -1,7 +1,7 @@
 """Files and objects behind the host tiers of simulated replicas (`medha.kv.disk_tier`, `medha.kv.store_tier`).
 
 A real rank has threads that read and write beside its steps. Here, each lane has as many of them, and their work takes the time
-that the replica's config states. Reads come before writes. Work begins once the step that asks for it has begun in the last
+that the replica's config states. No read waits for a write. Work begins once the step that asks for it has begun in the last
 stage. Nothing fails, and the store itself is never the bottleneck, however many replicas use it.
 """
 
@@ -42,7 +42,7 @@ class _Work:
 
 
 class _Threads:
-    """Some threads of one lane's ranks."""
+    """Some threads of one lane's ranks: those that read, or those that write."""
 
     def __init__(
         self,
@@ -52,22 +52,21 @@ class _Threads:
         ended: Callable[[_Work, float], None],
     ) -> None:
         self._free, self._clock, self._seconds, self._on_end = threads, clock, seconds, ended
-        self._reads: deque[_Work] = deque()
-        self._writes: deque[_Work] = deque()
+        self._waiting: deque[_Work] = deque()
         self._running: list[_Work] = []
 
     def add(self, work: _Work, now: float) -> None:
-        (self._writes if work.is_write else self._reads).append(work)
+        self._waiting.append(work)
         self._start(now)
 
     def drop(self, keep: dict[int, int]) -> None:
         """Call off the writes of host blocks that get other owners; `keep` says how many blocks of an extent stay."""
-        for work in (*self._writes, *self._running):
+        for work in (*self._waiting, *self._running):
             work.is_off = work.is_off or any(stop > keep.get(extent, stop) for extent, stop in work.ends)
 
     def _start(self, now: float) -> None:
-        while self._free and (self._reads or self._writes):
-            work = (self._reads or self._writes).popleft()
+        while self._free and self._waiting:
+            work = self._waiting.popleft()
             self._free -= 1
             self._running.append(work)
             self._clock.at(now + (0.0 if work.is_off else self._seconds(work)), self._ended, work)
@@ -94,7 +93,8 @@ class FilesAndObjects:
         self._clock = clock
         lanes = range(core.config.topology.kv)
         self._next_extent = [0 for _ in lanes]
-        self._disk = [_Threads(1, clock, self._seconds, self._ended) for _ in lanes]
+        self._disk_reads = [_Threads(1, clock, self._seconds, self._ended) for _ in lanes]
+        self._disk_writes = [_Threads(1, clock, self._seconds, self._ended) for _ in lanes]
         self._store_reads = [_Threads(PARALLEL_READS, clock, self._seconds, self._ended) for _ in lanes]
         self._store_writes = [_Threads(PARALLEL_WRITES, clock, self._seconds, self._ended) for _ in lanes]
 
@@ -122,7 +122,7 @@ class FilesAndObjects:
             drops.setdefault(lane, []).extend(dropped)
         for lane, found in drops.items():
             keep = {one.extent: one.keep for one in found}
-            self._disk[lane].drop(keep)
+            self._disk_writes[lane].drop(keep)
             self._store_writes[lane].drop(keep)
         work = [self._read(load, extent) for load, extent in self._extents(step)]
         for write in step.writes:
@@ -192,10 +192,12 @@ class FilesAndObjects:
 
     def _add(self, works: list[_Work], now: float) -> None:
         for work in works:
-            threads = (
-                self._disk if not work.object else self._store_writes if work.is_write else self._store_reads
+            writes, reads = (
+                (self._store_writes, self._store_reads)
+                if work.object
+                else (self._disk_writes, self._disk_reads)
             )
-            threads[work.lane].add(work, now)
+            (writes if work.is_write else reads)[work.lane].add(work, now)
 
     def _seconds(self, work: _Work) -> float:
         """Return how long some work takes that begins now: an object that is there already is not written again."""

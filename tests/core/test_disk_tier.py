@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field, replace
+from itertools import count
+
 import pytest
 
 from medha.cost.tier_seconds import ReadSeconds
 from medha.kv.disk_tier import FILE_BLOCKS, DiskTier, OnDisk, file_name
-from medha.kv.host_tier import Kept
-from medha.kv.prefix_cache import hash_range
-from medha.wire.messages import DiskFile, DiskReport, DiskWrite
+from medha.kv.host_tier import HostTier, Kept
+from medha.kv.pools import KvPools
+from medha.kv.prefix_cache import Branch, hash_count, hash_range
+from medha.kv.unwritten_blocks import UnwrittenBlocks
+from medha.scheduler.controller import ReplicaController
+from medha.wire.messages import DiskFile, DiskReport, DiskTierFigures, DiskWrite, KvPart
+
+from .test_store_kv import HASHER, Replica, ids
 
 
 class Fixed:
@@ -17,6 +26,12 @@ class Fixed:
     computes = 1.0
 
     def load_seconds(self, blocks: int, files: int) -> float:
+        return 0.01 * blocks
+
+    def peer_seconds(self, blocks: int) -> float:
+        return 0.01 * blocks
+
+    def store_seconds(self, blocks: int, objects: int) -> float:
         return 0.01 * blocks
 
     def fetch_seconds(self, blocks: int) -> float:
@@ -30,15 +45,57 @@ def chain(name: int, blocks: int) -> str:
     return "".join(f"{1000 * name + block:032x}" for block in range(blocks))
 
 
+@dataclass
+class Waiting:
+    """Blocks that wait in no real host tier, in the order in which they came."""
+
+    kept: deque[Kept] = field(default_factory=deque)
+    again: list[str] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)  # extents
+    numbers: count[int] = field(default_factory=count)
+
+    def add(self, hashes: str, start: int = 0, before: str = "") -> int:
+        """Let blocks wait, and return the number of their extent."""
+        extent = next(self.numbers)
+        for first in range(0, hash_count(hashes), FILE_BLOCKS):
+            part = hash_range(hashes, first, min(first + FILE_BLOCKS, hash_count(hashes)))
+            behind = hash_range(hashes, first - 1, first) if first else before
+            self.kept.append(Kept(extent, part, behind, start + first, first))
+        return extent
+
+    def take_unwritten(self, most_blocks: int) -> Kept | None:
+        assert most_blocks == FILE_BLOCKS
+        return self.kept.popleft() if self.kept else None
+
+    def wait_again(self, hashes: str) -> int:
+        self.again.append(hashes)
+        return 1
+
+    def holds(self, extent: int, stop: int) -> bool:
+        assert stop > 0
+        return extent not in self.dropped
+
+
 def tier(blocks: int = 100, ranks: int = 2, most_writing: int = 1000) -> DiskTier:
-    found = DiskTier(blocks, range(ranks), 16, Fixed(), most_writing)
+    found = empty(blocks, ranks, most_writing)
     for rank in range(ranks):
         found.report(DiskReport(rank, found_all=True))
     return found
 
 
+def empty(blocks: int, ranks: int = 1, most_writing: int = 100) -> DiskTier:
+    """Return a tier whose ranks have not reported yet."""
+    return DiskTier(blocks, range(ranks), 16, Fixed(), most_writing, Waiting())
+
+
+def waiting(disk: DiskTier) -> Waiting:
+    assert isinstance(disk._source, Waiting)
+    return disk._source
+
+
 def write(disk: DiskTier, hashes: str, start: int = 0, *, before: str = "") -> tuple[DiskWrite, ...]:
-    return disk.write([Kept(0, hashes, before, start)], 0)
+    waiting(disk).add(hashes, start, before)
+    return disk.write(0)
 
 
 def written(disk: DiskTier, writes: tuple[DiskWrite, ...], ranks: int = 2) -> None:
@@ -87,7 +144,7 @@ def test_a_rank_that_cannot_write_ends_the_file_for_all() -> None:
 
 
 def test_after_a_restart_only_files_of_all_ranks_count_and_the_rest_is_deleted() -> None:
-    disk = DiskTier(100, range(2), 16, Fixed(), 100)
+    disk = empty(100, ranks=2)
     files = [DiskFile(file_name("", chain(name, 4)), 0, chain(name, 4)) for name in range(4)]
     wrong = DiskFile(file_name("", chain(8, 4)), 0, chain(9, 4))
     disk.report(DiskReport(0, found=(files[0], files[1], wrong)))
@@ -112,7 +169,7 @@ def test_many_files_of_one_long_prompt_are_found_in_any_order_without_a_walk_for
         files.append(DiskFile(file_name(before, part), first, part, before))
     monkeypatch.setattr(DiskTier, "_use", lambda _, file: walked.append(file))
     for found in (files, files[::-1]):
-        disk = DiskTier(360, range(1), 16, Fixed(), 100)
+        disk = empty(360)
         disk.report(DiskReport(0, found=tuple(found), found_all=True))
         assert {one.file for one in disk.take_deletes(0)} == {one.name for one in files[90:]}
         disk.check()
@@ -120,7 +177,7 @@ def test_many_files_of_one_long_prompt_are_found_in_any_order_without_a_walk_for
 
 
 def test_a_smaller_size_deletes_what_was_written_first() -> None:
-    disk = DiskTier(8, range(1), 16, Fixed(), 100)
+    disk = empty(8)
     files = [DiskFile(file_name("", chain(name, 4)), 0, chain(name, 4)) for name in range(3)]
     disk.report(DiskReport(0, found=tuple(files), found_all=True))
     assert [delete.file for delete in disk.take_deletes(0)] == [files[0].name]
@@ -140,6 +197,7 @@ def test_files_make_room_in_the_order_of_use_and_beginnings_stay_longest() -> No
     assert [delete.file for delete in disk.take_deletes(0)] == [other[0].file.name]
     assert write(disk, chain(5, 12)) == (), "nothing that is read or written makes room"
     assert disk.take_deletes(0) == ()
+    assert disk.counts.skipped_blocks == 12
     disk.check()
 
 
@@ -194,13 +252,181 @@ def test_a_rank_without_a_disk_switches_the_tier_off() -> None:
     disk.check()
 
 
-def test_a_slow_disk_gets_no_more_than_it_can_write() -> None:
+def test_what_a_slow_disk_has_no_place_for_waits_until_earlier_files_are_written() -> None:
+    disk = tier(blocks=1000, most_writing=3 * FILE_BLOCKS)
+    first = write(disk, chain(1, 5 * FILE_BLOCKS))
+    assert [one.first for one in first] == [0, FILE_BLOCKS, 2 * FILE_BLOCKS]
+    assert (disk.has_place, disk.writing_blocks) == (False, 3 * FILE_BLOCKS)
+    assert disk.write(0) == ()
+    written(disk, first[:1])
+    assert disk.has_place
+    (fourth,) = disk.write(0)
+    written(disk, (*first[1:], fourth))
+    (last,) = disk.write(0)
+    written(disk, (last,))
+    assert sum(one.count for one in disk.match(chain(1, 320), 0, 320)) == 320
+    assert disk.counts.skipped_blocks == 0
+    assert disk.has_place
+
+
+def test_a_small_host_tier_has_one_file_written_at_a_time() -> None:
     disk = tier(most_writing=10)
     (one,) = write(disk, chain(1, 8))
     assert write(disk, chain(2, 8)) == ()
-    assert disk.counts.skipped_blocks == 8
     written(disk, (one,))
-    assert len(write(disk, chain(2, 8))) == 1
+    assert len(disk.write(0)) == 1
+
+
+def test_nothing_is_written_before_all_ranks_have_reported_what_they_have() -> None:
+    disk, hashes = empty(100, ranks=2), chain(1, 8)
+    there = DiskFile(file_name("", hashes), 0, hashes)
+    disk.report(DiskReport(0, found=(there,), found_all=True))
+    assert (disk.has_place, write(disk, hashes)) == (False, ())
+    disk.report(DiskReport(1, found=(there,), found_all=True))
+    assert (disk.has_place, disk.write(0)) == (True, ()), "it is there already"
+    assert len(disk.match(hashes, 0, 8)) == 1
+
+
+def test_a_write_that_is_called_off_is_no_failure_and_what_is_left_of_its_blocks_waits_again() -> None:
+    disk, hashes = tier(), chain(1, 10)
+    (one,) = write(disk, hashes)
+    waiting(disk).dropped.add(one.extent)
+    disk.report(DiskReport(0, written=(one.file.name,)))
+    disk.report(DiskReport(1, not_written=(one.file.name,)))
+    assert waiting(disk).again == [hashes]
+    assert (disk.counts.failed_writes, disk.counts.skipped_blocks) == (0, 1)
+    assert [delete.file for delete in disk.take_deletes(0)] == [one.file.name]
+    assert disk.writing_blocks == disk.held_blocks == 0
+    disk.check()
+
+
+def test_what_is_worth_most_is_written_first_and_a_prefix_before_what_continues_it() -> None:
+    host = HostTier(400, 16, Fixed())
+    host.unwritten = UnwrittenBlocks()
+    text, other = chain(1, 300), chain(2, 30)
+    host.demote([Branch(text, 200, 100, [(200, 100)])])
+    host.demote([Branch(text, 0, 200, [(0, 200)])])
+    host.demote([Branch(other, 0, 30, [(500, 30)])])
+    host.check()
+    assert host.unwritten.blocks == 330
+    taken = []
+    while (kept := host.take_unwritten(FILE_BLOCKS)) is not None:
+        taken.append((kept.start, hash_count(kept.hashes), kept.before))
+    in_text = [one for one in taken if one[2] != "" or one[1] == FILE_BLOCKS]
+    assert [start for start, _, _ in in_text] == [0, 64, 128, 192, 200, 264]
+    assert [before for _, _, before in in_text] == [
+        "",
+        *(text[32 * (at - 1) : 32 * at] for at in (64, 128, 192, 200, 264)),
+    ]
+    assert sum(blocks for _, blocks, _ in taken) == 330
+    assert not host.unwritten
+
+
+def test_what_the_host_tier_drops_does_not_wait_any_longer_and_costs_no_memory() -> None:
+    host = HostTier(40, 16, Fixed())
+    host.unwritten = UnwrittenBlocks()
+    for name in range(200):
+        host.demote([Branch(chain(name, 20), 0, 20, [(0, 20)])])
+        host.check()
+        assert host.unwritten.blocks <= 40
+        assert len(host.unwritten._turns) <= 100
+    assert host.unwritten.lost_blocks == host.counts.dropped_blocks > 3000
+    assert host.take_unwritten(15) is not None
+    dropped = host.counts.dropped_blocks
+    host.demote([Branch(chain(900, 40), 0, 40, [(0, 40)])])
+    assert 0 < host.unwritten.lost_blocks - dropped <= host.counts.dropped_blocks - dropped
+
+
+def test_blocks_wait_again_where_they_are_now_but_not_while_they_are_read() -> None:
+    host = HostTier(40, 16, Fixed())
+    host.unwritten = UnwrittenBlocks()
+    hashes = chain(1, 20)
+    host.demote([Branch(hashes, 0, 10, [(0, 10)])])
+    made = host.begin_load(hashes, 10, 5)
+    assert made is not None
+    assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 0, 10), "", 0)
+    assert host.wait_again(hash_range(hashes, 4, 20)) == 5
+    assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 4, 10), hash_range(hashes, 3, 4), 4, 4)
+    assert host.take_unwritten(64) is None
+    assert host.end_load(made[0], is_there=True, is_in_no_file=True) is None
+    assert host.take_unwritten(64) == Kept(1, hash_range(hashes, 10, 15), hash_range(hashes, 9, 10), 10)
+    host.check()
+
+
+class ReplicaWithFiles(Replica):
+    """A controller with a disk tier and without a store; the tests play what its ranks report of their files."""
+
+    def new_core(self) -> ReplicaController:
+        files = DiskTierFigures(1000, 1e-7, 1e-8)
+        config = replace(
+            super().new_core().config,
+            kv_blocks=60,
+            store_block_seconds=None,
+            object_blocks=0,
+            disk_tier=files,
+        )
+        return ReplicaController(config, self.profile)
+
+    @property
+    def writes(self) -> list[DiskWrite]:
+        return [one for step in self.steps for one in step.writes]
+
+    @property
+    def waiting_blocks(self) -> int:
+        unwritten = self.core.pools.tiers[0].unwritten
+        return 0 if unwritten is None else unwritten.blocks
+
+
+def busy_with_files() -> ReplicaWithFiles:
+    """Return an idle replica of which one file is being written, while more blocks wait."""
+    replica = ReplicaWithFiles(host_blocks=160)
+    replica.report(found_all=True)
+    for number in range(5):
+        replica.submit(f"a{number}", ids(number, 101))
+    assert len(replica.writes) == 1
+    assert replica.waiting_blocks > 40
+    assert replica.core.idle, "it waits for its disk, not the other way round"
+    return replica
+
+
+def test_an_idle_replica_goes_on_to_write_as_files_are_finished_until_nothing_waits() -> None:
+    replica = busy_with_files()
+    finished = 0
+    while finished < len(replica.writes):
+        replica.report(written=(replica.writes[finished].file.name,))
+        finished += 1
+        assert replica.core.idle
+    (disk,) = replica.core.pools.disks
+    assert (replica.waiting_blocks, disk.writing_blocks) == (0, 0)
+    assert sum(one.count for one in disk.match(HASHER.hashes(ids(0, 101)), 0, 25)) == 25
+    counts = replica.core.pools.disk_counts
+    assert counts.written_blocks == replica.core.pools.tier_counts.demoted_blocks
+    assert counts.skipped_blocks == counts.failed_writes == 0
+
+
+def test_nothing_waits_for_a_disk_tier_that_is_off() -> None:
+    replica = busy_with_files()
+    replica.handle(DiskReport(0, fault="no space"))
+    assert replica.waiting_blocks == 0
+    replica.submit("b", ids(9, 101))
+    assert replica.waiting_blocks == 0
+    assert len(replica.writes) == 1
+    assert replica.core.idle
+
+
+def test_kv_that_was_read_from_another_replica_waits_to_be_written_once_it_is_there() -> None:
+    pools = KvPools(
+        lanes=1, kv_blocks=60, block_size_tokens=16, tokens_per_lane=1000, host_blocks=100, prices=Fixed(),
+        disk_blocks=100, lane_ranks=[[0]], has_peers=True,
+    )  # fmt: skip
+    pools.disk_report(DiskReport(0, found_all=True))
+    hashes = chain(1, 20)
+    pools.begin_peer_loads("ticket", [KvPart(0, hashes)])
+    assert not pools.take_writes()[1]
+    pools.disk_report(DiskReport(0, loaded=((0, 0.1),)))
+    assert pools.has_changes
+    (write,) = pools.take_writes()[1]
+    assert write.file.hashes == hashes
 
 
 def test_what_is_computed_sooner_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

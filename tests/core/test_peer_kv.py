@@ -11,6 +11,7 @@ import pytest
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.cost.tier_seconds import ReadSeconds
+from medha.kv.host_tier import Held, HostTier
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import PrefixHasher, hash_at, hash_count
 from medha.scheduler.controller import ReplicaController
@@ -151,6 +152,7 @@ class Side:
 
 
 PROMPT = ids(1, 101)  # 25 whole blocks
+OTHER = ids(99, 101)
 
 
 def with_output(tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -173,6 +175,10 @@ def offered(source: Side, ask: KvAsk, ticket: str = "t") -> KvTicket:
     offer = source.last()
     assert isinstance(offer, KvTicket)
     return replace(offer, source="r0")
+
+
+def blocks_of(offer: KvTicket) -> list[int]:
+    return [hash_count(part.hashes) for part in offer.parts]
 
 
 def source_with(prompt: np.ndarray[tuple[int], np.dtype[np.int32]] = PROMPT, **fields: int) -> Side:
@@ -388,15 +394,43 @@ def test_a_peer_that_refuses_is_not_asked_again_soon_and_one_without_this_prompt
 
 def test_tickets_keep_at_most_half_of_a_host_tier() -> None:
     source = source_with(host_blocks=40)
+    source.submit("other", OTHER)
     ask = KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT))
-    first, second = offered(source, ask, "t1"), offered(source, ask, "t2")
-    assert [hash_count(part.hashes) for part in first.parts] == [20]
-    assert second.ticket == ""
+    of_other = KvAsk("p", "r0", "", 101, HASHER.hashes(OTHER))
+    assert blocks_of(offered(source, ask, "t1")) == [20]
+    assert blocks_of(offered(source, ask, "t2")) == [20], "what is kept already takes no more room"
+    assert source.served_blocks == 20
+    assert offered(source, of_other, "t3").ticket == ""
     source.handle(KvDone("t1", "r0", asker="another replica"))
+    source.handle(KvDone("t2", "r0", asker="r1"))
     assert source.served_blocks == 20, "only its holder gives it back"
     source.handle(KvDone("t1", "r0", asker="r1"))
     assert source.served_blocks == 0
-    assert [hash_count(part.hashes) for part in offered(source, ask, "t3").parts] == [20]
+    assert blocks_of(offered(source, of_other, "t4")) == [20]
+
+
+@pytest.mark.parametrize(
+    ("served", "asked_for", "kept"),
+    [
+        ([(0, 0, 4)], [(0, 0, 9)], 4),
+        ([(0, 0, 4), (0, 2, 5), (0, 7, 1)], [(0, 0, 9)], 8),
+        ([(0, 0, 9), (1, 0, 3)], [(0, 0, 9), (1, 0, 5)], 12),
+        ([(0, 3, 4)], [(0, 0, 9)], 0),
+        ([(0, 0, 9), (1, 2, 3)], [(0, 4, 2), (1, 2, 9)], 5),
+        ([], [(0, 0, 9)], 0),
+    ],
+)
+def test_blocks_that_several_tickets_keep_count_once(
+    served: list[tuple[int, int, int]], asked_for: list[tuple[int, int, int]], kept: int
+) -> None:
+    tier = HostTier(40, SIZE, Fixed())
+    for seed in range(2):
+        tier.take_in(HASHER.hashes(ids(seed, 40)), 0, 10)
+    for number, one in enumerate(served):
+        tier.serve(f"t{number}", [Held(*one)])
+    blocks = {(extent, block) for extent, start, count in served for block in range(start, start + count)}
+    assert tier.served_blocks == len(blocks)
+    assert tier.served_of(Held(*one) for one in asked_for) == kept
 
 
 def test_a_ticket_that_nobody_gives_back_ends_by_itself() -> None:
@@ -504,10 +538,11 @@ def test_output_can_be_read_while_a_step_with_its_request_is_in_flight() -> None
 
 def test_tickets_of_a_replica_that_drains_get_all_of_its_host_tier() -> None:
     source = source_with(host_blocks=40)
+    source.submit("other", OTHER)
     source.handle(Drain())
     ask = KvAsk("q", "r0", "", 101, HASHER.hashes(PROMPT))
-    assert [hash_count(part.hashes) for part in offered(source, ask, "t1").parts] == [25]
-    assert [hash_count(part.hashes) for part in offered(source, ask, "t2").parts] == [15]
+    assert blocks_of(offered(source, ask, "t1")) == [25]
+    assert blocks_of(offered(source, replace(ask, hashes=HASHER.hashes(OTHER)), "t2")) == [15]
 
 
 class Fixed:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixHasher
-from medha.kv.store_tier import StoreTier, object_blocks
+from medha.kv.store_tier import Offer, Offers, StoreTier, object_blocks
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
@@ -349,22 +349,77 @@ def test_a_store_that_hangs_delays_no_further_request_until_it_is_tried_by_one_a
     assert len(replica.looks) == 6, "all ask again"
 
 
-def test_writes_that_are_not_finished_bound_further_ones() -> None:
+def test_objects_wait_until_earlier_ones_are_written() -> None:
     replica = Replica(writes_at_once=False)
     for number in range(4):
         replica.submit(f"a{number}", ids(60 + number, 101))
         replica.report(looked=((number, 0),))
     most = HOST_BLOCKS // 4 // OBJECT_BLOCKS
     assert len(replica.stores) == most
-    assert replica.store.counts.skipped_blocks == (20 - most) * OBJECT_BLOCKS
+    assert replica.core.pools.offered_blocks == (20 - most) * OBJECT_BLOCKS
+    assert replica.core.idle, "it waits for its store, not the other way round"
     names = tuple(one.object.name for one in replica.stores)
     replica.report(not_stored=names[:1], stored=names[1:])
     assert replica.store.counts.failed_writes == 1
     assert replica.store.counts.written_blocks == (most - 1) * OBJECT_BLOCKS
-    replica.submit("b", ids(70, 101))
-    replica.report(looked=((4, 0),))
-    assert len(replica.stores) == most + 5
-    replica.store.check()
+    assert len(replica.stores) == 2 * most
+    write_all(replica, most)
+    counts = replica.store.counts
+    assert (counts.written_blocks, counts.skipped_blocks) == (19 * OBJECT_BLOCKS, 0)
+    assert {one.object.name for one in replica.stores} == {
+        name for number in range(4) for name in written(ids(60 + number, 101))
+    }
+
+
+def write_all(replica: Replica, finished: int) -> None:
+    """Let ranks finish one write after the other, behind the first ones that are `finished`, until nothing waits."""
+    while finished < len(replica.stores):
+        replica.report(stored=(replica.stores[finished].object.name,))
+        replica.store.check()
+        finished += 1
+    assert replica.core.pools.offered_blocks == replica.store.busy_blocks == 0
+    assert replica.core.idle
+
+
+class SmallPool(Replica):
+    """A replica whose device holds one prompt, and whose host tier holds half of one."""
+
+    def new_core(self) -> ReplicaController:
+        return ReplicaController(replace(super().new_core().config, kv_blocks=30), self.profile)
+
+
+def test_what_is_gone_before_the_store_comes_to_it_is_not_written() -> None:
+    replica = SmallPool(writes_at_once=False, host_blocks=12)
+    for number in range(3):
+        replica.submit(f"a{number}", ids(80 + number, 101))
+        replica.report(looked=((number, 0),))
+        assert f"a{number}" in replica.admitted
+    assert len(replica.stores) == 1
+    assert 0 < replica.core.pools.offered_blocks <= 30
+    write_all(replica, 0)
+    assert len(replica.stores) < 15
+    assert replica.store.counts.skipped_blocks == (15 - len(replica.stores)) * OBJECT_BLOCKS
+
+
+def test_offers_wait_for_a_place_on_their_lane_and_no_more_than_the_pools_have_blocks_for() -> None:
+    offers = Offers(10)
+    assert offers.next(lambda _: True) is None
+    assert offers.add(Offer(0, "a", 0, 4)) == 0
+    assert offers.add(Offer(0, "a", 4, 6)) == 0
+    assert (len(offers), offers.objects) == (1, 6), "they continue each other"
+    assert offers.add(Offer(1, "b", 0, 3)) == 0
+    assert offers.next(lambda _: False) is None
+    found = offers.next(lambda lane: lane == 1)
+    assert found is not None
+    assert found.chain == "b"
+    found.first = found.stop
+    assert offers.next(lambda lane: lane == 1) is None
+    assert len(offers) == 1, "what was written is forgotten, though another one waits before it"
+    assert offers.add(Offer(0, "c", 0, 7)) == 6, "the oldest one goes"
+    assert offers.add(Offer(0, "d", 0, 12)) == 7, "but the newest one stays, however long it is"
+    found = offers.next(lambda _: True)
+    assert found is not None
+    assert (found.chain, offers.objects) == ("d", 12)
 
 
 def test_a_long_prompt_that_is_cached_is_copied_for_the_store_with_several_steps() -> None:

@@ -228,7 +228,7 @@ def with_store(maker: Maker, seed: int, proxy: FaultyProxy, service: ObjectStore
     site.ask_all()
     store = service.directory / BUCKET / prefix
     wait_for("objects in the store", lambda: any(store.rglob("*.kv")))
-    wait_for("the end of the writes", lambda: status_of(site.controller)["store"]["busy"] == 0)
+    wait_released(site.controller)
     return site, store
 
 
@@ -244,7 +244,8 @@ def wait_written(site: Site) -> None:
     wait_for("files", lambda: any(site.files.rglob("*.kv")))
 
     def has_written() -> bool:
-        return not any(lane["disk_tier"]["writing"] for lane in status_of(site.controller)["lanes"])
+        tiers = [lane["disk_tier"] for lane in status_of(site.controller)["lanes"]]
+        return not any(tier["writing"] or tier["waiting"] for tier in tiers)
 
     wait_for("the end of the writes", has_written)
 

@@ -18,7 +18,7 @@ SUFFIX = ".kv"
 _HELD = {
     "kv": ("used", "reserved"),
     "host_tier": ("swapped", "loading", "fetching", "offered"),
-    "disk_tier": ("writing",),
+    "disk_tier": ("writing", "waiting"),
 }
 
 
@@ -51,7 +51,8 @@ def held(status: dict[str, Any]) -> dict[str, int]:
             for state in states:
                 name = f"{tier} {state}"
                 found[name] = found.get(name, 0) + here.get(state, 0)
-    found["store busy"] = (status.get("store") or {}).get("busy", 0)
+    for state in ("busy", "waiting"):
+        found[f"store {state}"] = (status.get("store") or {}).get(state, 0)
     return {name: blocks for name, blocks in found.items() if blocks}
 
 

@@ -414,6 +414,29 @@ def test_blocks_that_get_other_owners_reach_no_file_and_a_slow_disk_blocks_no_st
     assert kept(disk.files) == [f"{names[2]}.kv"]
 
 
+def test_a_read_does_not_wait_for_a_write(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.write(1, 0)
+    goes_on, hangs, pwrite = threading.Event(), threading.Event(), os.pwrite
+
+    def slow(*arguments: object) -> int:
+        hangs.set()
+        goes_on.wait(60)
+        return pwrite(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    disk.blocks.submit(HostTierWork(writes=(WriteBlocks(described(2), 0, 0, ((0, 3),)),)))
+    assert hangs.wait(60)
+    disk.reports.clear()
+    disk.blocks.submit(HostTierWork(reads=(ReadBlocks(described(1).name, 0, 9, ((6, 3),)),)))
+    end = threading.Event()
+    while not disk.reports:
+        assert not end.wait(0.01)
+    assert [extent for extent, _ in disk.reports[0].loaded] == [9]
+    goes_on.set()
+    assert disk.blocks.drain(60)
+    assert disk.reports[1:] == [DiskReport(3, written=(described(2).name,))]
+
+
 def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.write(1, 0)
     goes_on, hangs, preadv = threading.Event(), threading.Event(), os.preadv
@@ -460,11 +483,14 @@ def test_a_disk_that_hangs_switches_the_tier_off_and_nothing_waits_for_it(
             disk.blocks.submit(HostTierWork(writes=(write,)))
         assert hangs.wait(60)
         disk.blocks.submit(HostTierWork(reads=(replace(read, extent=10),), writes=(write,)))
-        now = 31.0
-        lost = {9, 10} if work == "read" else {10}
-        unwritten = [(described(2).name,)] * (1 if work == "read" else 2)
         end = threading.Event()
-        while len(disk.reports) < 2 * (len(lost) + len(unwritten)):
+        while not disk.reports:  # what does not hang goes on
+            assert not end.wait(0.01)
+        assert [bool(one.loaded or one.written) for one in disk.reports] == [True]
+        now = 31.0
+        lost = {9, 10} if work == "read" else set()
+        unwritten = [] if work == "read" else [(described(2).name,)] * 2
+        while len(disk.reports) < 1 + 2 * 2:
             assert not end.wait(0.01)
         assert {one.not_loaded[0] for one in disk.reports if one.not_loaded} == lost
         assert [one.not_written for one in disk.reports if one.not_written] == unwritten
@@ -477,6 +503,69 @@ def test_a_disk_that_hangs_switches_the_tier_off_and_nothing_waits_for_it(
         assert disk.blocks.drain(60)
         assert disk.reports == told, "what was called off is reported once"
         assert (disk.host.rows(0, 12) == before).all(), "its host blocks may have other owners"
+    finally:
+        goes_on.set()
+        disk.blocks.close()
+
+
+def test_a_disk_that_hangs_while_ranks_look_through_it_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    disk = Disk(tmp_path / "rank-3", clock=lambda: now)
+    disk.write(1, 0)
+    goes_on, hangs, pread = threading.Event(), threading.Event(), os.pread
+
+    def slow(*arguments: object) -> bytes:
+        hangs.set()
+        goes_on.wait(60)
+        return pread(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "pread", slow)
+    disk.reports.clear()
+    try:
+        disk.blocks.begin_epoch(DiskReport(3, 0, 1), KEY, disk.reports.append)
+        assert hangs.wait(60)
+        now = 31.0
+        end = threading.Event()
+        while not disk.reports:
+            assert not end.wait(0.01)
+        goes_on.set()
+        assert disk.blocks.drain(60)
+        assert ["30 s" in one.fault for one in disk.reports] == [True]
+        assert not any(one.found_all for one in disk.reports)
+    finally:
+        goes_on.set()
+        disk.blocks.close()
+
+
+def test_a_disk_that_hangs_as_an_epoch_ends_is_off_in_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    disk = Disk(tmp_path / "rank-3", clock=lambda: now)
+    disk.write(1, 0)
+    goes_on, hangs, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def slow(*arguments: object) -> int:
+        hangs.set()
+        goes_on.wait(60)
+        return preadv(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", slow)
+    try:
+        disk.blocks.submit(HostTierWork(reads=(ReadBlocks(described(1).name, 0, 9, ((6, 3),)),)))
+        assert hangs.wait(60)
+        disk.reports.clear()
+        disk.blocks.begin_epoch(DiskReport(3, 0, 1), KEY, disk.reports.append)
+        end = threading.Event()
+        while not disk.reports:
+            assert not end.wait(0.01)
+        assert disk.reports == [DiskReport(3, 0, 1, found=(described(1),), found_all=True)]
+        now = 31.0
+        while not any(one.fault for one in disk.reports):
+            assert not end.wait(0.01)
+        assert {one.epoch for one in disk.reports} == {1}
     finally:
         goes_on.set()
         disk.blocks.close()

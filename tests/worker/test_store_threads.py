@@ -321,6 +321,14 @@ def test_the_end_of_a_rank_does_not_wait_for_a_store_that_hangs(
         assert all(thread.daemon for thread in began)
 
 
+def test_an_error_of_ours_while_a_store_is_opened_is_not_taken_for_silence() -> None:
+    def broken() -> KvObjects:
+        raise ZeroDivisionError
+
+    with pytest.raises(StoreFailed, match="an unexpected ZeroDivisionError"):
+        opened_within(broken, 60)
+
+
 def test_nothing_is_left_of_threads_and_handles(host: HostBlocks, tmp_path: Path) -> None:
     place = StoreSpec(url=f"file://{tmp_path}/shared")
     threads = {one for one in threading.enumerate() if one.name.startswith("medha-store")}

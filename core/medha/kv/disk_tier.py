@@ -1,6 +1,7 @@
 """The disk tier of one lane: files with blocks of the host tier, which outlive it, the epoch and the pods.
 
-Blocks that come to the host tier are also written to files, each of up to `FILE_BLOCKS` blocks. If a prompt continues in a
+Blocks that come to the host tier are also written to files, each of up to `FILE_BLOCKS` blocks. A disk is slow, so they wait
+there until earlier files are written (`medha.kv.unwritten_blocks`). If a prompt continues in a
 file behind what device and host tier hold, its blocks are *loaded*: read into the host tier, from where they are
 fetched. The request waits meanwhile, but no step does. A load that fails, or that takes too long, costs time only:
 nothing is fetched before all ranks of the lane have reported that the blocks are there and are what was written.
@@ -19,7 +20,7 @@ from itertools import repeat, takewhile
 from typing import Protocol
 
 from medha.kv.host_tier import Kept, common_blocks
-from medha.kv.prefix_cache import HASH_CHARACTERS, hash_at, hash_count, hash_range
+from medha.kv.prefix_cache import HASH_CHARACTERS, hash_at, hash_count
 from medha.kv.rank_loads import Loaded, RankLoads
 from medha.wire.messages import DiskDelete, DiskFile, DiskReport, DiskWrite
 
@@ -45,6 +46,22 @@ class DiskPrices(Protocol):
         ...
 
 
+class Source(Protocol):
+    """The host tier, from whose blocks files are written; `medha.kv.host_tier` has it."""
+
+    def take_unwritten(self, most_blocks: int) -> Kept | None:
+        """Take up to `most_blocks` blocks that wait to be written, those that come next; None if none waits."""
+        ...
+
+    def wait_again(self, hashes: str) -> int:
+        """Let those of these blocks that are there wait again; return how many are not."""
+        ...
+
+    def holds(self, extent: int, stop: int) -> bool:
+        """Return whether the first `stop` blocks of an extent are there."""
+        ...
+
+
 def file_name(before: str, hashes: str) -> str:
     """Return the name of the file with blocks of these hashes, which follow a block of the hash `before`."""
     return blake2b(f"{before}/{hashes}".encode(), digest_size=16).hexdigest()
@@ -67,6 +84,8 @@ class _File:
     blocks: int
     ranks: set[int] = field(default_factory=set)  # that have it
     is_writing: bool = False
+    extent: int = -1  # of the host tier, from which it is written
+    stop: int = 0  # block of that extent behind the last one of the file
     loads: int = 0  # that read it
 
     def block_hashes(self) -> list[str]:
@@ -82,16 +101,27 @@ class DiskCounts:
     written_blocks: int = 0
     failed_loads: int = 0
     failed_writes: int = 0
-    skipped_blocks: int = 0  # not written, because earlier ones were not finished
+    skipped_blocks: int = (
+        0  # not written, because the host tier had dropped them before, or the disk tier had no room
+    )
 
 
 class DiskTier:
     """Decides what the disk tier of a lane holds, and finds prefixes there; the controller's part."""
 
     def __init__(
-        self, blocks: int, ranks: Iterable[int], block_size_tokens: int, prices: DiskPrices, most_writing: int
+        self,
+        blocks: int,
+        ranks: Iterable[int],
+        block_size_tokens: int,
+        prices: DiskPrices,
+        most_writing: int,
+        source: Source,
     ) -> None:
-        """`ranks` are those of the lane. No more than `most_writing` blocks, or one file, are written at a time."""
+        """`ranks` are those of the lane. No more than `most_writing` blocks of `source`, or one file, are written at a time.
+
+        The others wait there: it may drop them, but seldom drops what is being written.
+        """
         self.blocks = blocks
         self.held_blocks = 0
         self.counts = DiskCounts()
@@ -101,6 +131,7 @@ class DiskTier:
         self._size = block_size_tokens
         self._prices = prices
         self._most_writing = most_writing
+        self._source = source
         self._files: dict[str, _File] = {}  # the least recently used first
         self._places: dict[str, tuple[_File, int]] = {}  # hash -> file that all ranks have, and block of it
         self._loads = RankLoads(self._ranks)
@@ -148,23 +179,26 @@ class DiskTier:
 
     # --- writes ---------------------------------------------------------------------------------------
 
-    def write(self, kept: Iterable[Kept], lane: int) -> tuple[DiskWrite, ...]:
-        """Choose which blocks that came to the host tier are written, and give them room."""
+    @property
+    def has_place(self) -> bool:
+        """True if another file may be written now: ranks have reported what they have, and the writes that go on leave a place."""
+        if self.fault or self._to_report:
+            return False
+        return not self._writing or self._writing + FILE_BLOCKS <= self._most_writing
+
+    def write(self, lane: int) -> tuple[DiskWrite, ...]:
+        """Choose which blocks of the host tier are written now, and give them room."""
         writes: list[DiskWrite] = []
-        for one in kept:
-            blocks = hash_count(one.hashes)
-            for first in range(0, blocks, FILE_BLOCKS):
-                stop = min(first + FILE_BLOCKS, blocks)
-                hashes = hash_range(one.hashes, first, stop)
-                before = hash_at(one.hashes, first - 1) if first else one.before
-                file = DiskFile(file_name(before, hashes), one.start + first, hashes, before)
-                if self._takes(file, stop - first):
-                    writes.append(DiskWrite(file, one.extent, first, lane))
+        while self.has_place and (one := self._source.take_unwritten(FILE_BLOCKS)) is not None:
+            file = DiskFile(file_name(one.before, one.hashes), one.start, one.hashes, one.before)
+            if self._takes(file, one):
+                writes.append(DiskWrite(file, one.extent, one.first, lane))
         return tuple(writes)
 
-    def _takes(self, file: DiskFile, blocks: int) -> bool:
-        """Return whether a file is to be written, and note it if so."""
-        if self.fault or file.name in self._files or blocks > self.blocks:
+    def _takes(self, file: DiskFile, kept: Kept) -> bool:
+        """Return whether a file of these blocks is to be written, and note it if so."""
+        blocks = hash_count(file.hashes)
+        if file.name in self._files or blocks > self.blocks:
             return False
         keys = [hash_at(file.hashes, block) for block in range(blocks)]
         if all(key in self._places for key in keys):
@@ -173,12 +207,11 @@ class DiskTier:
         seconds = self._prices.load_seconds(blocks, 1) + self._prices.fetch_seconds(blocks)
         if seconds >= self._prices.compute_seconds(*tokens):
             return False
-        if self._writing and self._writing + blocks > self._most_writing:
+        if not self._make_room(blocks):
             self.counts.skipped_blocks += blocks
             return False
-        if not self._make_room(blocks):
-            return False
-        self._add(file).is_writing = True
+        added = self._add(file)
+        added.is_writing, added.extent, added.stop = True, kept.extent, kept.first + blocks
         self._writing += blocks
         return True
 
@@ -261,14 +294,21 @@ class DiskTier:
             self._has(self._files.get(name), report.rank)
         for name in (*report.not_written, *report.damaged):
             file = self._files.get(name)
-            if name in report.not_written and file is not None and file.is_writing:
-                self.counts.failed_writes += 1
             if file is not None:
                 self._remove(file)
+                if file.is_writing and name in report.not_written:
+                    self._was_not_written(file)
         ended = self._loads.report(report)
         for one in ended:
             self._end_load(one)
         return ended
+
+    def _was_not_written(self, file: _File) -> None:
+        """Count a write that came to nothing: it has failed, or was called off because the host tier has dropped blocks of it."""
+        if self._source.holds(file.extent, file.stop):
+            self.counts.failed_writes += 1
+        else:
+            self.counts.skipped_blocks += self._source.wait_again(file.hashes)
 
     def _found(self, rank: int, found: DiskFile) -> None:
         is_sound = (
@@ -300,7 +340,7 @@ class DiskTier:
 
     def _settle(self) -> None:
         """Delete what not all ranks have found, and what exceeds the size."""
-        for file in [one for one in self._files.values() if one.ranks != self._ranks and not one.is_writing]:
+        for file in [one for one in self._files.values() if one.ranks != self._ranks]:
             self._remove(file)
         # The same order as if each were used in turn, in a time that grows with the files, not with their square.
         order: dict[str, _File] = {}  # the most recently used first

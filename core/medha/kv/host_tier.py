@@ -32,6 +32,7 @@ from typing import Protocol
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import FreeRuns, Run, append_run, cut_runs
 from medha.kv.prefix_cache import Branch, hash_at, hash_count, hash_range
+from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.wire.messages import Demotion, Fetch, HostDrop
 
 _PRICED_TOKENS = 1024
@@ -164,12 +165,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An extent that was demoted: hashes of its blocks, of the block before them (empty: none is), and its place in a prompt."""
+    """Blocks of an extent, from its `first` on: their hashes, that of the block before them (empty: none is), their place in a prompt."""
 
     extent: int
     hashes: str
     before: str
     start: int
+    first: int = 0
 
 
 class BlockRun(Protocol):
@@ -256,9 +258,8 @@ class HostTier:
             str, tuple[Held, ...]
         ] = {}  # sequence -> blocks of which some are still to be copied
         self._swapped = Counter[str]()  # hash -> requests that have stepped aside and will need its block
-        self._new: list[int] = []  # extents that were demoted since `take_new`
-        self.notes_new = False
-        """Whether to note what is demoted, for a disk tier that takes it."""
+        self.unwritten: UnwrittenBlocks | None = None
+        """Blocks that wait for a disk tier; None: no disk tier takes them."""
 
     # --- prefixes -------------------------------------------------------------------------------------
 
@@ -301,8 +302,32 @@ class HostTier:
 
     @property
     def served_blocks(self) -> int:
-        """Blocks that tickets keep; those of several tickets count for each."""
-        return sum(one.count for held in self._served.values() for one in held)
+        """Blocks that tickets keep; those of several tickets count once."""
+        return sum(stop - start for runs in self._served_runs().values() for start, stop in runs)
+
+    def served_of(self, held: Iterable[Held]) -> int:
+        """Return how many of these blocks, from the first one on, tickets keep already."""
+        runs, count = self._served_runs(), 0
+        for one in held:
+            at, end = one.start, one.start + one.count
+            for start, stop in runs.get(one.extent, ()):
+                at = stop if start <= at < stop else at
+            count += min(at, end) - one.start
+            if at < end:
+                break
+        return count
+
+    def _served_runs(self) -> dict[int, list[tuple[int, int]]]:
+        """Return which blocks of extents tickets keep: the first and the end of each run, in order and apart."""
+        runs: dict[int, list[tuple[int, int]]] = {}
+        parts = (one for held in self._served.values() for one in held)
+        for extent, first, end in sorted((one.extent, one.start, one.start + one.count) for one in parts):
+            here = runs.setdefault(extent, [])
+            if here and first <= here[-1][1]:
+                here[-1] = here[-1][0], max(here[-1][1], end)
+            else:
+                here.append((first, end))
+        return runs
 
     def serve(self, ticket: str, held: Sequence[Held]) -> None:
         """Keep blocks until `unserve`, beside others of the ticket: another replica may read them."""
@@ -321,8 +346,8 @@ class HostTier:
         held is worth more.
         """
         made = self._make_extent(hashes, start, count)
-        if made is not None and self.notes_new:
-            self._new.append(made[0])
+        if made is not None:
+            self._await_write(made[0])
         return made
 
     def begin_swap(self, hashes: str) -> None:
@@ -405,8 +430,8 @@ class HostTier:
             room -= one.blocks
             taken.append(one)
         stored = [self._store(one) for one in taken]
-        if self.notes_new:
-            self._new += stored
+        for number in stored:
+            self._await_write(number)
         self.counts.demoted_blocks += sum(one.blocks for one in taken)
         self.counts.swapped_out_blocks += sum(one.blocks for one in taken if one.is_swapped)
         return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
@@ -467,6 +492,8 @@ class HostTier:
         while extent is not None and extent.worth < worth:
             extent.worth = worth
             self._offer(extent)
+            if self.unwritten is not None:
+                self.unwritten.raised(extent.number, worth)
             extent = extent.parent
 
     def _offer(self, extent: _Extent) -> None:
@@ -532,6 +559,8 @@ class HostTier:
             del self._places[key]
             extent.swapped -= key in self._swapped
         extent.blocks = keep
+        if self.unwritten is not None:
+            self.unwritten.cut(extent.number, keep)
         if keep:
             self._offer(extent)
             return
@@ -571,15 +600,37 @@ class HostTier:
 
     # --- blocks that come from files, and go to them ----------------------------------------------------
 
-    def take_new(self) -> list[Kept]:
-        """Take what is still held of the extents that were demoted since the last call."""
-        new, self._new = self._new, []
-        found = (self._extents.get(number) for number in new)
-        return [
-            Kept(one.number, hash_range(one.hashes, 0, one.blocks), one.before, one.start)
-            for one in found
-            if one is not None
-        ]
+    def _await_write(self, number: int) -> None:
+        """Let an extent wait for the disk tier, if there is one."""
+        if self.unwritten is not None:
+            extent = self._extents[number]
+            self.unwritten.add(number, extent.worth, extent.start, extent.blocks)
+
+    def take_unwritten(self, most_blocks: int) -> Kept | None:
+        """Take up to `most_blocks` blocks that wait for the disk tier, those that come next; None if none waits."""
+        part = None if self.unwritten is None else self.unwritten.take(most_blocks)
+        if part is None:
+            return None
+        extent = self._extents[part.extent]
+        hashes = hash_range(extent.hashes, part.first, part.first + part.count)
+        before = hash_at(extent.hashes, part.first - 1) if part.first else extent.before
+        return Kept(extent.number, hashes, before, extent.start + part.first, part.first)
+
+    def wait_again(self, hashes: str) -> int:
+        """Let those of these blocks that are here wait for the disk tier again; return how many are not."""
+        lacks = 0
+        for key in _each(hashes):
+            extent, block = self._places.get(key, (None, 0))
+            if extent is None:
+                lacks += 1
+            elif self.unwritten is not None and extent.number not in self._loading:
+                self.unwritten.add(extent.number, extent.worth, extent.start, extent.blocks, block)
+        return lacks
+
+    def holds(self, extent: int, stop: int) -> bool:
+        """Return whether the first `stop` blocks of an extent are here."""
+        found = self._extents.get(extent)
+        return found is not None and found.blocks >= stop
 
     def begin_load(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         """Do the same for blocks that are read from a file or from another replica: they are there after `end_load`."""
@@ -623,10 +674,15 @@ class HostTier:
     def is_loading(self, extent: int) -> bool:
         return extent in self._loading
 
-    def end_load(self, extent: int, *, is_there: bool) -> HostDrop | None:
-        """Let requests fetch an extent that was loaded, or forget it; return what ranks must drop."""
+    def end_load(self, extent: int, *, is_there: bool, is_in_no_file: bool = False) -> HostDrop | None:
+        """Let requests fetch an extent that was loaded, or forget it; return what ranks must drop.
+
+        One that `is_in_no_file` waits for the disk tier from then on.
+        """
         self._loading.discard(extent)
         if is_there:
+            if is_in_no_file:
+                self._await_write(extent)
             return None
         one = self._extents[extent]
         for number, behind in one.children.items():
@@ -644,6 +700,8 @@ class HostTier:
         for key, (extent, block) in self._places.items():
             assert self._extents[extent.number] is extent
             assert hash_at(extent.hashes, block) == key
+        if self.unwritten is not None:
+            self.unwritten.check({number: (one.worth, one.blocks) for number, one in self._extents.items()})
         valid = set(self._by_worth)
         for number, extent in self._extents.items():
             assert (extent.worth, number) in valid

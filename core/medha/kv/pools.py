@@ -23,7 +23,6 @@ which windows they have (`medha.kv.window_tables`), and a cached prefix counts u
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
@@ -37,7 +36,8 @@ from medha.kv.host_tier import Held, HostTier, Prices, TierCounts
 from medha.kv.lane_replay import LaneReplay, fork_on
 from medha.kv.prefix_cache import Match, PrefixCache, hash_count, hash_range
 from medha.kv.rank_loads import Loaded, RankLoads
-from medha.kv.store_tier import StoreTier
+from medha.kv.store_tier import Offer, Offers, StoreTier
+from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.kv.window_tables import WindowTables, usable_blocks
 from medha.shards import (
     MAX_SEGMENTS_SENT,
@@ -257,6 +257,20 @@ class _Lane:
             self.disk.counts.hits += bool(awaited)
         return loads, awaited
 
+    @property
+    def has_files_to_change(self) -> bool:
+        """True if files are to be deleted, or if blocks wait and another file may be written."""
+        if self.disk is None or self.tier is None:
+            return False
+        return self.disk.has_changes or (self.disk.has_place and bool(self.tier.unwritten))
+
+    def stop_writing(self) -> None:
+        """Let no blocks wait for the disk tier if that is off."""
+        if self.disk is None or self.tier is None or self.tier.unwritten is None or not self.disk.fault:
+            return
+        self.disk.counts.skipped_blocks += self.tier.unwritten.lost_blocks
+        self.tier.unwritten = None
+
     def share(
         self, found: _Found, ticket: str, lane: int, most_blocks: int
     ) -> tuple[list[HostLoad], list[Held]]:
@@ -265,7 +279,8 @@ class _Lane:
         Cached blocks that the host tier lacks are copied to it. All tickets together get `most_blocks` blocks of the tier.
         """
         assert self.tier is not None
-        stop = min(found.all_blocks, most_blocks - self.tier.served_blocks)
+        kept = self.tier.served_of(self.tier.match(found.chain, 0, found.all_blocks))
+        stop = min(found.all_blocks, kept + max(most_blocks - self.tier.served_blocks, 0))
         loads, held = self.take_in(found, 0, stop, lane)
         if held:
             self.tier.serve(ticket, held)
@@ -411,16 +426,6 @@ class _SequenceKv:
     is_stored: bool | None = None  # whether the store takes the prompt; None: this was not decided
 
 
-@dataclass(slots=True)
-class _Offer:
-    """Objects `first .. stop` of what a lane has of a prompt, whose blocks are `chain`, may be written to the store."""
-
-    lane: int
-    chain: str
-    first: int
-    stop: int
-
-
 class KvPools:
     """Reservations, shard maps and prefix caches of `lanes` lanes with `kv_blocks` blocks each."""
 
@@ -468,9 +473,9 @@ class KvPools:
         if prices is not None and prefix_caching and disk_blocks:
             for lane, ranks in zip(self._lanes, lane_ranks, strict=True):
                 assert lane.tier is not None
-                lane.tier.notes_new = True
+                lane.tier.unwritten = UnwrittenBlocks()
                 most = max(host_blocks // _WRITING_PART, 1)
-                lane.disk = DiskTier(disk_blocks, ranks, block_size_tokens, prices, most)
+                lane.disk = DiskTier(disk_blocks, ranks, block_size_tokens, prices, most, lane.tier)
         self.has_peers = has_peers and prices is not None and prefix_caching
         if self.has_peers:
             for lane, ranks in zip(self._lanes, lane_ranks, strict=True):
@@ -489,7 +494,7 @@ class KvPools:
         """The store that replicas share; None: there is none."""
         if prices is not None and prefix_caching and object_blocks:
             self.store = StoreTier(lane_ranks, object_blocks, max(host_blocks // _WRITING_PART, 1))
-        self._offers = deque[_Offer]()
+        self._offers = Offers(lanes * kv_blocks // max(object_blocks, 1))
         self._loads: list[HostLoad] = []
         self._serves: list[KvServe] = []
         self._unserves: list[str] = []
@@ -581,7 +586,15 @@ class KvPools:
     def disk_counts(self) -> DiskCounts:
         """The counts of the disk tiers of all lanes together."""
         each = [disk.counts for disk in self.disks]
-        return DiskCounts(*(sum(getattr(one, name.name) for one in each) for name in fields(DiskCounts)))
+        counts = DiskCounts(*(sum(getattr(one, name.name) for one in each) for name in fields(DiskCounts)))
+        counts.skipped_blocks = sum(self.skipped_blocks(lane) for lane in range(len(each)))
+        return counts
+
+    def skipped_blocks(self, lane: int) -> int:
+        """Return how many blocks the disk tier of a lane has not written, because the host tier dropped them or there was no room."""
+        unwritten = self.tiers[lane].unwritten
+        lost_blocks = 0 if unwritten is None else unwritten.lost_blocks
+        return self.disks[lane].counts.skipped_blocks + lost_blocks
 
     def ledger(self, lane: int = 0) -> BlockLedger:
         return self._lanes[lane].ledger
@@ -844,12 +857,13 @@ class KvPools:
         if here.tier is None:
             return EndedLoads()
         from_files = [] if here.disk is None else here.disk.report(report)
+        here.stop_writing()
         from_peers = [] if here.peer_loads is None else here.peer_loads.report(report)
         self.peer_counts.loaded_blocks += sum(one.blocks for one in from_peers if one.is_there)
         self.peer_counts.failed_loads += sum(not one.is_there for one in from_peers)
         from_store, lacks = ([], []) if self.store is None else self.store.report(report)
         for one in (*from_files, *from_peers, *from_store):
-            dropped = here.tier.end_load(one.extent, is_there=one.is_there)
+            dropped = here.tier.end_load(one.extent, is_there=one.is_there, is_in_no_file=one in from_peers)
             if dropped is not None:
                 self._loads.append(HostLoad("", 0, 0, report.lane, (dropped,)))
         return EndedLoads(from_files, from_peers, from_store, lacks)
@@ -1019,31 +1033,34 @@ class KvPools:
         first = held.objects.get(lane, 0)
         held.objects[lane] = stop // size
         if held.is_stored and first < stop // size:
-            self._offers.append(_Offer(lane, chain, first, stop // size))
+            dropped = self._offers.add(Offer(lane, chain, first, stop // size))
+            store.counts.skipped_blocks += dropped * size
 
     @property
     def has_offers(self) -> bool:
-        """True if objects are offered to the store that were not looked at."""
-        return bool(self._offers)
+        """True if objects wait for the store, and another one may be written."""
+        return self.store is not None and self._offers.next(self.store.has_place) is not None
+
+    @property
+    def offered_blocks(self) -> int:
+        """Blocks of objects that wait to be written to the store, or were not looked at."""
+        return 0 if self.store is None else self._offers.objects * self.store.object_blocks
 
     def write_through(self, most_blocks: int) -> None:
         """Copy objects that are offered to the store to host tiers, and let them be written: one, or up to so many blocks."""
         if self.store is None:
             return
         left = max(most_blocks // self.store.object_blocks, 1)
-        while self._offers and left > 0:
-            offer = self._offers[0]
+        while left > 0 and (offer := self._offers.next(self.store.has_place)) is not None:
             left -= self._write_through(self.store, offer, left)
-            if offer.first == offer.stop:
-                self._offers.popleft()
 
-    def _write_through(self, store: StoreTier, offer: _Offer, most: int) -> int:
+    def _write_through(self, store: StoreTier, offer: Offer, most: int) -> int:
         """Write up to `most` of the objects of an offer; return how many."""
         here, size = self._lanes[offer.lane], store.object_blocks
         assert here.tier is not None
         found = here.find(offer.chain, offer.stop * size, reach="device")
         written = 0
-        while offer.first < offer.stop and written < most:
+        while offer.first < offer.stop and written < most and store.has_place(offer.lane):
             one = store.object(offer.chain, offer.first)
             offer.first += 1
             if not store.takes(one, offer.lane):
@@ -1250,8 +1267,8 @@ class KvPools:
         deletes: list[DiskDelete] = []
         writes: list[DiskWrite] = []
         for number, lane in enumerate(self._lanes):
-            if lane.tier is not None and lane.disk is not None:
-                writes += lane.disk.write(lane.tier.take_new(), number)
+            if lane.disk is not None:
+                writes += lane.disk.write(number)
                 deletes += lane.disk.take_deletes(number)
         return tuple(deletes), tuple(writes)
 
@@ -1273,11 +1290,11 @@ class KvPools:
             self._publishes
             or self._releases
             or self._loads
-            or self._offers
+            or self.has_offers
             or self._serves
             or self._unserves
             or (self.store is not None and self.store.has_changes)
-        ) or any(lane.disk is not None and lane.disk.has_changes for lane in self._lanes)
+        ) or any(lane.has_files_to_change for lane in self._lanes)
 
     def state_hashes(self) -> tuple[int, ...]:
         """Return a 53-bit digest for each lane, over its ledger and the shard maps of all sequences.

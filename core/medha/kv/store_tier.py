@@ -1,6 +1,7 @@
 """The store of a replica: objects with blocks of prompts, which replicas of the same model share.
 
-While a long prompt is computed, its blocks are copied to the host tier and written to the store (write-through). If a prompt
+While a long prompt is computed, its blocks are copied to the host tier and written to the store (write-through). A store is slow,
+so objects wait on the device until earlier ones are written (`Offers`). If a prompt
 continues in the store behind what its replica has, its blocks are *loaded* into the host tier, as those of files are. Other
 replicas write, too, and anything may vanish, so nobody knows what is there without asking: `medha.scheduler.store_kv` asks.
 
@@ -12,7 +13,7 @@ prompt. So all replicas of one grid cut equal prompts at the same places, and th
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -41,9 +42,65 @@ class StoreCounts:
     looks: int = 0  # questions which objects are there
     loaded_blocks: int = 0
     written_blocks: int = 0
-    skipped_blocks: int = 0  # not written, because earlier ones were not finished, or the store rests
+    skipped_blocks: int = (
+        0  # not written, because they were gone before, the host tier had no place, or the store rests
+    )
     failed_loads: int = 0
     failed_writes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """Objects `first .. stop` of what a lane has of a prompt, whose blocks are `chain`, may be written to the store."""
+
+    lane: int
+    chain: str
+    first: int
+    stop: int
+
+    @property
+    def objects(self) -> int:
+        return self.stop - self.first
+
+
+class Offers:
+    """Objects that wait to be written to the store, those of the oldest prompt first.
+
+    Nothing is kept for them: what is on the device no longer, and in no host tier, is not written. So no more wait than the
+    pools have blocks for.
+    """
+
+    def __init__(self, most_objects: int) -> None:
+        self._most = most_objects
+        self._offers = deque[Offer]()
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    @property
+    def objects(self) -> int:
+        """Objects that wait."""
+        return sum(offer.objects for offer in self._offers)
+
+    def add(self, offer: Offer) -> int:
+        """Let objects wait behind all others; return how many of the oldest ones wait no longer because of that."""
+        last = self._offers[-1] if self._offers else None
+        if last is not None and (last.lane, last.stop, last.chain) == (offer.lane, offer.first, offer.chain):
+            last.stop = offer.stop
+        else:
+            self._offers.append(offer)
+        dropped = 0
+        while len(self._offers) > 1 and self.objects > self._most:
+            dropped += self._offers.popleft().objects
+        return dropped
+
+    def next(self, has_place: Callable[[int], bool]) -> Offer | None:
+        """Return the first offer of a lane that has a place; None if there is none. Whoever writes of it moves its `first` on."""
+        while True:
+            found = next((one for one in self._offers if not one.objects or has_place(one.lane)), None)
+            if found is None or found.objects:
+                return found
+            self._offers.remove(found)
 
 
 @dataclass(slots=True)
@@ -114,12 +171,16 @@ class StoreTier:
 
     # --- writes ---------------------------------------------------------------------------------------
 
+    def has_place(self, lane: int) -> bool:
+        """Return whether another object of a lane may be written now; while the store rests, none has to wait for that."""
+        writing = self._writing_blocks[lane]
+        return self.rests or not writing or writing + self.object_blocks <= self._most_writing
+
     def takes(self, one: DiskFile, lane: int) -> bool:
-        """Return whether an object is to be written now, and note it if so."""
+        """Return whether an object of a lane that has a place is to be written, and note it if so."""
         if one.name in self._known or one.name in self._writes:
             return False
-        writing = self._writing_blocks[lane]
-        if self.rests or (writing and writing + self.object_blocks > self._most_writing):
+        if self.rests:
             self.counts.skipped_blocks += self.object_blocks
             return False
         self._writes[one.name] = _Write(lane, self.object_blocks, set(self._lane_ranks[lane]))
@@ -132,6 +193,7 @@ class StoreTier:
         self._pending.pop(one.name, None)
         if one.name in self._writes:
             self._forget(one.name)
+            self.counts.skipped_blocks += self.object_blocks
 
     def take_writes(self, tier: Callable[[int], HostTier]) -> tuple[StoreWrite, ...]:
         """Take the writes whose blocks are still in the host tiers, which `tier` returns by lane."""
@@ -142,7 +204,6 @@ class StoreTier:
             held = tier(lane).match(one.hashes, 0, self.object_blocks)
             if sum(part.count for part in held) < self.object_blocks:
                 self.call_off(one)
-                self.counts.skipped_blocks += self.object_blocks
                 continue
             parts = tuple(Fetch(part.extent, part.start, part.count, lane) for part in held)
             writes.append(StoreWrite(one, parts, lane))

@@ -92,6 +92,10 @@ class DiskTierStatus(_Model):
     """Reason why the tier is off; empty: it is not."""
     writing: int = 0
     """Blocks that are being written to files."""
+    waiting: int = 0
+    """Blocks of the host tier that wait to be written."""
+    skipped: int = 0
+    """Blocks that were not written: the host tier had dropped them before, or the disk tier had no room."""
 
 
 class StoreStatus(_Model):
@@ -111,6 +115,8 @@ class StoreStatus(_Model):
     """The last error since something succeeded; empty: none."""
     busy: int = 0
     """Blocks that are being read or written."""
+    waiting: int = 0
+    """Blocks that wait to be written."""
 
 
 class LaneStatus(_Model):
@@ -324,7 +330,7 @@ def _host_tier(core: ReplicaController, lane: int) -> HostTierStatus | None:
 def _disk_tier(core: ReplicaController, lane: int) -> DiskTierStatus | None:
     if not core.pools.disks:
         return None
-    disk = core.pools.disks[lane]
+    disk, unwritten = core.pools.disks[lane], core.pools.tiers[lane].unwritten
     return DiskTierStatus(
         blocks=disk.blocks,
         held=disk.held_blocks,
@@ -334,6 +340,8 @@ def _disk_tier(core: ReplicaController, lane: int) -> DiskTierStatus | None:
         failures=disk.counts.failed_loads + disk.counts.failed_writes,
         fault=disk.fault,
         writing=disk.writing_blocks,
+        waiting=0 if unwritten is None else unwritten.blocks,
+        skipped=core.pools.skipped_blocks(lane),
     )
 
 
@@ -349,6 +357,7 @@ def _store(core: ReplicaController) -> StoreStatus | None:
         rests=store.rests,
         fault=core.store_kv.fault,
         busy=store.busy_blocks,
+        waiting=core.pools.offered_blocks,
     )
 
 

@@ -1,4 +1,4 @@
-"""For the PYTHONPATH of a test's `medha up`: files of the disk tier take as many seconds longer as a file says.
+"""For the PYTHONPATH of a test's `medha up`: files of the disk tier take as many seconds longer as a file says, while it is there.
 
 The file is named by TEST_SLOW_DISK. Each read or write that waits appends its name to the file of the same name with the suffix
 `.in` before it does, so that a test knows when one is under way. Without the file the disk is as fast as it is.
@@ -46,7 +46,9 @@ def slowed(kind: str, method: Any) -> Any:
         if file.exists():
             with file.with_suffix(".in").open("a") as log:
                 log.write(f"{kind}\n")
-            time.sleep(float(file.read_text()))
+            end = time.monotonic() + float(file.read_text())
+            while file.exists() and time.monotonic() < end:
+                time.sleep(0.02)
         return method(*arguments, **named)
 
     return wait_first

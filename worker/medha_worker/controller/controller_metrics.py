@@ -184,6 +184,9 @@ class Observer:
         for lane in range(core.pools.lanes):
             held_bytes = disks[lane].held_blocks * block_bytes if disks else 0
             self._gauges["medha_disk_tier_bytes"].labels(lane=str(lane)).set(held_bytes)
+            unwritten = core.pools.tiers[lane].unwritten if disks else None
+            waiting_bytes = 0 if unwritten is None else unwritten.blocks * block_bytes
+            self._gauges["medha_disk_tier_waiting_bytes"].labels(lane=str(lane)).set(waiting_bytes)
             is_off = bool(disks and disks[lane].fault)
             self._gauges["medha_disk_tier_off"].labels(lane=str(lane)).set(is_off)
         self._count_up("medha_disk_tier_hits", counts.hits)

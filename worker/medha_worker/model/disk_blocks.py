@@ -1,13 +1,14 @@
-"""The disk tier of one rank: a thread that copies KV blocks between the host tier and files.
+"""The disk tier of one rank: threads that copy KV blocks between the host tier and files.
 
 The core decides which blocks go where (`medha.kv.disk_tier`), and `kv_files` has the files. Nothing here blocks a step: steps
-hand over work, and the thread reports what came of it. Reads come before writes, because requests wait for them.
+hand over work, and the threads report what came of it. One of them reads, and another one writes and deletes, so that requests,
+which wait for reads, do not wait for writes. The core has no file deleted that is being read.
 
-Steps and the thread share host blocks. The thread takes the lock to copy a few blocks from or to them. A step that drops
+Steps and threads share host blocks. A thread takes the lock to copy a few blocks from or to them. A step that drops
 host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
 a file, and no bytes of a file reach later owners.
 
-A disk may hang. Another thread watches the first one: if some work makes no progress for long, the tier is off, and all work
+A disk may hang. A third thread watches the others: if some work makes no progress for long, the tier is off, and all work
 is reported as not done.
 """
 
@@ -54,7 +55,7 @@ class _Job:
 
 
 class DiskBlocks:
-    """Files behind the host blocks of a rank, the thread that reads and writes them, and the one that watches it."""
+    """Files behind the host blocks of a rank, the threads that read and write them, and the one that watches these."""
 
     def __init__(
         self,
@@ -73,15 +74,18 @@ class DiskBlocks:
         self._condition = threading.Condition()
         self._reads: deque[_Job] = deque()
         self._others: deque[_Job] = deque()
-        self._running: _Job | None = None
+        self._running: dict[str, _Job] = {}  # by thread
         self._report = DiskReport(0)
         self._key = ""  # of the epoch's hashes
         self._send: Callable[[DiskReport], None] = lambda _: None
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="medha-disk", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, args=(name, queue), name=name, daemon=True)
+            for name, queue in (("medha-disk-reads", self._reads), ("medha-disk", self._others))
+        ]
         self._watcher = threading.Thread(target=self._watch, name="medha-disk-watch", daemon=True)
-        self._thread.start()
-        self._watcher.start()
+        for thread in (*self._threads, self._watcher):
+            thread.start()
 
     def kept_key(self) -> str:
         """Return the key of the hashes of the files that are there, hexadecimal; empty if there is none."""
@@ -104,7 +108,7 @@ class DiskBlocks:
     def end_epoch(self) -> None:
         """Call off all work: the host blocks may get other owners."""
         with self._condition:
-            for job in (*self._reads, *self._others, *([self._running] if self._running else [])):
+            for job in self._all_jobs():
                 job.is_off = True
             self._reads.clear()
             self._others.clear()
@@ -116,7 +120,7 @@ class DiskBlocks:
         if not keep:
             return
         with self._condition:
-            for job in (*self._others, *([self._running] if self._running else [])):
+            for job in self._all_jobs():
                 match job.work:
                     case WriteBlocks(extent=extent, first=first, slots=slots) if extent in keep:
                         job.is_off = job.is_off or first + sum(count for _, count in slots) > keep[extent]
@@ -138,38 +142,39 @@ class DiskBlocks:
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until all work is done; return False if it takes longer. For tests and the end of a process."""
         with self._condition:
-            return self._condition.wait_for(
-                lambda: not (self._reads or self._others or self._running), timeout_seconds
-            )
+            return self._condition.wait_for(lambda: not self._all_jobs(), timeout_seconds)
 
     def close(self) -> None:
-        """Call off all work and end the thread; one that hangs in the disk is left behind."""
+        """Call off all work and end the threads; one that hangs in the disk is left behind."""
         self.end_epoch()
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._watcher.join(_CLOSE_SECONDS)
-        self._thread.join(_CLOSE_SECONDS)
-        if not self._thread.is_alive():
+        for thread in (self._watcher, *self._threads):
+            thread.join(_CLOSE_SECONDS)
+        if not any(thread.is_alive() for thread in self._threads):
             self._files.release()
 
-    # --- the thread -----------------------------------------------------------------------------------
+    def _all_jobs(self) -> list[_Job]:
+        return [*self._running.values(), *self._reads, *self._others]
 
-    def _run(self) -> None:
+    # --- the threads ----------------------------------------------------------------------------------
+
+    def _run(self, name: str, queue: deque[_Job]) -> None:
         while True:
             with self._condition:
-                self._running = None
+                self._running.pop(name, None)
                 self._condition.notify_all()
-                self._condition.wait_for(lambda: self._closing or self._reads or self._others)
+                self._condition.wait_for(lambda: self._closing or queue)
                 if self._closing:
                     return
-                job = self._running = (self._reads or self._others).popleft()
-                job.moved_at = self._clock()
+                job = self._running[name] = queue.popleft()
+                self._moved(job)
             try:
                 self._do(job)
             except Exception:  # noqa: BLE001 - a bug of ours must not leave requests waiting
                 _log.exception("the disk tier has failed")
-                self._switch_off(job, "an unexpected error, which the log of the rank has")
+                self._switch_off("an unexpected error, which the log of the rank has")
                 if isinstance(job.work, ReadBlocks):
                     self._tell(job, not_loaded=(job.work.extent,))
 
@@ -186,7 +191,7 @@ class DiskBlocks:
                     try:
                         self._files.delete(name)
                     except OSError as error:
-                        self._failed(job, f"{name} cannot be deleted: {error}")
+                        self._failed(f"{name} cannot be deleted: {error}")
 
     def _tell(self, job: _Job, **fields: object) -> None:
         with self._condition:
@@ -194,17 +199,20 @@ class DiskBlocks:
                 return
             self._send(replace(job.report, **fields))  # type: ignore[arg-type]
 
-    def _failed(self, job: _Job, detail: str) -> None:
+    def _failed(self, detail: str) -> None:
         _log.warning("the disk tier goes on without: %s", detail)
-        self._failures += 1
-        if self._failures >= MOST_FAILURES:
-            self._switch_off(job, f"{self._failures} failures in a row; the last one: {detail}")
+        with self._condition:
+            self._failures += 1
+            if self._failures >= MOST_FAILURES:
+                self._switch_off(f"{self._failures} failures in a row; the last one: {detail}")
 
-    def _switch_off(self, job: _Job, reason: str) -> None:
-        if not self.fault:
-            _log.error("the disk tier is off: %s", reason)
-            self.fault = reason
-        self._tell(job, fault=self.fault[:500])
+    def _switch_off(self, reason: str) -> None:
+        """Use the disk no longer, and report that in this epoch, even if work of an earlier one shows it."""
+        with self._condition:
+            if not self.fault:
+                _log.error("the disk tier is off: %s", reason)
+                self.fault = reason
+            self._send(replace(self._report, fault=self.fault[:500]))
 
     def _find(self, job: _Job) -> None:
         """Report the files that are there."""
@@ -214,7 +222,7 @@ class DiskBlocks:
             if not self.fault:
                 self._files.acquire()
                 self._files.keep_key(self._key)
-                for file in self._files.scan():
+                for file in self._files.scan(lambda: self._moved(job)):
                     found.append(file)
                     files, blocks = files + 1, blocks + hash_count(file.hashes)
                     size += len(file.hashes)
@@ -222,7 +230,7 @@ class DiskBlocks:
                         self._tell(job, found=tuple(found))
                         found, size = [], 0
         except OSError as error:
-            self._switch_off(job, f"{self._files.directory} cannot be used: {error}")
+            self._switch_off(f"{self._files.directory} cannot be used: {error}")
             return
         if self.fault:
             self._tell(job, fault=self.fault)
@@ -243,10 +251,13 @@ class DiskBlocks:
             return
         except (FileDamaged, OSError, ValueError, KeyError, TypeError) as error:
             self._tell(job, not_loaded=(read.extent,), damaged=(read.file,))
-            self._failed(job, f"{read.file} cannot be read: {error}")
+            self._failed(f"{read.file} cannot be read: {error}")
             return
         self._failures = 0
         self._tell(job, loaded=((read.extent, self._clock() - started),))
+
+    def _moved(self, job: _Job) -> None:
+        job.moved_at = self._clock()
 
     @contextmanager
     def _guard(self, job: _Job) -> Iterator[None]:
@@ -254,7 +265,7 @@ class DiskBlocks:
         with self._condition:
             if job.is_off:
                 raise CalledOff
-            job.moved_at = self._clock()
+            self._moved(job)
             yield
 
     def _write(self, job: _Job, write: WriteBlocks) -> None:
@@ -268,7 +279,7 @@ class DiskBlocks:
                 with self._condition:
                     if job.is_off:
                         raise CalledOff
-                    job.moved_at = self._clock()
+                    self._moved(job)
                     rows = self.host.rows(slot, count)
                 yield rows
 
@@ -278,7 +289,7 @@ class DiskBlocks:
             self._tell(job, not_written=(name,))
         except OSError as error:
             self._tell(job, not_written=(name,))
-            self._failed(job, f"{name} cannot be written: {error}")
+            self._failed(f"{name} cannot be written: {error}")
         else:
             self._failures = 0
             self._tell(job, written=(name,))
@@ -290,12 +301,10 @@ class DiskBlocks:
             with self._condition:
                 if self._condition.wait_for(lambda: self._closing, _WATCH_SECONDS):
                     return
-                running = self._running
-                if running is None or running.work is None:  # to look through many files may take long
+                late = self._clock() - self._hung_seconds
+                if all(job.moved_at > late for job in self._running.values()):
                     continue
-                if self._clock() < running.moved_at + self._hung_seconds:
-                    continue
-                stuck = [running, *self._reads, *self._others]
+                stuck = self._all_jobs()
                 self._reads.clear()
                 self._others.clear()
                 for job in stuck:
@@ -304,7 +313,7 @@ class DiskBlocks:
 
     def _give_up(self, job: _Job) -> None:
         """Report that work of a disk that hangs was not done; from then on it reaches neither host blocks nor reports."""
-        self._switch_off(job, f"nothing has come of a file for {self._hung_seconds:g} s")
+        self._switch_off(f"nothing has come of a file for {self._hung_seconds:g} s")
         match job.work:
             case ReadBlocks(extent=extent):
                 self._tell(job, not_loaded=(extent,))

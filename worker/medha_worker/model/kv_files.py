@@ -12,7 +12,7 @@ A file is written under another name, synchronised and then renamed, so that a f
 crash leaves behind has the other name, and is deleted at the next start. What was changed since does not match its
 checksums. The identity names everything that the bytes depend on, so KV of another model, data type or grid is never read.
 
-Nothing here is thread-safe.
+One thread may read files while another one writes and deletes others; nothing else here is thread-safe.
 """
 
 from __future__ import annotations
@@ -157,19 +157,22 @@ class KvFiles:
 
     # --- files ----------------------------------------------------------------------------------------
 
-    def scan(self) -> Iterator[DiskFile]:
+    def scan(self, moved: Callable[[], None] = lambda: None) -> Iterator[DiskFile]:
         """Yield the files that can be used, the least recently written first; delete all others.
+
+        Call `moved` for each entry of the directory, and for each file that is read: all together may take long.
 
         Raises:
             OSError: the directory cannot be read.
         """
+        found: list[tuple[int, Path]] = []
         with os.scandir(self.directory) as entries:
-            found = [
-                (entry.stat(follow_symlinks=False).st_mtime_ns, Path(entry.path))
-                for entry in entries
-                if entry.name.endswith((_SUFFIX, _PARTIAL)) and entry.is_file(follow_symlinks=False)
-            ]
+            for entry in entries:
+                moved()
+                if entry.name.endswith((_SUFFIX, _PARTIAL)) and entry.is_file(follow_symlinks=False):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, Path(entry.path)))
         for _, path in sorted(found):
+            moved()
             try:
                 yield self._usable(path)
             except (FileDamaged, OSError):

@@ -325,6 +325,9 @@ def opened_within(open_store: Callable[[], KvObjects], seconds: float) -> tuple[
             found.append((objects, objects.shared_key()))
         except StoreFailed as error:
             found.append(error)
+        except Exception as error:  # noqa: BLE001 - it must not count as a store that does not answer
+            _log.exception("the store cannot be opened")
+            found.append(StoreFailed(f"an unexpected {type(error).__name__}, which the log of the rank has"))
 
     thread = threading.Thread(target=run, name="medha-store-open", daemon=True)
     thread.start()
