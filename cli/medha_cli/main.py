@@ -17,7 +17,7 @@ from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsu
 
 _COMMANDS = {
     "keys": ("medha_cli.keys_command", "Make, list and remove the API keys of a router's clients."),
-    "model": ("medha_cli.model_command", "Make and inspect checkpoints."),
+    "model": ("medha_cli.model_command", "Make checkpoints, and measure scales for keys and values in FP8."),
     "plan": ("medha_cli.plan_command", "Find the grids of GPUs that meet latency targets, and their cost."),
     "profile": ("medha_cli.profile_command", "Measure the time of steps on this machine, for the predictor."),
     "render": ("medha_cli.render_command", "Print the Kubernetes objects that a manifest becomes."),

@@ -1,17 +1,26 @@
-"""`medha model init`: makes a small checkpoint, so that everything can be tried without a download."""
+"""`medha model`: makes small checkpoints, so that everything can be tried without a download, and scales for FP8 KV."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from medha.errors import ConfigInvalid
+from medha_cli.options import FILE, FOLDER, given
+
+if TYPE_CHECKING:
+    from medha_worker.checkpoints.measured_kv_scales import HeadReach
 
 
 @click.group("model")
 def command() -> None:
-    """Make and inspect checkpoints."""
+    """Make checkpoints, and measure scales for keys and values in FP8."""
 
 
 @command.command("init")
@@ -136,3 +145,103 @@ def _init_eagle3(context: click.Context, directory: Path, target: Path, seed: in
 
     init_eagle3(directory, target, seed=seed, force=force)
     click.echo(f"{directory}: an EAGLE-3 head for {target}, seed {seed}")
+
+
+@command.command("kv-scales")
+@click.argument("directory", type=FOLDER)
+@click.option(
+    "--text",
+    type=FILE,
+    help="Text in UTF-8, such as those that you will serve. Default: random tokens, each equally likely.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Most tokens that are measured. They pass the model in sequences of up to 2048.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of random tokens."
+)
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Write nothing; show what the tokens need of the scales that the checkpoint is served with.",
+)
+@click.option("--force", is_flag=True, help="Replace scales that were measured before.")
+@click.pass_context
+def kv_scales(
+    context: click.Context,
+    directory: Path,
+    text: Path | None,
+    tokens: int,
+    seed: int,
+    check: bool,
+    force: bool,
+) -> None:
+    """Measure scales of keys and values in FP8 for the checkpoint in DIRECTORY, and write them into it.
+
+    Ranks use the file, kv_scales.safetensors, if spec.kvCache.dtype is fp8 (docs/quantisation.md). The command runs the model on
+    the CPU, and holds one layer at a time. Measure once, and copy the file wherever the checkpoint is: replicas share
+    KV only if their scales are the same. Measure again if the weights change.
+
+    With --check the exit status is 1 if a number is too large for its scale.
+
+    \b
+    Examples:
+      medha model kv-scales .medha/needle
+      medha model kv-scales models/llama --text reports.txt --tokens 32768
+      medha model kv-scales models/llama --text others.txt --check
+    """
+    if check and force:
+        raise ConfigInvalid("--check writes nothing, so that --force does not apply; leave one of both out")
+    if text is not None and given(context, "seed"):
+        raise ConfigInvalid(
+            "--seed is that of random tokens, so that it does not apply to --text; leave one of both out"
+        )
+    from medha_worker.checkpoints import measured_kv_scales as measuring  # imports torch, which takes seconds
+
+    if not check:
+        measuring.require_measurable(directory, force=force)
+    sequences = (
+        measuring.random_sequences(directory, tokens, seed)
+        if text is None
+        else measuring.sequences_of_text(directory, text, tokens)
+    )
+    count = sum(map(len, sequences))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"passing {count} tokens through layers", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        if check:
+            reaches = measuring.reach_of(directory, sequences, progress)
+        else:
+            target = measuring.write_scales(
+                directory, measuring.measure_scales(directory, sequences, progress)
+            )
+    source = f"random tokens, seed {seed}" if text is None else str(text)
+    if not check:
+        click.echo(
+            f"{target}: scales by {count} tokens ({source}); numbers up to twice the largest of theirs fit"
+        )
+        return
+    click.echo(f"{directory}, {count} tokens ({source}):")
+    sys.exit(_show_reach(reaches))
+
+
+def _show_reach(reaches: Sequence[HeadReach]) -> int:
+    """Print what tokens need of scales; return 1 if a number is too large for its scale, else 0."""
+    for kind in ("keys", "values"):
+        most = max((one for one in reaches if one.kind == kind), key=lambda one: one.share)
+        click.echo(
+            f"{kind} need up to {most.share:.3g} of what a scale holds (layer {most.layer}, KV head {most.head})"
+        )
+    too_large = sum(one.share > 1 for one in reaches)
+    click.echo(
+        f"{too_large} of {len(reaches)} scales are too small; larger numbers become the largest that a scale holds"
+    )
+    return int(too_large > 0)

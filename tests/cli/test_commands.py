@@ -13,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.numpy import load_file, save_file
 
 from medha.api.replica import parse_replica
 from medha.cost.cost_profile import Profile
@@ -444,6 +445,37 @@ def test_a_checkpoint_is_made_and_not_overwritten_without_force(tmp_path: Path) 
     unknown = medha("model", "init", tmp_path / "other", "--preset", "giant")
     assert unknown.exit_code == 2
     assert "choose one of tiny, small" in unknown.stderr
+
+
+def test_scales_of_keys_and_values_are_measured_and_checked_and_replaced_by_force_alone(
+    tmp_path: Path,
+) -> None:
+    target, text = tmp_path / "tiny", tmp_path / "text.txt"
+    text.write_text("The river rose, and people went to higher ground.")
+    assert medha("model", "init", target).exit_code == 0
+    made = medha("model", "kv-scales", target, "--tokens", "60")
+    assert made.exit_code == 0, made.stderr
+    assert "scales by 61 tokens (random tokens, seed 0)" in made.output
+    before = (target / "kv_scales.safetensors").read_bytes()
+    for arguments, said in (
+        (["--text", text], "use --force to replace it"),
+        (["--check", "--force"], "leave one of both out"),
+        (["--check", "--seed", "1", "--text", text], "does not apply to --text"),
+    ):
+        refused = medha("model", "kv-scales", target, *arguments)
+        assert refused.exit_code == 2
+        assert said in refused.stderr
+    checked = medha("model", "kv-scales", target, "--check", "--tokens", "60")
+    assert checked.exit_code == 0, checked.stderr
+    assert "values need up to 0.5 of what a scale holds" in checked.output
+    assert "0 of 8 scales are too small" in checked.output
+    assert (target / "kv_scales.safetensors").read_bytes() == before
+    assert medha("model", "kv-scales", target, "--text", text, "--force").exit_code == 0
+    scales = load_file(target / "kv_scales.safetensors")
+    save_file({name: scale / 8 for name, scale in scales.items()}, target / "kv_scales.safetensors")
+    assert medha("model", "kv-scales", target, "--text", text, "--check").exit_code == 1
+    assert medha("model", "init", target, "--force").exit_code == 0
+    assert not (target / "kv_scales.safetensors").exists(), "they are those of other weights"
 
 
 def test_help_and_errors_of_manifests_come_without_loading_torch_or_the_web_server(manifest: Path) -> None:

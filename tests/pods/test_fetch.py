@@ -22,6 +22,7 @@ from .grid import eventually
 from .hub import Hub
 from .init_container import Rendered, command, rendered, run
 
+KV_SCALES = "kv_scales.safetensors"
 COMMIT, NEXT_COMMIT = "0123456789abcdef0123456789abcdef01234567", "f" * 40
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 CONFIG = {
@@ -120,10 +121,12 @@ def shared(tmp_path: Path) -> Path:
 
 
 def test_a_pod_fetches_what_it_reads_and_nothing_else(hub: Hub, tmp_path: Path) -> None:
+    """Scales of keys and values are among it, which every stage reads if the repository has them."""
+    hub.files[KV_SCALES] = b"scales"
     fetched(rendered("v2"), hub, tmp_path)
-    assert sorted(hub.asked) == sorted([*SMALL, "model.safetensors"])
+    assert sorted(hub.asked) == sorted([*SMALL, KV_SCALES, "model.safetensors"])
     for name in hub.asked:
-        assert (tmp_path / "model" / name).read_bytes() == FILES[name]
+        assert (tmp_path / "model" / name).read_bytes() == hub.files[name]
 
 
 @pytest.mark.parametrize(

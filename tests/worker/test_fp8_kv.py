@@ -138,6 +138,22 @@ def scales_of(directory: Path, tensor: int = 1, stage: slice = slice(0, 2)) -> l
     return [load_weights(directory, config, shard, device=DEVICE).kv_scales for shard in shards]
 
 
+def require_the_same_on_every_grid(directory: Path, config: ModelConfig, whole: list[LayerScales]) -> None:
+    """Check that stages and tensor ranks have the scales of their layers and heads of those of the `whole` model."""
+    layers = config.num_layers
+    assert digest_of(
+        [*scales_of(directory, 1, slice(0, 1))[0], *scales_of(directory, 1, slice(1, layers))[0]]
+    ) == digest_of(whole)
+    for tensor in (2, 4):
+        held = scales_of(directory, tensor, slice(0, layers))
+        for rank, own in enumerate(held):
+            count = own[0].keys.shape[0]
+            first = rank * config.num_kv_heads // tensor
+            for mine, all_heads in zip(own, whole, strict=True):
+                assert torch.equal(mine.keys, all_heads.keys[first : first + count])
+                assert torch.equal(mine.values, all_heads.values[first : first + count])
+
+
 @pytest.mark.parametrize(
     "architecture", ["llama-biased", "qwen3", "gemma3_text-window", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 )
@@ -152,17 +168,7 @@ def test_scales_are_powers_of_two_that_no_prompt_exceeds_and_the_same_on_every_g
     for one in whole:
         for scale in (one.keys, one.values):
             assert bool((torch.frexp(scale).mantissa == 0.5).all())
-    assert digest_of(
-        [*scales_of(tmp_path, 1, slice(0, 1))[0], *scales_of(tmp_path, 1, slice(1, layers))[0]]
-    ) == digest_of(whole)
-    for tensor in (2, 4):
-        held = scales_of(tmp_path, tensor, slice(0, layers))
-        for rank, own in enumerate(held):
-            count = own[0].keys.shape[0]
-            first = rank * config.num_kv_heads // tensor
-            for mine, all_heads in zip(own, whole, strict=True):
-                assert torch.equal(mine.keys, all_heads.keys[first : first + count])
-                assert torch.equal(mine.values, all_heads.values[first : first + count])
+    require_the_same_on_every_grid(tmp_path, config, whole)
 
     model = load_model(tmp_path, config)
     cache = model.new_kv_cache(40, BLOCK_TOKENS)

@@ -16,6 +16,7 @@ from medha.api.replica import MedhaReplicaSpec
 from medha.wire.messages import PeerFigures, Rendezvous
 from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.eagle3_preset import init_eagle3
+from medha_worker.checkpoints.measured_kv_scales import measure_scales, random_sequences, write_scales
 from medha_worker.checkpoints.presets import PRESETS, init_checkpoint
 from medha_worker.checkpoints.weights_identity import content_identity
 from medha_worker.model.host_blocks import HostBlocks
@@ -87,6 +88,20 @@ def test_kv_in_fp8_is_other_kv(folder: Path) -> None:
         identity(loaded(folder / "one", kv_dtype=dtype)) for dtype in ("fp8", "fp8", "auto")
     )
     assert rounded == again != full
+
+
+def test_kv_with_other_scales_is_other_kv(folder: Path) -> None:
+    """The file with measured scales is copied with its checkpoint; measured again with other tokens, it is another one."""
+    for name, seed in (("measured", 0), ("again", 1)):
+        shutil.copytree(folder / "one", folder / name)
+        scales = measure_scales(folder / name, random_sequences(folder / name, 50, seed))
+        write_scales(folder / name, scales)
+    shutil.copytree(folder / "measured", folder / "copy")
+    derived, measured, copy, again = (
+        identity(loaded(folder / name, kv_dtype="fp8")) for name in ("one", "measured", "copy", "again")
+    )
+    assert measured == copy
+    assert len({derived, measured, again}) == 3
 
 
 def test_replicas_with_and_without_a_prediction_head_exchange_no_kv(tmp_path: Path) -> None:

@@ -207,7 +207,8 @@ class KvCacheSpec(Model):
     of the allocator."""
     dtype: KvDtype = Field(default="auto", json_schema_extra=restart())
     """Data type of keys and values in memory. `auto` keeps them in the model's data type. `fp8` rounds them to
-    float8 (E4M3), a byte each, with one scale for each KV head and layer (docs/quantisation.md)."""
+    float8 (E4M3), a byte each, with one scale for each KV head and layer: those of the checkpoint, or measured
+    by `medha model kv-scales`, or derived from the weights (docs/quantisation.md)."""
     block_size_tokens: int = Field(default=16, ge=1, le=1024, json_schema_extra=restart())
     """Tokens per block, the unit of allocation and of sharing."""
     tokens_per_lane: int = Field(default=524_288, ge=1, le=2**31 - 1, json_schema_extra=restart())

@@ -15,9 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from medha.errors import ConfigInvalid
+from medha_worker.model.stage_split import KV_SCALES
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_FILES = frozenset((_CONFIG, "generation_config.json", _WEIGHTS, "tokenizer.json", "tokenizer_config.json"))
+_FILES = frozenset(
+    (_CONFIG, "generation_config.json", _WEIGHTS, "tokenizer.json", "tokenizer_config.json", KV_SCALES)
+)
 
 
 @contextmanager

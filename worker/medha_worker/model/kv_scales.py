@@ -10,6 +10,10 @@ such a bound, and all ranks and replicas find the same: rounding errors of activ
 in a largest number that was measured, which lies near a power of two for some of a model's thousands of heads. A bound is
 often 10 to 100 times the largest number that occurs. That costs no precision, because FP8 is a floating-point format:
 below its largest number, 448, it has its full precision down to 2^-6.
+
+Scales may also be measured, once for a checkpoint, and are then read from a file. No power of two is needed to make them
+the same everywhere, so that the largest number that was measured can be exact. That matters where it is in the keys of
+all tokens: an error there moves every score.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ FP8_MAX = 448.0
 """Largest number of E4M3."""
 _MOST_EXPONENT = 12
 """Largest exponent of a scale, a power of two, either way: a float16 query times it neither overflows nor vanishes."""
+MARGIN = 2.0
+"""Largest numbers that were measured become so many times smaller than FP8's: a power of two keeps them exact."""
 _TILE_ROWS = 256  # rows of a weight whose lengths are computed at a time
 
 
@@ -124,6 +130,19 @@ def scales_of_latents(made_by: HeadWeights, rope_dim: int) -> LayerScales:
     key = _rotated(_bounds(made_by, range(columns - rope_dim, columns))[None], made_by)
     row = torch.cat([_powers(latent).expand(1, latent.shape[1]), _powers(key).expand(1, rope_dim)], dim=1)
     return LayerScales(row, row)
+
+
+def scales_of_largest(keys: torch.Tensor, values: torch.Tensor) -> LayerScales:
+    """Return the scales of a layer whose heads have these largest sizes of keys and of values, float32 [kv_heads].
+
+    Sizes up to `MARGIN` times as large are within FP8. A head of zeros has the scale 1.
+    """
+    return LayerScales(_with_margin(keys), _with_margin(values))
+
+
+def _with_margin(largest: torch.Tensor) -> torch.Tensor:
+    scale = (largest * (MARGIN / FP8_MAX)).masked_fill(largest == 0, 1.0)
+    return scale.clamp(math.ldexp(1.0, -_MOST_EXPONENT), math.ldexp(1.0, _MOST_EXPONENT))[:, None]
 
 
 def _bounds(made_by: HeadWeights, columns: range) -> torch.Tensor:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # `make gpu-check` runs without pydantic
     from medha.api.replica import MedhaReplicaSpec
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head."
+KV_SCALES = "kv_scales.safetensors"
+"""File of a checkpoint with scales of K and V that were measured (`medha model kv-scales`); all stages have it."""
 _LAYER = "model.layers."
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}

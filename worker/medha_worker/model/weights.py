@@ -7,6 +7,7 @@ products copy them without transposing.
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.quantised_experts import QuantisedExperts
 from medha_worker.model.quantised_weights import Linear, QuantisedWeight
 from medha_worker.model.rope import inverse_frequencies
-from medha_worker.model.stage_split import tensors_of_stage, text_names
+from medha_worker.model.stage_split import KV_SCALES, tensors_of_stage, text_names
 from medha_worker.model.stored_kv_scales import StoredKvScales
 from medha_worker.readable import require_readable
 
@@ -41,6 +42,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 """Norms before and behind the MLP, in families whose results pass norms."""
+
+_log = logging.getLogger("medha.model")
 
 # Called with the bytes of weights read so far, and the bytes to read in total, both as they are stored.
 Progress = Callable[[int, int], None]
@@ -207,6 +210,8 @@ def load_weights(
             if scales is not None:
                 scales.append(reader.kv_scales(index, layer))
             layers.append(_packed(layer, pack, pack_rows))
+        if scales is not None:
+            _log.info("keys and values are kept in FP8, with scales %s", reader.kv_scales_source)
         embedding = reader.vocabulary("model.embed_tokens.weight") if shard.is_first_stage else None
         final_norm: torch.Tensor | None = None
         head: Linear | None = None
@@ -339,9 +344,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _kv_scales_of(config: ModelConfig, names: Collection[str]) -> StoredKvScales | None:
-    """Return the form in which a checkpoint with tensors of these names holds scales of K and V; None if it has none."""
+def _kv_scales_of(
+    config: ModelConfig, names: Collection[str], *, are_measured: bool
+) -> StoredKvScales | None:
+    """Return the form in which a checkpoint with tensors of these names holds scales of K and V; None if it has none.
+
+    `are_measured`: they are in a file of their own, one for each head.
+    """
     stated = None if config.quantisation is None else config.quantisation.kv_scales
+    if are_measured:
+        stated = "attn_head"
     return (
         None if stated is None else StoredKvScales(names, config.num_kv_heads, per_head=stated == "attn_head")
     )
@@ -389,9 +401,13 @@ class _Reader:
         file_of = self._locate(directory)
         self._stored_as = text_names(file_of, config)
         self._file_of = {name: file_of[stored] for name, stored in self._stored_as.items()}
+        measured = self._measured_kv_scales(directory)
+        self._has_measured_scales = measured is not None
+        for name in measured or ():
+            self._stored_as[name], self._file_of[name] = name, directory / KV_SCALES
         self._linears = LinearReader(config, device, self._slice)
         self._experts = _experts_of(config, self._file_of)
-        self._stored_kv_scales = _kv_scales_of(config, self._file_of)
+        self._stored_kv_scales = _kv_scales_of(config, self._file_of, are_measured=self._has_measured_scales)
         self._tensors = stored_tensors(config, self._experts, self._stored_kv_scales)
         self._check_names(directory)
         if config.tie_word_embeddings and "lm_head.weight" in self._file_of:
@@ -483,7 +499,7 @@ class _Reader:
         )
 
     def kv_scales(self, index: int, layer: LayerWeights) -> LayerScales:
-        """Return the scales of a layer's K and V: those of the checkpoint, or such as its weights cannot exceed."""
+        """Return the scales of a layer's K and V: those of the checkpoint or measured, or such as its weights cannot exceed."""
         config, head_dim = self.config, self.config.head_dim
         if self._stored_kv_scales is not None:
             heads = slice(self._kv_rows.start // head_dim, self._kv_rows.stop // head_dim)
@@ -498,6 +514,13 @@ class _Reader:
         if config.latent is not None:
             return scales_of_latents(made_by, config.latent.rope_dim)
         return scales_of_heads(made_by, self.shard.kv_heads(config), head_dim)
+
+    @property
+    def kv_scales_source(self) -> str:
+        """The origin of the scales of K and V, as the end of a sentence."""
+        if self._stored_kv_scales is None:
+            return "that follow from the weights"
+        return f"that were measured ({KV_SCALES})" if self._has_measured_scales else "of the checkpoint"
 
     def whole(self, name: str) -> torch.Tensor:
         return self._convert(self._slice(name, slice(None)))
@@ -626,10 +649,24 @@ class _Reader:
                 )
         return {name: directory / file for name, file in files.items()}
 
+    def _measured_kv_scales(self, directory: Path) -> set[str] | None:
+        """Return the names of the scales that were measured; None if there is no file of them, or the pool needs none."""
+        path = directory / KV_SCALES
+        if self.config.kv_dtype != "fp8" or not path.exists():
+            return None
+        other = "scales of keys and values do not apply to latents" if self.config.latent is not None else ""
+        if self.config.quantisation is not None and self.config.quantisation.kv_scales is not None:
+            other = "the checkpoint has scales of its own, by the kv_cache_scheme of config.json"
+        if other:
+            raise CheckpointInvalid(f"{path}: {other}; remove this file")
+        return set(self._open(path).keys())
+
     def _check_names(self, directory: Path) -> None:
         missing = [name for name in self._tensors if name not in self._file_of]
         if missing:
             mend = "fetch the checkpoint again"
+            if self._has_measured_scales and missing[0].endswith((".k_scale", ".v_scale")):
+                mend = f"measure {KV_SCALES} again (medha model kv-scales --force)"
             of_head = f"model.layers.{self.config.num_layers - 1}."
             if self.config.has_head and all(name.startswith(of_head) for name in missing):
                 mend += (

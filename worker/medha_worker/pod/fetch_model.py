@@ -32,6 +32,7 @@ from medha_worker.checkpoints.tokenizer_files import TOKENIZER_FILES
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.stage_split import (
     EMBEDDING,
+    KV_SCALES,
     guessing_layers,
     split_layers,
     tensors_of_stage,
@@ -42,7 +43,7 @@ from medha_worker.pod.pod_parts import read_replica
 from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
 
 INDEX, _CONFIG, _SINGLE = "model.safetensors.index.json", "config.json", "model.safetensors"
-SMALL_FILES = frozenset((_CONFIG, INDEX, *BUNDLE_FILES, *TOKENIZER_FILES))
+SMALL_FILES = frozenset((_CONFIG, INDEX, KV_SCALES, *BUNDLE_FILES, *TOKENIZER_FILES))
 """What ranks, the controller and routers read beside the weights, of what repositories may hold."""
 _FIELD = "spec.model.source.huggingFace"
 _AT_ONCE = 8
