@@ -1,4 +1,4 @@
-"""The table and the picture of docs/autoscaling.md, from the results of `autoscale.py`: cost against lateness, for each signal."""
+"""The table and the picture of docs/performance-operation.md, from the results of `autoscale.py`: cost against lateness, for each signal."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness import ROOT, Row, mean_and_interval, write
 
-PAGE = ROOT / "docs" / "autoscaling.md"
+PAGE = ROOT / "docs" / "performance-operation.md"
 PICTURE = ROOT / "docs" / "autoscaling" / "signals.svg"
 WORKLOADS = {
     "mix": "Prompts beside a few very long ones",

@@ -9,7 +9,7 @@ all heads and the whole MLP, and reads an n-th of the rows. The step is that of 
 ranks send each other is not part of it: two all-reduces of a row in each layer for tensor ranks, and queries and partial
 results for lanes.
 
-The claim is the time of a lane over that of a tensor rank, behind the longest context. docs/models.md shows the milliseconds beside those that the predictor
+The claim is the time of a lane over that of a tensor rank, behind the longest context. docs/performance-models.md shows the milliseconds beside those that the predictor
 expects of GPUs.
 """
 

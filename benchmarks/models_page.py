@@ -1,4 +1,4 @@
-"""Write the tables of docs/models.md that are computed: `python benchmarks/models_page.py`, a part of `make gen`.
+"""Write the tables of docs/models.md and docs/performance-models.md that are computed: `python benchmarks/models_page.py`, a part of `make gen`.
 
 Step times of latent attention on GPUs are those of the planner (`medha plan`); those of a CPU are read from
 `results/latents.json`. What experts on lanes would cost is read from `results/experts.json`. The files that a family touches
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from medha.hardware import (
 from medha.topology import Topology
 from medha_sim.plan import Wish, rate
 
-PAGE = ROOT / "docs" / "models.md"
 CONTEXTS = (16_384, 65_536, 262_144, 1_048_576)
 BYTES_FP8 = 1 + 4 / 128**2
 """Of a weight in blocks of 128 x 128 with a scale in float32, as DeepSeek-V3 is published."""
@@ -203,23 +202,31 @@ def _family() -> str:
     return "\n".join(["```diff", *diff, "```", "", f"Beside these, {tests} name it."])
 
 
-def page(text: str | None = None) -> str:
-    """Return docs/models.md with its computed tables as they have to be."""
-    text = PAGE.read_text(encoding="utf-8") if text is None else text
-    for name, content in {
-        "latents on GPUs": _latents(),
-        "latents on a CPU": _latents_here(),
-        "experts on a CPU": _experts(),
-        "experts on GPUs": _experts_on_gpus(),
-        "a family": _family(),
-    }.items():
+PAGES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    ROOT / "docs" / "models.md": {"a family": _family},
+    ROOT / "docs" / "performance-models.md": {
+        "latents on GPUs": _latents,
+        "latents on a CPU": _latents_here,
+        "experts on a CPU": _experts,
+        "experts on GPUs": _experts_on_gpus,
+    },
+}
+"""Page -> its computed sections by name."""
+
+
+def page(path: Path, text: str | None = None) -> str:
+    """Return a page with its computed sections as they have to be; `text` is what it has now."""
+    text = path.read_text(encoding="utf-8") if text is None else text
+    for name, content in PAGES[path].items():
         section = re.compile(
             rf"(?<=<!-- {name}: written by `make gen` -->\n).*?(?=<!-- /{name} -->)", re.DOTALL
         )
-        assert section.search(text), f"docs/models.md has no section {name!r}"
-        text = section.sub(lambda _, content=content: f"\n{content}\n\n", text, count=1)  # type: ignore[misc]
+        assert section.search(text), f"{path.name} has no section {name!r}"
+        made = f"\n{content()}\n\n"
+        text = section.sub(lambda _, made=made: made, text, count=1)  # type: ignore[misc]
     return text
 
 
 if __name__ == "__main__":
-    Path(PAGE).write_text(page(), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(page(path), encoding="utf-8")

@@ -62,9 +62,8 @@ class RunFiles:
 
     def fresh_keys(self) -> KeyFiles:
         """Make the keys of the parts for this run: a restarted part finds its own, the next run makes new ones."""
-        from medha_links.key_files import (
-            KeyFiles,
-        )  # imported here: it needs pyzmq, and we report if that is missing
+        # Imported here, because it needs pyzmq, and a missing pyzmq is reported before.
+        from medha_links.key_files import KeyFiles
 
         shutil.rmtree(self.directory / KEYS, ignore_errors=True)
         return KeyFiles.create(self.directory / KEYS)

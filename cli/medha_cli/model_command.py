@@ -139,7 +139,7 @@ def _init_eagle3(context: click.Context, directory: Path, target: Path, seed: in
         if context.get_parameter_source(option) is not click.core.ParameterSource.DEFAULT:
             name = option.replace("_", "-")
             raise ConfigInvalid(
-                f"--{name} does not apply to the EAGLE-3 head that --eagle3-of asks for; leave one of both out"
+                f"--{name} does not apply to the EAGLE-3 head that --eagle3-of asks for; leave one of them out"
             )
     from medha_worker.checkpoints.eagle3_preset import init_eagle3  # imports torch, which takes seconds
 

@@ -222,7 +222,7 @@ def _drafter(
     model: ModelShape, draft_name: str | None, head_name: str | None
 ) -> ModelShape | HeadShape | None:
     if draft_name is not None and head_name is not None:
-        raise ConfigInvalid("--draft-model and --prediction-head exclude each other; leave one of both out")
+        raise ConfigInvalid("--draft-model and --prediction-head exclude each other; leave one of them out")
     if draft_name is not None:
         return _model("--draft-model", draft_name)
     if head_name is None:
@@ -254,50 +254,13 @@ def _contexts(context: int) -> list[int]:
 
 
 def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Sequence[Rating]) -> Table:
-    title = (
-        f"{model.name} on {hardware.name}: {wish.context_tokens:,} + {wish.output_tokens:,} tokens, "
-        f"TTFT {wish.ttft_seconds:g} s, TPOT {1e3 * wish.tpot_seconds:g} ms"
-    )
-    in_windows = ""
-    if model.window_share:
-        share = model.window_bytes_per_token
-        in_windows = f", {share:,} of them in layers with a window of {model.window_tokens:,} tokens"
-    caption = (
-        f"A token takes {model.kv_bytes_per_token:,} bytes of KV{in_windows}. GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one behind "
-        "the other, decodes in the largest batch."
-    )
-    if wish.draft is not None:
-        caption += f" Weights and KV of the GPU that samples hold those of {wish.draft.name}, too."
-    if wish.host_bytes:
-        caption += (
-            f" Host: tokens of evicted KV in the host tiers, of {wish.host_bytes / 1e9:.3g} GB of host memory for each GPU "
-            f"(at most {hardware.devices_per_node * wish.host_bytes / 1e9:,.0f} GB a node)."
-        )
-        caption += " Host s"
-        caption += ", disk s" if wish.disk_bytes else ""
-        caption += ", store s" if wish.store_bytes_per_second else ""
-        caption += f": until the KV of the whole prompt has come from there, instead of being computed within TTFT. {_IN_TIERS}"
-        if wish.disk_bytes:
-            caption += (
-                f" Disk: tokens in files of {wish.disk_bytes / 1e9:,.0f} GB for each GPU, which reads "
-                f"{wish.disk_bytes_per_second / 1e9:.3g} GB/s."
-            )
-        if wish.store_bytes_per_second:
-            caption += f" The store gives each GPU {wish.store_bytes_per_second / 1e9:.3g} GB/s, and is as large as you let it be."
-    if wish.streaming_bytes:
-        caption += (
-            f" Longest: tokens of a request that streams {wish.streaming_bytes / 1e9:.3g} GB of host memory to each GPU; each of "
-            "its steps takes at least so many seconds (`at s`). A grid whose pools do not hold the wished request has its TTFT "
-            "and TPOT with streaming; its KV is in neither the prefix cache nor a tier."
-        )
     offloads = any(rating.offload_bytes for rating in ratings)
-    if not all(rating.fits for rating in ratings):
-        caption += " A figure with ! misses its target."
-    if offloads:
-        caption += " Offl.: what does not fit, of all GPUs together."
     table = Table(
-        title=title,
-        caption=caption,
+        title=(
+            f"{model.name} on {hardware.name}: {wish.context_tokens:,} + {wish.output_tokens:,} tokens, "
+            f"TTFT {wish.ttft_seconds:g} s, TPOT {1e3 * wish.tpot_seconds:g} ms"
+        ),
+        caption=_caption(model, hardware, wish, ratings),
         caption_justify="left",
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -323,30 +286,80 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for index, rating in enumerate(ratings):
-        missed = {name: "!" if name in rating.misses else "" for name in ("TTFT", "TPOT", "memory")}
-        table.add_row(
-            " x ".join(str(size) for size in astuple(rating.topology)),
-            str(rating.gpus),
-            _figure(rating.ttft_seconds) + missed["TTFT"],
-            _figure(1e3 * rating.tpot_seconds) + missed["TPOT"],
-            str(rating.batch),
-            _figure(rating.weights_bytes / 1e9),
-            f"{_figure(rating.kv_bytes / 1e9)}/{rating.kv_room_bytes / 1e9:.0f}{missed['memory']}",
-            _short(rating.kv_tokens),
-            _figure(rating.cost_per_million_input, digits=2),
-            _figure(rating.cost_per_million_output) if rating.batch else "-",
-            *([_short(rating.host_tokens), _seconds(rating.host_seconds)] if wish.host_bytes else []),
-            *([_short(rating.disk_tokens), _seconds(rating.disk_seconds)] if wish.disk_bytes else []),
-            *([_seconds(rating.store_seconds)] if wish.store_bytes_per_second else []),
-            *(
-                [_short(rating.longest_tokens), _figure(rating.longest_step_seconds)]
-                if wish.streaming_bytes
-                else []
-            ),
-            *([f"{rating.offload_bytes / 1e9:,.0f}"] if offloads else []),
-            style="dim" if not rating.fits else "bold green" if index == 0 else "",
-        )
+        style = "dim" if not rating.fits else "bold green" if index == 0 else ""
+        table.add_row(*_cells(wish, rating, offloads=offloads), style=style)
     return table
+
+
+def _caption(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Sequence[Rating]) -> str:
+    in_windows = ""
+    if model.window_share:
+        share = model.window_bytes_per_token
+        in_windows = f", {share:,} of them in layers with a window of {model.window_tokens:,} tokens"
+    sentences = [
+        f"A token takes {model.kv_bytes_per_token:,} bytes of KV{in_windows}.",
+        f"GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one after "
+        "the other, decodes in the largest batch.",
+    ]
+    if wish.draft is not None:
+        sentences.append(f"Weights and KV of the GPU that samples hold those of {wish.draft.name}, too.")
+    if wish.host_bytes:
+        sentences.append(
+            f"Host: tokens of evicted KV in the host tiers, of {wish.host_bytes / 1e9:.3g} GB of host memory for each GPU "
+            f"(at most {hardware.devices_per_node * wish.host_bytes / 1e9:,.0f} GB a node)."
+        )
+        tiers = "Host s" + (", disk s" if wish.disk_bytes else "")
+        tiers += ", store s" if wish.store_bytes_per_second else ""
+        sentences.append(
+            f"{tiers}: until the KV of the whole prompt has come from there, instead of being computed within TTFT. {_IN_TIERS}"
+        )
+        if wish.disk_bytes:
+            sentences.append(
+                f"Disk: tokens in files of {wish.disk_bytes / 1e9:,.0f} GB for each GPU, which reads "
+                f"{wish.disk_bytes_per_second / 1e9:.3g} GB/s."
+            )
+        if wish.store_bytes_per_second:
+            sentences.append(
+                f"The store gives each GPU {wish.store_bytes_per_second / 1e9:.3g} GB/s, and is as large as you let it be."
+            )
+    if wish.streaming_bytes:
+        sentences.append(
+            f"Longest: tokens of a request that streams {wish.streaming_bytes / 1e9:.3g} GB of host memory to each GPU; each of "
+            "its steps takes at least so many seconds (`at s`). A grid whose pools do not hold the wished request has its TTFT "
+            "and TPOT with streaming; its KV is in neither the prefix cache nor a tier."
+        )
+    if not all(rating.fits for rating in ratings):
+        sentences.append("A figure with ! misses its target.")
+    if any(rating.offload_bytes for rating in ratings):
+        sentences.append("Offl.: what does not fit, of all GPUs together.")
+    return " ".join(sentences)
+
+
+def _cells(wish: Wish, rating: Rating, *, offloads: bool) -> list[str]:
+    missed = {name: "!" if name in rating.misses else "" for name in ("TTFT", "TPOT", "memory")}
+    cells = [
+        " x ".join(str(size) for size in astuple(rating.topology)),
+        str(rating.gpus),
+        _figure(rating.ttft_seconds) + missed["TTFT"],
+        _figure(1e3 * rating.tpot_seconds) + missed["TPOT"],
+        str(rating.batch),
+        _figure(rating.weights_bytes / 1e9),
+        f"{_figure(rating.kv_bytes / 1e9)}/{rating.kv_room_bytes / 1e9:.0f}{missed['memory']}",
+        _short(rating.kv_tokens),
+        _figure(rating.cost_per_million_input, digits=2),
+        _figure(rating.cost_per_million_output) if rating.batch else "-",
+    ]
+    if wish.host_bytes:
+        cells += [_short(rating.host_tokens), _seconds(rating.host_seconds)]
+    if wish.disk_bytes:
+        cells += [_short(rating.disk_tokens), _seconds(rating.disk_seconds)]
+    if wish.store_bytes_per_second:
+        cells.append(_seconds(rating.store_seconds))
+    if wish.streaming_bytes:
+        cells += [_short(rating.longest_tokens), _figure(rating.longest_step_seconds)]
+    if offloads:
+        cells.append(f"{rating.offload_bytes / 1e9:,.0f}")
+    return cells
 
 
 def _print_whole(console: Console, table: Table) -> None:

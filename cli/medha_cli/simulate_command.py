@@ -235,7 +235,10 @@ def command(
                 "Give its KV pool more room, or choose a --rate to see why each is refused"
             )
     result = _with_progress(
-        console, lambda observe: run_study(spec, capacity_rate, jobs=jobs or _cores(), observe=observe)
+        console,
+        lambda observe: run_study(
+            spec, capacity_rate, jobs=jobs or len(os.sched_getaffinity(0)), observe=observe
+        ),
     )
     if not result.runs:
         _nothing_done(console)
@@ -388,10 +391,6 @@ def _loads(text: str) -> tuple[float, ...]:
             f"--load is {text!r}; write shares of the capacity above 0, up to {MOST_LOAD:g}, e.g. 0.5,0.97"
         )
     return tuple(dict.fromkeys(loads))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def require_plotly() -> None:

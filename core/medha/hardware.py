@@ -50,7 +50,7 @@ STEP_LAUNCH_SECONDS = 0.5e-3
 _EXPERT = "expert_"
 """Prefix of the operations of experts."""
 _SHARED = "shared_"
-"""Prefix, behind that of experts, of the operations of the MLP that every token passes beside them."""
+"""Prefix, after that of experts, of the operations of the MLP that every token passes beside them."""
 _LIKE = {"queries": "qkv", "absorbed_keys": "qkv", "absorbed_values": "output"}
 """Operations of latent attention, and those of other attention whose fitted fractions they get."""
 
@@ -382,7 +382,7 @@ def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tupl
 
 
 def _attention_matrices(model: ModelShape, hardware: Hardware, tensor: int) -> tuple[Operation, ...]:
-    """Return the products before and behind a layer's attention, on one of `tensor` ranks."""
+    """Return the products before and after a layer's attention, on one of `tensor` ranks."""
     hidden, heads, latent = model.hidden, model.query_heads // tensor, model.latent
     if latent is None:
         q_width, kv_width = _widths(model, tensor)

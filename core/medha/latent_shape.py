@@ -69,7 +69,7 @@ class LatentShape:
 
     @property
     def least_made_rows(self) -> int | None:
-        """Rows from which the plain form takes fewer FLOPs behind a context of any length; None: it never does."""
+        """Rows from which the plain form takes fewer FLOPs after a context of any length; None: it never does."""
         saved = 4 * (self.row_dim - self.made_dim)
         return None if saved <= 0 else max(self.latent_flops // saved + 1, LEAST_PLAIN_ROWS)
 

@@ -20,7 +20,7 @@ _REORDERED = (".q_proj", ".q_b_proj", ".kv_a_proj_with_mqa")
 """Linears of latent attention whose rows ranks hold in another order, with the block of each row."""
 _ROW_INDEX_BYTES = 4
 _LATENT_QUERIES = ".q_b_proj"
-"""The linear behind the first product of latent attention that is held in its format, as it is stored."""
+"""The linear after the first product of latent attention that is held in its format, as it is stored."""
 _HALF_BYTES = 2
 
 
@@ -144,7 +144,7 @@ class LinearSizes:
     def held_bytes(self, layer: str, shape: Shape, form: WeightFormat | None, element_bytes: int) -> int:
         """Return the memory that ranks take together for a linear; `element_bytes` are those of a number.
 
-        In 16 bits they hold it in the form that a GPU's units take, but for experts and what is behind the first product of latent
+        In 16 bits they hold it in the form that a GPU's units take, but for experts and what is after the first product of latent
         attention (`medha_worker.kernels.fast_forms`). A device without such units takes a little less.
         """
         rows, columns = shape

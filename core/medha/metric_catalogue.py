@@ -207,7 +207,7 @@ CONTROLLER_METRICS = (
     Metric("medha_sequence_prefill_seconds", "histogram", "seconds", "Time from then until its first token, of the same sequences (vLLM: `request_prefill_time_seconds`).", ("service_class",), _REQUEST_SECONDS),
     Metric("medha_sequence_decode_seconds", "histogram", "seconds", "Time from its first to its last token, of the same sequences when they end, however they do (vLLM: `request_decode_time_seconds`).", ("service_class",), _REQUEST_SECONDS),
     Metric("medha_sequence_prompt_tokens", "histogram", "tokens", "Length of the prompt of the same sequences (vLLM: `request_prompt_tokens`).", ("service_class",), _POWERS_OF_TWO),
-    Metric("medha_sequence_output_tokens", "histogram", "tokens", "Output tokens of the same sequences (vLLM: `request_generation_tokens`). Tokens behind a stop string count if they were sampled before it was found.", ("service_class",), _POWERS_OF_TWO),
+    Metric("medha_sequence_output_tokens", "histogram", "tokens", "Output tokens of the same sequences (vLLM: `request_generation_tokens`). Tokens after a stop string count if they were sampled before it was found.", ("service_class",), _POWERS_OF_TWO),
     Metric("medha_prefix_cache_queried_tokens", "counter", "tokens", "Prompt tokens of admitted sequences that were looked up in the prefix cache. Samples that share a running prompt do not count."),
     Metric("medha_prefix_cache_hit_tokens", "counter", "tokens", "Prompt tokens of admitted sequences whose KV was in the prefix cache, so that they were not computed."),
     Metric("medha_host_tier_bytes", "gauge", "bytes", "KV that each rank of a lane holds in its host tier ([KV tiers](kv-tiers.md)); 0 without a tier.", ("lane",)),

@@ -555,7 +555,7 @@ def _gptq(fields: _Settings) -> Quantisation:
 
 
 def _exceptions(fields: _Settings) -> tuple[str, ...]:
-    """Return the layers that `dynamic` of GPTQModel leaves as they are: expressions behind `-:`."""
+    """Return the layers that `dynamic` of GPTQModel leaves as they are: expressions after `-:`."""
     if not fields.get("dynamic"):
         return ()
     entries = fields.inner("dynamic").values

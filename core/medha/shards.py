@@ -250,9 +250,8 @@ def digest_of(maps: Mapping[str, ShardMap]) -> bytes:
 
     Ledgers that have applied the same operations in the same order have the same digest.
     """
-    digest = blake2b(
-        repr(list(maps)).encode(), digest_size=8
-    )  # quoted, so that no two lists of names look alike
+    # The names are quoted, so that different lists never give the same text.
+    digest = blake2b(repr(list(maps)).encode(), digest_size=8)
     digest.update(b"".join([shards.encoded for shards in maps.values()]))
     return digest.digest()
 

@@ -139,7 +139,7 @@ def in_url(host: str) -> str:
 
 def _host(endpoint: str) -> str:
     scheme, _, rest = endpoint.partition("://")
-    target = rest.rpartition(";")[2]  # behind the address that the connection comes from, if one is given
+    target = rest.rpartition(";")[2]  # after the address that the connection comes from, if one is given
     return target.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
 
 

@@ -198,11 +198,14 @@ async def wait_for_definitions(cluster: Cluster) -> None:
         except ApiError as error:
             if error.status == 403:
                 _log.warning(
-                    "the definitions of the API server cannot be checked, goes on without: %s", error
+                    "the definitions of the API server are not checked, because it does not show them: %s",
+                    error,
                 )
                 return
             _log.warning(
-                "the definitions of the API server: %s; asked again in %g s", error, _DEFINITIONS_SECONDS
+                "the definitions of the API server cannot be read: %s; asking again in %g s",
+                error,
+                _DEFINITIONS_SECONDS,
             )
             missing = reported
         else:
@@ -210,9 +213,9 @@ async def wait_for_definitions(cluster: Cluster) -> None:
                 return
             if missing != reported:
                 _log.error(
-                    "the API server's definitions are older than this operator, %s, or not there: they lack %s%s. Apply those "
-                    "of this version, by `helm upgrade` or `kubectl apply --server-side -f crds/`. Until then nothing is "
-                    "reconciled",
+                    "the API server's definitions are older than this operator, which is %s, or missing: they lack %s%s. "
+                    "Apply those of this version, by `helm upgrade` or `kubectl apply --server-side -f crds/`. Until then "
+                    "nothing is reconciled",
                     medha.__version__, ", ".join(missing[:_SHOWN_FIELDS]), ", ..." * (len(missing) > _SHOWN_FIELDS),
                 )  # fmt: skip
             reported = missing

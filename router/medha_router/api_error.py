@@ -28,14 +28,14 @@ class ApiError(Exception):
 
     @property
     def is_ours(self) -> bool:
-        """True if the server failed the client: the request might have been served. A key's limit is the client's own."""
+        """True if the server failed a request that might have been served; exceeding a key's limit is the client's fault."""
         return (self.status == 429 and self.limit is None) or self.status >= 500
 
     def body(self, request_id: str | None = None) -> dict[str, Any]:
         """Return OpenAI's error object, with the id of the request if it has one."""
         error = {
             "message": self.message,
-            "type": _TYPES.get(self.status) or _type(self.status),
+            "type": _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error"),
             "param": self.param,
             "code": self.code,
         }
@@ -77,7 +77,3 @@ class ApiError(Exception):
                 return cls(503, fail.detail, code=fail.kind, retry_after_seconds=fail.retry_after_seconds)
             case "internal":
                 return cls(500, fail.detail, code="internal_error")
-
-
-def _type(status: int) -> str:
-    return "invalid_request_error" if status < 500 else "server_error"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -57,13 +58,12 @@ from medha_router.watched_files import WatchedFiles
 from medha_traces.attribute_names import RECEIVE, ROOM, TOKENISE
 
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
-"""Headers with a request's own TTFT target, ours first; ours is also that of the Gateway API Inference Extension."""
+"""Headers with a request's own TTFT target; the first one is also that of the Gateway API Inference Extension."""
 TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 """Headers in which a gateway names an objective, which counts if a service class has that name."""
 _MOST_TTFT_TARGET_SECONDS = 86400.0
-"""Largest TTFT target that a request may ask for. Where KV is short, smaller requests overtake it until it is
-late."""
+"""Largest TTFT target that a request may ask for. If KV is short, smaller requests overtake it until it is late."""
 VERSION = version("medha")
 _NO_OTHER_SITE = "default-src 'none'; style-src 'unsafe-inline'"
 _EARLY_ERROR_SECONDS = 0.5
@@ -136,19 +136,19 @@ class HttpApi:
             raise
         self.open_requests += 1
         entry = Entry.of(request.scope)
-        handed_over = False  # to a stream, which outlives this call
         try:
-            generation, answers, headers = await self._start(request, endpoint, account)
-            pieces = generation.pieces()
-            try:
+            with ExitStack() as ending:
+                ending.callback(self._leave, account)
+                generation, answers, headers = await self._start(request, endpoint, account)
+                ending.callback(_close, generation, entry)
+                pieces = generation.pieces()
                 if generation.plan.stream:
                     first = await while_connected(request.receive, _soon(pieces))
                     if isinstance(answers, ResponseObjects):
                         events = self._response_events(generation, answers, pieces, first)
                     else:
                         events = self._events(generation, answers, pieces, first, entry.request_id)
-                    handed_over = True
-                    return EventStream(events, headers, lambda: self._end(generation, entry, account))
+                    return EventStream(events, headers, ending.pop_all().close)  # it outlives this call
                 whole = await while_connected(request.receive, _collect(pieces))
                 total = _usage(generation)
                 if generation.scored_prompts:  # the answer may be large
@@ -156,22 +156,14 @@ class HttpApi:
                         lambda: json_response(answers.whole(whole, total), headers)
                     )
                 return json_response(answers.whole(whole, total), headers)
-            finally:
-                if not handed_over:
-                    _close(generation, entry)
         except ApiError as error:
             entry.outcome = error.code
             return error_response(error, entry.request_id)
         except ClientGone:
             entry.outcome = "cancelled"
             return Response(status_code=499)  # nobody receives it; nginx's code for a closed connection
-        finally:
-            if not handed_over:
-                self.open_requests -= 1
-                account.end()
 
-    def _end(self, generation: Generation, entry: Entry, account: Account) -> None:
-        _close(generation, entry)
+    def _leave(self, account: Account) -> None:
         self.open_requests -= 1
         account.end()
 
@@ -248,7 +240,7 @@ class HttpApi:
 
     @staticmethod
     def _body_owner(request: Request, account: Account) -> str:
-        """Return the owner in whose share of the room a body counts: the request's key, or else its address."""
+        """Return the owner in whose share of the memory a body counts: the request's key, or else its address."""
         return account.owner("" if request.client is None else request.client.host)
 
     async def _await_replica(self, request: Request, body: Body, model: str, error: ApiError) -> None:
@@ -282,22 +274,22 @@ class HttpApi:
         self._waiting_requests.end_all("this router is stopping")
 
     def _count_refusal(self, endpoint: Endpoint, error: Exception) -> None:
-        """Count a request that failed before it became sequences; a bug counts as the client's internal error."""
-        told = error if isinstance(error, ApiError) else ApiError(500, "", code="internal_error")
-        model = told.model or ""
+        """Count a request that failed before it became sequences; a bug of ours counts as an internal error."""
+        refusal = error if isinstance(error, ApiError) else ApiError(500, "", code="internal_error")
+        model = refusal.model or ""
         known = self._link.core.models.find(model)
-        outcome = told.code or "error"
+        outcome = refusal.code or "error"
         self._observer.request_ended(model if known is not None else UNKNOWN_MODEL, endpoint, outcome)
-        if known is not None and told.is_ours:
+        if known is not None and refusal.is_ours:
             classes = known.service_classes
-            named = told.service_tier
+            named = refusal.service_tier
             self._observer.never_tokenised(model, named if named in classes else classes[0])
 
     def _service_class(self, plan: Plan, account: Account, request: Request) -> ServiceClassTerms:
         """Return the class that `service_tier` names, or else the objective in a gateway's header.
 
         `auto`, `default` and none mean the first class that the API key may use, unless a class has that name. An
-        objective that is no class has a meaning for the gateway only.
+        objective that is not the name of a class is ignored: it is for the gateway.
         """
         cards = self._link.core.fleet.cards(plan.model)
         classes = next((card.service_classes for card in cards if card.service_classes), (FALLBACK_TERMS,))

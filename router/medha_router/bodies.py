@@ -123,11 +123,11 @@ class Body:
             raise ClientGone from error
 
     def hold(self) -> None:
-        """Note that one more needs the body: `release` must then be called once more."""
+        """Count one more user of the body: `release` must then be called once more."""
         self._holds += 1
 
     def release(self) -> None:
-        """Free the body's room unless somebody else needs the body; further calls do no harm."""
+        """Free the body's memory unless another user needs it; further calls do no harm."""
         if self._holds:
             self._holds -= 1
             return

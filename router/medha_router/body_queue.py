@@ -1,13 +1,13 @@
-"""The order in which large bodies are tokenised: short ones first, and none is overtaken without end.
+"""The order in which large bodies are tokenised: short ones first, and none is overtaken for ever.
 
-The body that is due first is next. The time from its arrival to that is `SECONDS_PER_BYTE` for each of its
-bytes, and for each byte of its owner's unfinished bodies that are no larger. So
+The body that is due first is next. It is due `SECONDS_PER_BYTE` after its arrival for each of its bytes, and for each
+byte of its owner's unfinished bodies that are no larger. So
 
 - a body can only be overtaken by bodies that arrive before it is due;
 - many bodies of one owner delay each other, and not those of others.
 
-A body that has begun is not interrupted for another one. So long bodies never take the last place: a short body
-waits for other short ones alone.
+A body at work is not interrupted. So long bodies never take the last place, and a short body waits only for other
+short ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 LONG_BYTES = 4 * 2**20
-"""Size of a body from which it counts as long: then its work takes seconds, and more than to start a process."""
+"""Size from which a body counts as long: its work takes seconds, and longer than starting a process."""
 SECONDS_PER_BYTE = 1e-6
 """Seconds by which each byte of a body delays the time when it is due."""
 

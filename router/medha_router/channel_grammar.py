@@ -1,7 +1,7 @@
-"""The grammar of an output with channels: what is held to a grammar is the answer, and thoughts before it stay free.
+"""The grammar of an output with channels: the answer follows a grammar, and thoughts before it are free text.
 
-It is written in llguidance's dialect of Lark. Marks that are special tokens of the model are named by their ids there,
-because a grammar's text never holds special tokens.
+It is written in llguidance's dialect of Lark. Marks that are special tokens of the model are named by their ids, because
+text in a grammar never stands for special tokens.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def channel_rules(special_ids: Mapping[str, int]) -> list[str]:
 
 def in_channels(grammar: str, special_ids: Mapping[str, int]) -> str:
     """Return the grammar of an output whose answer follows `grammar`, with any thoughts before it."""
-    return behind(f"{THOUGHTS} final", channel_rules(special_ids), grammar)
+    return answer_after_lead(f"{THOUGHTS} final", channel_rules(special_ids), grammar)
 
 
-def behind(lead: str, rules: list[str], grammar: str) -> str:
-    """Return the grammar of an output that follows `grammar` behind `lead`, which these rules define."""
+def answer_after_lead(lead: str, rules: list[str], grammar: str) -> str:
+    """Return the grammar of an output with an answer of `grammar` after `lead`, which these rules define."""
     whole = "\n".join([OPTIONS, f"start: {lead} @answer", *rules]) + "\n"
     inner = json.loads(grammar) if grammar.lstrip().startswith("{") else {}
     first, *others = inner.get("grammars", [{"lark_grammar": grammar}])

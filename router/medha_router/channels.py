@@ -16,7 +16,7 @@ CALL, CONSTRAIN = "<|call|>", "<|constrain|>"
 MARKS = (START, CHANNEL, MESSAGE, END)
 """Special tokens of a model whose outputs have channels."""
 BEGUN = "assistant"
-"""Role behind the `START` with which a prompt ends."""
+"""Role after the `START` with which a prompt ends."""
 _SHOWN = ("final", "commentary")
 _THOUGHTS = ("analysis",)
 _RECEIVER = b" to="
@@ -24,7 +24,7 @@ _FUNCTION = re.compile(r"\bto=functions\.([A-Za-z0-9_.:/-]+)")
 
 
 class Mark(str):
-    """The header of a call, or the mark that ends one: for what reads calls, it is one character that no text has."""
+    """The header of a call, or the mark that ends one: readers of calls see it as one character that no text has."""
 
     __slots__ = ()
 
@@ -42,10 +42,10 @@ def called_function(header: str) -> str | None:
 
 
 class Channels:
-    """Says token by token what is for the user, and what is a thought."""
+    """Sorts an output, token by token, into text for the user, thoughts and calls."""
 
     def __init__(self, marks: Mapping[str, int], *, with_calls: bool = False) -> None:
-        """`marks` are the ids of `MARKS`, and perhaps of `CALL` and `CONSTRAIN`; without `with_calls`, calls are for nobody."""
+        """`marks` are the ids of `MARKS`, and perhaps of `CALL` and `CONSTRAIN`; without `with_calls`, calls are dropped."""
         self._marks = {number: text for text, number in marks.items() if text != CONSTRAIN}
         self._with_calls = with_calls
         self._header: str | None = None  # of the next text, as far as it is known

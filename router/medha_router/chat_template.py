@@ -22,7 +22,7 @@ from medha.errors import CheckpointInvalid, RequestInvalid
 from medha_router.conversations import THOUGHTS
 
 _END_MARK = "\ue000end of the message to continue\ue000 "
-"""Mark behind the text of a message that is to be continued; its last space shows whether the template trims messages."""
+"""Mark after the text of a message that is to be continued; its last space shows whether the template trims messages."""
 _TESTS_CONTENT = re.compile(r"""content(['"]\])?\s+is\s+(not\s+)?none""")
 
 _THOUGHTS_NAMES = tuple(

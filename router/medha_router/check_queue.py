@@ -1,7 +1,7 @@
 """The queue of grammars that wait to be checked, so that they occupy no thread that prepares requests.
 
 A check may take a second. One is made at a time, and owners (API keys, or else addresses) take turns: many grammars of
-one owner delay each other, and not those of others. Requests with one and the same grammar wait for one check.
+one owner delay each other, and not those of others. Requests with the same grammar wait for the same check.
 """
 
 from __future__ import annotations

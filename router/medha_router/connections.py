@@ -67,8 +67,8 @@ class Connections:
     ) -> None:
         """Bound the connections.
 
-        `count_refused` is called with the reason for each connection that is closed for its own fault or for
-        lack of room.
+        `count_refused` is called with the reason for each connection that is closed by its own fault, or because too many
+        are open.
         """
         self._trusted_proxies = trusted_proxies
         self.limit = limit
@@ -78,7 +78,7 @@ class Connections:
         self.leaving = False
         """Set once each answer must be the last one of its connection, so that clients turn to other routers."""
         self.draining = False
-        """Set once new connections come too late: their requests are not served any more."""
+        """Set once requests of new connections are no longer served."""
         self.kept_at = -inf
         """Time on the loop's clock at which an answer last left its connection open for another request."""
         self._limit_by_address = max(1, limit - limit // 4)
@@ -98,7 +98,7 @@ class Connections:
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:  # powers of two: nobody can fill the log
             log.warning(
-                "no room for a connection of %s: %d of %d are open, %d of them its own (%d refused so far)",
+                "refused a connection of %s: %d of %d are open, %d of them its own (%d refused so far)",
                 address,
                 self.open,
                 self.limit,
@@ -108,7 +108,7 @@ class Connections:
         return False
 
     def _limit_of(self, address: str) -> int:
-        if not self._trusted_proxies or not address:  # a peer that is gone already has no address
+        if not self._trusted_proxies or not address:  # a peer that has gone has no address
             return self._limit_by_address
         is_proxy = any(ip_address(address) in network for network in self._trusted_proxies)
         return self.limit if is_proxy else self._limit_by_address
@@ -149,7 +149,7 @@ class Connection(HttpToolsProtocol):
     # Before it is open ----------------------------------------------------------------------------
 
     def is_counted_for(self, address: str) -> None:
-        """Note that its address has entered already; unless it opens, `leave_unless_open` must follow."""
+        """Record that its address is counted already; unless it opens, `leave_unless_open` must follow."""
         self._address = address
 
     def leave_unless_open(self) -> None:
@@ -238,7 +238,7 @@ class Connection(HttpToolsProtocol):
             self._refuse("pipelined", None)
             raise _Stop
         self._headers = self._head_bytes = 0
-        if not self.flow.write_paused:  # what waits will grow by the next answer, although the client reads
+        if not self.flow.write_paused:  # the next answer adds to what waits, although the client reads
             self._stop_output_timer()
         super().on_message_begin()
 
@@ -306,7 +306,7 @@ class Connection(HttpToolsProtocol):
     # Output that waits ----------------------------------------------------------------------------
 
     def _watch_output(self) -> None:
-        """Cut the connection unless the client takes what waits for it."""
+        """Cut the connection unless the client reads what waits for it."""
         waiting_bytes = self.transport.get_write_buffer_size()
         if waiting_bytes and self._output_timer is None:
             patience = self._all.output_seconds

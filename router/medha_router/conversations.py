@@ -188,7 +188,7 @@ def input_for_template(
 ) -> list[Message]:
     """Return the input of the Responses API as chat templates expect it.
 
-    Calls belong to the assistant's message before them, and thoughts to the one behind them.
+    Calls belong to the assistant's message before them, and thoughts to the one after them.
 
     Raises:
         RequestInvalid: an output is of a call that no item before it has.

@@ -66,7 +66,7 @@ class Piece:
         return "".join(part.text for part in self.parts if isinstance(part, Thought))
 
     def add(self, part: OutputPart) -> None:
-        """Add a part; neighbours of one kind are joined, but for those of calls."""
+        """Add a part; neighbours of one kind are joined, except those of calls."""
         last = self.parts[-1] if self.parts else None
         if isinstance(part, str) and isinstance(last, str):
             self.parts[-1] = last + part
@@ -111,7 +111,7 @@ class ChoiceOutput:
         self.index = index
         self.output_tokens = 0
         self.thought_tokens = 0
-        """Output tokens of the thoughts, with the marks around them where those are text."""
+        """Output tokens of the thoughts; the marks around them count if they are text."""
         self.finished = False
         self._plan = plan
         self._bundle = bundle
@@ -136,7 +136,7 @@ class ChoiceOutput:
         self._has_thoughts = False
         self._undecided: list[ShownToken] = []  # tokens that may be of the answer
         self._undecided_tokens = 0
-        if plan.thoughts is not None:  # also where they stay in the content
+        if plan.thoughts is not None:  # also if they stay in the content
             self._hidden_ids -= set(plan.thoughts.special_ids(bundle).values())
 
     def feed(self, delivered: Deliver) -> Piece | None:
@@ -185,9 +185,9 @@ class ChoiceOutput:
                 piece.add(Thought(text))
 
     def _without_thoughts(self, piece: Piece, text: str, scored: ShownToken | None) -> str:
-        """Return the text of the answer that a token brings, after adding what it brings of the thoughts.
+        """Add the thoughts in a token's text to the piece, and return the rest, which is of the answer.
 
-        `scored` is the token with its log-probabilities, if it is to be shown where it is of the answer.
+        `scored` is the token with its log-probabilities, if it is to be shown when it is of the answer.
         """
         if self._thoughts is None:
             self._pending += [] if scored is None else [scored]
@@ -195,7 +195,7 @@ class ChoiceOutput:
         before, held = self._thoughts.phase, self._thoughts.held_characters
         answer = self._add_thoughts(piece, self._thoughts.feed(text))
         phase = self._thoughts.phase
-        if before.is_in_thoughts or phase.is_in_thoughts or (before is not phase and phase is Phase.BEHIND):
+        if before.is_in_thoughts or phase.is_in_thoughts or (before is not phase and phase is Phase.AFTER):
             self.thought_tokens += 1 + self._undecided_tokens
             self._undecided_tokens = 0
         if phase is Phase.UNDECIDED:
@@ -206,7 +206,7 @@ class ChoiceOutput:
                 scored = replace(scored, offset=held)
             self._pending += self._undecided + ([] if scored is None else [scored])
             self._undecided, self._undecided_tokens = [], 0
-        elif phase is Phase.BEHIND and not text:  # it may be the begin of a character of the answer
+        elif phase is Phase.AFTER and not text:  # it may begin a character of the answer
             self._undecided += [] if scored is None else [scored]
         else:
             self._undecided = []
@@ -308,8 +308,8 @@ class Generation:
     ) -> None:
         """Submit the sequences.
 
-        `arrived_at` is of the loop's clock; targets are the client's own, None where it gave none. `account` has been
-        charged for the prompts.
+        `arrived_at` is of the loop's clock. Targets are the client's own; None: it gave none. `account` has been charged
+        for the prompts.
         """
         plan = prepared.plan
         assert plan is not None

@@ -169,7 +169,7 @@ class ResponsesRequest(GenerationRequest):
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Those of the other endpoints have no place in the answer, or another name here.
+    # These fields of other endpoints have another name here, or no place in the answer.
     max_tokens: None = None
     n: Literal[1] | None = None
     prompt_logprobs: None = None

@@ -1,4 +1,4 @@
-"""The output of a client request that its client has not taken yet, and the bound on it."""
+"""Queues the output of a request that its client has not read yet, up to a bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unread(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An outcome and when it arrived, in seconds of the loop's clock; for a merged one, its last part."""
+    """An outcome and the time when it arrived, in seconds of the loop's clock; a merged one has that of its last part."""
 
     outcome: Outcome
     at: float
@@ -58,7 +58,6 @@ class OutcomeQueue:
         await self._has_some.wait()
         if len(self._waiting) > _MERGE_FROM:
             self._waiting = deque(merged(self._waiting))
-            # Fewer outcomes weigh less.
             self._tokens = sum(_weight(arrived.outcome) for arrived in self._waiting)
         first = self._waiting.popleft()
         self._tokens -= _weight(first.outcome)

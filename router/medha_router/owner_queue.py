@@ -26,7 +26,7 @@ class OwnerQueue(Generic[_Item]):
         return len(self._waiting.get(owner, ()))
 
     def add(self, owner: str, item: _Item) -> None:
-        """Let an item wait behind those of its owner."""
+        """Let an item wait, after those of its owner."""
         self._waiting.setdefault(owner, OrderedDict())[item] = None
 
     def take(self) -> _Item | None:

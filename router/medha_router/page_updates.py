@@ -41,7 +41,7 @@ class PageUpdates:
         return content, Seen(self._last.number, change)
 
     def next(self, seen: Seen, now: float) -> tuple[bytes, Seen]:
-        """Return the update behind the one that a page has; the first page that asks for one lets it be made."""
+        """Return the update after the one that a page has; it is made when the first page asks for it."""
         change = self._last_change()
         if seen.number == self._last.number:
             self._content = self._make(self._last.change)

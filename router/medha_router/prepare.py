@@ -28,7 +28,7 @@ from medha_router.openai_requests import (
 )
 from medha_router.request_model import shown
 from medha_router.structured_output import grammar_of
-from medha_router.thought_use import ThoughtPlan, answer_behind, thought_plan, variables_of_template
+from medha_router.thought_use import ThoughtPlan, answer_after, thought_plan, variables_of_template
 from medha_router.tokenizer_bundle import Bundle, SamplingDefaults
 from medha_router.tool_use import (
     ToolPlan,
@@ -119,7 +119,7 @@ class Plan:
     service_tier: str | None
     cache_salt: str
     computes_only: bool = False
-    """The prompt is computed and nothing is shown of the token that is sampled after it (`max_tokens: 0`)."""
+    """Only the prompt is computed: the token that is sampled after it is not shown (`max_tokens: 0`)."""
     echo: tuple[str, ...] | None = None
     """Texts of the prompts, with which the outputs begin."""
     echo_logprobs: bool = False
@@ -180,7 +180,7 @@ def prepare(
 
 
 def _check_messages(messages: object, name: str) -> None:
-    """Refuse a conversation with too many messages and parts, before each of them costs time and memory.
+    """Refuse a conversation with too many messages and parts, before they cost time and memory.
 
     Raises:
         RequestInvalid: it has too many.
@@ -424,11 +424,9 @@ def _plan(
     scored = _scored_prompts(request)
     if scored is not None:
         _check_prompt_logprobs(request, prompts, scored)
-    longest = 0
-    for prompt in prompts:
-        if not len(prompt):
-            raise RequestInvalid(f"`{param}` is empty: it has no token", param=param, code="invalid_value")
-        longest = max(longest, len(prompt))
+    if not all(len(prompt) for prompt in prompts):
+        raise RequestInvalid(f"`{param}` is empty: it has no token", param=param, code="invalid_value")
+    longest = max(map(len, prompts), default=0)
     if longest >= terms.longest:
         raise _too_long(terms, str(longest), None, param)
     skips_special = request.skip_special_tokens is not False
@@ -438,7 +436,7 @@ def _plan(
     if use is not None and isinstance(request, (ChatRequest, ResponsesRequest)):
         grammar = use.grammar(request, bundle, channels, thoughts, is_followed=terms.follows_grammars)
     else:
-        grammar = grammar_of(request, bundle.grammar_check, answer_behind(thoughts, bundle, channels))
+        grammar = grammar_of(request, bundle.grammar_check, answer_after(thoughts, bundle, channels))
     sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param, grammar)
     sampling = replace(sampling, prompt_logprobs=scored)
     options = request.stream_options
@@ -466,7 +464,7 @@ def _plan(
 
 
 def _scored_prompts(request: GenerationRequest) -> int | None:
-    """Return the number of alternatives to each prompt token whose log-probabilities are asked for; None: they are not."""
+    """Return the number of alternatives to each prompt token in its log-probabilities; None: none are asked for."""
     asked = [request.prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo:
         asked.append(request.logprobs)
@@ -474,7 +472,7 @@ def _scored_prompts(request: GenerationRequest) -> int | None:
 
 
 def _check_prompt_logprobs(request: GenerationRequest, prompts: list[TokenIds], alternatives: int) -> None:
-    """Refuse log-probabilities of prompts that no answer can hold, or that cannot be shown where they are asked for."""
+    """Refuse log-probabilities of prompts that are too many for an answer, or for which a stream has no place."""
     param = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
     if request.stream and request.prompt_logprobs is not None:
         text = f"`prompt_logprobs` is {request.prompt_logprobs}, and a stream has no place for them; set `stream` to false"

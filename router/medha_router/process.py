@@ -125,12 +125,8 @@ def _announce_bound(
         write_whole(Path(settings.ready_file), json.dumps(bound))
 
 
-def _sites(listener: socket.socket, settings: RouterSettings) -> SitePolicy:
-    return SitePolicy.of(listener.getsockname()[0], settings.allowed_hosts, settings.allowed_origins)
-
-
 def _scraped_sites(listener: socket.socket, settings: RouterSettings) -> SitePolicy:
-    """Return the policy of the port for metrics: scrapers call a pod by its address, whatever names clients may use."""
+    """Return the policy of the port for metrics, where scrapers call a pod by its address."""
     address = listener.getsockname()[0]
     return SitePolicy.of(address, settings.allowed_hosts if is_loopback(address) else (), ())
 
@@ -159,7 +155,7 @@ def _server(
 
 
 class _Router:
-    """The servers of a router's two addresses and what they serve with, from their start until they have drained."""
+    """The servers of a router's two addresses and their components, from their start until they have drained."""
 
     def __init__(
         self,
@@ -180,7 +176,7 @@ class _Router:
         self._spans = None if self._source is None else RequestSpans(self._source)
 
     def listen(self, listener: socket.socket, metrics_listener: socket.socket) -> None:
-        """Connect the parts that serve these two addresses, and begin to hear replicas."""
+        """Connect the components that serve these two addresses, and begin to listen for replicas."""
         settings, observer, spans = self._settings, self._observer, self._spans
         accounts = KeyAccounts(
             None if self._keys is None else self._keys.content, observer, asyncio.get_running_loop().time
@@ -193,14 +189,15 @@ class _Router:
         self._api = api = HttpApi(
             settings, self._tokenizing, link, observer, connections, accounts, watched, spans
         )
-        app = build_app(api, _sites(listener, settings), accounts, spans)
+        sites = SitePolicy.of(listener.getsockname()[0], settings.allowed_hosts, settings.allowed_origins)
+        app = build_app(api, sites, accounts, spans)
         server = _server(app, connections, settings, self._certificate, settings.trusted_proxies)
         metrics_connections = Connections(
             _METRICS_CONNECTIONS, settings.head_seconds, settings.output_seconds, observer.http_refused
         )
         self._ui = Ui(link)
         metrics_app = build_metrics_app(api, self._ui, _scraped_sites(metrics_listener, settings))
-        # Nobody is trusted there: `/ui` is answered to this machine only, for which a proxy could let anybody pass.
+        # No proxy is trusted there: `/ui` is for this machine only, and a proxy could pass anybody off as it.
         metrics_server = _server(metrics_app, metrics_connections, settings)
         link.start()
         self._background: list[asyncio.Task[Any]] = [asyncio.create_task(_keep_alive(Watchdog()))]

@@ -23,7 +23,6 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from medha.declared import DeclaredModel
 from medha.errors import CheckpointInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
 from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, marks
@@ -94,7 +93,7 @@ log = logging.getLogger("medha.router")
 _TICK_SECONDS = 0.25
 _MESSAGES_IN_A_TURN = 16
 _WATCH_SECONDS = 4.0
-"""Time for which replicas report the progress of requests after the last one who watched."""
+"""Time for which replicas report the progress of requests after the page `/ui` was last open."""
 _PASSED_ON_BY = 2
 """Replicas that get each report for other routers; the next report goes to others, in case one has lost a router."""
 _Received = TypeVar("_Received")
@@ -103,10 +102,10 @@ _Received = TypeVar("_Received")
 async def in_turns(
     receive: Callable[[], Awaitable[_Received]], receive_now: Callable[[], _Received | None]
 ) -> AsyncIterator[_Received]:
-    """Yield what `receive` returns, for ever; other tasks run in between even if there is always more at once.
+    """Yield what `receive` returns, for ever; other tasks run in between, even if messages never run out.
 
-    What has come meanwhile is taken by `receive_now`, which returns None if there is none: a step of a replica brings the
-    tokens of all of its requests at once, and waiting for each would cost more than reading it.
+    `receive_now` returns a message that has come already, or None. A step of a replica brings the tokens of all its requests
+    at once, and awaiting each message would cost more than reading it.
     """
     while True:
         yield await receive()
@@ -150,7 +149,8 @@ class ReplicaLink:
         self.timeline = Timeline(now) if spans is None else TracedTimeline(now, spans)
         """The bars of the last sequences, for the page `/ui`."""
         self.history = SequenceHistory(self.timeline)
-        self._watched_until = self._asked_at = -inf  # by somebody with the page open; of replicas
+        self._watched_until = -inf  # time until which a page `/ui` counts as open
+        self._asked_at = -inf  # when replicas were last asked for progress
         self._hasher = PrefixHasher(MARK_BLOCK_TOKENS, secrets.token_bytes(32))
         self._tokenizing = tokenizing
         self._observer = observer
@@ -196,8 +196,10 @@ class ReplicaLink:
         for loop in (self._receive_control(), self._receive_tokens(), self._tick()):
             self._spawn(asyncio.create_task(loop))
         if self._declared_files is not None:
-            self._declare(self._declared_files.changed() or ())
-            watching = self._declared_files.watch(self._declare, self._poll_seconds)
+            self._handle(Declared(self._declared_files.changed() or ()))
+            watching = self._declared_files.watch(
+                lambda models: self._handle(Declared(models)), self._poll_seconds
+            )
             self._spawn(asyncio.create_task(watching))
 
     def _spawn(self, task: asyncio.Task[None]) -> None:
@@ -233,7 +235,7 @@ class ReplicaLink:
             length = max(card.max_model_len, known.max_model_len if known else 0)  # some replica takes it
             tool_calls = self.core.models.tool_call_format(card.model)
             reasoning = self.core.models.reasoning_format(card.model)
-            # All of them: a grammar that is not needed would keep the request from those that ignore it.
+            # True only if all do, because requests with a grammar never go to replicas that ignore grammars.
             follows = card.follows_grammars and card.ends_texts and (known is None or known.follows_grammars)
             models[card.model] = ModelTerms(
                 card.digest, length, longest, card.vocab_size, tool_calls, reasoning, follows
@@ -354,9 +356,6 @@ class ReplicaLink:
             log.warning("replica %s cannot be reached: %s", replica, future.exception())
             self._handle(LinkLost(replica))
 
-    def _declare(self, models: tuple[DeclaredModel, ...]) -> None:
-        self._handle(Declared(models))
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
@@ -377,7 +376,7 @@ class ReplicaLink:
             self._send(self._control, names[self._reports % len(names)], encode(report))
 
     def watch(self) -> None:
-        """Note that somebody watches: replicas report the progress of requests for a while."""
+        """Record that a page `/ui` is open, so that replicas report the progress of requests for a while."""
         self._watched_until = asyncio.get_running_loop().time() + _WATCH_SECONDS
         self._ask_for_progress()
 
@@ -392,7 +391,7 @@ class ReplicaLink:
                 self._send(self._control, card.replica, ask)
 
     def _end_connections(self) -> None:
-        """Lose the replicas whose control connections have ended: they lose their requests, too, and then connect again."""
+        """Treat replicas whose control connections have ended as lost: they drop their requests, too, and connect again."""
         refused, ended = self._links["control"].connections.refused_and_ended()
         self._observer.connections_refused("control", refused)
         for identity in [one for one, descriptor in self._descriptors.items() if descriptor in ended]:
@@ -458,7 +457,7 @@ class ReplicaLink:
                     self._handle(Received(card.replica, card))
             case Heartbeat() as beat:
                 replica = self._peers.beating(identity)
-                if replica is not None:  # else it is about to announce itself, or was replaced
+                if replica is not None:  # an unknown one is about to announce itself, or was replaced
                     self._handle(Received(replica, beat))
             case Emit() | Refused() | Failed() as answer:
                 card = self._peers.card(identity)
@@ -488,7 +487,7 @@ class ReplicaLink:
                 )
 
     def _pass_on(self, sender: Announce, message: KvAsk | KvTicket | KvDone) -> None:
-        """Pass a message on to another replica of the sender's model; if it has gone, whoever waits stops by itself."""
+        """Pass a message on to another replica of the sender's model; if that has gone, the waiting side times out."""
         target = message.asker if isinstance(message, KvTicket) else message.source
         if any(one.replica == target and one.hands_kv_over for one in self.core.fleet.cards(sender.model)):
             if isinstance(message, KvTicket):

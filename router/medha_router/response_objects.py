@@ -202,7 +202,7 @@ class ResponseObjects:
         return events + self._event("response.output_item.done", output_index=item.number, item=whole)
 
     def end(self, usage: Usage) -> bytes:
-        """Return the events behind the last output."""
+        """Return the events after the last output."""
         status, details = _ending(self._finish_reason)
         events = b"" if self._items else self._added(self._item_of("")[0])
         events += self._done(self._items[-1], self._status_of_last(status))

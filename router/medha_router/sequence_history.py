@@ -1,4 +1,4 @@
-"""The history of the sequences of a router, folded from what RouterCore takes and returns: where each is, and what happened to it.
+"""The history of a router's sequences, derived from RouterCore's events and commands: where each is, and what happened to it.
 
 It has no clock and does no I/O: the same events and commands give the same facts, which `router_metrics` exports.
 """
@@ -52,7 +52,7 @@ class Resumed:
 
     model: str
     reason: LeaveReason
-    """Why it left its replica; if it has left several since its last token, the first."""
+    """Why it left its replica; if it has left several since its last token, why it left the first."""
     is_elsewhere: bool
     """The token is from another replica."""
     pause_seconds: float
@@ -99,9 +99,7 @@ class _Entry:
     in_prefill: bool = False  # no token since it was sent
     last_token_at: float | None = None
     left_because: LeaveReason | None = None
-    interrupted: tuple[LeaveReason, str] | None = (
-        None  # since its last token: reason, and replica that it left
-    )
+    interrupted: tuple[LeaveReason, str] | None = None  # since its last token: why, and the replica it left
     is_beside_long: bool = False
     has_ended: bool = False
 

@@ -40,7 +40,7 @@ Placed = Callable[[str], str]
 
 
 def grammar_of(request: GenerationRequest, check: GrammarCheck, placed: Placed | None = None) -> str:
-    """Return the grammar of a request's output, "" if it may be any text; unless the answer is all of it, `placed` has the rest.
+    """Return the grammar of a request's output, "" if it may be any text; `placed` adds the output before the answer.
 
     Raises:
         RequestInvalid: names the field that asks for a grammar that cannot be followed, or that contradicts another.

@@ -24,7 +24,7 @@ FORMS: Mapping[str, ThoughtMarks | None] = MappingProxyType(
 def form_of_thoughts(template: str, setting: str) -> str | None:
     """Return the name of the form of a model's thoughts, None if it has none; `setting` is its manifest's.
 
-    A setting that is not known is of a newer release, and counts as `auto`.
+    An unknown setting, which a newer release may have, counts as `auto`.
     """
     if setting == NO_THOUGHTS:
         return None
@@ -37,8 +37,8 @@ def _detected(template: str) -> str | None:
     return next((name for name, marks in FORMS.items() if marks and marks.closes in template), None)
 
 
-def place_behind(prompt: str, marks: ThoughtMarks) -> Phase:
-    """Return where an output begins, by the end of its prompt, which is the text with which the template begins an answer."""
+def place_after(prompt: str, marks: ThoughtMarks) -> Phase:
+    """Return where an output begins, by the end of its prompt, where the template has begun the answer."""
     end = prompt[-1024:].rstrip()
     if end.endswith(marks.opens):
         return Phase.BEGUN
@@ -46,7 +46,7 @@ def place_behind(prompt: str, marks: ThoughtMarks) -> Phase:
 
 
 def place_within(message: str, marks: ThoughtMarks) -> Phase:
-    """Return where an output begins that continues a message. It is read as an output: marks in an answer are text."""
+    """Return where the continuation of a message begins. The message is read as an output: marks in an answer are text."""
     reader = ThoughtReader(marks, Phase.UNDECIDED)
     reader.feed(message)
     return reader.phase

@@ -1,7 +1,7 @@
-"""Separates the thoughts of an output from its answer, where both are one text with marks around the thoughts.
+"""Separates the thoughts of an output from its answer, if both are one text with marks around the thoughts.
 
-`read` is a pure function of a state and new text. How the text was cut into pieces changes nothing: the thoughts and
-the answer are a function of its characters. White space around thoughts is dropped.
+`read` is a pure function of a state and new text. The thoughts and the answer depend only on the characters, not on how
+they were cut into pieces. White space around thoughts is dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 MOST_HELD_SPACES = 4096
-"""Longest white space that is held back because thoughts might end, or begin, behind it."""
+"""Longest white space that is held back because thoughts might end, or begin, after it."""
 _SPACE = " \t\r\n"
 
 
@@ -29,7 +29,7 @@ class Phase(Enum):
     BEGUN = "begun"
     """In thoughts that are empty so far."""
     THINKING = "thinking"
-    BEHIND = "behind"
+    AFTER = "after"
     """Between the thoughts and the answer."""
     ANSWER = "answer"
 
@@ -59,7 +59,7 @@ Read = tuple[ThoughtState, list[Thought | str]]
 
 
 def read(marks: ThoughtMarks, state: ThoughtState, text: str) -> Read:
-    """Return the state behind `text`, and what is known of it: thoughts, and text of the answer."""
+    """Return the state after `text`, and the thoughts and text of the answer that are certain by now."""
     found: list[Thought | str] = []
     state = replace(state, held=state.held + text)
     while state.held:
@@ -73,9 +73,9 @@ def read(marks: ThoughtMarks, state: ThoughtState, text: str) -> Read:
                 state, thought = _think(marks, state)
                 if thought:
                     found.append(Thought(thought))
-            case Phase.BEHIND:
+            case Phase.AFTER:
                 rest = state.held.lstrip(_SPACE)
-                state = ThoughtState(Phase.ANSWER if rest else Phase.BEHIND, rest)
+                state = ThoughtState(Phase.ANSWER if rest else Phase.AFTER, rest)
             case Phase.ANSWER:
                 found.append(state.held)
                 state = replace(state, held="")
@@ -105,7 +105,7 @@ def _begin(marks: ThoughtMarks, state: ThoughtState) -> ThoughtState:
 
 
 def _lead(marks: ThoughtMarks, state: ThoughtState) -> ThoughtState:
-    """Drop white space before thoughts, and a mark that opens them a second time, as models write it behind some prompts."""
+    """Drop white space before thoughts, and a second opening mark, which models write after some prompts."""
     rest = state.held.lstrip(_SPACE)
     if rest.startswith(marks.opens):
         return ThoughtState(Phase.BEGUN, rest[len(marks.opens) :])
@@ -114,12 +114,12 @@ def _lead(marks: ThoughtMarks, state: ThoughtState) -> ThoughtState:
 
 
 def _think(marks: ThoughtMarks, state: ThoughtState) -> tuple[ThoughtState, str]:
-    """Return the state behind the thoughts that are held, and those that can be shown."""
+    """Return the state after the held thoughts, and those that can be shown."""
     text = state.held
     end = text.find(marks.closes)
     if end >= 0:
         shown = text[: _last_shown(text[:end])]
-        return ThoughtState(Phase.BEHIND, text[end + len(marks.closes) :]), shown
+        return ThoughtState(Phase.AFTER, text[end + len(marks.closes) :]), shown
     begun = next(
         (length for length in range(len(marks.closes) - 1, 0, -1) if text.endswith(marks.closes[:length])), 0
     )
@@ -128,7 +128,7 @@ def _think(marks: ThoughtMarks, state: ThoughtState) -> tuple[ThoughtState, str]
 
 
 def _last_shown(text: str) -> int:
-    """Return the length of a text without the white space at its end, of which whole runs that are too long are shown."""
+    """Return the length of a text without the white space at its end; of that, `MOST_HELD_SPACES` are held back at most."""
     spaces = len(text) - len(text.rstrip(_SPACE))
     return len(text) - spaces % (MOST_HELD_SPACES + 1)
 

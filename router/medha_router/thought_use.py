@@ -14,7 +14,7 @@ from medha_router.chat_template import ChatTemplate
 from medha_router.openai_requests import ChatRequest, ResponsesRequest
 from medha_router.request_model import shown
 from medha_router.structured_output import Placed
-from medha_router.thought_formats import FORMS, form_of_thoughts, place_behind, place_within
+from medha_router.thought_formats import FORMS, form_of_thoughts, place_after, place_within
 from medha_router.thought_grammar import ThoughtGrammar
 from medha_router.thought_text import Phase, ThoughtMarks, ThoughtReader
 from medha_router.tokenizer_bundle import Bundle
@@ -29,17 +29,17 @@ Place = Literal["apart", "nowhere", "content"]
 
 @dataclass(frozen=True)
 class ThoughtPlan:
-    """The form of the thoughts of a request's output, and what becomes of them."""
+    """The form of the thoughts in a request's output, and their place in the answer."""
 
     form: str
     begins: Phase
-    """Place of the output's first character; of no meaning in channels."""
+    """Phase of the output's first character; meaningless in channels."""
     place: Place
     """Place of the thoughts in an answer: in fields of their own, nowhere, or as the model writes them in the content."""
 
     @property
     def reader(self) -> ThoughtReader | None:
-        """Return what separates the thoughts from the text of an output, None if nothing does."""
+        """Return the reader that separates the thoughts from the text of an output, None if there is none."""
         marks = FORMS[self.form]
         return None if marks is None or self.place == "content" else ThoughtReader(marks, self.begins)
 
@@ -47,7 +47,7 @@ class ThoughtPlan:
     def grammar(self) -> ThoughtGrammar | None:
         """Return the grammar of the thoughts before an answer, None if the text has no thoughts."""
         marks = FORMS[self.form]
-        if marks is None or self.begins in (Phase.BEHIND, Phase.ANSWER):
+        if marks is None or self.begins in (Phase.AFTER, Phase.ANSWER):
             return None
         return ThoughtGrammar(marks, self.begins.is_in_thoughts)
 
@@ -60,7 +60,7 @@ class ThoughtPlan:
 def thought_plan(
     request: ChatRequest | ResponsesRequest, bundle: Bundle, template: ChatTemplate, setting: str, prompt: str
 ) -> ThoughtPlan | None:
-    """Return how the thoughts are found in the output of a prompt, None if the model has none that are known.
+    """Return the plan to find the thoughts in the output of a prompt, None if the form of the model's is not known.
 
     `setting` is the form that the model's manifest names, or `auto`.
 
@@ -101,14 +101,14 @@ def _place(request: ChatRequest | ResponsesRequest) -> Place:
 def _beginning(request: ChatRequest | ResponsesRequest, prompt: str, marks: ThoughtMarks) -> Phase:
     if isinstance(request, ChatRequest) and request.continue_final_message:
         place = place_within(str(request.messages[-1].for_template()["content"] or ""), marks)
-        return place_behind(prompt, marks) if place is Phase.UNDECIDED else place
+        return place_after(prompt, marks) if place is Phase.UNDECIDED else place
     if isinstance(request, ChatRequest) and request.add_generation_prompt is False:
         return Phase.UNDECIDED
-    return place_behind(prompt, marks)
+    return place_after(prompt, marks)
 
 
-def answer_behind(thoughts: ThoughtPlan | None, bundle: Bundle, channels: Mapping[str, int]) -> Placed | None:
-    """Return what places the grammar of an answer behind the model's thoughts, None if the answer is the whole output.
+def answer_after(thoughts: ThoughtPlan | None, bundle: Bundle, channels: Mapping[str, int]) -> Placed | None:
+    """Return a function that puts the grammar of an answer after the model's thoughts, None if all output is the answer.
 
     `channels` are the marks of channels if the output begins with the header of a message.
     """

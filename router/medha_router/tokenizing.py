@@ -1,16 +1,16 @@
 """Parsing, rendering and tokenising of requests, never on the event loop.
 
-Small bodies go to a thread, and wait for one in turns of their owners (`medha_router.owner_queue`). Large ones go to a
-separate process: parsing 20 MB of JSON, rendering it and listing its millions of ids would hold the interpreter, and
-with it `/health`, for hundreds of milliseconds. They wait for a process in the order of `medha_router.body_queue`. A body whose client has gone waits no longer;
-if it is long and at work, its process is killed, and another one is started when it is needed.
+Small bodies go to a thread; owners take turns (`medha_router.owner_queue`). Large ones go to a separate process, in the
+order of `medha_router.body_queue`: parsing 20 MB of JSON, rendering it and listing its millions of ids would block the
+interpreter, and with it `/health`, for hundreds of milliseconds. A body whose client has gone waits no longer; if it is
+long and at work, its process is killed, and another one is started when it is needed.
 
 The memory of a process is freed when it ends, and a request that crashes it affects no other request. A
 process that is lost during a request, or takes too long, is killed, and the request is retried once on
 another process.
 
-A grammar that is not known yet is checked while its request holds neither a thread nor a process
-(`medha_router.check_queue`); the request is then prepared once more, if its body is large with another turn in the queue.
+A new grammar is checked while its request holds neither a thread nor a process (`medha_router.check_queue`). The request
+is then prepared once more; a large body waits in the queue again.
 
 The two ends of a pipe exchange frames of a JSON header and raw bytes (`medha_router.child_pipe`).
 """
@@ -84,7 +84,7 @@ class _Job:
     process: _Process | None = None
     """The process that works on it now."""
     is_withdrawn: bool = False
-    """True once nobody waits for the outcome."""
+    """True once the client has gone."""
 
     @property
     def is_long(self) -> bool:
@@ -190,11 +190,11 @@ class Tokenizing:
                 work.add_done_callback(lambda _: loop.call_soon_threadsafe(body.release))
 
     async def _learn(self, unchecked: Unchecked, answers: dict[bytes, str], owner: str) -> None:
-        """Wait for checks in the turn of an owner, and add their answers.
+        """Wait for checks of an owner's grammars, and add their answers.
 
         Raises:
-            ApiError: too many wait.
-            PartFailed: one cannot be made.
+            ApiError: too many grammars wait to be checked.
+            PartFailed: a check cannot be made.
         """
         for question in unchecked.questions:
             answers[question] = await self._checks.learn(question, owner)
@@ -311,7 +311,7 @@ class Tokenizing:
         Raises:
             ApiError: the error for the client.
             Unchecked: its grammars have to be checked first.
-            OSError, EOFError: the process was lost, or took too long, and was killed; or nobody waits for the outcome.
+            OSError, EOFError: the process was lost, or took too long and was killed; or the client has gone.
         """
         if self._closed:
             raise EOFError("the router is stopping")
@@ -400,7 +400,7 @@ class _Process:
         if "plan" not in answer:
             return Prepared(answer=bytes(payload))
         ends = np.cumsum(answer["lengths"])[:-1]
-        # They may be of any length, unlike a frame.
+        # Not `tokens_from_frame`: prompts may be longer than one frame of a link.
         ids = np.frombuffer(payload, dtype="<i4").astype(np.int32, copy=False)
         prompts = np.split(ids, ends)
         return Prepared(_PLAN.validate_python(answer["plan"]), tuple(prompts))
@@ -417,7 +417,7 @@ class _Process:
 
 
 def _pass_on(work: Future[Prepared], outcome: asyncio.Future[Prepared]) -> None:
-    """Set the outcome that somebody may wait for to that of finished work."""
+    """Pass the result or error of finished work on to `outcome`, unless that is done already."""
     if outcome.done():
         return
     if work.cancelled():
@@ -429,8 +429,8 @@ def _pass_on(work: Future[Prepared], outcome: asyncio.Future[Prepared]) -> None:
 
 
 def _gone() -> ApiError:
-    """Return the error of a request whose bundle was dropped before it was prepared: nothing has served it for long."""
-    text = "no replica serves this version of the model any more; try again"
+    """Return the error of a request whose bundle was dropped, because no replica has served it for long."""
+    text = "no replica serves this version of the model any longer; try again"
     return ApiError(503, text, code="unavailable", retry_after_seconds=1)
 
 

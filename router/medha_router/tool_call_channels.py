@@ -9,7 +9,7 @@ from medha_router.tool_call_text import END, CallReader, Machine
 
 
 class HarmonyReader(CallReader):
-    """Reads calls of this form behind `Channels`, which finds their headers and ends. The first call ends the output."""
+    """Reads calls of this form from `Channels`, which finds their headers and ends. The first call ends the output."""
 
     @property
     def is_done(self) -> bool:

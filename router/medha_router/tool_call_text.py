@@ -1,9 +1,8 @@
-"""Finds the calls of functions in the text of a model as it arrives, and separates them from what is said to the user.
+"""Finds the calls of functions in the text of a model as it arrives, and separates them from the text for the user.
 
-A machine reads one character at a time, so how the text was cut into pieces changes nothing: the calls and the text
-of an output are a function of its characters. Text that begins as a call does is held back until it is one, and is
-shown whole if it is none. A call begins when its function and the start of its arguments are known; from then on its
-arguments go out as the model writes them.
+A machine reads one character at a time, so calls and text depend only on the characters, not on how they were cut into
+pieces. Text that may begin a call is held back until that is certain, and shown whole if it is none. A call begins when
+its function and the start of its arguments are known; from then on, its arguments go out as the model writes them.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class CallReader(ABC):
             del self._held[-len(text) :]
 
     def _attempt(self, read: Callable[[], Machine], marker: str = "") -> Found:
-        """Return whether `read` finds a call behind `marker`; what is none is read again as text, but for the marker."""
+        """Return whether `read` finds a call after `marker`; if not, all but the marker is read again as text."""
         before = self.calls
         self._held = list(marker)
         try:
@@ -150,7 +149,7 @@ class CallReader(ABC):
         return True
 
     def _text_before(self, marker: str) -> Found:
-        """Show text up to `marker`; return False if it never comes. The first character of a marker is nowhere else in it."""
+        """Show text up to `marker`; return False if it never comes. A marker must not repeat its first character."""
         matched = 0
         while True:
             char = yield from self._next()
@@ -337,7 +336,7 @@ class TaggedReader(CallReader):
 
     @abstractmethod
     def _call(self) -> Machine:
-        """Read a call behind its `<tool_call>`, up to and with `</tool_call>`."""
+        """Read a call after its `<tool_call>`, up to and with `</tool_call>`."""
 
 
 class HermesReader(TaggedReader):
@@ -351,7 +350,7 @@ class HermesReader(TaggedReader):
 
 
 class LlamaReader(CallReader):
-    """`{"name": ..., "parameters": {...}}` at the beginning, or anywhere behind `<|python_tag|>`; several are parted by `;`."""
+    """`{"name": ..., "parameters": {...}}` at the beginning, or anywhere after `<|python_tag|>`; `;` separates several."""
 
     def _read(self) -> Machine:
         char = yield from self._after_space_of_text()

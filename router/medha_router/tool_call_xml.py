@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from medha_router.request_model import without_lone_surrogates
 from medha_router.tool_call_text import Char, Found, Machine, TaggedReader
@@ -64,11 +63,7 @@ def json_of(value: str, schema: object) -> str:
     if kind == "boolean":
         value = value.lower()
     try:  # JSON has no NaN and no infinity, which Python reads
-        parsed = json.dumps(_parsed(value), ensure_ascii=False, allow_nan=False)
+        parsed = json.dumps(json.loads(value, strict=False), ensure_ascii=False, allow_nan=False)
         return without_lone_surrogates(parsed)
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
-
-
-def _parsed(value: str) -> Any:
-    return json.loads(value, strict=False)

@@ -39,7 +39,7 @@ class ToolFormat:
     in_channels: bool = False
     """A call is a message to a function. The text of an answer is a message, too, and thoughts may go before both."""
     one_call_each: bool = False
-    """Templates show one call of each message, and the results behind it."""
+    """Templates show one call of each message, and the results after it."""
     needs_description: bool = False
     """Templates fail without the description of a function; it may be empty."""
 

@@ -57,7 +57,7 @@ def no_calls(
     if thoughts is None:
         return f"{OPTIONS}\nstart: TEXT\nTEXT: /{ANY}/{without}\n"
     rules = [f"start: {thoughts.lead} TEXT", f"TEXT: /{ANY}/{without}{thoughts.without(special_ids)}"]
-    return "\n".join([OPTIONS, *rules, *thoughts.rules(special_ids, behind_space=True)]) + "\n"
+    return "\n".join([OPTIONS, *rules, *thoughts.rules(special_ids, after_space=True)]) + "\n"
 
 
 class _Writer:
@@ -83,7 +83,7 @@ class _Writer:
         start = self._start(grammar)
         if grammar.thoughts is not None:
             is_free = grammar.may_answer and grammar.answer is None
-            self._rules += grammar.thoughts.rules(self._special_ids, behind_space=is_free)
+            self._rules += grammar.thoughts.rules(self._special_ids, after_space=is_free)
             start = f"{grammar.thoughts.lead} ({start})"
         self._rule("start", start)
         return "\n".join(self._rules) + "\n"
@@ -103,7 +103,7 @@ class _Writer:
             self._rule("TEXT", rf"/[ \t\r\n]*([^ \t\r\n{{](.|\n)*)?/{without}")
             return "TEXT | calls"
         self._rule("TEXT", f"/{ANY}/{without}")
-        # A lazy lexeme ends with its first marker, so no text goes on behind one.
+        # A lazy lexeme ends with its first marker, so no text continues after one.
         head = "lead" if marker in self._special_ids else "lead[lazy]"
         self._rule(head, f"TEXT {self._piece(marker)}")
         return "TEXT | lead calls"

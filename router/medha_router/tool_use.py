@@ -24,7 +24,7 @@ from medha_router.structured_output import (
     require_free_end,
     schema_of_answer,
 )
-from medha_router.thought_use import ThoughtPlan, answer_behind
+from medha_router.thought_use import ThoughtPlan, answer_after
 from medha_router.tokenizer_bundle import Bundle
 from medha_router.tool_call_text import CallReader
 from medha_router.tool_formats import FORMATS, ToolFormat, detected
@@ -123,7 +123,7 @@ class ToolUse:
             answer or choice.is_subset or any(one.fields.strict for one in allowed)
         )
         if choice.mode == "none" or is_free:
-            own = grammar_of(request, check, answer_behind(thoughts, bundle, channels))
+            own = grammar_of(request, check, answer_after(thoughts, bundle, channels))
             if own or is_free or request.ignore_eos or request.min_tokens or not is_followed:
                 return own
             is_unread = self.format.in_channels and not channels
@@ -153,7 +153,7 @@ class ToolUse:
     def _all_enforced(
         self, functions: list[_Function], check: GrammarCheck
     ) -> list[tuple[str, dict[str, Any] | None]]:
-        """Return the schemas that arguments follow. All checks that are missing are asked for together."""
+        """Return the schemas that arguments follow; all missing checks are asked for together."""
         found, questions = [], list[bytes]()
         for function in functions:
             try:
@@ -165,7 +165,7 @@ class ToolUse:
         return found
 
     def _enforced(self, function: _Function, check: GrammarCheck) -> dict[str, Any] | None:
-        """Return the schema that the arguments follow. One that cannot be enforced is an error only if it is `strict`."""
+        """Return the schema that the arguments follow; one that cannot be enforced is an error only if it is `strict`."""
         at = f"{function.at}.parameters"
         try:
             if self.format.as_tags and (key := unwritable(function.schema)) is not None:
@@ -183,7 +183,7 @@ class ToolUse:
 
 
 def reader_of(plan: ToolPlan) -> CallReader:
-    """Return what reads an output of such a plan."""
+    """Return the reader of a plan's output."""
     return FORMATS[plan.format].reader(plan.functions, one_call=plan.one_call)
 
 

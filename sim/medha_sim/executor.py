@@ -196,7 +196,7 @@ class Executor:
         self._done_at = [0.0] * lanes  # steps end in order, however long each is in transit
 
     def launch(self, step: Step, now: float) -> Launched:
-        """Queue a step that the controller launches at `now` behind those already in the pipeline."""
+        """Queue a step that the controller launches at `now` after those already in the pipeline."""
         timing = self._cost(step, now)
         lanes = step.lanes
         at = now + self._message_seconds

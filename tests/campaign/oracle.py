@@ -68,7 +68,7 @@ def _wrong_children(replica: Document, present: dict[tuple[str, str], Document])
     wanted = [
         service(owner),
         disruption_budget(owner),
-        network_policy(owner, given_at=peer_ports(spec)),
+        network_policy(owner, peers_at=peer_ports(spec)),
         config_map(owner, spec, revision),
         *(
             lane(owner, index, stages, 0 if spec.suspend else stages, template)

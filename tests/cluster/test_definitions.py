@@ -80,7 +80,7 @@ REFUSED = [
     ),
     (
         {"serviceClasses": [{"name": "a"}, {"name": "default"}]},
-        "serviceClasses has `default` behind the first",
+        "serviceClasses has `default` after the first",
     ),
     ({"serviceClasses": [{"name": "a"}, {"name": "a"}]}, "Duplicate value"),
     ({"serviceClasses": []}, "should have at least 1 items"),

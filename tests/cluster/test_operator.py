@@ -291,9 +291,7 @@ def test_a_misspelt_field_of_the_pods_is_named_with_its_path(running: Operator, 
     api.apply(replica("r", home, template={"spec": {"nodeSelektor": {"a": "b"}}}))
     status, _, message = eventually(lambda: derived(api, home), lambda seen: seen[1] == "Refused")
     assert status == "False"
-    assert (
-        "spec.template.spec.nodeSelektor is no field of a pod: correct its spelling or remove it" in message
-    )
+    assert "a pod has no field spec.template.spec.nodeSelektor: correct its spelling or remove it" in message
     assert derived(api, home, "Stalled")[:2] == ("True", "Refused")
 
 

@@ -1,4 +1,4 @@
-"""Computed tables of docs/models.md are what their script says."""
+"""Computed tables of docs/models.md and docs/performance-models.md are what their script says."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import pytest
 
 from benchmark import benchmark
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+MODELS, PERFORMANCE = DOCS / "models.md", DOCS / "performance-models.md"
 
 
-def test_tables_are_those_of_the_planner_the_results_files_and_the_sources() -> None:
-    assert benchmark("models_page").page() == PAGE, "run `make gen`"
+@pytest.mark.parametrize("page", [MODELS, PERFORMANCE])
+def test_tables_are_those_of_the_planner_the_results_files_and_the_sources(page: Path) -> None:
+    assert benchmark("models_page").page(page) == page.read_text(encoding="utf-8"), "run `make gen`"
 
 
-@pytest.mark.parametrize("part", ["| DeepSeek-V2-Lite | H100 | 8 x 1 x 1 |", "+QWEN3_MOE = Family("])
-def test_a_page_that_says_otherwise_is_noticed(part: str) -> None:
-    assert part in PAGE
-    assert benchmark("models_page").page(PAGE.replace(part, "stale")) == PAGE
+@pytest.mark.parametrize(
+    ("page", "part"),
+    [(PERFORMANCE, "| DeepSeek-V2-Lite | H100 | 8 x 1 x 1 |"), (MODELS, "+QWEN3_MOE = Family(")],
+)
+def test_a_page_that_says_otherwise_is_noticed(page: Path, part: str) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert part in text
+    assert benchmark("models_page").page(page, text.replace(part, "stale")) == text

@@ -164,7 +164,7 @@ BAD = [
         {"serviceClasses": [{"name": "a"}, {"name": "a"}]},
         ["serviceClasses names ['a'] twice", "give each class its own name"],
     ),
-    ({"serviceClasses": [{"name": "a"}, {"name": "default"}]}, ["`default` behind the first", "move it up"]),
+    ({"serviceClasses": [{"name": "a"}, {"name": "default"}]}, ["`default` after the first", "move it up"]),
     ({"serviceClasses": [{"name": "A b"}]}, ["spec.serviceClasses.0.name", "pattern", "found 'A b'"]),
     (
         {"serviceClasses": [{"name": "a", "tpotTargetSeconds": 0.005}]},

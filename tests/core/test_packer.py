@@ -100,13 +100,13 @@ def test_decodes_run_whatever_their_target() -> None:
     packed = packed_step(decodes, [])
     assert packed.chunks == {}
     assert packed.predicted_seconds == pytest.approx(0.05)
-    assert packed.decode_overrun
+    assert packed.misses_tpot
 
 
 def test_when_decodes_alone_exceed_their_target_the_most_urgent_prefill_gets_its_share() -> None:
     decodes = [decode(f"d{index}", 0.01) for index in range(180)]
     packed = packed_step(decodes, [prefill("a", 500), prefill("b", 500)])
-    assert packed.decode_overrun
+    assert packed.misses_tpot
     assert packed.chunks["a"] == pytest.approx(180 / 0.9 * 0.1, abs=1)
     assert "b" not in packed.chunks
 
@@ -119,7 +119,7 @@ def test_when_that_share_is_too_small_the_most_urgent_prefill_gets_the_smallest_
 
 
 def test_decodes_that_meet_their_target_are_no_overrun() -> None:
-    assert not packed_step([decode("d")], []).decode_overrun
+    assert not packed_step([decode("d")], []).misses_tpot
 
 
 def test_prefills_fill_the_step_in_the_order_given() -> None:

@@ -537,7 +537,12 @@ def test_load_counts_what_waits_and_runs(replica_of: Any, submit_of: Any) -> Non
     replica.submit(submit_of("a", 20, 2))
     replica.submit(submit_of("b", 20, 2))
     load = replica.controller.load()
-    assert (load.running, load.waiting, load.kv_blocks_held, load.kv_tokens_free) == (1, 1, 6, 8)
+    assert (load.running, load.waiting, replica.controller.pools.held_blocks, load.kv_tokens_free) == (
+        1,
+        1,
+        6,
+        8,
+    )
     # b waits with all of its prefill; a has all of it in flight
     assert load.pending_prefill_seconds == pytest.approx(0.001 + 0.002 + 0.0001 + 210e-8)
     replica.run().check_empty()
@@ -554,9 +559,9 @@ def test_load_counts_a_request_cancelled_in_flight_neither_as_running_nor_twice_
     assert controller.load().running == 1
     controller.handle(Cancel("a"), 0.1)
     assert controller.load().running == 0
-    assert controller.load().kv_blocks_held > 0, "a step has it still"
+    assert controller.pools.held_blocks > 0, "a step has it still"
     controller.handle(Done(step.step_id, lanes=step.lanes), 0.2)
-    assert (controller.load().running, controller.load().kv_blocks_held) == (0, 0)
+    assert (controller.load().running, controller.pools.held_blocks) == (0, 0)
 
 
 # --- what a stream's wish costs, and what a long prefill's order does not ------------------------------

@@ -135,7 +135,7 @@ def test_without_streaming_the_refusal_names_the_pool_alone() -> None:
     assert refusal == ("too_long", "150 tokens; the KV pool holds 80")
     refusal = validation.unservable(config_of(), submit("long", 300))
     assert refusal is not None
-    assert "at most 180 of one request with what it streams" in refusal[1]
+    assert "180 of one request if a part is streamed" in refusal[1]
 
 
 def test_without_max_tokens_a_prompt_streams_only_if_its_usual_output_has_no_place() -> None:

@@ -126,7 +126,7 @@ def test_places_follow_from_the_pool(blocks: int, places: int) -> None:
     for number in range(found.free):
         found.take(f"s{number}", 99)
     assert found.free == 0
-    found.give("s0")
+    found.give_back("s0")
     assert found.free == 1
 
 

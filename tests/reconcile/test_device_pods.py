@@ -223,7 +223,7 @@ def test_other_replicas_reach_the_ports_at_which_ranks_give_kv_and_no_others() -
     spec = MedhaReplicaSpec.model_validate(
         {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}} | joined
     )
-    rules = network_policy(owner, given_at=peer_ports(spec))["spec"]["ingress"]
+    rules = network_policy(owner, peers_at=peer_ports(spec))["spec"]["ingress"]
     assert rules[2]["ports"] == [{"protocol": "TCP", "port": PEERS_PORT, "endPort": PEERS_PORT + 3}]
     assert rules[2]["from"] == [
         {"podSelector": {"matchExpressions": [{"key": "medha.dev/replica", "operator": "Exists"}]}}

@@ -209,12 +209,12 @@ TYPED = "failed to create typed patch object (default/r-l0; apps/v1, Kind=Statef
     [
         (
             TYPED + ".spec.template.spec.nodeSelektor: field not declared in schema",
-            "spec.template.spec.nodeSelektor is no field of a pod: correct its spelling or remove it",
+            "a pod has no field spec.template.spec.nodeSelektor: correct its spelling or remove it",
         ),
         (
             TYPED
             + 'errors:\n  .spec.template.spec.containers[name="worker"].imag: field not declared in schema',
-            'spec.template.spec.containers[name="worker"].imag is no field of a pod',
+            'a pod has no field spec.template.spec.containers[name="worker"].imag',
         ),
         (
             TYPED + ".spec.template.spec.tolerations: expected list, got &{map[]}",

@@ -263,7 +263,7 @@ def test_connections_are_bounded_by_the_limit_on_open_files_which_is_raised_firs
             assert read_answer(other)[0] == 200
     lines = router.log.read_text().splitlines()
     assert [line for line in lines if "limit on open files, 200, allows 100 HTTP connections" in line]
-    turned_away = [line for line in lines if "no room for a connection of 127.0.0.1" in line]
+    turned_away = [line for line in lines if "refused a connection of 127.0.0.1" in line]
     assert 0 < len(turned_away) < 10
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.api.model_spec import ReasoningFormat
-from medha_router.thought_formats import FORMS, form_of_thoughts, place_behind, place_within
+from medha_router.thought_formats import FORMS, form_of_thoughts, place_after, place_within
 from medha_router.thought_text import (
     MOST_HELD_SPACES,
     Phase,
@@ -115,7 +115,7 @@ def test_nothing_but_marks_and_white_space_is_lost(text: str) -> None:
     ],
 )
 def test_the_end_of_the_prompt_decides_where_an_output_begins(prompt: str, begins: Phase) -> None:
-    assert place_behind(prompt, THINK) is begins
+    assert place_after(prompt, THINK) is begins
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_end_of_the_prompt_decides_where_an_output_begins(prompt: str, begin
     [
         ("<think>I", Phase.THINKING),
         ("<think>\n", Phase.BEGUN),
-        ("<think>I</think>\n", Phase.BEHIND),
+        ("<think>I</think>\n", Phase.AFTER),
         ("<think>I</think>Hi", Phase.ANSWER),
         ("Hi", Phase.ANSWER),
         ("The mark <think> begins", Phase.ANSWER),

@@ -287,7 +287,7 @@ def test_answers_in_channels_are_free_or_follow_their_schema(followed: Followed)
         ('start: "(" NUMBER ")"\nNUMBER: /[0-9]+/\n', "(12)", "()"),
     ],
 )
-def test_a_grammar_of_any_kind_holds_for_the_answer_behind_thoughts(
+def test_a_grammar_of_any_kind_holds_for_the_answer_after_thoughts(
     followed: Followed, own: str, right: str, wrong: str
 ) -> None:
     found = in_channels(own, followed.special)

@@ -301,11 +301,11 @@ def test_the_stage_is_free_before_tokens_are_sampled(model: Transformer) -> None
         (Step(1, 3, ()), "epoch 3"),
         (
             Step(1, 0, (replace(entry("a", 8, 1), strategy="owner", shard_map_version=1),)),
-            "shard map 1 of a is meant, and 0 is here",
+            "the step names shard map 1 of a, and 0 is here",
         ),
         (
             Step(1, 0, (StepEntry("a", 1, (Extent(8, 1),), True, "owner", 2),), lanes=(0, 1)),
-            "shard map 2 of a is meant, and 0 is here",
+            "the step names shard map 2 of a, and 0 is here",
         ),
         (Step(1, 0, (), releases=("b",)), "sequence b is not known"),
         (Step(1, 0, (), grows=(Grow("b", 5),)), "b is not known"),

@@ -72,7 +72,7 @@ def test_ranks_get_one_message_when_a_trace_begins_and_one_when_its_time_is_over
     pieces = ask(inspection, TraceQuery(5.0), 2.0)
     assert inspection.rank_trace_requests(3.0) == Trace(4.0)
     assert inspection.rank_trace_requests(4.0) is None
-    inspection.part(TracePart(0, 0, "", 1.0, (StepTimes(1, 0.5, 0.75),)), 5.0)
+    inspection.add_part(TracePart(0, 0, "", 1.0, (StepTimes(1, 0.5, 0.75),)), 5.0)
     assert (
         inspection.rank_trace_requests(7.0 + LAST_PARTS_SECONDS / 2) is None
     )  # the last parts are in transit

@@ -13,7 +13,7 @@ from medha.scheduler.history import History
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import Cancel, ControllerEvent, Done, Sample, Sampling, Step, StepProfile, Submit
-from medha_worker.controller.live_status import WINDOW_SECONDS, Watch
+from medha_worker.controller.live_status import WINDOW_SECONDS, LiveStatus
 
 CONFIG = ReplicaConfig(
     topology=Topology(),
@@ -31,7 +31,7 @@ class Beside:
     """A core and its watch, as the controller's process drives them."""
 
     def __init__(self) -> None:
-        self.watch = Watch("grid", "tiny")
+        self.watch = LiveStatus("grid", "tiny")
         self.steps: deque[Step] = deque()  # in flight
         self.begin(0)
 

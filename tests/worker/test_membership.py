@@ -152,7 +152,7 @@ def test_a_rank_that_reports_what_no_rank_can_have_is_named(fields: dict[str, fl
     assert implausible(READY) is None
     found = implausible(replace(READY, rank=3, **fields))  # type: ignore[arg-type]
     assert found is not None
-    assert found.startswith(f"rank 3 says {next(iter(fields))} ")
+    assert found.startswith(f"rank 3 reports {next(iter(fields))} ")
 
 
 @pytest.mark.parametrize("name", ["token_seconds", "round_seconds", "row_seconds"])
@@ -162,7 +162,7 @@ def test_times_of_guesses_that_nobody_can_have_measured_are_named(name: str, sec
     assert implausible(replace(READY, draft_costs=costs)) is None
     found = implausible(replace(READY, rank=3, draft_costs=replace(costs, **{name: seconds})))
     assert found is not None
-    assert found.startswith(f"rank 3 says draft_costs.{name} {seconds}")
+    assert found.startswith(f"rank 3 reports draft_costs.{name} {seconds}")
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_rank_stops_if_it_receives_tokens_that_were_not_sampled_for_it(
     executor, pipeline = stage
     run(executor, 0, chunk("short", 0, 8), admits=["short"])
     pipeline.tokens = tokens
-    with pytest.raises(PartFailed, match="tokens came for short that are not those sampled for them"):
+    with pytest.raises(PartFailed, match="the tokens that came for short are not those that were sampled"):
         run(executor, 1, chunk("short", 8, 1))
 
 

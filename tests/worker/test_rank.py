@@ -463,4 +463,4 @@ def test_a_step_that_is_not_the_next_one_is_a_fault_for_messages_were_lost(
     stage.run(Step(0, 0, ()))
     stage.steps = 2
     stage.send(Step(2, 0, ()))
-    assert "step 2 came where 1 was to come" in fault_of(stage)
+    assert "step 2 came instead of 1" in fault_of(stage)

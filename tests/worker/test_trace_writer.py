@@ -230,7 +230,7 @@ def test_what_nobody_writes_down_is_bounded_and_counted(
     tracing.close()
     events = json.loads(b"".join(tracing.pieces()))
     assert len(slices(events, "step 0") + slices(events, "step 2")) == 2
-    assert events[-1]["name"] == "7 happenings were left out"
+    assert events[-1]["name"] == "7 events were left out"
 
 
 def test_a_reader_that_goes_away_ends_the_trace(traced: Traced) -> None:

@@ -90,7 +90,7 @@ class CudaRuntime:
 
 
 class CudaMark:
-    """`Mark` of a GPU: an event behind what the calling thread's stream holds now."""
+    """`Mark` of a GPU: an event after what the calling thread's stream holds now."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._device = torch_device
@@ -105,7 +105,7 @@ class CudaMark:
 
 
 class CudaTimedMark:
-    """`TimedMark` of a GPU: a timed event behind what the calling thread's stream holds now."""
+    """`TimedMark` of a GPU: a timed event after what the calling thread's stream holds now."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -84,11 +84,11 @@ class Runtime(Protocol):
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Run what the calling thread gives in this context beside all other work: copies, each behind those before it."""
+        """Run what the calling thread gives in this context beside all other work: copies, each after those before it."""
         ...
 
     def beside(self, copies: Callable[[], None]) -> Mark:
-        """Let `copies` be made beside what the calling thread gives next; return the point behind them.
+        """Let `copies` be made beside what the calling thread gives next; return the point after them.
 
         They begin after all that this thread has given, and after all copies of earlier calls. `copies` may be called by
         another thread. The mark raises what they raised.
@@ -96,7 +96,7 @@ class Runtime(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """Return the point behind all work that the calling thread has given so far."""
+        """Return the point after all work that the calling thread has given so far."""
         ...
 
     def timed_mark(self) -> TimedMark | None:

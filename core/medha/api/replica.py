@@ -293,7 +293,7 @@ class MedhaReplicaSpec(Model):
             ),
             (
                 "self.serviceClasses.filter(c, c.name == 'default').size() == 0 || self.serviceClasses[0].name == 'default'",
-                "serviceClasses has `default` behind the first, which is the default; move it up",
+                "serviceClasses has `default` after the first, which is the default; move it up",
             ),
             (
                 "self.scheduling.maxChunkTokens >= self.scheduling.minChunkTokens",
@@ -383,9 +383,7 @@ class MedhaReplicaSpec(Model):
         if twice:
             raise ValueError(f"serviceClasses names {sorted(twice)} twice; give each class its own name")
         if "default" in names[1:]:
-            raise ValueError(
-                "serviceClasses has `default` behind the first, which is the default; move it up"
-            )
+            raise ValueError("serviceClasses has `default` after the first, which is the default; move it up")
         return self
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ _HEAD_SOURCE_BY_KIND = (
 
 
 class PredictionHeadSpec(Model):
-    """Layers behind the model's last one that predict further tokens of its hidden states."""
+    """Layers after the model's last one that predict further tokens of its hidden states."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(("has(self.source) == (self.kind == 'eagle3')", _HEAD_SOURCE_BY_KIND))

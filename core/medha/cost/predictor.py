@@ -41,9 +41,7 @@ class Work:
     context: int
     count: int
     attention_only: bool = False
-    head_rows: int = (
-        1  # rows that pass the output head; all that are computed if their log-probabilities are asked for
-    )
+    head_rows: int = 1  # rows that pass the output head: all, if the prompt's log-probabilities are wanted
 
     @property
     def pairs(self) -> float:
@@ -106,9 +104,8 @@ class Tally:
         self._guesses = 0  # that the decodes verify: a row of each
         self._masked_guesses = 0  # those of them of sequences that follow a grammar
         self._guess_attention = 0.0  # the guesses' part of `_attention`
-        self._decode_seconds = (
-            0.0  # of the decodes alone, before correction; 0: there are none, negative: to be computed
-        )
+        # Of the decodes alone, before correction; 0: there are none; negative: to be computed.
+        self._decode_seconds = 0.0
         self._queried = (0, 0, 0.0)  # the last chunk of `seconds_with`, and its attention
 
     def add(self, work: Work) -> None:

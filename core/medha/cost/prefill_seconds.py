@@ -71,7 +71,7 @@ class PrefillTable:
     def __init__(self, chunking: Chunking, stage: Cost, drain: Cost) -> None:
         """Make an empty table.
 
-        Chunks do not overtake each other, so the chunk that drains longest delays all behind it. A pipeline
+        Chunks do not overtake each other, so the chunk that drains longest delays all after it. A pipeline
         of equal stages takes the sum of all chunks in one stage, and the longest chunk once more in each
         other stage.
 

@@ -11,10 +11,10 @@ carries that out.
 
 A sequence holds the blocks of its reservation from admission on, and more when it grows. So the ledger can hand
 out *contiguous runs* of blocks: a CPU rank reads a contiguous run of KV in place, without gathering blocks. Tables
-are stored as runs, so that a million tokens cost no more than a thousand where the pool is not fragmented.
+are stored as runs, so that a million tokens cost no more than a thousand unless the pool is fragmented.
 
-If a lane streams KV, *streamed* blocks have the numbers behind those of the pool. They lie in host memory. The table of a
-sequence begins with its streamed blocks, if it has any; they are never shared, remembered or evicted.
+If a lane streams KV, it also has *streamed* blocks, which lie in host memory. Their numbers follow those of the pool. The
+table of a sequence begins with its streamed blocks, if it has any; they are never shared, remembered or evicted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Run = tuple[int, int]
 class BlockCopy:
     """Copy-on-write: the KV of block `source` must be copied to block `target` before the next entry runs.
 
-    `in_windows`: these are blocks of the layers whose KV before their window is freed, and otherwise of all others.
+    `in_windows`: they are blocks of the layers that free KV before their windows; otherwise of all other layers.
     """
 
     source: int
@@ -58,15 +58,13 @@ class BlockLedger:
         self.blocks = blocks
         self.block_size_tokens = block_size_tokens
         self.streamed_blocks = streamed_blocks
-        """Blocks in host memory, which are not among `blocks`; nor are they in any count but those that name them."""
+        """Blocks in host memory. Only `streamed_blocks` and names that contain `streamed` count them."""
         self._free_runs = FreeRuns(blocks)
         self._free_streamed_runs = FreeRuns(streamed_blocks, blocks)
         self._idle_blocks = 0  # remembered, and held by no sequence
         self._tables: dict[str, list[Run]] = {}
         self._table_blocks: dict[str, int] = {}
-        self._encoded: dict[
-            str, bytes
-        ] = {}  # encoded tables for `state_hash`, of sequences that have not changed since
+        self._encoded: dict[str, bytes] = {}  # for `state_hash`: tables that have not changed since the last
         self._streamed: dict[str, int] = {}  # streamed blocks of each sequence that has some
         self._holders = np.zeros(blocks + streamed_blocks, dtype=np.int32)  # sequences that hold each block
         self._remembered = np.zeros(blocks, dtype=np.bool_)
@@ -140,7 +138,7 @@ class BlockLedger:
         """Give a new sequence the blocks for `tokens` tokens, or change nothing and return False.
 
         Its table begins with the remembered blocks `cached`, which it shares; the rest are free ones. With `device_blocks`,
-        at most so many are of the pool, the last ones; those before are streamed, and nothing is shared.
+        only the last blocks, at most so many, are of the pool; those before are streamed, and nothing is shared.
         """
         assert sequence not in self._tables, f"{sequence} already holds KV"
         runs: list[Run] = []
@@ -239,9 +237,9 @@ class BlockLedger:
                 self._free(first, unheld & ~remembered)
 
     def freed_in_turn(self) -> Callable[[str], int]:
-        """Return a function that counts the blocks which no sequence would hold any more if one released its own.
+        """Return a function of a sequence that counts the blocks which no other sequence holds.
 
-        It takes the sequences for which it was called before as gone. Nothing changes here.
+        Sequences for which it was called before do not count as others. The ledger does not change.
         """
         left = self._holders.copy()
 
@@ -377,7 +375,7 @@ class FreeRuns:
         return ((first, self._lengths[first]) for first in self._by_place)
 
     def take(self, needed: int, after: int | None) -> list[Run]:
-        """Remove and return `needed` free blocks, of which there are enough; first the run at `after`, if one begins there."""
+        """Remove and return `needed` free blocks, of which there must be enough; first a run that begins at `after`."""
         taken: list[Run] = []
         while needed:
             if after is not None and after in self._lengths:
@@ -434,7 +432,7 @@ class FreeRuns:
 
 
 def append_run(runs: list[Run], run: Run) -> None:
-    """Append a run, merged with the last one if it continues that."""
+    """Append a run, merged with the last one if it follows directly."""
     if runs and _end(runs) == run[0]:
         runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
     else:

@@ -1,4 +1,4 @@
-"""A rank's view of its lane's prefix cache: which remembered block follows which, and their last uses.
+"""A rank's view of its lane's prefix cache: for each remembered block, its predecessor and its last use.
 
 The controller's `medha.kv.prefix_cache` knows prefixes by their hashes and makes the decisions; a rank knows
 only blocks. For each remembered block it stores the block that precedes it in its prefix, so that the last
@@ -56,7 +56,7 @@ class CachedPaths:
         return self._locked[sequence][1]
 
     def publish(self, sequence: str, runs: Sequence[Run], start: int, after: int) -> None:
-        """Insert the blocks `runs` of a sequence behind block `after`, and lock the whole prefix for it.
+        """Insert the blocks `runs` of a sequence after block `after`, and lock the whole prefix for it.
 
         `runs` are the blocks of the sequence's table from the `start`-th on.
         """

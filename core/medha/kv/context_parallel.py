@@ -37,12 +37,12 @@ class RingCosts:
     element_bytes: int = 2  # e
     attention_flops_per_second: float = 0.0  # C, of a lane
     link_bytes_per_second: float = 0.0  # BW, between two lanes
-    kv_tensors: int = 2  # K and V; 1 where latents are both
-    kv_element_bytes: int = 0  # of a number of K or V, as lanes send blocks of the pool; 0: e
+    kv_tensors: int = 2  # K and V; 1 if a latent stands for both
+    kv_element_bytes: int = 0  # bytes per element of K and V, in the pool and in messages; 0: e
 
     @property
     def sent_heads(self) -> float:
-        """Heads of numbers of e bytes that a token's K and V take in a message."""
+        """Size of a token's K and V in a message, in heads of elements of e bytes."""
         share = (self.kv_element_bytes or self.element_bytes) / self.element_bytes
         return self.kv_heads * self.kv_tensors * share
 

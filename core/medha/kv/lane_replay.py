@@ -39,10 +39,7 @@ from medha.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class ReadBlocks:
-    """Blocks `start ..` of a file, or of what another replica offers with a ticket, are read into host blocks `slots`.
-
-    These are those of an extent.
-    """
+    """Blocks from `start` on, of a file or of a ticket's offer, are read into host blocks `slots`, those of an extent."""
 
     file: str
     start: int
@@ -54,7 +51,7 @@ class ReadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WriteBlocks:
-    """Host blocks `slots`, which are those from block `first` of an extent on, are written to a file."""
+    """Host blocks `slots`, those of an extent from its block `first` on, are written to a file."""
 
     file: DiskFile
     extent: int
@@ -64,7 +61,7 @@ class WriteBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StoreBlocks:
-    """Host blocks `slots` are written to an object of the store; `extents` says up to which block of which extents they are."""
+    """Host blocks `slots` are written to an object of the store; `extents` are the extents, each with the end of its part."""
 
     object: DiskFile
     extents: tuple[tuple[int, int], ...]
@@ -81,10 +78,10 @@ class ServeBlocks:
 
 @dataclass(frozen=True, slots=True)
 class HostTierWork:
-    """Work for what reads and writes a rank's host blocks beside the steps, in this order.
+    """Work on a rank's host blocks beside the steps: its threads read and write files, in the order of the fields.
 
-    Blocks of `drops` may be written again by the step's copies, so nothing of them may reach a file from then on, and
-    nothing that `unserves` names may reach another replica. The rest comes behind the copies.
+    The step's copies may overwrite blocks of `drops`. From then on, these blocks must not reach a file, nor those of
+    `unserves` another replica. The other work comes after the copies.
     """
 
     drops: tuple[HostDrop, ...] = ()
@@ -100,7 +97,7 @@ class LaneReplay:
     """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
     Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, fetches, writes. If
-    layers free KV before their windows, `begin_step` comes behind the releases, and `place_windows` comes last.
+    layers free KV before their windows, `begin_step` comes after the releases, and `place_windows` comes last.
     """
 
     def __init__(
@@ -112,7 +109,7 @@ class LaneReplay:
     ) -> None:
         """`host_blocks` is the size of the lane's host tier; 0: it has none.
 
-        `windows` has the blocks of layers whose KV before the window is freed, if any layer's is.
+        `windows` has the blocks of the layers that free KV before their windows, if there are any.
         """
         self.ledger = ledger
         self.lane = lane
@@ -143,7 +140,7 @@ class LaneReplay:
         return self.ledger.state_hash(maps if self.host is None else maps + self.host.digest())
 
     def note_windows(self) -> None:
-        """Note the state of the blocks of layers with a window, before a step that is compared with the controller's."""
+        """Keep a digest of the blocks of layers with a window, before a step whose state is compared with the controller's."""
         if self.windows is not None:
             self._windows_digest = self.windows.digest()
 
@@ -156,7 +153,7 @@ class LaneReplay:
         return tuple(copies)
 
     def take_host_tier_work(self) -> HostTierWork:
-        """Take what is to be done beside the steps."""
+        """Take the work to be done beside the steps."""
         work = HostTierWork(
             tuple(self._drops),
             self._unserves,
@@ -171,7 +168,7 @@ class LaneReplay:
         return work
 
     def load(self, loads: Iterable[HostLoad]) -> None:
-        """Give host blocks to what is read from files or from another replica, and to copies of cached blocks.
+        """Assign host blocks to the blocks that are read from files or another replica, and to copies of cached blocks.
 
         Raises:
             LedgerMismatch: the host tier has diverged.
@@ -189,7 +186,7 @@ class LaneReplay:
                 )
 
     def serve(self, serves: Iterable[KvServe], unserves: tuple[str, ...]) -> None:
-        """Find the host blocks that another replica may read, and note which ones it may read no longer.
+        """Find the host blocks that another replica may read, and record the tickets with which it may read no longer.
 
         Raises:
             LedgerMismatch: the host tier has diverged.
@@ -240,7 +237,7 @@ class LaneReplay:
                     self._publish_windows(self.windows, publish, known)
 
     def _publish_windows(self, windows: WindowTables, publish: Publish, known: int) -> None:
-        """Keep windows that a sequence has computed for blocks which another one had inserted, from number `known` on."""
+        """Keep the windows that a sequence has computed for blocks, from number `known` on, that another one had inserted."""
         own = as_blocks(self.ledger.runs(publish.id, known, publish.start))
         cached = as_blocks(self._paths.runs(publish.after, publish.start - known))
         windows.published(publish.id, own, cached, publish.start)
@@ -313,7 +310,7 @@ class LaneReplay:
         return copies
 
     def fetch(self, fetches: Iterable[KvFetch]) -> None:
-        """Copy blocks of the host tier to the blocks of sequences behind those that are filled.
+        """Copy blocks of the host tier to the next unfilled blocks of sequences.
 
         Raises:
             LedgerMismatch: the host tier or a sequence has no such blocks.
@@ -322,10 +319,8 @@ class LaneReplay:
             for part in one.blocks:
                 if part.lane != self.lane:
                     continue
-                start, slots = (
-                    self._filled.get(one.id, 0),
-                    self._tier().runs(part.extent, part.start, part.count),
-                )
+                start = self._filled.get(one.id, 0)
+                slots = self._tier().runs(part.extent, part.start, part.count)
                 blocks = self.ledger.runs(one.id, start, start + part.count) if one.id in self.ledger else []
                 if sum(length for _, length in blocks) != part.count:
                     raise LedgerMismatch(f"{one.id} has no room for {part.count} blocks that it fetches")
@@ -335,7 +330,7 @@ class LaneReplay:
     # --- layers that free KV before their windows -----------------------------------------------------
 
     def begin_step(self) -> None:
-        """Let go of windows that no row behind the last step sees."""
+        """Release the blocks that no row after the last step sees."""
         if self.windows is not None:
             self.windows.begin_step()
 
@@ -350,7 +345,7 @@ class LaneReplay:
         elif cached:
             windows.share(admit.id, self._local(shards, admit.cached_tokens - before), cached)
         end = admit.tokens // size * size
-        again = (admit.tokens - 1) // size * size  # who has the same prompt computes its last token again
+        again = (admit.tokens - 1) // size * size  # sequences of one prompt compute its last token again
         windows.will_end(admit.id, self._local(shards, again - before), self._local(shards, end))
 
     def place_windows(self, entries: Iterable[StepEntry]) -> list[BlockCopy]:
@@ -363,7 +358,7 @@ class LaneReplay:
         if windows is None:
             return []
         copies, window_tokens = windows.copy_forks(), windows.window_tokens
-        # First position of each sequence on several lanes, and the one behind its last that is no draft.
+        # For each sequence on several lanes: its first position, and the end of those that are not drafts.
         spread: dict[str, tuple[int, int]] = {}
         drafted: dict[str, int] = {}
         for entry in entries:

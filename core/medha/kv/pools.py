@@ -12,13 +12,13 @@ Three rules keep cached blocks correct:
 * At least the last token of a prompt is always computed again, because the first output token is sampled from
   it.
 
-If lanes have a host tier, blocks that are evicted may be demoted to it, and a prefix may go on there (`medha.kv.host_tier`).
-If they have a disk tier, too, it may go on in files, from where it is loaded before its request is admitted
-(`medha.kv.disk_tier`). Other replicas may have it, too: lanes load what these offer in the same way, and let them read
-what they themselves have. Or it goes on in a store that replicas share (`medha.kv.store_tier`).
+A cached prefix may continue in further places. With a host tier, evicted blocks may be demoted to it
+(`medha.kv.host_tier`). The rest may be in files of a disk tier (`medha.kv.disk_tier`), on another replica that offers it,
+or in a store that replicas share (`medha.kv.store_tier`). From these three it is loaded into the host tier before its
+request is admitted. Lanes also offer what they have to other replicas.
 
 If layers free KV before their windows, each lane also replays all steps that are sent, as its ranks do. So it knows
-which windows they have (`medha.kv.window_tables`), and a cached prefix counts up to a place whose window is there.
+which windows they have (`medha.kv.window_tables`). A cached prefix then counts only up to a position whose window is there.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ from medha.wire.messages import (
 )
 
 Reach = Literal["device", "host", "disk"]
-"""The last place where blocks of a prompt count. Those that are in files, or are being read, count with `disk` only."""
+"""The farthest place where blocks of a prompt count. Those in files, and those being read, count only with `disk`."""
 
 _SERVED_PART = 2
-"""Part of a host tier, one in so many, that other replicas may read at a time."""
+"""Divisor of a host tier: the largest part that other replicas may read at a time."""
 _WRITING_PART = 4
-"""Part of a host tier, one in so many, whose blocks are written to files at a time."""
+"""Divisor of a host tier: the largest part that is written to files at a time."""
 
 
 class TierPrices(Prices, DiskPrices, Protocol):
@@ -89,7 +89,7 @@ class TierPrices(Prices, DiskPrices, Protocol):
         ...
 
     def store_seconds(self, blocks: int, objects: int) -> float:
-        """Return the predicted time to look for so many objects of the store, and to read so many blocks of them."""
+        """Return the predicted time to read so many blocks of so many objects of the store."""
         ...
 
 
@@ -111,11 +111,11 @@ class _Found:
 
     blocks: int
     runs: tuple[Run, ...]
-    unlocked: int  # of the cached ones
+    unlocked: int  # cached ones that no sequence locks
     held: tuple[Held, ...] = ()  # in the host tier
     fetched: int = 0  # `held` ones; with the reach `disk` also those in files
-    chain: str = ""  # hashes by which they were looked up
-    awaited: int = 0  # of the fetched ones: those in files or being read
+    chain: str = ""  # the hashes by which they were found
+    awaited: int = 0  # fetched ones that are in files, or being read
 
     @property
     def all_blocks(self) -> int:
@@ -137,7 +137,6 @@ class PeerCounts:
     hits: int = 0  # requests that waited for blocks of another replica
     loaded_blocks: int = 0
     failed_loads: int = 0
-    served: int = 0  # tickets
     served_blocks: int = 0
 
 
@@ -151,7 +150,7 @@ class WindowPool:
 
 @dataclass(frozen=True, slots=True)
 class EndedLoads:
-    """Loads that have ended: from files, from other replicas and from the store; and the objects that it did not give."""
+    """Loads that have ended: from files, from other replicas and from the store; and objects that the store lacks."""
 
     from_files: Sequence[Loaded] = ()
     from_peers: Sequence[Loaded] = ()
@@ -165,7 +164,7 @@ class EndedLoads:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """Objects of the store that would continue a prompt on a lane, whose blocks are `chain`: all from the `first`-th on."""
+    """Objects of the store that would continue a prompt on a lane: all of the blocks `chain` from the `first`-th object on."""
 
     lane: int
     chain: str
@@ -187,7 +186,7 @@ class _Lane:
         return None if self.replay is None else self.replay.windows
 
     def match(self, hashes: str, stop: int) -> Match:
-        """Return the longest cached prefix of the first `stop` of `hashes`, those of a whole prompt, that it can share."""
+        """Return the longest cached prefix of the first `stop` of `hashes`, those of a whole prompt, that can be shared."""
         match, windows = self.cache.match(hashes, stop), self.windows
         if windows is None or not match.blocks:
             return match
@@ -198,7 +197,7 @@ class _Lane:
     def find(self, hashes: str, stop: int, *, reach: Reach = "host", is_part: bool = False) -> _Found:
         """Return what this lane has of the first `stop` of `hashes`, without a gap.
 
-        `is_part`: other lanes have other parts of the prompt, and the caller looks for its last window.
+        `is_part`: other lanes have other parts of the prompt, and the caller checks its last window.
         """
         match = self.cache.match(hashes, stop) if is_part else self.match(hashes, stop)
         if self.tier is None or reach == "device" or match.blocks == stop:
@@ -231,7 +230,7 @@ class _Lane:
         return isinstance(part, OnDisk) or (self.tier is not None and self.tier.is_loading(part.extent))
 
     def load(self, found: _Found, lane: int) -> tuple[list[HostLoad], set[tuple[int, int]]]:
-        """Begin to load what was found in files; return the loads, and all extents that are awaited, each with the lane."""
+        """Begin to load what was found in files; return the loads, and all awaited extents, each with the lane."""
         assert self.tier is not None
         loads: list[HostLoad] = []
         awaited: set[tuple[int, int]] = set()
@@ -276,7 +275,7 @@ class _Lane:
     ) -> tuple[list[HostLoad], list[Held]]:
         """Let another replica read what was found; return the copies that this needs, and the blocks, in order.
 
-        Cached blocks that the host tier lacks are copied to it. All tickets together get `most_blocks` blocks of the tier.
+        Cached blocks that the host tier lacks are copied to it. All tickets together get at most `most_blocks` of its blocks.
         """
         assert self.tier is not None
         kept = self.tier.served_of(self.tier.match(found.chain, 0, found.all_blocks))
@@ -289,9 +288,9 @@ class _Lane:
         return loads, held
 
     def take_in(self, found: _Found, start: int, stop: int, lane: int) -> tuple[list[HostLoad], list[Held]]:
-        """Copy to the host tier what it lacks of the blocks `start .. stop` that were found; return as `share` does.
+        """Copy the found blocks `start .. stop` that the host tier lacks to it; return the same as `share`.
 
-        The blocks are pinned there. They end at the first one that has no place.
+        The blocks are pinned there. They end at the first one for which the tier has no place.
         """
         assert self.tier is not None
         loads: list[HostLoad] = []
@@ -316,9 +315,9 @@ class _Lane:
     def load_from_peer(
         self, chain: str, ticket: str, lane: int, before: int
     ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
-        """Begin to load the blocks that another replica offers and this lane lacks; return as `load` does, and what is read.
+        """Begin to load the blocks that another replica offers and this lane lacks; return the same as `_load_lacking`.
 
-        These are the blocks of the ticket from `before` on. What is awaited may also be read from elsewhere.
+        `chain` are the blocks of the ticket from `before` on.
         """
         peer_loads = self.peer_loads
         assert peer_loads is not None
@@ -332,7 +331,7 @@ class _Lane:
     def load_from_store(
         self, chain: str, objects: int, lane: int, store: StoreTier
     ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
-        """Begin to load what this lane lacks of the first `objects` objects of its blocks; return as `load_from_peer` does."""
+        """Begin to load the blocks of the first `objects` objects that this lane lacks; return the same as `_load_lacking`."""
         size = store.object_blocks
 
         def begin(extent: int, at: int, count: int, drops: tuple[HostDrop, ...]) -> HostLoad:
@@ -350,9 +349,10 @@ class _Lane:
         begin: Callable[[int, int, int, tuple[HostDrop, ...]], HostLoad],
         piece: int,
     ) -> tuple[list[HostLoad], set[tuple[int, int]], set[tuple[int, int]]]:
-        """Begin to load what this lane lacks of the blocks before `stop`, each time up to the next multiple of `piece`.
+        """Begin to load the blocks before `stop` that this lane lacks, each time up to the next multiple of `piece`.
 
-        `begin` gets an extent, the first of its blocks, their number, and what is dropped for them.
+        `begin` is called with an extent, its first block, their number, and what is dropped for them. Return the loads, the
+        awaited extents, each with the lane, and those of them that these loads read; others were being read already.
         """
         assert self.tier is not None
         loads: list[HostLoad] = []
@@ -399,7 +399,7 @@ class _Lane:
     def make_free_beside(
         self, sequence: str, found: _Found, blocks: int, lane: int
     ) -> tuple[tuple[Eviction, ...], tuple[Fetch, ...]]:
-        """Do the same for a sequence that fetches what was found in the tier; return its fetches, too."""
+        """Do the same as `make_free` for a sequence that fetches what was found in the tier; return its fetches, too."""
         if self.tier is None or not found.held:
             return self.make_free(blocks, lane), ()
         self.tier.pin(found.held)
@@ -422,8 +422,8 @@ class _SequenceKv:
     chains: dict[int, str]  # lane -> hashes of the prompt's whole blocks there, in order
     unpublished: int  # whole prompt blocks that are not computed, or not yet in the cache
     outputs: list[str] = field(default_factory=list)  # hashes of the blocks after those of the prompt
-    objects: dict[int, int] = field(default_factory=dict)  # by lane: how many the store was offered
-    is_stored: bool | None = None  # whether the store takes the prompt; None: this was not decided
+    objects: dict[int, int] = field(default_factory=dict)  # number of objects offered to the store, by lane
+    is_stored: bool | None = None  # whether the store takes the prompt; None: not decided yet
 
 
 class KvPools:
@@ -450,10 +450,10 @@ class KvPools:
         """`stripes_prompts`: stripe long prompts over all lanes instead of filling lane after lane.
 
         Each lane has a host tier of `host_blocks` blocks, if `prices` of its copies are given. If `disk_blocks` is above 0,
-        each also has a disk tier of so many, whose files are on all ranks that `lane_ranks` has for it. `has_peers`: these
-        ranks also read blocks of other replicas, and give them theirs. If `object_blocks` is above 0, there is a store, whose
-        objects have so many blocks. `window_pool` is what ranks have if they free KV before the windows of layers; they have
-        no tiers then, and stream nothing. `streamed_blocks` are those of each lane in host memory (`admit_streamed`).
+        each also has a disk tier of so many blocks, with files on all ranks that `lane_ranks` lists for it. `has_peers`: these
+        ranks also read blocks of other replicas, and let them read theirs. If `object_blocks` is above 0, there is a store,
+        whose objects have so many blocks. With a `window_pool`, ranks free KV before the windows of layers; then there are no
+        tiers and no streaming. `streamed_blocks` is the number of blocks of each lane in host memory (`admit_streamed`).
         """
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
@@ -467,19 +467,11 @@ class KvPools:
         self._lanes = [
             _Lane(BlockLedger(kv_blocks, block_size_tokens, streamed_blocks)) for _ in range(lanes)
         ]
-        if prices is not None and prefix_caching:
-            for lane in self._lanes:
-                lane.tier = HostTier(host_blocks, block_size_tokens, prices)
-        if prices is not None and prefix_caching and disk_blocks:
-            for lane, ranks in zip(self._lanes, lane_ranks, strict=True):
-                assert lane.tier is not None
-                lane.tier.unwritten = UnwrittenBlocks()
-                most = max(host_blocks // _WRITING_PART, 1)
-                lane.disk = DiskTier(disk_blocks, ranks, block_size_tokens, prices, most, lane.tier)
         self.has_peers = has_peers and prices is not None and prefix_caching
-        if self.has_peers:
-            for lane, ranks in zip(self._lanes, lane_ranks, strict=True):
-                lane.peer_loads = RankLoads(frozenset(ranks))
+        self.store: StoreTier | None = None
+        """The store that replicas share; None: there is none."""
+        if prices is not None and prefix_caching:
+            self._add_tiers(prices, host_blocks, disk_blocks, object_blocks, lane_ranks)
         self._window_pool = window_pool
         if window_pool is not None:
             assert prices is None, "a tier keeps blocks of all layers alike"
@@ -490,10 +482,6 @@ class KvPools:
                 lane.replay = LaneReplay(copy, number, windows=windows)
         self._served_part = _SERVED_PART
         self.peer_counts = PeerCounts()
-        self.store: StoreTier | None = None
-        """The store that replicas share; None: there is none."""
-        if prices is not None and prefix_caching and object_blocks:
-            self.store = StoreTier(lane_ranks, object_blocks, max(host_blocks // _WRITING_PART, 1))
         self._offers = Offers(lanes * kv_blocks // max(object_blocks, 1))
         self._loads: list[HostLoad] = []
         self._serves: list[KvServe] = []
@@ -516,6 +504,27 @@ class KvPools:
         """Prompt tokens of admitted requests."""
         self.hit_tokens = 0
         """Prompt tokens of admitted requests whose KV was cached."""
+
+    def _add_tiers(
+        self,
+        prices: TierPrices,
+        host_blocks: int,
+        disk_blocks: int,
+        object_blocks: int,
+        lane_ranks: Sequence[Iterable[int]],
+    ) -> None:
+        most_writing = max(host_blocks // _WRITING_PART, 1)
+        for number, lane in enumerate(self._lanes):
+            lane.tier = HostTier(host_blocks, self.block_size_tokens, prices)
+            if disk_blocks:
+                lane.tier.unwritten = UnwrittenBlocks()
+                lane.disk = DiskTier(
+                    disk_blocks, lane_ranks[number], self.block_size_tokens, prices, most_writing, lane.tier
+                )
+            if self.has_peers:
+                lane.peer_loads = RankLoads(frozenset(lane_ranks[number]))
+        if object_blocks:
+            self.store = StoreTier(lane_ranks, object_blocks, most_writing)
 
     # --- queries --------------------------------------------------------------------------------------
 
@@ -567,7 +576,7 @@ class KvPools:
     def tier_room(self, lanes: Iterable[int]) -> int:
         """Return the blocks that the fullest host tier of `lanes` can keep for a sequence that steps aside.
 
-        What it is to keep for others, and is still on the device, may come.
+        Blocks that it is to keep for others and that are still on the device count as taken.
         """
         tiers = [tier for lane in lanes if (tier := self._lanes[lane].tier) is not None]
         return min((max(tier.ledger.blocks - tier.wanted_blocks, 0) for tier in tiers), default=0)
@@ -604,8 +613,7 @@ class KvPools:
         return self._lanes[lane].windows
 
     def free_blocks_on(self, lane: int) -> int:
-        here = self._lanes[lane]
-        return here.ledger.free_blocks + here.cache.evictable_blocks
+        return self._lanes[lane].available_blocks
 
     def freed_in_turn(self, lanes: Iterable[int]) -> Callable[[str], int]:
         """Return a function that counts blocks of `lanes` as `BlockLedger.freed_in_turn` does; cached ones count as free."""
@@ -712,8 +720,8 @@ class KvPools:
     ) -> Placed | None:
         """Reserve KV for all tokens of a request that is larger than the pools, on all lanes at once.
 
-        The last `device_blocks` blocks on each lane are of its pool, and all before are streamed. It shares no KV. Return None,
-        and change nothing, if KV is short.
+        On each lane, its last `device_blocks` blocks are in the pool, and all before are streamed. It shares no KV. Return
+        None, and change nothing, if KV is short.
         """
         assert sequence not in self._held, f"{sequence} already holds KV"
         lanes, size = len(self._lanes), self.block_size_tokens
@@ -754,14 +762,14 @@ class KvPools:
         return max(lane.ledger.streamed_blocks_of(sequence) for lane in self._lanes)
 
     def unfetched_blocks(self, sequence: str) -> int:
-        """Return how many blocks are still to be copied from a host tier to a sequence, on the lane with most of them."""
+        """Return how many blocks a sequence still has to fetch from a host tier, on the lane with most of them."""
         by_lane: dict[int, int] = {}
         for one in self._fetches.get(sequence, ()):
             by_lane[one.lane] = by_lane.get(one.lane, 0) + one.count
         return max(by_lane.values(), default=0)
 
     def fetch(self, sequence: str, most_blocks: int) -> KvFetch:
-        """Take up to `most_blocks` blocks on each lane of what is still to be copied to a sequence, in order."""
+        """Take the next up to `most_blocks` blocks on each lane that a sequence still has to fetch."""
         taken: list[Fetch] = []
         left: list[Fetch] = []
         room: dict[int, int] = {}
@@ -780,9 +788,9 @@ class KvPools:
         return KvFetch(sequence, tuple(taken))
 
     def end_fetches(self) -> None:
-        """Let host tiers drop what sequences have fetched: the step that says so is on its way.
+        """Let host tiers drop the blocks that sequences have fetched, now that the step with the last fetch is sent.
 
-        Ranks copy it behind all drops of that step.
+        The drops come with a later step, so ranks copy the blocks before.
         """
         for sequence in self._fetched:
             for tier in self.tiers:
@@ -790,9 +798,9 @@ class KvPools:
         self._fetched.clear()
 
     def begin_loads(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> Awaited | None:
-        """Load what files hold of a prompt behind the other tiers; return what its request should wait for.
+        """Load the part of a prompt that only files hold; return the loads for which its request should wait.
 
-        Return None if nothing is awaited, or if computing is predicted to be faster.
+        Return None if there are none, or if computing is predicted to be faster.
         """
         if self._prices is None or not block_hashes:
             return None
@@ -830,10 +838,7 @@ class KvPools:
     def _found_best(
         self, prompt_tokens: int, hashes: str, *, is_long: bool, reach: Reach
     ) -> list[tuple[int, _Found]]:
-        """Return what lanes have of a prompt, where they have most of it; by lane.
-
-        With the reach `disk`, they have what they would have if all that files hold were loaded.
-        """
+        """Return the longest part of a prompt that lanes have, by lane; with the reach `disk`, files included."""
         if is_long and self._stripes_prompts:
             return list(self._striped_matches(prompt_tokens, hashes, reach=reach)[0][1].items())
         usable = (prompt_tokens - 1) // self.block_size_tokens
@@ -850,7 +855,7 @@ class KvPools:
         return found
 
     def disk_report(self, report: DiskReport) -> EndedLoads:
-        """Take a rank's report; return the loads that have ended with it."""
+        """Process a rank's report; return the loads that have ended with it."""
         if not 0 <= report.lane < len(self._lanes):
             return EndedLoads()
         here = self._lanes[report.lane]
@@ -873,9 +878,9 @@ class KvPools:
     def wait_for_peer_seconds(
         self, prompt_tokens: int, block_hashes: str, there_tokens: int, *, is_long: bool = False
     ) -> float | None:
-        """Return half of the time, in seconds, for which a request may wait for what another replica has of its prompt.
+        """Return the predicted wait, in seconds, for what another replica has of a prompt: half of the longest that pays.
 
-        Return None if computing is predicted to be faster. Waiting longer than computing takes would not pay.
+        Return None if computing is predicted to be faster.
         """
         if self._prices is None or not self.has_peers or not block_hashes:
             return None
@@ -890,7 +895,7 @@ class KvPools:
     def _saved(
         self, prompt_tokens: int, here_tokens: int, there_tokens: int, blocks: int, read_seconds: float
     ) -> float | None:
-        """Return half of the time that KV up to `there_tokens` saves, in seconds; None if to read and fetch it takes longer."""
+        """Return half of the seconds that KV up to `there_tokens` saves; None if reading and fetching it takes longer."""
         assert self._prices is not None
         if there_tokens <= here_tokens:
             return None
@@ -903,7 +908,7 @@ class KvPools:
     def share(
         self, ticket: str, prompt_tokens: int, block_hashes: str, *, is_long: bool = False
     ) -> tuple[KvPart, ...]:
-        """Let another replica read what lanes have of a prompt; return what it gets."""
+        """Let another replica read what lanes have of a prompt; return these parts."""
         if not self.has_peers or not block_hashes:
             return ()
         parts: list[KvPart] = []
@@ -924,20 +929,19 @@ class KvPools:
                 parts.append(KvPart(lane, hash_range(found.chain, 0, count)))
                 self.peer_counts.served_blocks += count
         self._serves += [KvServe(ticket, tuple(each), lane) for lane, each in blocks.items()]
-        self.peer_counts.served += bool(parts)
         return tuple(parts)
 
     def share_all(self) -> None:
-        """Let tickets have all of the host tiers from now on: nothing else will need them."""
+        """Let tickets use the whole host tiers from now on, because nothing else needs them."""
         self._served_part = 1
 
     def unshare(self, ticket: str) -> None:
-        """Let other replicas read nothing more of what a ticket offers."""
+        """End a ticket: other replicas may no longer read its blocks."""
         for tier in self.tiers:
             tier.unserve(ticket)
         pending = [one for one in self._serves if one.ticket != ticket]
         if len(pending) < len(self._serves):
-            # Ranks have not heard of it, and its blocks may get other owners before they do.
+            # Ranks have not received the ticket, and its blocks may have other content before they do.
             self._serves = pending
         else:
             self._unserves.append(ticket)
@@ -945,7 +949,7 @@ class KvPools:
     def begin_peer_loads(
         self, ticket: str, parts: Iterable[KvPart]
     ) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
-        """Load what another replica offers; return the extents that are awaited, each with its lane, and those of the ticket."""
+        """Load what another replica offers; return the awaited extents, each with its lane, and those read with the ticket."""
         extents: set[tuple[int, int]] = set()
         read: set[tuple[int, int]] = set()
         before = [0] * len(self._lanes)  # blocks of the ticket on each lane that earlier parts have
@@ -962,9 +966,9 @@ class KvPools:
     # --- the store ------------------------------------------------------------------------------------
 
     def sought(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> list[Sought]:
-        """Return the objects that would continue a prompt behind what lanes have of it.
+        """Return the objects that would continue a prompt after the part that lanes have.
 
-        Where long prompts are not striped, the first lane alone counts that lacks something: nobody knows the next one yet.
+        Unless long prompts are striped, only the first lane that lacks something counts: the next one is not known yet.
         """
         if self.store is None or not block_hashes:
             return []
@@ -987,7 +991,7 @@ class KvPools:
         *,
         is_long: bool = False,
     ) -> float | None:
-        """Return what `wait_for_peer_seconds` does, if the store has so many further objects, on each lane that lacks some."""
+        """Return the same as `wait_for_peer_seconds` for the store; `counts` are its further objects, by lane that lacks some."""
         if self._prices is None or self.store is None or not any(counts):
             return None
         here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
@@ -999,7 +1003,7 @@ class KvPools:
     def begin_store_loads(
         self, sought: Iterable[Sought], counts: Iterable[int]
     ) -> frozenset[tuple[int, int]]:
-        """Load so many of the objects that are sought; return the extents that are awaited, each with its lane."""
+        """Load the first `counts` of the objects that are sought; return the awaited extents, each with its lane."""
         assert self.store is not None
         extents: set[tuple[int, int]] = set()
         for one, count in zip(sought, counts, strict=True):
@@ -1017,7 +1021,7 @@ class KvPools:
     def _offer_to_store(self, held: _SequenceKv, lane: int, chain: str, stop: int) -> None:
         """Let the whole objects among the first `stop` blocks of a prompt be written to the store (`write_through`).
 
-        A prompt is written if reading all of it is predicted to be faster than to compute it.
+        A prompt is written if reading all of it is predicted to be faster than computing it.
         """
         store = self.store
         if store is None or self._prices is None:
@@ -1047,7 +1051,7 @@ class KvPools:
         return 0 if self.store is None else self._offers.objects * self.store.object_blocks
 
     def write_through(self, most_blocks: int) -> None:
-        """Copy objects that are offered to the store to host tiers, and let them be written: one, or up to so many blocks."""
+        """Copy offered objects to host tiers, from where they are written to the store: up to `most_blocks`, at least one object."""
         if self.store is None:
             return
         left = max(most_blocks // self.store.object_blocks, 1)
@@ -1162,7 +1166,7 @@ class KvPools:
         held.unpublished = left
 
     def extend(self, sequence: str, hashes: str, filled_tokens: int) -> None:
-        """Note the hash of a block that output tokens have filled, the last of the first `filled_tokens` tokens.
+        """Record the hash of a block that output tokens have filled, the last of the first `filled_tokens` tokens.
 
         `release` inserts these blocks into the cache. The output of a request on several lanes lies in
         stripes and is not shared.
@@ -1193,8 +1197,8 @@ class KvPools:
         """Release the KV of a sequence that has ended and is in no step in flight.
 
         Blocks that only it held become free or stay cached. Whole output blocks among the first
-        `computed_tokens` tokens are inserted into the cache first. If it `swaps`, host tiers keep what is evicted of them,
-        until it is admitted again or `end_swap` is called.
+        `computed_tokens` tokens are inserted into the cache first. If it `swaps`, host tiers keep its blocks when they are
+        evicted, until it is admitted again or `end_swap` is called.
         """
         held = self._held[sequence]
         self.publish_output(sequence, computed_tokens)
@@ -1209,14 +1213,14 @@ class KvPools:
         self._releases[sequence] = None
 
     def _begin_swap(self, sequence: str, held: _SequenceKv, computed_tokens: int) -> None:
-        """Let host tiers keep the cached blocks of a sequence: all that it computed, but for an output on several lanes."""
+        """Let host tiers keep the cached blocks of a sequence: all that it computed, except an output on several lanes."""
         chains = held.chains
         if held.outputs and len(chains) == len(held.shards.lanes) == 1:
             chains = {lane: chain + "".join(held.outputs) for lane, chain in chains.items()}
         computed = self._whole_blocks(held.shards, computed_tokens)
         found = {lane: hash_range(chain, 0, computed.get(lane, 0)) for lane, chain in chains.items()}
         if not any(found.values()):
-            return  # none of its blocks can be found again
+            return  # no block of it is cached
         self._swapped[sequence] = found
         self.swaps_out += 1
         for lane, chain in found.items():
@@ -1257,13 +1261,13 @@ class KvPools:
         return tuple(loads)
 
     def take_serves(self) -> tuple[tuple[KvServe, ...], tuple[str, ...]]:
-        """Take what other replicas may read from now on, and the tickets that are void."""
+        """Take what other replicas may read from now on, and the tickets that have ended."""
         serves, unserves = self._serves, self._unserves
         self._serves, self._unserves = [], []
         return tuple(serves), tuple(unserves)
 
     def take_writes(self) -> tuple[tuple[DiskDelete, ...], tuple[DiskWrite, ...]]:
-        """Take the files of all lanes that ranks delete, and those that they write behind all else of a step."""
+        """Take the files of all lanes that ranks delete, and those that they write after all else of a step."""
         deletes: list[DiskDelete] = []
         writes: list[DiskWrite] = []
         for number, lane in enumerate(self._lanes):
@@ -1311,10 +1315,7 @@ class KvPools:
         return tuple(digests)
 
     def sent(self, step: Step) -> None:
-        """Note that a step is on its way to all ranks, which comes before any further change here.
-
-        If ranks free KV before windows, this replays it.
-        """
+        """Record that a step was sent to all ranks, before any further change here; replay it if they free KV before windows."""
         self.end_fetches()
         for lane in self._lanes:
             if lane.replay is not None:
@@ -1414,7 +1415,7 @@ class KvPools:
     def _chains(self, shards: ShardMap, prompt_tokens: int, hashes: str) -> dict[int, str]:
         """Return the hashes of each lane's part of the prompt, in order; empty if there are none to use.
 
-        A lane holds one run of the prompt, or every n-th stripe where prompts are striped.
+        A lane holds one run of the prompt, or every n-th stripe if prompts are striped.
         """
         if not hashes:
             return {}
@@ -1424,7 +1425,7 @@ class KvPools:
         if self._stripes_prompts:
             lanes, stripe = len(self._lanes), self._stripe_tokens
             if not is_striped(shards, prompt_tokens, lanes, stripe):
-                return {}  # a lane's blocks may follow others here than the same blocks do in a regular map
+                return {}  # on a lane, blocks may follow others than in a regular map
             parts: dict[int, list[str]] = {}
             for piece in shards.pieces(0, prompt_tokens):
                 part = hash_range(hashes, piece.start // size, piece.stop // size)
@@ -1436,7 +1437,7 @@ class KvPools:
         }
 
     def _worth_using(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, _Found]:
-        """Return `_matches`, in which host tiers take part only if that is faster than to compute."""
+        """Return `_matches`; host tiers take part only if that is faster than computing."""
         matches = self._matches(prompt_tokens, chains)
         fetched = max((one.fetched for one in matches.values()), default=0)
         if fetched == 0:
@@ -1449,7 +1450,7 @@ class KvPools:
         return matches if self._is_worth(prompt_tokens, here, there, fetched) else without
 
     def _is_worth(self, prompt_tokens: int, here_tokens: int, there_tokens: int, fetched: int) -> bool:
-        """Return whether to fetch so many blocks on a lane is faster than to compute a prompt from `here` to `there`."""
+        """Return whether fetching so many blocks on a lane is faster than computing a prompt from `here` to `there`."""
         if self._prices is None or there_tokens <= here_tokens:
             return False
         seconds = self._prices.compute_seconds
@@ -1473,7 +1474,7 @@ class KvPools:
         return self._parts_found(chains, min(usable, kept), reach)
 
     def _parts_found(self, chains: dict[int, str], usable: int, reach: Reach) -> dict[int, _Found]:
-        """Return what lanes have of the first `usable` blocks of a prompt whose parts lie on the lanes of `chains` in turn."""
+        """Return what lanes have of the first `usable` blocks of a prompt; its parts lie on the lanes of `chains`, in order."""
         matches: dict[int, _Found] = {}
         for lane, chain in chains.items():
             stop = min(usable, hash_count(chain))
@@ -1493,9 +1494,9 @@ class KvPools:
     def _in_stripes(
         self, parts: Sequence[tuple[int, _Found]], blocks: int, step: int
     ) -> npt.NDArray[np.bool_]:
-        """Do the same for parts in stripes of `step` blocks; `blocks` are here at most, and fewer if a part ends before.
+        """Do the same as `_in_order` for parts in stripes of `step` blocks: for at most `blocks`, or until a part ends.
 
-        The last stripe is longer than others where the other lanes are full.
+        The last stripe is longer than others if the other lanes are full.
         """
         at, lanes = np.arange(blocks), len(parts)
         turns, places = at // step % lanes, at // (step * lanes) * step + at % step
@@ -1560,7 +1561,7 @@ class KvPools:
         return [(lanes, matches) for _, _, lanes, matches in found]
 
     def _without_gap(self, prompt_tokens: int, chains: dict[int, str], *, reach: Reach) -> dict[int, _Found]:
-        """Return the prefix that is there of a prompt that is striped over the lanes of `chains` in their order."""
+        """Return the longest prefix that lanes have of a prompt striped over the lanes of `chains`, in order."""
         lanes, step = len(chains), self._stripe_tokens // self.block_size_tokens
         usable = (prompt_tokens - 1) // self.block_size_tokens
         parts: list[tuple[int, _Found]] = []
@@ -1638,7 +1639,7 @@ class KvPools:
         )
 
     def _admit_on_only_lane(self, sequence: str, prompt: int, reserved: int, hashes: str) -> Placed | None:
-        """Do the same as `admit` on a replica of one lane; twice as fast, as there is nothing to choose."""
+        """Do the same as `admit` on a replica of one lane, twice as fast, because there is nothing to choose."""
         here, size = self._lanes[0], self.block_size_tokens
         if here.tier is not None:
             shards, chains = ShardMap((Segment(0, 0, reserved),)), {0: hashes} if hashes else {}
@@ -1687,14 +1688,14 @@ class KvPools:
     def _message_fields(
         self, segments: tuple[Segment, ...]
     ) -> tuple[tuple[Segment, ...], tuple[Striping, ...]]:
-        """Return segments as messages carry them: few as they are, many as stripings, none if there is one lane."""
+        """Return segments as messages carry them: none for one lane, few as they are, many as stripings."""
         if len(self._lanes) == 1:
             return (), ()
         return (segments, ()) if len(segments) <= MAX_SEGMENTS_SENT else ((), stripings_of(segments))
 
 
 def _best(found: Sequence[_Found]) -> int:
-    """Return the lane that has most blocks, the first of several; of equally many, cached ones are worth more than fetched."""
+    """Return the lane that has most blocks; if several have, the one with most cached ones, then the first."""
     return max(range(len(found)), key=lambda lane: (found[lane].all_blocks, found[lane].blocks, -lane))
 
 

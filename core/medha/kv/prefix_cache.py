@@ -93,9 +93,8 @@ class PromptHash:
     blocks: int = 0
     _parts: list[str] = field(default_factory=list)
     _sums: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(_ROWS, dtype=np.uint64))
-    _rest: TokenIds = field(
-        default_factory=lambda: np.empty(0, dtype=np.int32)
-    )  # ids of the incomplete block
+    # Ids of the incomplete block.
+    _rest: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     @property
     def hashes(self) -> str:
@@ -243,12 +242,8 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self._root = _Node(None, "", 0, 0, [])
-        self._locked: dict[
-            str, tuple[_Node, int]
-        ] = {}  # sequence -> deepest node, and blocks down to its end
-        self._leaves: list[
-            tuple[int, int, _Node]
-        ] = []  # heap of (used_at, tie, node); stale entries are skipped
+        self._locked: dict[str, tuple[_Node, int]] = {}  # sequence -> deepest node, and blocks to its end
+        self._leaves: list[tuple[int, int, _Node]] = []  # heap: used_at, tie, node; stale ones are skipped
         self._ties = 0
         self._nodes = 0
         self._clock = 0
@@ -293,9 +288,9 @@ class PrefixCache:
     def publish(self, sequence: str, hashes: str, stop: int, runs: Sequence[Run]) -> tuple[int, int] | None:
         """Insert blocks that `sequence` has computed: `runs` are the blocks of the first `stop` of `hashes`.
 
-        Where another sequence has inserted blocks of the same hashes, those stay in the cache. Return how
-        many blocks at the end of `runs` are newly remembered, which the ledgers must keep, and the block that
-        they follow (-1: none). Return None if the sequence has locked that many blocks already.
+        Blocks of the same hashes that another sequence has inserted stay in the cache. Return how many blocks at
+        the end of `runs` are newly remembered, which the ledgers must keep, and the block that they follow (-1:
+        none). Return None if the sequence has locked that many blocks already.
         """
         before, known = self._locked[sequence]
         if stop <= known:
@@ -332,7 +327,7 @@ class PrefixCache:
     def evict(self, blocks: int) -> Evicted:
         """Evict at least `blocks` blocks, the least recently used branch first and from its end.
 
-        A branch no longer than `blocks` is evicted whole: what was left of it would only fragment the pool.
+        A branch no longer than `blocks` is evicted whole, because a rest of it would only fragment the pool.
         """
         assert blocks <= self.evictable_blocks
         evicted: list[Branch] = []

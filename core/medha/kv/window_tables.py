@@ -1,23 +1,23 @@
-"""The block tables of layers with a sliding window: a rank keeps no more of a sequence there than later rows can see.
+"""The block tables of layers with a sliding window: a rank keeps only the part of a sequence that later rows can see.
 
-A row at position p of such a layer sees the positions p - W + 1 to p, so KV before the window of the next row is
-never read again by its sequence. These layers share a pool of their own, beside that of the layers that see the whole
-context. Before a step runs, its sequences get blocks for the positions that it computes, and let go of blocks that
-lie before the windows of all later rows.
+A row at position p of such a layer sees the positions p - W + 1 to p, so a sequence never again reads KV before the
+window of its next row. These layers share a pool of their own, beside that of the layers that see the whole context.
+Before a step runs, its sequences get blocks for the positions that it computes, and release the blocks that lie before
+the windows of all later rows.
 
-**Cached windows.** Every window block belongs to the block of the other layers, its *key*, that holds the same
-positions. As long as a sequence holds the key or the prefix cache remembers it, the window block is kept, too, and
-evicted when its place is needed. A cached prefix can be used up to any position whose window is still here (`usable_blocks`). So this pool needs no
-hashes: where the prefix cache knows the keys of a prefix, it finds their windows.
+**Cached windows.** Every window block belongs to a block of the other layers, its *key*, which holds the same
+positions. As long as a sequence holds the key or the prefix cache remembers it, the window block is kept, too, unless
+its place is needed. A cached prefix can be used up to any position whose window is still here (`usable_blocks`). This
+pool needs no hashes: the prefix cache knows the keys of a prefix, and the keys lead to their window blocks.
 
-Blocks from inside a prompt are evicted first, in the order in which the windows passed them. Those where another prompt may
-continue go last: the windows before the ends of prompts and sequences, and before a place where two prompts have parted.
+Blocks from inside a prompt are evicted first, in the order in which the windows passed them. Blocks where another prompt
+may continue go last: the windows before the ends of prompts and sequences, and before a place where two prompts diverge.
 
-**Agreement.** No message has a block of this pool. Every rank, and the controller for each lane, replay all steps on
-tables of their own (`medha.kv.lane_replay`), so that all of them agree. Within a step blocks are given out last, so a window
-that the controller has found here is still here when a rank admits the request that is to share it.
+**Agreement.** No message names a block of this pool. Every rank, and the controller for each lane, replay all steps on
+tables of their own (`medha.kv.lane_replay`), so all of them agree. A step assigns blocks last. So a window that the
+controller has found here is still here when a rank admits the request that shares it.
 
-The pool is large enough for every step that a controller may send (`WindowNeed`). Where it has no windows for all
+The pool is large enough for every step that a controller may send (`WindowNeed`). If it has too few windows for all
 sequences that may run, admission counts those of running sequences (`medha.scheduler.window_places`), so that a step
 never lacks a block.
 
@@ -40,10 +40,10 @@ from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockCopy, BlockLedger, FreeRuns, Run, as_blocks
 
 CACHED_WINDOW_PART = 8
-"""Blocks of layers without a window for which the others get one more, to keep the windows of cached prefixes."""
+"""The pool gets one more block for so many blocks of layers without a window, to keep the windows of cached prefixes."""
 
 LEAST_WINDOWS = 8
-"""Sequences, if so many may run, for which a pool of windows has place at least."""
+"""Sequences for which a pool has windows at least, unless fewer may run."""
 
 _NONE = -1
 
@@ -65,21 +65,20 @@ def widest_window(windows: Sequence[int | None]) -> int:
 class WindowNeed:
     """Blocks that sequences need in a lane's pool of windows, however the controller fills its steps.
 
-    A sequence keeps its window, which begins and ends somewhere in a block. A step needs more: each of the lanes computes
-    `max_chunk_tokens` positions of prompts at most, and this one may be to keep them all, as they lie where shard maps say.
-    It also computes `max_running` positions and drafts of decodes. As many drafts of the step before it may have been
-    accepted, and of those that are in the pipeline's other stages.
+    A sequence keeps its window, which may begin and end inside a block. A step needs more. Each lane computes at most
+    `max_chunk_tokens` positions of prompts, and shard maps may place all of them on this lane. A step also computes
+    `max_running` positions and drafts of decodes; and as many drafts of each step in flight may still be accepted.
     """
 
     sequence_blocks: int
     """Most blocks that one sequence keeps."""
     step_blocks: int
-    """Blocks that a step needs beside those, for all sequences together."""
+    """Blocks that a step needs in addition, for all sequences together."""
     longest_blocks: int
     """Blocks of the longest sequence in layers without a window; it never needs more here."""
 
     def of(self, sequences: int) -> int:
-        """Return the blocks of a pool that never runs out while no more sequences run."""
+        """Return the blocks of a pool that never runs out while at most so many sequences run."""
         return min(sequences * self.sequence_blocks + self.step_blocks, sequences * self.longest_blocks)
 
     def places(self, blocks: int) -> int:
@@ -87,11 +86,11 @@ class WindowNeed:
         return max((blocks - self.step_blocks) // self.sequence_blocks, blocks // self.longest_blocks)
 
     def pools(self, max_running: int, whole_blocks: int, *, in_all_layers: bool) -> list[int]:
-        """Return the blocks that a pool of windows may have, the preferred one first.
+        """Return the sizes that a pool of windows may have, in blocks, the preferred one first.
 
-        That is one with the windows of `max_running` sequences. The other one takes at most half of the `whole_blocks` that
-        the memory would hold if all layers kept their KV, beside what a step needs. So at least half as many short
-        sequences run, and long ones get the rest. If all layers have windows, it may take all.
+        The preferred one has windows for `max_running` sequences. The other one is what a step needs, and half of the
+        `whole_blocks` that the memory would hold if all layers kept their KV. So at least half as many short sequences
+        run, and long ones get the rest. If all layers have windows, it may take all.
         """
         wished, least = self.of(max_running), self.of(min(max_running, LEAST_WINDOWS))
         most = whole_blocks if in_all_layers else max(whole_blocks // 2 + self.step_blocks, least)
@@ -108,7 +107,7 @@ def window_need(
     stages: int = 1,
     lanes: int = 1,
 ) -> WindowNeed:
-    """Return what the sequences and steps of a replica need, whose layers see `window_tokens` tokens at most."""
+    """Return the need of a replica whose layers see at most `window_tokens` tokens."""
     size = block_size_tokens
     longest_blocks = -(-max_model_len // size)
     step_tokens = max_running * (1 + stages) + lanes * max_chunk_tokens
@@ -118,14 +117,14 @@ def window_need(
 
 
 def usable_blocks(are_here: npt.NDArray[np.bool_], window_tokens: int, block_size_tokens: int) -> int:
-    """Return the most blocks of a cached prefix whose last window is here, given which of its blocks are.
+    """Return the length in blocks of the longest part of a cached prefix whose last window is here.
 
-    A request that shares so many computes the row behind them next.
+    `are_here` says which of its blocks are. A request that shares this part computes the row after it next.
     """
     missing = np.flatnonzero(~are_here)
     if not len(missing):
         return len(are_here)
-    # Between two missing blocks, and behind the last, lie blocks that are here. Enough of them hold a window.
+    # Between two missing blocks, and after the last one, lie blocks that are here. Enough of them hold a window.
     edges = np.concatenate(([-1], missing, [len(are_here)]))
     needed = -(-(window_tokens - 1) // block_size_tokens)
     is_enough = np.diff(edges) - 1 >= needed
@@ -134,19 +133,19 @@ def usable_blocks(are_here: npt.NDArray[np.bool_], window_tokens: int, block_siz
 
 
 class WindowTable(NamedTuple):
-    """The blocks that hold the positions `first_token ..` of one sequence; they are int64, in the order of positions."""
+    """The blocks, int64, that hold the positions of one sequence from `first_token` on, in order."""
 
     first_token: int
     blocks: npt.NDArray[np.int64]
 
     def from_start(self, block_size_tokens: int) -> npt.NDArray[np.int64]:
-        """Return a table in which positions count from 0 on; positions before the first one lead to block 0."""
+        """Return a table of all positions from 0 on; those before the first one refer to block 0."""
         before = np.zeros(self.first_token // block_size_tokens, dtype=np.int64)
         return np.concatenate([before, self.blocks])
 
 
 class WindowTables:
-    """Assigns the blocks of layers whose rows see `window_tokens` tokens at most, beside the `ledger` of the others."""
+    """Assigns the blocks of layers whose rows see at most `window_tokens` tokens, beside the `ledger` of the other layers."""
 
     def __init__(self, ledger: BlockLedger, blocks: int, window_tokens: int) -> None:
         self.blocks = blocks
@@ -157,15 +156,13 @@ class WindowTables:
         self._holders = [0] * blocks  # sequences that hold each block
         self._keys = [_NONE] * blocks
         self._window_of = np.full(ledger.blocks, _NONE, dtype=np.int64)  # key -> block
-        # Blocks that no sequence holds, kept for their content; the first one of each is evicted first. The first one of
-        # a plain dictionary comes behind the places of all that were deleted before it.
+        # Blocks that no sequence holds, kept for their content; the first one of each is evicted first. Plain dictionaries
+        # would be slow: finding their first entry passes over all entries that were deleted before it.
         self._inner: OrderedDict[int, None] = OrderedDict()
         self._ends: OrderedDict[int, None] = OrderedDict()
         self._tables: dict[str, _Table] = {}
-        self._unsettled: dict[
-            str, int
-        ] = {}  # sequences of the last step, and the first position that they keep
-        self._forked: list[tuple[str, int]] = []  # sequence, and the block of which it is to get a copy
+        self._unsettled: dict[str, int] = {}  # sequences of the last step -> first position that they keep
+        self._forked: list[tuple[str, int]] = []  # sequences, each with the block of which it needs a copy
 
     @property
     def held_blocks(self) -> int:
@@ -213,7 +210,7 @@ class WindowTables:
         self._tables[sequence] = table
 
     def will_end(self, sequence: str, first_seen: int, stop: int) -> None:
-        """Note that the prompt of a sequence ends at position `stop`; who shares it sees positions from `first_seen` on."""
+        """Record that a sequence's prompt ends at `stop`; a sequence that shares it sees positions from `first_seen` on."""
         size = self.block_size_tokens
         table = self._tables.setdefault(sequence, _Table())
         table.ends.append((first_seen // size, stop // size))
@@ -221,10 +218,10 @@ class WindowTables:
     def published(
         self, sequence: str, own: npt.NDArray[np.int64], cached: npt.NDArray[np.int64], stop: int
     ) -> None:
-        """Keep what a sequence has computed for blocks `cached`, which were remembered before its own blocks `own`.
+        """Keep the windows that a sequence computed in its blocks `own`, for the blocks `cached` of the same tokens.
 
-        Both hold the same tokens. They are the blocks before number `stop` of the sequence, where it parts from what
-        was cached.
+        `cached` were remembered first. Both are the blocks before number `stop` of the sequence, where it diverges from
+        the cached prefix.
         """
         mine = self._window_of[own]
         moves = (mine != _NONE) & (self._window_of[cached] == _NONE)
@@ -239,7 +236,7 @@ class WindowTables:
             self._tables[sequence].ends.append((stop - window, stop))
 
     def forget(self, keys: Iterable[Run]) -> None:
-        """Forget what is kept for blocks of the ledger whose content is forgotten."""
+        """Forget the windows of blocks of the ledger whose content is forgotten."""
         for first, length in keys:
             windows = self._window_of[first : first + length]
             for block in windows[windows != _NONE].tolist():
@@ -253,7 +250,7 @@ class WindowTables:
     # --- steps ----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Let go of what no row behind the last step sees, and the first row of a fork of such a sequence neither."""
+        """Release the blocks that no row after the last step sees, nor the first row of a fork."""
         size = self.block_size_tokens
         for sequence, first_kept in self._unsettled.items():
             table, first = self._tables[sequence], first_kept // size
@@ -302,7 +299,7 @@ class WindowTables:
     def place(self, sequence: str, first_seen: int, start: int, stop: int, first_kept: int) -> None:
         """Give a sequence blocks for positions `start .. stop` (exclusive), which the next step computes.
 
-        Its first row sees the positions from `first_seen` on. Those before `first_kept` are let go before the step after.
+        Its first row sees the positions from `first_seen` on. Those before `first_kept` are released when the next step begins.
 
         Raises:
             LedgerMismatch: the window of the first row is not here, or no block is free.
@@ -314,16 +311,16 @@ class WindowTables:
         held_stop = (first + len(table.blocks)) * size
         if max(first_seen, 0) // size < first or start > held_stop:
             raise LedgerMismatch(
-                f"{sequence}: positions {start} to {stop} see positions of layers with a window that have been freed"
+                f"{sequence}: positions {start} to {stop} need positions before the window, which have been freed"
             )
         if stop > held_stop:
             self._extend(sequence, table, -(-stop // size))
         self._unsettled[sequence] = first_kept
 
     def release(self, sequence: str) -> None:
-        """Let go of the blocks of a sequence; one that holds none here is ignored.
+        """Release the blocks of a sequence, which then stay cached as long as their keys are remembered.
 
-        They stay cached until the content of their keys is forgotten.
+        A sequence that holds none here is ignored.
         """
         self._unsettled.pop(sequence, None)
         table = self._tables.pop(sequence, None)
@@ -376,13 +373,13 @@ class WindowTables:
         self._holders[block] += 1
 
     def _keep_longer(self, block: int) -> None:
-        """Evict a block that is cached from inside a prompt as late as one at its end."""
+        """Evict a block from inside a prompt as late as those at its end."""
         if block in self._inner:
             del self._inner[block]
             self._ends[block] = None
 
     def _drop(self, table: _Table, first: int) -> None:
-        """Let go of the blocks of a table before the number `first`."""
+        """Release the blocks of a table before the number `first`."""
         unseen = min(first - table.first, len(table.blocks))
         if unseen <= 0:
             return
@@ -400,7 +397,7 @@ class WindowTables:
         table.first += unseen
 
     def _extend(self, sequence: str, table: _Table, stop: int) -> None:
-        """Take blocks for a sequence up to the number `stop` (exclusive), and evict cached ones if need be.
+        """Give a sequence blocks up to the number `stop` (exclusive); evict cached ones if need be.
 
         Raises:
             LedgerMismatch: too few are free; nothing has changed then.
@@ -435,9 +432,7 @@ class _Table:
     def __init__(self, first: int = 0, blocks: Sequence[int] = ()) -> None:
         self.first = first
         self.blocks: list[int] = list(blocks)
-        self.ends: list[
-            tuple[int, int]
-        ] = []  # numbers of blocks that hold windows where prompts may continue
+        self.ends: list[tuple[int, int]] = []  # numbers of blocks with windows where prompts may continue
 
     @property
     def stop(self) -> int:

@@ -263,7 +263,7 @@ class DeadlineLedger(Generic[_Row]):
         return [self._rows[row] for row in rows.tolist()]
 
     def next_rows(self, count: int) -> list[_Row]:
-        """Return up to `count` elements behind those of the last call, for updates that go round all rows."""
+        """Return up to `count` elements after those of the last call, for updates that go round all rows."""
         first = self._next_row if self._next_row < len(self._rows) else 0
         self._next_row = first + count
         return self._rows[first : self._next_row]

@@ -59,7 +59,7 @@ class PrefixMemory:
             self._marks.popitem(last=False)
 
     def forget(self, prefix: Prefix, beyond_tokens: int) -> None:
-        """Forget the marks of a prompt behind its first `beyond_tokens` tokens: the replica did not take it."""
+        """Forget the marks of a prompt after its first `beyond_tokens` tokens: the replica did not take it."""
         for tokens, mark in prefix:
             if tokens > beyond_tokens:
                 self._marks.pop(mark, None)

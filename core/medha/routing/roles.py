@@ -64,7 +64,7 @@ def needs_prefill(sequence: OpenSequence, able: Sequence[KnownReplica]) -> bool:
 
 
 def read_pays(replica: KnownReplica, tokens: int, cached_tokens: int) -> bool:
-    """Return whether a replica reads the KV of a prompt behind `cached_tokens` in clearly less time than it computes it."""
+    """Return whether a replica reads the KV of a prompt after `cached_tokens` in clearly less time than it computes it."""
     card = replica.card
     read_seconds = card.read_seconds + card.read_seconds_per_token * (tokens - cached_tokens)
     return read_seconds < MOST_READ_SHARE * replica.own_seconds(tokens, cached_tokens)

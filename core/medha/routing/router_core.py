@@ -85,9 +85,9 @@ from medha.wire.messages import (
 )
 
 MOST_LOOKS = 256
-"""Most sequences of a replica that drains which are looked at in one go; the next tick goes on behind them."""
+"""Most sequences of a replica that drains which are looked at in one go; the next tick goes on after them."""
 MOST_MISSES = 64
-"""Most sequences in a row that find no replica before a pass ends; the next pass begins behind them."""
+"""Most sequences in a row that find no replica before a pass ends; the next pass begins after them."""
 
 
 class RouterCore:

@@ -61,16 +61,15 @@ class Unserved:
                     continue  # the time begins with the first one that waits
                 since[kind] = self._since.get(kind, now)
                 waited_seconds = now - since[kind]
-                if waited_seconds >= self._allowed_seconds(is_recovering=kind in recovering):
+                limits = self._limits
+                allowed = limits.recovery_seconds if kind in recovering else limits.unserved_seconds
+                if waited_seconds >= allowed:
                     detail = f"no replica of the model `{key[0]}` came back in {waited_seconds:.0f} s"
                     if kind._replace(has_grammar=False) in longest:
                         detail = ignored_grammar(key[0])
                     found += [(one, "unavailable", detail) for one in unserved]
         self._since = since
         return found
-
-    def _allowed_seconds(self, *, is_recovering: bool) -> float:
-        return self._limits.recovery_seconds if is_recovering else self._limits.unserved_seconds
 
 
 def _kinds(key: Key) -> tuple[_Kind, _Kind]:

@@ -37,13 +37,13 @@ from medha.wire.messages import Admit, Grow
 LATE_SHARE = 0.35
 """Share of the KV pool. While long requests hold more, a demoted one waits until its revised deadline is near."""
 MOST_DEFERRED_SECONDS = 60.0
-"""Time for which others come before all requests of owners with more than an equal share of KV. Then one claims."""
+"""Longest time for which requests of owners with more than an equal share of KV may not claim, if others wait."""
 WAY_STEPS = 2
-"""Longest steps before a claimant's latest start from which others make way for it: as long as that may take."""
+"""Number of longest steps before a claimant's latest start from which others make way for it: it may take as long."""
 GROWTH_TOKENS = 1024
 """Tokens by which KV grows at a time beyond its reservation: enough that block tables stay long runs."""
 GROWTH_PART_OF_LANE = 16
-"""Part of a lane's pool, one in so many, that a request takes at most each time that it grows."""
+"""Divisor of a lane's pool: the largest part of it that a request takes each time that it grows."""
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ class _Claim:
     lanes: tuple[int, ...]
     blocks: int  # free ones on `lanes` that it waits for
     beside: dict[str, int] = field(default_factory=dict)
-    is_overdue: bool = False  # it ends not because its owner has more than an equal share of KV
-    is_helped: bool = False  # blocks of requests that make way are to come free, as many as it lacks
+    is_overdue: bool = False  # it stays although its owner has more than an equal share of KV
+    is_helped: bool = False  # requests make way for it, and will free as many blocks as it lacks
 
 
 class Admission:
@@ -114,7 +114,7 @@ class Admission:
         return self.is_paused or self._free_places <= 0
 
     def has_place(self, request: Request) -> bool:
-        """Return whether a waiting request may hold KV: there is a place, and others do not come first for it."""
+        """Return whether a waiting request may hold KV: a place is free, and not reserved for other owners."""
         free = self._free_places
         if self.is_paused or free <= 0:
             return False
@@ -154,20 +154,16 @@ class Admission:
         free = [self._free_blocks(lane) for lane in self._lanes]
         owners, together = self._table.owners, sum(free)
         over = owners.over(self._free_places, together)
-        over_kv = bool(over) and owners.over_kv(together)
-        above = owners.above_share()
-        early_seconds = self._way_seconds if owners.any_may_make_way() else 0.0
-        starts_long = self._starts_long()
         return Capacity(
             max(free),
             together,
             self._left_for_longs(kept_blocks=self._kept_for_returning()),
             self._left_for_longs(),
-            starts_long,
+            self._starts_long(),
             over,
-            over_kv,
-            above,
-            early_seconds,
+            over_kv=bool(over) and owners.over_kv(together),
+            above_share=owners.above_share(),
+            early_seconds=self._way_seconds if owners.any_may_make_way() else 0.0,
         )
 
     @property
@@ -239,7 +235,7 @@ class Admission:
             return self._lanes
         return () if request.may_spread else [lane for lane in self._lanes if lane not in claim.lanes]
 
-    # The caps on long requests, beside a claim: what a long claimant is to get is not available to others.
+    # The caps on long requests. Beside a claim of a long request, what it is to get is not available to others.
 
     def _left_for_longs(self, claim: _Claim | None = None, *, kept_blocks: int = 0) -> int | None:
         """Return how many blocks another long request may take, if it leaves `kept_blocks`; None: any number."""
@@ -278,7 +274,7 @@ class Admission:
         return len(self._prefilling_longs) + claimed < self._config.scheduling.max_running_long
 
     def _has_share_for(self, request: Request) -> bool:
-        """Return whether the caps on long requests admit this one: if it claims or returns, without what is kept for others."""
+        """Return whether the caps admit a long request; one that claims or returns may also use blocks kept for returning."""
         claim = None if self.claimant is request else self._claim
         is_first = self.claimant is request or request.returns
         left = self._left_for_longs(claim, kept_blocks=0 if is_first else self._kept_for_returning(claim))
@@ -297,16 +293,9 @@ class Admission:
         A late request needs to claim if it lacks KV. It also needs to if it lacks a running place and others
         have taken the last ones: `demoted_share` of these places is for late requests.
         """
-        claimant = self.claimant
-        if claimant is not None and claimant.prompt.prefilling and not claimant.is_detached:
-            self._claim = None  # it will share that prefill and needs no KV until then
-            claimant = None
-        elif claimant is not None and not self.has_place(claimant):
-            self._claim = None  # others get the places, so that the claim would only keep KV from them
-            claimant = None
-        elif self._claim is not None and not self._claim.is_overdue and self._is_above_share(claimant):
+        if self._claim is not None and self._loses_claim(self._claim):
             self._claim = None
-            claimant = None
+        claimant = self.claimant
         if claimant is None:
             room = self._free_capacity()
             if room.above_share and self._is_deferral_over(now):
@@ -318,14 +307,22 @@ class Admission:
                 self._begin_claim(claimant, is_overdue=self._is_above_share(claimant))
         return claimant
 
+    def _loses_claim(self, claim: _Claim) -> bool:
+        request = claim.request
+        if request.prompt.prefilling and not request.is_detached:
+            return True  # it will share that prefill, and needs no KV before
+        if not self.has_place(request):
+            return True  # others get the places, so the claim would only keep KV from them
+        return not claim.is_overdue and self._is_above_share(request)
+
     def _is_deferral_over(self, now: float) -> bool:
         """Return whether requests of owners with more than an equal share of KV were passed over for long enough."""
         self._defers_until = min(self._defers_until, now + MOST_DEFERRED_SECONDS)
         return now >= self._defers_until
 
-    def _is_above_share(self, request: Request | None) -> bool:
+    def _is_above_share(self, request: Request) -> bool:
         """Return whether a request is not long, its owner has more than an equal share of KV, and others wait."""
-        if request is None or request.is_long:
+        if request.is_long:
             return False
         above = self._table.owners.above_share()
         return bool(above) and self._table.owner_number(request) in above
@@ -349,7 +346,7 @@ class Admission:
             claim.lanes = (sibling.lane,)
 
     def withdraw(self, request: Request) -> None:
-        """Drop the claim of a waiting request, and what tiers keep for it: it is gone."""
+        """Drop the claim of a waiting request that has left, and what tiers keep for it."""
         self.pools.end_swap(request.id)
         if self.claimant is request:
             self._claim = None
@@ -360,7 +357,7 @@ class Admission:
         headroom = max(self._headroom_blocks - held, 0)
         beyond = sum(map(self._free_blocks, claim.lanes)) - claim.blocks
         if claim.is_helped:
-            return 0  # what others took would be missing again, and more would have to make way
+            return 0  # the claim would lack what others took, and more requests would have to make way
         if claim.request.is_long and not self._has_share_for(claim.request):
             return max(headroom, beyond)
         return 0 if beyond + held >= 0 else headroom
@@ -380,26 +377,8 @@ class Admission:
         """
         submit, sibling = request.submit, request.prompt.sharing
         needed = self._table.needed_blocks(request)
-        shared_tokens = 0
-        placed: Placed | None
-        if request.streams:
-            placed = self.pools.admit_streamed(
-                request.id, submit.tokens, request.reservation_tokens, self._config.streamed_device_blocks
-            )
-        elif sibling is not None:
-            shared_tokens = submit.tokens - 1
-            placed = self.pools.fork(sibling.id, request.id, shared_tokens, request.reservation_tokens)
-        else:
-            lanes_open = self._lanes if self._claim is None else self._lanes_open_to(request)
-            placed = self.pools.admit(
-                request.id,
-                submit.tokens,
-                request.reservation_tokens,
-                block_hashes=submit.block_hashes,
-                pending_seconds=pending_seconds,
-                remaining_seconds=remaining_seconds,
-                owners=None if lanes_open is self._lanes else lanes_open,
-            )
+        shared_tokens = 0 if request.streams or sibling is None else submit.tokens - 1
+        placed = self._reserve(request, pending_seconds, remaining_seconds)
         if placed is None:
             if self._claim is not None and self._claim.request is request:
                 # It lacks a suitable place, not blocks: if need be it waits until its lanes are empty.
@@ -414,21 +393,7 @@ class Admission:
         request.cached_tokens = placed.cached_tokens
         if request.streams:
             request.streamed_blocks = self.pools.streamed_blocks_of(request.id)
-        if request.is_long:
-            self._prefilling_longs.add(request.id)
-            self._taken_by_longs[request.id] = needed
-        else:
-            self._held_by_shorts += self.blocks_for(request.reserved_tokens)
-            self._count_for_owner(request, needed)
-        if self._windows is not None:
-            most_tokens = max(request.most_tokens, request.reservation_tokens)
-            self._windows.take(request.id, self.blocks_for(most_tokens))
-        self._watch_growth(request)
-        is_claimant = self.claimant is request
-        if self._claim is not None:
-            self._record_beside_claim(self._claim, request, needed)
-        self._table.place(request)
-        self._last_places = 0 if is_claimant else self._last_places + self.is_full
+        self._count_admitted(request, needed)
         return Admit(
             id=submit.id,
             prompt=submit.prompt,
@@ -449,6 +414,49 @@ class Admission:
             evictions=placed.evictions,
             device_blocks=self._config.streamed_device_blocks if request.streams else 0,
         )
+
+    def _reserve(
+        self,
+        request: Request,
+        pending_seconds: Sequence[float],
+        remaining_seconds: Callable[[int], float],
+    ) -> Placed | None:
+        """Reserve KV in the pools; the arguments are those of `admit`."""
+        submit, sibling = request.submit, request.prompt.sharing
+        if request.streams:
+            return self.pools.admit_streamed(
+                request.id, submit.tokens, request.reservation_tokens, self._config.streamed_device_blocks
+            )
+        if sibling is not None:
+            return self.pools.fork(sibling.id, request.id, submit.tokens - 1, request.reservation_tokens)
+        lanes_open = self._lanes if self._claim is None else self._lanes_open_to(request)
+        return self.pools.admit(
+            request.id,
+            submit.tokens,
+            request.reservation_tokens,
+            block_hashes=submit.block_hashes,
+            pending_seconds=pending_seconds,
+            remaining_seconds=remaining_seconds,
+            owners=None if lanes_open is self._lanes else lanes_open,
+        )
+
+    def _count_admitted(self, request: Request, needed: int) -> None:
+        """Count a request that took `needed` free blocks: for its kind, its owner, and beside a claim."""
+        if request.is_long:
+            self._prefilling_longs.add(request.id)
+            self._taken_by_longs[request.id] = needed
+        else:
+            self._held_by_shorts += self.blocks_for(request.reserved_tokens)
+            self._count_for_owner(request, needed)
+        if self._windows is not None:
+            most_tokens = max(request.most_tokens, request.reservation_tokens)
+            self._windows.take(request.id, self.blocks_for(most_tokens))
+        self._watch_growth(request)
+        is_claimant = self.claimant is request
+        if self._claim is not None:
+            self._record_beside_claim(self._claim, request, needed)
+        self._table.place(request)
+        self._last_places = 0 if is_claimant else self._last_places + self.is_full
 
     def grow(self, request: Request) -> Grow | None:
         """Grow the KV of a request that has used it up: by `GROWTH_TOKENS` or a part of the pool, or by what it needs now.
@@ -506,9 +514,9 @@ class Admission:
     def who_make_way(self, now: float, correction: float) -> list[Request]:
         """Return the running requests that give their KV back to the claimant.
 
-        There are none as long as the claimant may be on time without, nor for a long one. What requests that have
-        ended will release is waited for. If nobody on the claimed lane can make way, the claim moves to a lane where
-        some can, unless the claimant must run on that lane.
+        There are none while the claimant can be on time without them, or if it is long. Blocks that ended requests are
+        about to release count as free. If nobody on the claimed lane can make way, the claim moves to a lane where
+        some can, unless the claimant must run on its lane.
         """
         claim = self._claim
         if claim is None:
@@ -533,7 +541,7 @@ class Admission:
             there = [
                 one
                 for one in self._table.holders
-                if one.id not in self._taken_by_longs  # an answer may have become one
+                if one.id not in self._taken_by_longs  # also of an answer that has become long
                 and (is_everywhere or (one.lane == lanes[0] and not one.is_spread))
             ]
             found = who_make_way(there, held, request.submit.owner, claim.blocks, missing - soon, frees)
@@ -555,7 +563,7 @@ class Admission:
     def place_without(self, holder: Request, waiting: Request) -> int | None:
         """Return the lane on which a waiting request finds KV once `holder` has given its own back.
 
-        Return None if there is none, or if requests that have ended leave enough. A claim of another request comes first.
+        Return None if there is no such lane, or if ended requests leave enough. Claims of other requests come first.
         """
         sibling, needed = waiting.prompt.sharing, self._table.needed_blocks(waiting)
         found: list[tuple[int, int]] = []
@@ -584,7 +592,7 @@ class Admission:
             self._claim.is_helped = True
 
     def _claimable(self, claim: _Claim) -> list[tuple[int, ...]]:
-        """Return the lanes that a claim may have, those that it has first."""
+        """Return the sets of lanes that a claim may move to, its present one first."""
         if claim.request.may_spread or claim.request.prompt.sharing is not None:
             return [claim.lanes]
         others = sorted(self._lanes, key=lambda lane: (-self._free_blocks(lane), lane))
@@ -615,10 +623,10 @@ class Admission:
         self._prefilling_longs.discard(request.id)
 
     def release(self, request: Request) -> None:
-        """Release all KV that a request holds; if it steps aside, host tiers keep it until it comes back."""
+        """Release all KV that a request holds; if it steps aside, host tiers keep a copy until it comes back."""
         self.pools.release(request.id, request.computed, swaps=request.steps_aside)
         if self._windows is not None:
-            self._windows.give(request.id)
+            self._windows.give_back(request.id)
         self._growth.forget(request)
         self.prefilled(request)
         if self._taken_by_longs.pop(request.id, None) is None:
@@ -637,6 +645,6 @@ class Admission:
 
 
 def _window_places(config: ReplicaConfig) -> WindowPlaces | None:
-    """Return the count of running sequences' windows; None if no layer frees KV before its window."""
+    """Return the counter of running sequences' windows; None if no layer frees KV before its window."""
     pool = config.window_pool
     return None if pool is None else WindowPlaces(config.window_need(pool.window_tokens), pool.blocks)

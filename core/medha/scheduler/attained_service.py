@@ -1,8 +1,8 @@
 """The service of each owner: tokens of its prompts and outputs, of which half are forgotten in each half-life.
 
-A sequence is charged when it arrives, so what an owner waits for counts as attained, and `n` samples count `n`
-times. Its *turn* is the service that its owner had attained before, at that time. Turns of all times can be
-compared: older tokens weigh less. So a sequence with a late turn is not passed for ever by those that come.
+A sequence is charged when it arrives, so waiting sequences count as served, and `n` samples count `n` times. Its
+*turn* is the service that its owner had attained before that. Turns of different times can be compared, because
+older tokens weigh less. So later arrivals do not pass a sequence with a large turn for ever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from medha.scheduler.policy import Floats
 
 HALF_LIFE_SECONDS = 60.0
-"""Time in which what an owner attained loses half of its weight."""
+"""Time in which attained service loses half of its weight."""
 REMEMBERED_OWNERS = 8192
 """Most owners that are remembered; those that attained least are forgotten first, and then count as new."""
 
@@ -38,7 +38,7 @@ class AttainedService:
         self._change(owner, tokens, now)
 
     def take_back(self, owner: str, tokens: int, charged_at: float, now: float) -> None:
-        """Take back what is left of a charge that was for nothing; the rest of it is forgotten already."""
+        """Take back what is left of a charge for a sequence that was never served; the rest is forgotten already."""
         self._change(owner, -_left((tokens, charged_at), now), now)
 
     def _change(self, owner: str, tokens: float, now: float) -> None:
@@ -65,7 +65,7 @@ class AttainedService:
 
 
 def tokens_of(turns: Floats, now: float) -> Floats:
-    """Return the tokens that are left at `now` of what these turns stand for."""
+    """Return the tokens that are left at `now` of the service that each of these turns stands for."""
     tokens: Floats = np.exp2(turns - now / HALF_LIFE_SECONDS)
     return tokens
 

@@ -103,7 +103,7 @@ from medha.wire.messages import (
 STATE_HASH_EVERY_STEPS = 31
 """Steps between state hashes. Odd, so that hashes seldom coincide with `guarded`'s far decisions (1 in 8)."""
 SHORT_STEP = 0.025
-"""Longest step behind which decodes run ahead at once, as a share of the strictest TTFT floor.
+"""Longest step after which decodes run ahead at once, as a share of the strictest TTFT floor.
 
 It bounds how long the step launched ahead keeps a new arrival waiting.
 """
@@ -121,10 +121,9 @@ class Load:
     running: int
     waiting: int
     kv_tokens_free: int
-    kv_blocks_held: int
     pending_prefill_seconds: float
     lanes: tuple[LaneLoad, ...] = ()
-    kv_tokens_wanted: int = 0  # that waiting requests would take
+    kv_tokens_wanted: int = 0  # free KV that the waiting requests need, all together
 
 
 @dataclass(slots=True)
@@ -143,7 +142,7 @@ ToRanksOrPeers = CompileGrammar | StoreLook | KvAsk
 
 @dataclass(slots=True)
 class _Returning:
-    """A request that has stepped aside, and as what it comes back."""
+    """A request that has stepped aside, and the `Submit` with which it comes back."""
 
     request: Request
     submit: Submit
@@ -312,7 +311,6 @@ class ReplicaController:
             running=self._table.active,
             waiting=self._table.waiting,
             kv_tokens_free=self._pools.free_tokens,
-            kv_blocks_held=self._pools.held_blocks,
             pending_prefill_seconds=self._table.total_remaining_seconds() * self.predictor.correction.prefill,
             lanes=tuple(
                 LaneLoad(self._admission.free_tokens_on(lane), pending)
@@ -324,11 +322,12 @@ class ReplicaController:
     @property
     def policy_terms(self) -> PolicyTerms:
         """The policy by which prefills are ordered, as announced to routers."""
-        return self._step_builder.policy_terms
+        return self._step_builder.prefill_order.terms
 
     def work_ahead(self, now: float) -> tuple[tuple[float, float], ...]:
         """Return how much pending work has at most a certain key of the policy, as announced to routers."""
-        return self._step_builder.work_ahead(now)
+        order, correction = self._step_builder.prefill_order, self.predictor.correction.prefill
+        return order.work_ahead(self._table, correction, now)
 
     def slack_seconds(self, request: Request, now: float) -> float:
         """Return deadline - now - remaining work of a request that has not finished its prefill."""
@@ -353,7 +352,7 @@ class ReplicaController:
                 self._cancel(event, now)
             case GrammarReady():
                 for request in self._grammars.ready(event):
-                    commands += self._give_up(request, "grammar", event.fault, now)
+                    commands += self._fail_unserved(request, "grammar", event.fault, now)
             case DiskReport():
                 commands += self._disk_report(event, now)
             case KvAsk():
@@ -372,13 +371,13 @@ class ReplicaController:
         for request in late:
             self._go_on(request)
         for request in self._grammars.late(now):
-            commands += self._give_up(request, "grammar_late", _LATE_GRAMMAR, now)
+            commands += self._fail_unserved(request, "grammar_late", _LATE_GRAMMAR, now)
         for owner, tokens in self._charges:
             self._attained.charge(owner, tokens, now)
         self._charges.clear()
         commands += self._come_back(now)
         for lanes in self._lanes.coupled:
-            # A launch may couple lanes that come later here; they move together from the next event on.
+            # A launch may couple lanes that come later in this loop; they move together from the next event on.
             if lanes in self._lanes.coupled and self._lanes.can_start_step_on(lanes):
                 commands += self._launch(lanes, now)
             if lanes in self._lanes.coupled and self._run_ahead(lanes):
@@ -398,9 +397,9 @@ class ReplicaController:
         * if the step in flight is long and still in stage 0: a request that arrives now waits for both
           steps, so a long step must have only its sampling left;
         * while a decode lacks KV, or while a waiting request can take the place of one that ends;
-        * if the step in flight verifies drafts, because then it is not known how many tokens it samples; or if the
-          next one had better verify some, for which it must start from known tokens: also those that a draft model
-          draws in the step in flight.
+        * if the step in flight verifies drafts, because then it is not known how many tokens it samples;
+        * if the next step should verify drafts, which begin after known tokens. They may be drawn in the step in
+          flight.
         """
         if self._might_prefill or any(self._lanes[lane].decodes.starved for lane in lanes):
             return False
@@ -534,12 +533,11 @@ class ReplicaController:
                 elif not request.may_outgrow:
                     exhausted.append(request)
                     self._stop(request, cut_off=True)
-                elif any(other.quarantined for other in self._lanes):
-                    here.decodes.starved.append(request)
                 else:
                     here.decodes.starved.append(request)
-                    aside.append(self._admission.who_steps_aside(request))
-                    self._step_aside(aside[-1])
+                    if not any(other.quarantined for other in self._lanes):
+                        aside.append(self._admission.who_steps_aside(request))
+                        self._step_aside(aside[-1])
         return grows, exhausted, aside
 
     def _make_way(self, now: float) -> list[Request]:
@@ -604,7 +602,7 @@ class ReplicaController:
         return ("draining", "the replica is stopping") if self._draining else None
 
     def _come_back(self, now: float) -> list[SteppedAside | ToRanksOrPeers]:
-        """Let requests that have stepped aside wait for KV again."""
+        """Let requests that have stepped aside arrive again, so that they wait for KV."""
         if not self._returning:
             return []
         returning, self._returning = self._returning, []
@@ -664,42 +662,36 @@ class ReplicaController:
         # The target follows from the whole prompt, whatever is cached: a cache must not tighten a deadline.
         work_seconds = whole.seconds * predictor.correction.prefill
         self._arrivals += before is None
-        arrival = now - submit.age_seconds if before is None else before.arrival
-        returns = before is not None and before.due_back is not None
         request = Request(
             submit=submit,
             id=submit.id,
             prompt=self._sharing.prompt_of(submit.prompt, submit.tokens),
-            tie=self._arrivals if before is None else before.tie,
-            arrival=arrival,
+            tie=self._arrivals,
+            arrival=now - submit.age_seconds,
             targets=self._targets(submit, class_name, work_seconds, before, now),
-            is_long=streams or submit.tokens - cached_tokens >= config.long_threshold_tokens or returns,
-            returns=returns,
+            is_long=streams or submit.tokens - cached_tokens >= config.long_threshold_tokens,
             length=submit.tokens,
             limit_tokens=validation.limit_tokens(config, submit),
             reservation_tokens=reservation_tokens,
-            turn=self._attained.turn(submit.owner) if before is None else before.turn,
-            contested_until=_contested_until(submit, now) if before is None else before.contested_until,
+            turn=self._attained.turn(submit.owner),
+            contested_until=now + submit.contested_seconds if submit.contested_seconds > 0 else -inf,
             most_tokens=validation.most_tokens(config, submit),
             service_class=class_name,
             expected_output_tokens=expected,
-            asides=0 if before is None else before.asides + 1,
-            ways=0 if before is None else before.ways + before.makes_way,
             may_spread=may_spread,
             streams=streams,
             cached_tokens=cached_tokens,
-            first_cached_tokens=None if before is None else before.served_from_cache,
-            paced_from=inf if before is None else before.paced_from,
-            paced_length=0 if before is None else before.paced_length,
         )
         if before is None:
             self._attained.charge(submit.owner, submit.tokens, now)
+        else:
+            request.continue_from(before)
         asked: list[ToRanksOrPeers] = [*self._grammars.arrive(request, now)]
         if awaited is not None:
             self._load_waits.begin(request, awaited, now)
         elif before is None:
             asked += self._peer_kv.ask(request, now)
-            if request.awaits_load:  # it computes the rest only, so it keeps no other from this replica
+            if request.awaits_load:  # it computes only the rest, so it delays others less
                 left = predictor.uncorrected_prefill(
                     min(submit.peer_tokens, submit.tokens - 1), submit.tokens
                 )
@@ -733,7 +725,7 @@ class ReplicaController:
         if request is not None:
             self._withdraw(request, now, goes_on=cancel.moves)
 
-    def _give_up(
+    def _fail_unserved(
         self, request: Request, reason: FailureReason, detail: str, now: float
     ) -> list[ControllerCommand]:
         """End a request that cannot be served."""
@@ -758,7 +750,7 @@ class ReplicaController:
         self._end(request)
 
     def _count_output(self, request: Request, *, cut_off: bool) -> None:
-        """Learn from the output of a request that ends; `cut_off`: it may have had more to say."""
+        """Learn from the output length of a request that ends; `cut_off`: its output might have been longer."""
         if request.output_tokens > 0:
             self._output_lengths.ended(
                 request.id,
@@ -855,7 +847,7 @@ class ReplicaController:
         return self._streamed_blocks
 
     def _go_on(self, request: Request) -> None:
-        """Let a request get KV that has waited for loads."""
+        """Let a request that has waited for loads get KV."""
         if request.waits and not request.ended:
             self._sharing.update(request)
 
@@ -894,14 +886,14 @@ class ReplicaController:
             self._note_filled_blocks(done.block_hashes)
         requests = (*launched.built.decodes, *(request for request, _ in launched.built.prefills))
         if launched.step.entries:
-            self._took(launched, done, requests, now)
+            self._learn(launched, done, requests, now)
         for request in requests:
             if request.ended:
                 self._end(request)  # leaves quarantine if this was its last step
         return commands
 
-    def _took(self, launched: _Launched, done: Done, requests: Iterable[Request], now: float) -> None:
-        """Learn from the time that a step with these requests took, and from what a draft model did behind it."""
+    def _learn(self, launched: _Launched, done: Done, requests: Iterable[Request], now: float) -> None:
+        """Correct predictions by the time that a step with these requests took, and by its draft model's reports."""
         built, speculator = launched.built, self._step_builder.speculator
         seconds = done.compute_seconds
         if not speculator.is_off:
@@ -920,7 +912,7 @@ class ReplicaController:
             self.predictor.observe(built.packed.uncorrected, seconds)
 
     def _note_filled_blocks(self, block_hashes: Iterable[tuple[str, str]]) -> None:
-        """Note the hashes of blocks that output tokens have filled; the last one of a request is its last whole block."""
+        """Record the hashes of blocks that output tokens have filled; a request's last one is of its last whole block."""
         size, later = self.config.block_size_tokens, Counter(request_id for request_id, _ in block_hashes)
         for request_id, hashes in block_hashes:
             later[request_id] -= 1
@@ -933,7 +925,7 @@ class ReplicaController:
         self._sharing.computed(request)
 
     def _apply_samples(self, now: float, sample: Sample, *further: Sample) -> Emit | None:
-        """Take a sampled token, and `further` ones behind it, before each of which a draft was right."""
+        """Take a sampled token, and the `further` ones that were sampled after right guesses."""
         request = self._table[sample.id]
         if request.ended:
             return None  # cancelled while the step ran, or sampled beyond its end
@@ -976,7 +968,7 @@ class ReplicaController:
 
     @staticmethod
     def _prompt_logprobs(request: Request) -> PromptLogprobs | None:
-        """Return what a request's prompt was asked for, which is not kept any longer."""
+        """Return the log-probabilities of a request's prompt, and forget them."""
         parts, request.prompt_logprobs = request.prompt_logprobs, []
         return joined(parts, request.submit.prompt_length)
 
@@ -994,10 +986,6 @@ def _by_sequence(samples: Iterable[Sample]) -> Iterable[Sequence[Sample]]:
     for sample in samples:
         by_sequence.setdefault(sample.id, []).append(sample)
     return by_sequence.values()
-
-
-def _contested_until(submit: Submit, now: float) -> float:
-    return now + submit.contested_seconds if submit.contested_seconds > 0 else -inf
 
 
 def _predictor(config: ReplicaConfig, profile: StepProfile | Profile) -> Predictor:

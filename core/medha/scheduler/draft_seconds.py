@@ -1,8 +1,8 @@
-"""Predicted times of a draft model's work behind a step, corrected by measured ones.
+"""Predicted times of a draft model's work after a step, corrected by measured ones.
 
-Ranks measure a draft model when they start (`DraftCosts`). It draws guesses in rounds, one of each sequence in a round, and
-computes the tokens before them, which it may never have seen. Both are corrected as steps are
-(`medha.cost.correction`), each with a factor of its own: what sampling takes depends on the requests.
+Ranks measure a draft model when they start (`DraftCosts`). It draws guesses in rounds, one for each sequence in a round.
+First it computes the tokens before them that it has not computed yet. The two times are corrected like those of steps
+(`medha.cost.correction`), each with a factor of its own, because the time of sampling depends on the requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DraftSeconds:
     correction: Correction = field(default_factory=Correction)
 
     def of(self, rounds: int, guesses: int, tokens: int = 0) -> float:
-        """Return the seconds in which so many guesses are drawn in so many rounds, behind `tokens` that are computed before."""
+        """Return the seconds to compute `tokens`, and then to draw `guesses` in so many `rounds`."""
         return self.correction.seconds(self.uncorrected(rounds, guesses, tokens))
 
     def uncorrected(self, rounds: int, guesses: int, tokens: int = 0) -> PartedSeconds:
@@ -31,10 +31,10 @@ class DraftSeconds:
         return PartedSeconds(draws + tokens * costs.token_seconds, draws)
 
     def tokens_within(self, seconds: float) -> float:
-        """Return how many tokens can be computed in this time."""
+        """Return how many tokens can be computed in a time."""
         each = self.costs.token_seconds * self.correction.prefill
         return seconds / each if each > 0 else float("inf")
 
     def observe(self, predicted: PartedSeconds, observed_seconds: float) -> None:
-        """Update the correction by the measured time of work that was predicted so, before correction."""
+        """Update the correction by the measured time of work, and what was predicted for it before correction."""
         self.correction = self.correction.after(predicted, observed_seconds)

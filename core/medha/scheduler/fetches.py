@@ -1,8 +1,8 @@
-"""Copies of KV from host tiers to requests that hold blocks for it: how much of it goes with which step.
+"""Copies of KV from host tiers to requests that hold blocks for it: which step carries how much of it.
 
-A request that is admitted computes once all that it fetches is copied. Ranks copy beside the layers of a step, layer by layer
-(`medha_worker.model.host_blocks`). If a step decodes, the copies beside it may take a part of its time only, so that the
-decodes do not wait for them: a long prefix then comes with several steps. Those whose deadlines are nearest come first.
+An admitted request begins to compute once all its KV is copied. Ranks copy it beside the layers of a step, layer by layer
+(`medha_worker.model.host_blocks`). If a step decodes, its copies may take only a part of its time, so that the decodes do
+not wait for them; a long prefix then takes several steps. Requests with the nearest deadlines come first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fetches:
         self._requests.pop(request.id, None)
 
     def turn(self, batch: Batch, lanes: tuple[int, ...], *, decodes: bool) -> FetchTurn:
-        """Begin to choose what goes with a step of `lanes`; if it `decodes`, or keeps decodes waiting, fetches get a part of it."""
+        """Begin to choose the fetches of a step of `lanes`; if it `decodes`, they get only a part of its time."""
         return FetchTurn(self, batch, lanes, decodes=decodes)
 
     def on(self, lanes: tuple[int, ...]) -> list[Request]:
@@ -51,11 +51,11 @@ class Fetches:
         return sorted(here, key=lambda request: (request.deadline, request.tie))
 
     def take(self, request: Request, most_seconds: float, *, at_least_one: bool) -> KvFetch | None:
-        """Take what can be copied in a time, or one block; the request can compute if nothing is left then."""
+        """Return a request's next fetch: the blocks that can be copied within a time, or at least one; None if none can."""
         assert self._seconds is not None
         block_seconds = self._seconds.fetch_seconds(1)
         unfetched = self._pools.unfetched_blocks(request.id)
-        # The tolerance keeps rounding errors from leaving a block behind.
+        # The tolerance keeps rounding errors from leaving out a block.
         most = int(most_seconds / block_seconds * (1 + 1e-9)) if block_seconds > 0 else unfetched
         blocks = min(max(most, int(at_least_one)), unfetched)
         if blocks <= 0:
@@ -85,7 +85,7 @@ class FetchTurn:
             self._fetch((request,), step_seconds)
 
     def fetch(self, step_seconds: float) -> None:
-        """Let requests fetch what can be copied beside a step of so many seconds; at least one block goes with it."""
+        """Let requests fetch what can be copied beside a step of so many seconds, at least one block."""
         self._fetch(self._fetches.on(self._lanes), step_seconds)
 
     def _fetch(self, requests: Iterable[Request], step_seconds: float) -> None:

@@ -1,11 +1,11 @@
-"""Grammars of requests: which ones the ranks that sample have compiled, and which requests wait for that.
+"""Grammars of requests: which ones have been compiled by the ranks that sample, and which requests wait for one.
 
 A grammar is compiled while its request waits for KV and while its prompt is computed. Until every lane has reported
 it, its requests are kept out of the step that would sample for them (`Request.awaits_grammar`), so no other request
 waits for a grammar that takes long. A request whose grammar is not compiled in time ends.
 
-Ranks keep a compiled grammar until a message drops it: those of all open requests, and of the others the
-`KEPT_GRAMMARS` that were used last.
+Ranks keep a compiled grammar until a message drops it. Kept are those of all open requests, and the `KEPT_GRAMMARS`
+others that were used last.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from medha.scheduler.request import Request
 from medha.wire.messages import CompileGrammar, DropGrammar, GrammarReady
 
 KEPT_GRAMMARS = 32
-"""Grammars that stay compiled although no open request has them: the turns of an agent have the same one."""
+"""Grammars that stay compiled although no open request has them, because all turns of an agent use the same one."""
 COMPILE_SECONDS = 6.0
-"""Longest time from its arrival for which a request waits until its grammar is compiled."""
+"""Longest time from its arrival for which a request waits for its grammar."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Grammars:
         return asked
 
     def ready(self, event: GrammarReady) -> list[Request]:
-        """Note the report of a lane; return the requests that must end, because it cannot compile their grammar."""
+        """Record the report of a lane; return the requests that must end because their grammar cannot be compiled."""
         known = self._known.get(event.name)
         if known is None or event.lane not in known.lanes_left:
             return []  # dropped meanwhile
@@ -90,7 +90,7 @@ class Grammars:
         return self._ending([request for request, due in self._awaiting.values() if due <= now])
 
     def stalled(self) -> tuple[int, set[str]]:
-        """Return how many requests with KV, and which ones without, can take part in no step before a report comes."""
+        """Return the number of requests with KV, and the ids of those without, that no step can take before a report."""
         each = (request for request, _ in self._awaiting.values() if not (request.ended or request.fetches))
         stalled = [request for request in each if request.stalls]
         waiting = {request.id for request in stalled if request.waits}
@@ -105,7 +105,7 @@ class Grammars:
         known.users.discard(request.id)
         if known.users:
             return
-        if known.lanes_left:  # nobody needs it any more
+        if known.lanes_left:  # not compiled yet, and nobody needs it
             self._drop(request.grammar)
             return
         self._unused[request.grammar] = None

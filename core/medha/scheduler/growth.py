@@ -5,20 +5,27 @@ when it outgrows that. Some free KV is held back from admission for such growth:
 outgrow what it holds, a part of its expected output; of long ones, no more than their share of the pool leaves.
 
 If KV is short all the same, one request *steps aside*: it gives its KV back, waits, and computes it again. Its
-text stays the same, as after the loss of a rank. It is a request of an owner that holds more than an equal share
-of KV by several requests, if there is one: a key with many answers must not displace those of a key with few. Of
-these it is the request that has stepped aside least often; of these one on the lanes of the request that lacks KV;
-of these the one with the fewest computed tokens, which takes the least time to recompute; of these the latest. The
-oldest of all is spared as long as there is another.
+text stays the same, as after the loss of a rank. Which one is decided by these rules, in this order:
+
+1. It is of an owner that holds more than an equal share of KV by several requests, if there is one: a key with many
+   answers must not displace those of a key with few.
+2. It has stepped aside least often.
+3. It is on the lanes of the request that lacks KV.
+4. It has the fewest computed tokens, which take the least time to recompute.
+5. It came last.
+
+The oldest request of all is spared as long as there is another.
 
 Requests also step aside for one that waits: if an owner with little KV would miss a deadline because others hold
 the KV, decodes of those with too much give it back (`who_make_way`).
 
-Three rules keep requests from displacing each other for ever. Each time that a request comes back because one
-outgrew its KV, it reserves at least twice the output that it had, and from its `MOST_ASIDES`-th time on all that it
-can ever need. A request that holds all that it can need never steps aside for growth. One that has stepped aside
-`MOST_ASIDES` times, for whatever reason, no longer makes way. To make way is no sign that an answer is long, so it
-comes back with the reservation that it had.
+Three rules keep requests from displacing each other for ever:
+
+* A request that stepped aside for growth comes back with a reservation for at least twice the output that it had,
+  and from its `MOST_ASIDES`-th time on for all that it can ever need. One that made way comes back with the
+  reservation that it had, because that is no sign of a long answer.
+* A request that holds all that it can need never steps aside for growth.
+* One that has stepped aside `MOST_ASIDES` times, for whatever reason, no longer makes way.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ GROWTH_SHARE = 0.1
 GROWTH_PART = 0.25
 """Part of its output reservation that is held in addition for each request that may outgrow it."""
 MOST_ASIDES = 3
-"""Times that a request steps aside at most for growth; and it makes way only as long as it has done so less often."""
+"""Most times that a request steps aside for growth. It makes way only while it has stepped aside less often."""
 
 
 @dataclass(slots=True)
@@ -64,8 +71,8 @@ def who_make_way(
 ) -> list[Request]:
     """Return the decodes that step aside so that a waiting request gets KV; none if they could not free enough.
 
-    Each is of an owner that holds more than an equal share of KV by several requests, and that then still holds as
-    much as the owner of the waiting one will: otherwise, owners of about the same load would displace each other.
+    The owner of each holds more than an equal share of KV by several requests, and will still hold as much as the
+    waiting request's owner then does: otherwise, owners of about the same load would displace each other.
 
     Args:
         running: requests whose KV would help. Those that are long, or have stepped aside too often, are spared.
@@ -73,8 +80,8 @@ def who_make_way(
         owner: the owner of the waiting request.
         needed_blocks: KV that the waiting request takes.
         missing_blocks: the part of it that is not free.
-        frees: returns the blocks that come free if the request with an id, and all for which it was called before, give
-            theirs back.
+        frees: a function of a request's id. It returns the blocks that come free if that request gives its KV back, after
+            all those for which the function was called before.
     """
     held = {name: replace(one) for name, one in held.items()}
     will_hold = held.setdefault(owner, Held()).blocks + needed_blocks

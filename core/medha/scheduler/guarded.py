@@ -46,11 +46,11 @@ class GuardedSettings:
     lanes: int = 1
     """Lanes that serve the rows in parallel. With more than one, revised deadlines are unproven estimates."""
     few_rows: int = 32
-    """Most rows that a decision examines in a loop, which is then faster than arrays. At most `near_rows`."""
+    """Up to this many rows are examined in a loop, which is then faster than arrays. At most `near_rows`."""
     near_rows: int = 1024
     """Rows, due next, that every decision examines."""
     far_every_decisions: int = 8
-    """Interval, in decisions, at which all rows are examined, if there are more than the near ones."""
+    """Interval in decisions at which all rows are examined, if there are more than the near ones."""
 
 
 @dataclass(frozen=True, slots=True)

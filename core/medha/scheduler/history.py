@@ -83,20 +83,20 @@ class Launched:
 class Completed:
     """A step that has left the last stage.
 
-    On a single stage its time begins when the step before it ended, if it was launched ahead of that.
+    On a single stage, the time of a step that was launched ahead begins when the step before it ended.
     """
 
     launched: Launched
     observed_seconds: float
     drafted_tokens: int = 0  # that were verified
-    accepted_tokens: int = 0  # those of them that were right
+    accepted_tokens: int = 0  # of these, the right ones
 
 
 @dataclass(slots=True)
 class OpenRequest:
     """An accepted request that has not ended: its targets, and its output so far."""
 
-    prompt_tokens: int  # with its output until it last stepped aside
+    prompt_tokens: int  # including its output before it last stepped aside
     service_class: str
     deadline: float
     tpot_target_seconds: float
@@ -123,7 +123,7 @@ class OpenRequest:
 
 
 class Ended(NamedTuple):
-    """A request that has ended; `request` is None if it ended on arrival, because nothing was left to sample."""
+    """The end of a request; `request` is None if it ended on arrival, because nothing was left to sample."""
 
     reason: EndReason
     request: OpenRequest | None
@@ -146,16 +146,14 @@ class Facts:
     left_first_stage: int | None = None  # a step
     completed: Completed | None = None
     moves: list[tuple[str, OpenPhase | None, int]] = field(default_factory=list)
-    """Phases that begin or continue, as (request, phase, prompt tokens). The request may have been in the phase
-    before; None: it has ended. The tokens are 0 unless it begins to wait or begins its prefill."""
+    """Phases that begin or continue, as (request, phase, prompt tokens). The phase is None if the request has ended. The
+    tokens are 0 unless the request begins to wait or begins its prefill."""
     launched: list[Launched] = field(default_factory=list)
     first_tokens: list[OpenRequest] = field(default_factory=list)
     later_tokens: int = 0  # output tokens, without those that are the first of a request
     ended: list[Ended] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # reasons
-    stepped_aside: list[str] = field(
-        default_factory=list
-    )  # service classes of requests that gave back their KV
+    stepped_aside: list[str] = field(default_factory=list)  # service classes of these requests
 
 
 class History:

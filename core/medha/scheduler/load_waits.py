@@ -1,7 +1,7 @@
 """Requests that wait until blocks of their prompt are loaded from files (`medha.kv.disk_tier`) or from another replica.
 
-They wait for KV meanwhile, and are passed over. A load that takes much longer than predicted is not waited for: the request
-computes its prompt, and the load ends without it.
+They get no KV meanwhile, and others pass them. No request waits for a load that takes much longer than predicted: it
+computes its prompt instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from medha.scheduler.request import Request
 _PATIENCE = 2.0
 """Longest wait, as a multiple of the predicted one."""
 _LEAST_SECONDS = 0.25
-"""Time that each wait may take beyond that: reports of ranks come between their steps."""
+"""Time that each wait may take beyond that, because ranks report between their steps."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class LoadWaits:
         request.awaits_load = True
 
     def follow(self, request: Request, extents: Iterable[tuple[int, int]]) -> None:
-        """Let a request that waits go on to wait for these loads, for no longer than before."""
+        """Let a waiting request wait for these loads instead, until the same time."""
         self._waits[request.id].extents = set(extents)
 
     def loaded(self, lane: int, extents: Iterable[int]) -> list[Request]:

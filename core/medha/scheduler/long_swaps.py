@@ -1,18 +1,18 @@
-"""Long requests that step aside so that requests which wait for KV are on time.
+"""Lets long requests step aside, so that requests which wait for KV are on time.
 
-A long request may hold the KV that many others wait for. If one of these would miss its deadline, and the deadline of the
-long one allows it, the long one gives its KV back and waits (`medha.scheduler.growth` has the other reasons to step
+A long request may hold the KV that many others wait for. If one of these would miss its deadline, and the long one has
+time to spare, the long one gives its KV back and waits (`medha.scheduler.growth` has the other reasons to step
 aside). With a host tier, its KV is kept there and fetched when it comes back; without one, it is computed again. Both
 have a price in seconds, and the same comparison decides.
 
-A long request's own deadline is that of its first token. If that is sampled, it is the time by which the next one is due
-at the TPOT target: a decode that was faster has time to spare. It may spend that on three things: the copies or the
-computing, the time for which others are expected to need its KV, and the steps that pass until a change shows. When it
-comes back it is due by so much earlier, so it claims KV in time.
+Before its first token, a long request's time to spare is the slack to its deadline. After it, it is the time by which its
+tokens are ahead of the TPOT target. That time must suffice for three things: the copies or the computing, the time for
+which others are expected to need its KV, and the steps that pass until a change takes effect. When it comes back, its
+deadline is earlier by the first two, so that it claims KV in time.
 
-Nothing swaps back and forth. A request steps aside at most `scheduling.maxSwaps` times for this, and never before it has
-computed something. After a swap, the next one comes only when nine times its price has passed. It is for a request that
-can still be on time, and one long request must suffice for it.
+Requests do not swap back and forth. One steps aside at most `scheduling.maxSwaps` times for this, and never before it has
+computed something. After a swap, the next one comes only once nine times its price has passed. A swap is made only for a
+request that can still be on time, and only if one long request suffices for it.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class LongHolder:
 def who_swaps(needed: Needed, holders: Iterable[LongHolder], lead_seconds: float) -> LongHolder | None:
     """Return the long request that steps aside for a waiting one, or None.
 
-    Of those that suffice and stay on time, it is the one that has done so least often, then the one with most slack left.
+    It suffices and stays on time; of several it is the one that stepped aside least often, then the one with most slack.
 
     Args:
         needed: the waiting request.
         holders: the long requests that may step aside.
-        lead_seconds: time that passes at most until KV that is given back can be used.
+        lead_seconds: longest time until KV that is given back can be used.
     """
 
     def left_seconds(one: LongHolder) -> float:
@@ -131,7 +131,7 @@ class LongSwaps:
         """Times that a long request stepped aside for the deadline of another one."""
 
     def choose(self, now: float) -> Swap | None:
-        """Return the long request that steps aside now, if any; the one for which it does so gets what it leaves."""
+        """Return the long request that steps aside now, if any, and claim its KV for the request that needs it."""
         if not self._most_swaps or now < self._next_at or not self._table.waiting or self._admission.is_full:
             return None
         claimant = self._admission.claimant
@@ -183,7 +183,7 @@ class LongSwaps:
         return Swap(request, due - needed.holds_seconds - found.price.back_seconds)
 
     def _may_swap(self, request: Request) -> bool:
-        """Return whether a request with KV is long, has computed something, and none waits for it to compute its own prompt."""
+        """Return whether a request with KV may step aside: it is long, has computed something, and no other needs its prompt."""
         return (
             not request.ended
             and not request.streams  # no tier keeps its KV
@@ -201,9 +201,9 @@ class LongSwaps:
         return self._table.due(request) - now - self._table.remaining_seconds(request) * correction
 
     def _price(self, request: Request) -> Price:
-        """Return what it costs to have the KV of a request again after it has stepped aside.
+        """Return the predicted seconds to get the KV of a request back after it has stepped aside.
 
-        An output on several lanes is computed again, and so is what the tier has no room for.
+        An output on several lanes is computed again, and so is whatever the tier has no room for.
         """
         compute_seconds = self._predictor.prefill_seconds
         without = Price(0.0, compute_seconds(0, request.computed))

@@ -4,14 +4,14 @@ KV is reserved for the expected output, not for `max_tokens`: clients often name
 they get. The estimate is a quantile of the output lengths of a service class, and of an owner once it has
 ended enough requests. It depends on nothing but the calls made here, so a replay reproduces it.
 
-* Lengths are counted in bins whose bounds grow by a constant factor. Of each bin is known how many requests
-  reached it, and how many of those ended in it. The share that goes on is estimated bin by bin (Kaplan and
-  Meier, Journal of the American Statistical Association 53, 1958). So a request that ended at its own
-  `max_tokens` shows that outputs may be longer, and not that they end there.
+* Lengths are counted in bins whose bounds grow by a constant factor. For each bin, the requests that reached it
+  and those that ended in it are counted. The share that goes on is estimated bin by bin (Kaplan and Meier,
+  Journal of the American Statistical Association 53, 1958). So a request that ended at its own `max_tokens`
+  shows that outputs may be longer, and not that they end there.
 * A running request that has outgrown its expectation counts in the same way: it has reached all bins up to
   its length. Without it, estimates would be too short, because short outputs end first.
-* For a request that has generated some tokens already, only requests count that got as far. So its expected
-  length is always larger than what it has.
+* For a request that has already generated some tokens, only requests that got as far count. So its expected
+  length is always larger than its present one.
 * Each end makes earlier ones count less.
 * Before requests have ended, the class's `defaultOutputTokens` is expected. Beyond what was observed, an
   output is as likely to end as to double.
@@ -33,7 +33,7 @@ QUANTILE = 0.8
 MEMORY = 256
 """Ends after which an earlier one counts 1/e."""
 PRIOR_ENDS = 4.0
-"""Weight of what is assumed of a class before any request ends, and of the class in an owner's estimate."""
+"""Weight of the initial assumption in a class's estimate, and of the class's in an owner's, in ended requests."""
 TAIL_WEIGHT = 0.5
 """Weight of the assumption beyond `defaultOutputTokens`, in requests."""
 MOST_OWNERS = 256
@@ -44,7 +44,7 @@ _BINS = BINS_PER_DOUBLING * DOUBLINGS + 1
 
 
 def _bounds() -> npt.NDArray[np.int64]:
-    """Return the largest length of each bin; small lengths share none, so some bins are empty."""
+    """Return the largest length of each bin; as lengths are whole numbers, some of the first bins are empty."""
     return np.floor(2.0 ** (np.arange(_BINS) / BINS_PER_DOUBLING) + 1e-9).astype(np.int64)
 
 
@@ -53,7 +53,7 @@ class _Counts:
     """Requests of one class, or of one owner in it, by the bin of their output length; earlier ones count less."""
 
     ends: _Floats = field(default_factory=lambda: np.zeros(_BINS))  # ended in the bin
-    reached: _Floats = field(default_factory=lambda: np.zeros(_BINS))  # ended in the bin or behind it
+    reached: _Floats = field(default_factory=lambda: np.zeros(_BINS))  # ended in the bin or after it
     running: _Floats = field(default_factory=lambda: np.zeros(_BINS))  # outgrew an expectation, and run there
     observed: int = 0  # ends, and requests that outgrew an expectation
     expected_tokens: int = 0  # the estimate for a request without output; 0: to be computed
@@ -83,7 +83,7 @@ class OutputLengths:
         return len(self._owners)
 
     def expected_tokens(self, service_class: str, owner: str = "", produced_tokens: int = 0) -> int:
-        """Return the whole output that is expected of a request, tokens; more than it has produced already."""
+        """Return the expected whole output of a request, in tokens: more than it has already produced."""
         counts = self._owners.get((service_class, owner))
         if counts is None:
             counts = self._classes[service_class]
@@ -114,7 +114,7 @@ class OutputLengths:
         last = self._bin(produced_tokens)
         self._runs_no_longer(request_id)
         if cut_off and last == 0:
-            return  # any output is as long, so this one shows nothing, and earlier ones need not count less
+            return  # every output is as long, so this one shows nothing
         if owner and (service_class, owner) not in self._owners:
             self._owners[service_class, owner] = _Counts()
             if len(self._owners) > MOST_OWNERS:
@@ -147,7 +147,7 @@ class OutputLengths:
         return min(int(self._bounds.searchsorted(tokens)), _BINS - 1)
 
     def _quantile(self, service_class: str, counts: _Counts, produced_tokens: int) -> int:
-        """Return the length up to which `QUANTILE` of the requests that go on behind `produced_tokens` end."""
+        """Return the length up to which `QUANTILE` of the requests that go on after `produced_tokens` end."""
         default = self._default_tokens[service_class]
         of_class = self._classes[service_class]
         if of_class.observed == 0 and produced_tokens < default:

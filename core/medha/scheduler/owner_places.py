@@ -8,9 +8,9 @@ IEEE/ACM Transactions on Networking 6, 1998): it needs no setting for each owner
 that come later. An owner that is alone may take all of them; it is alone if no other had a request here for
 `REMEMBERED_SECONDS`.
 
-The same holds for KV that requests hold which are not long, except that an owner with less than an equal share of
-it always gets more. What long requests hold is not counted: they leave a headroom (`medha.scheduler.admission`),
-and an owner's long request does not keep out its short ones.
+The same holds for the KV of requests that are not long, except that an owner with less than an equal share of it
+always gets more. KV of long requests is not counted: they leave a headroom (`medha.scheduler.admission`), and an
+owner's long request does not keep out its short ones.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class OwnerPlaces:
     def __init__(self) -> None:
         self._owners: dict[str, Owner] = {}
         self._holding: dict[str, Owner] = {}  # owners that hold places or KV; few, if many wait
-        self._large: dict[
-            str, Owner
-        ] = {}  # owners that hold so many places that they can be over the threshold
+        self._large: dict[str, Owner] = {}  # owners with enough places to be over the threshold
         self._with_waiting_shorts = 0  # number of owners
         self._blocks = 0  # of all owners
         self._arrivals = 0
@@ -55,7 +53,7 @@ class OwnerPlaces:
         return len(self._owners)
 
     def at(self, now: float) -> None:
-        """Set the time of what happens next, and forget who has been gone for long."""
+        """Set the time of the next calls, and forget owners that left long ago."""
         self._now = now
         if self._gone and self._gone[0][1] < now - REMEMBERED_SECONDS:
             self._gone = [one for one in self._gone if one[1] >= now - REMEMBERED_SECONDS]
@@ -168,7 +166,7 @@ class OwnerPlaces:
         return any(owner.waiting and owner.number not in over for owner in self._owners.values())
 
     def _any_over(self, free_blocks: int) -> bool:
-        """Return False if no owner exceeds a threshold; that is nearly always so, and quickly found out."""
+        """Return False if surely no owner exceeds a threshold: a quick check, which nearly always suffices."""
         if len(self._owners) == 1 and not self._gone:
             return False
         return bool(self._large) or self._blocks > PLACES_PER_FREE_PLACE * free_blocks

@@ -1,17 +1,18 @@
-"""The turns of owners, if not all can be on time: who attained clearly less goes first, whatever the policy.
+"""Turns of owners, for when not all can be on time: owners that attained clearly less go first, whatever the policy.
 
 An owner stands for an API key, or without keys for a client request. If the rows cannot all be on time in any
 order, those up to the last deadline that would be missed are *contested*. Each owner's contested rows get its
 turns (`medha.scheduler.attained_service`), the smallest first, in the order of the policy. So an owner with many
 rows makes its own rows late before those of others, and an owner's own rows keep the order of the policy.
 
-Owners are in *classes* by their largest turns: the largest of all, and those of at least a quarter of its service,
-are one class; the largest of the others begins the next one. A row belongs to the lowest class that has as large a
-turn. So all rows of a class's owners belong to it or to a lower one, and those of larger owners only as far as these
-attained as little. The contested rows go by class, in the places that the policy gave them, and the policy decides
-within a class. So it decides between owners of about the same load: turns would let rows that can no longer be on
-time go before rows of others that can. If all can be on time, or if there is one owner, the order is that of the
-policy.
+Owners are in *classes* by their largest turns. The largest of all, and those with at least a quarter of its service,
+are one class; the largest of the others begins the next class, and so on. A row belongs to the lowest class that has
+as large a turn as it has. So the rows of an owner are in its own class, or in a lower one if their turns are small.
+
+The contested rows are reordered by class, in the places that the policy gave them all together; within a class, the
+policy decides. It therefore decides between owners of about the same load: strict turns would let rows that can no
+longer be on time go before rows of others that can. If all can be on time, or if there is one owner, the order is
+that of the policy.
 
 A router applies this to the sequences that wait in it, and a replica to its prefills.
 """
@@ -26,7 +27,7 @@ from medha.scheduler.attained_service import tokens_of
 from medha.scheduler.policy import Bools, Floats, Ints
 
 LITTLE_TOKENS = 128
-"""Service that is added to all before it is compared."""
+"""Service that is added to every owner's before it is compared, so that small differences do not count."""
 CLASS_RATIO = 4
 """Largest ratio between the largest turns of owners of one class."""
 _ROUNDING_SECONDS = 1e-6
@@ -59,8 +60,8 @@ def take_turns(
         owner: the number of each row's owner.
         turn: the turn of each row; changed in place where rows of an owner exchange their turns.
         now: the time at which the service that turns stand for is compared.
-        begun: tokens of each row that are served already. An owner's begun rows, but for the largest one, count as
-            service before all of its rows: a policy that serves many a little must not hide what they got.
+        begun: tokens of each row that are served already. Those of an owner, except in its largest row, count as service
+            before all of its rows: a policy that serves many rows a little must not hide what they got.
     """
     places = is_contested[order].nonzero()[0]
     rows = order[places]

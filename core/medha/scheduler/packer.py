@@ -40,9 +40,8 @@ class DecodeTargets:
     between_seconds: float = 0.0  # time between two steps that belongs to neither
 
 
-@dataclass(
-    slots=True
-)  # not frozen: a decision creates dozens, and the frozen initializer takes longer than all their other work
+# Not frozen: a decision creates dozens, and frozen initializers take longer than all the other work on them.
+@dataclass(slots=True)
 class PrefillCandidate:
     id: str
     context: int  # positions already dispatched
@@ -83,19 +82,12 @@ class Packed:
 
     chunks: dict[str, int] = field(default_factory=dict)
     predicted_seconds: float = 0.0
-    uncorrected: PartedSeconds = field(
-        default_factory=PartedSeconds
-    )  # the same before correction, in its parts
+    uncorrected: PartedSeconds = field(default_factory=PartedSeconds)  # before correction, in its parts
     streamed_blocks: int = 0  # of all its sequences, on the lane that streams most of each
-    is_streaming: bool = (
-        False  # to stream these takes longer than to compute, and nothing else is copied beside
-    )
-    copies_bind: bool = (
-        False  # all copies beside the layers take longer than these, so its time says little of computing
-    )
+    is_streaming: bool = False  # streaming takes longer than computing, and nothing else is copied beside it
+    copies_bind: bool = False  # copies take longer than the layers, so its time does not show the latter's
     budget_seconds: float = 0.0
-    decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
-    misses_tpot: bool = False  # the whole step does: because of decodes, or of the share that prefills keep
+    misses_tpot: bool = False  # it takes longer than the tightest TPOT target of its decodes
 
 
 class Batch:
@@ -112,14 +104,14 @@ class Batch:
         self._alone = self._tallies[lanes[0]] if len(lanes) == 1 else None
         self._exchanged_queries = 0
         self._exchanged_decodes = 0  # those of them that are decodes
-        self._copies: dict[int, float] = {}  # seconds that copies to and from the host tier take, by lane
-        self._copy_seconds = 0.0  # of the lane where they take longest: they come before all that is computed
+        self._copies: dict[int, float] = {}  # seconds of copies to and from the host tier, by lane
+        self._copy_seconds = 0.0  # of the lane where they take longest; computing begins after them
         self._beside: dict[int, float] = {}  # seconds that copies beside the layers take, by lane
         self.fetch_seconds = 0.0
         """The time of fetches beside the layers, on the lane where they take longest, after correction."""
         self._exchanged_guesses = 0  # queries of guesses, on top of all these
         self.draw_seconds = 0.0
-        """The time that a draft model takes behind the step, corrected."""
+        """The time that a draft model takes after the step, corrected."""
 
     @property
     def lanes(self) -> Iterable[int]:
@@ -155,27 +147,27 @@ class Batch:
         self._draft(lane, lane_tokens, context, count, -1, is_masked)
 
     def copy(self, seconds_by_lane: Mapping[int, float]) -> None:
-        """Let lanes copy blocks between KV pool and host tier, which takes so long, before the step computes."""
+        """Add copies between KV pool and host tier, in seconds by lane, which are made before the step computes."""
         for lane, seconds in seconds_by_lane.items():
             if lane in self._tallies:
                 self._copies[lane] = self._copies.get(lane, 0.0) + seconds
                 self._copy_seconds = max(self._copy_seconds, self._copies[lane])
 
     def stream(self, blocks: int) -> None:
-        """Let a decode of the step stream so many blocks from host memory."""
+        """Add blocks that a decode of the step streams from host memory."""
         self.streamed_blocks += blocks
 
     def copy_beside(self, seconds_by_lane: Mapping[int, float]) -> None:
-        """Let lanes copy blocks from host tier to KV pool, which takes so long, while the step computes."""
+        """Add copies from host tier to KV pool, in seconds by lane, which are made while the step computes."""
         for lane, seconds in seconds_by_lane.items():
             if lane in self._tallies:
                 self._beside[lane] = self._beside.get(lane, 0.0) + seconds
                 self.fetch_seconds = max(self.fetch_seconds, self._beside[lane])
 
     def beside_seconds(self, more_blocks: int = 0) -> float:
-        """Return the time of all that lanes copy from host memory while they compute, with so many more blocks to stream.
+        """Return the time of all copies from host memory beside the layers, if `more_blocks` more are streamed.
 
-        Fetched and streamed blocks come over the same link.
+        Fetched and streamed blocks share a link, so their times add up.
         """
         return self.fetch_seconds + self._streaming_seconds(more_blocks)
 
@@ -198,13 +190,8 @@ class Batch:
         if not prefill.lane_tokens:
             self._tallies[prefill.lane].add_chunk(prefill.context, count, prefill.head_rows(count))
             return
-        if prefill.in_ring:
-            for holder, work in _shares(prefill, count):
-                self._tallies[holder].add(work)
-        else:
-            for holder, tokens in prefill.lane_tokens.items():
-                work = Work(tokens, count, holder != prefill.lane, prefill.head_rows(count))
-                self._tallies[holder].add(work)
+        for holder, work in _shares(prefill, count):
+            self._tallies[holder].add(work)
         self._exchanged_queries += count
 
     def remove(self, prefill: PrefillCandidate, count: int) -> None:
@@ -214,13 +201,8 @@ class Batch:
             work = Work(prefill.context, count, head_rows=prefill.head_rows(count))
             self._tallies[prefill.lane].remove(work)
             return
-        if prefill.in_ring:
-            for holder, work in _shares(prefill, count):
-                self._tallies[holder].remove(work)
-        else:
-            for holder, tokens in prefill.lane_tokens.items():
-                work = Work(tokens, count, holder != prefill.lane, prefill.head_rows(count))
-                self._tallies[holder].remove(work)
+        for holder, work in _shares(prefill, count):
+            self._tallies[holder].remove(work)
         self._exchanged_queries -= count
 
     def seconds(self) -> float:
@@ -228,20 +210,20 @@ class Batch:
         return self.corrected(self.parted_seconds())
 
     def corrected(self, predicted: PartedSeconds) -> float:
-        """Return the time of the step that is predicted so, after correction, with its copies and that of a draft model."""
+        """Return the corrected time of a step with this prediction, its copies and its draft model included."""
         computed_seconds = self._predictor.correction.seconds(predicted)
         return max(computed_seconds, self.beside_seconds()) + self._copy_seconds + self.draw_seconds
 
     def is_streaming(self, predicted: PartedSeconds) -> bool:
-        """Return whether the step, of which this is predicted, streams KV for longer than it computes, and fetches none."""
+        """Return whether a step with this prediction streams KV for longer than it computes, and fetches none."""
         return not self.fetch_seconds and self.copies_bind(predicted)
 
     def copies_bind(self, predicted: PartedSeconds) -> bool:
-        """Return whether copies beside the layers take longer than the step that is predicted so."""
+        """Return whether the copies beside the layers take longer than a step with this prediction computes."""
         return self.beside_seconds() > self._predictor.correction.seconds(predicted)
 
     def parted_seconds(self) -> PartedSeconds:
-        """Return the predicted time before correction, in its parts, without that of a draft model."""
+        """Return the predicted time before correction, in its parts, without that of the draft model."""
         if self._alone is not None:
             return self._alone.parted_seconds()
         return self._predictor.coupled_parted_seconds(
@@ -357,7 +339,6 @@ class Space:
                 )
             return
         target = targets.tpot_seconds / limits.stages
-        packed.decode_overrun = packed.predicted_seconds > target
         least = packed.predicted_seconds / (1 - limits.min_prefill_share)
         packed.budget_seconds = max(min(target, longest), least)
         fair = max(min(targets.fair_tpot_seconds / limits.stages, longest), least)
@@ -466,7 +447,15 @@ class Space:
 
 
 def _shares(prefill: PrefillCandidate, count: int) -> Iterator[tuple[int, Work]]:
-    """Yield each ring lane's work for a chunk: equal parts whose queries see equally many keys on average."""
+    """Yield each lane's work for a chunk of a prompt on several lanes.
+
+    Outside of a ring, one lane computes the chunk, and the others attend to their keys for it. The lanes of a ring compute
+    equal parts, whose queries see equally many keys on average.
+    """
+    if not prefill.in_ring:
+        for lane, tokens in prefill.lane_tokens.items():
+            yield lane, Work(tokens, count, lane != prefill.lane, prefill.head_rows(count))
+        return
     lanes = len(prefill.lane_tokens)
     for index, lane in enumerate(prefill.lane_tokens):
         share = (count + index) // lanes

@@ -1,13 +1,13 @@
-"""KV that a replica takes from another one of its model instead of computing it, and KV that it gives to others.
+"""KV that a replica reads from another one of its model instead of computing it, and KV that others read from it.
 
-The router names a peer that is thought to have a prompt's KV (`Submit.peer`). If reading it is predicted to be faster than
+The router names a peer that probably has a prompt's KV (`Submit.peer`). If reading it is predicted to be faster than
 computing it, the request asks for it (`KvAsk`) and waits, as it would for files. The peer copies what it has to its host
 tier, keeps it there for a while, and answers with a ticket. Ranks show the ticket to the peer's ranks and read the blocks
-into their own host tier, from where they are fetched as always. Whatever goes wrong costs time only: the request computes
-its prompt once it has waited too long, or once a rank reports that it could not read.
+into their own host tier, from where they are fetched as usual. Failures cost only time: the request computes its prompt
+once it has waited too long, or once a rank reports that it could not read.
 
-`PeerKv` decides on both sides. A peer that gave nothing useful is left alone for a while, and so is one that has nothing of a prompt,
-as far as prompts with the same first block are concerned.
+`PeerKv` makes the decisions of both sides. A peer that failed is not asked for a while. One that had nothing of a prompt
+is not asked for a shorter while, and only for prompts with the same first block.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from medha.scheduler.request import Request
 from medha.wire.messages import KvAsk, KvDone, KvTicket
 
 SHARE_SECONDS = 30.0
-"""Time for which a ticket is good at least; its holder says when it has read all, unless it has died."""
+"""Shortest time for which a ticket is valid, unless its holder reports before that it has read all."""
 _SHARE_PATIENCE = 8.0
-"""The time for which a ticket is good beyond that, as a multiple of the predicted time of reading."""
+"""Time for which a ticket is valid beyond that, as a multiple of the predicted time of reading."""
 _REST_SECONDS = 30.0
 """Time for which a peer is not asked after a load from it has failed, or after it did not answer in time."""
 NOTHING_SECONDS = 5.0
-"""Time for which a peer that had nothing of a prompt is not asked for its first block again. It is short, because the peer may be
-computing it."""
+"""Time for which a peer that had nothing of a prompt is not asked for its first block again: short, as it may compute it."""
 _MOST_HASH_CHARACTERS = 2**22
 """Longest hashes of a prompt that are sent in one message: of some 130,000 blocks."""
 _NOWHERE = -1  # lane of the answers that are awaited
@@ -62,11 +61,10 @@ class PeerKv:
         self._asks_by_id: dict[str, str] = {}  # request that asked -> prompt
         self._taken: dict[str, _Taken] = {}  # by ticket
         self._rests_until: dict[str, float] = {}  # by peer
-        self._lacks_until: dict[
-            tuple[str, str], float
-        ] = {}  # by peer and hash of a first block, in the order of their ends
-        self._shares: dict[str, tuple[str, float]] = {}  # ticket -> who has it, and until when
-        self._moved: set[str] = set()  # requests that go on elsewhere, where their KV may be wanted
+        # By peer and hash of a first block, in the order of these times.
+        self._lacks_until: dict[tuple[str, str], float] = {}
+        self._shares: dict[str, tuple[str, float]] = {}  # ticket -> its holder, and the time when it ends
+        self._moved: set[str] = set()  # requests that continue elsewhere, where their KV may be wanted
         self._numbers = count()
 
     @property
@@ -126,7 +124,7 @@ class PeerKv:
         return [KvDone(answer.ticket, answer.source)] if answer.ticket and not read else []
 
     def _is_sound(self, answer: KvTicket, hashes: str) -> bool:
-        """Return whether an answer offers nothing but blocks that were asked for, on lanes that there are."""
+        """Return whether an answer offers only blocks that were asked for, on lanes that exist."""
         asked = {hash_at(hashes, block) for block in range(hash_count(hashes))}
         return all(
             0 <= part.lane < self._pools.lanes
@@ -135,7 +133,7 @@ class PeerKv:
         )
 
     def loaded(self, lane: int, ended: Iterable[Loaded], now: float) -> list[KvDone]:
-        """Note that loads of a lane have ended; return the tickets of which nothing more is needed."""
+        """Record that loads of a lane have ended; return the tickets of which nothing more is needed."""
         done: list[KvDone] = []
         for one in ended:
             for ticket, taken in list(self._taken.items()):
@@ -155,7 +153,7 @@ class PeerKv:
         return frozenset() if taken is None else frozenset(taken.left)
 
     def late(self, requests: Iterable[Request], now: float) -> None:
-        """Note which requests no longer wait: if their peer has not answered, it is left alone for a while."""
+        """Record which requests no longer wait; a peer that has not answered them is not asked for a while."""
         for request in requests:
             ask = self._asks.get(request.submit.prompt)
             if ask is not None and request in ask.requests:
@@ -163,7 +161,7 @@ class PeerKv:
                 self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """Forget a request that has left, or waits for no answer any more."""
+        """Forget a request that has left, or no longer waits for an answer."""
         ask = self._asks.get(request.submit.prompt)
         if ask is None or request not in ask.requests:
             return
@@ -213,12 +211,12 @@ class PeerKv:
         return KvTicket(ask.id, ask.asker, ask.ticket, parts)
 
     def end(self, done: KvDone) -> None:
-        """Let go of what a ticket offers; only its holder may say so."""
+        """Release what a ticket offers, if the message is from its holder."""
         if self._shares.get(done.ticket, ("", 0.0))[0] == done.asker:
             self._void(done.ticket)
 
     def expire(self, now: float) -> None:
-        """Let go of what tickets offer that nobody has given back in time."""
+        """Release what tickets offer whose time is over."""
         for ticket in [one for one, (_, until) in self._shares.items() if until <= now]:
             self._void(ticket)
 

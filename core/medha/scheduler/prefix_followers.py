@@ -1,4 +1,4 @@
-"""Requests whose prompts begin alike: which one waits for whose prefill, and which must look up the cache again.
+"""Requests whose prompts begin alike: which ones wait for whose prefill, and which must check the cache again.
 
 When several questions about one document arrive together and the document is not cached, each could start at
 once, but then each would compute the document. Instead, a request *follows* a running prefill (its leader)
@@ -46,8 +46,8 @@ class PrefixFollowers:
         if request.dispatched >= request.prompt.tokens - 1:
             return []
         self._prefilling.setdefault(_first(request), {})[request.id] = request
-        asked = islice(self._waiting.get(_first(request), {}).values(), MOST_EXAMINED)
-        return [other for other in asked if other.leader is None and self._find_leader(other, [request])]
+        examined = islice(self._waiting.get(_first(request), {}).values(), MOST_EXAMINED)
+        return [other for other in examined if other.leader is None and self._find_leader(other, [request])]
 
     def computed(self, request: Request) -> list[Request]:
         """Record a computed chunk; detach and return the followers whose shared part is now computed."""
@@ -69,8 +69,8 @@ class PrefixFollowers:
             return []
         if not group:
             del self._prefilling[_first(request)]
-        told = {other.id: other for other, _ in self._followers.get(request.id, {}).values()}
-        for other in told.values():
+        affected = {other.id: other for other, _ in self._followers.get(request.id, {}).values()}
+        for other in affected.values():
             self._unfollow(other)
             self._find_leader(other, group.values())
         hashes = request.submit.block_hashes
@@ -78,8 +78,8 @@ class PrefixFollowers:
             block = other.cached_tokens // self._size + self._worth_blocks - 1
             found = hash_at(hashes, block)
             if found and found == hash_at(other.submit.block_hashes, block):
-                told[other.id] = other
-        return list(told.values())
+                affected[other.id] = other
+        return list(affected.values())
 
     def leave_demoted(self) -> list[Request]:
         """Detach and return the followers of leaders that are now due after the follower's deadline."""
@@ -95,7 +95,7 @@ class PrefixFollowers:
         return late
 
     def awaited_tokens(self, request: Request) -> int:
-        """Return up to which prompt token a request waits for its leader to compute; 0 without a leader."""
+        """Return the number of prompt tokens that a request waits for its leader to compute; 0 without a leader."""
         if request.leader is None:
             return 0
         return self._followers[request.leader.id][request.id][1]

@@ -1,4 +1,4 @@
-"""Joins the log-probabilities of a prompt, which ranks report chunk by chunk, and lanes of a ring in turns."""
+"""Joins the log-probabilities of a prompt, which ranks report chunk by chunk, and in a ring lane by lane."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Drafts by prompt lookup: the tokens that followed the longest run of a sequence's last tokens that occurred before.
 
-Nothing is loaded or trained. A sequence is looked up in its own output, in its prompt, whose index its sequences share, and in the
-outputs of finished requests that may share KV with it. The longest run that is found counts
-(`medha.scheduler.text_index`); of equally long ones, the first of these texts that has it, and there the last one. From
-that place, the sequence is followed for as long as it repeats what is there, and left for a longer run.
+Nothing is loaded or trained. The texts that are searched are, in this order: the sequence's own output, its prompt, whose index
+all its sequences share, and the outputs of finished requests that may share KV with it. The longest run that occurs in one of
+them counts (`medha.scheduler.text_index`); if several are as long, the last one in the first of these texts. The tokens after
+that place are the guesses for as long as they turn out right, or until a longer run is found elsewhere.
 
 Prompts are indexed piece by piece: one piece of one prompt at a time, in turn, so that neither long prompts nor many of them
 delay a step. Drafts only quote what is indexed.
@@ -53,7 +53,7 @@ class _Finished:
         self.indexes: list[TextIndex] = []  # the newest one first
 
     def add(self, ids: TokenIds) -> None:
-        """Add an output, int32 [n]; of one that is longer than an index, its end."""
+        """Add an output, int32 [n]; only the end of one that is longer than an index."""
         ids = ids[-FINISHED_TOKENS:]
         if len(ids) <= RUN_TOKENS[0]:
             return
@@ -112,7 +112,7 @@ class _Sequence:
         self._find()
 
     def _find(self) -> None:
-        """Index the last runs, and go to a place behind a longer one than is known."""
+        """Index the last runs, and continue at the place after the longest one, if it is longer than the known match."""
         own, found = self._own, False
         others = () if self.finished is None else self.finished.indexes
         for row in reversed(range(len(RUN_TOKENS))):
@@ -151,9 +151,8 @@ class PromptLookup:
         self._draft_tokens = draft_tokens
         self._sequences: dict[str, _Sequence] = {}
         self._prompts: dict[str, _Prompt] = {}
-        self._unindexed: OrderedDict[str, _Prompt] = OrderedDict()  # those of which a piece may be left
-        # By cache salt, the one used last at the end.
-        self._finished: OrderedDict[str, _Finished] = OrderedDict()
+        self._unindexed = OrderedDict[str, _Prompt]()  # those of which a piece may be left
+        self._finished = OrderedDict[str, _Finished]()  # by cache salt, the one used last at the end
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -165,10 +164,10 @@ class PromptLookup:
         """Follow a sequence whose first output token comes next.
 
         Args:
-            request_id: of the sequence.
-            name: of its prompt.
+            request_id: the sequence.
+            name: the name of its prompt.
             ids: the prompt, int32 [n].
-            salt: requests of the same salt look each other's finished outputs up; with None, it has nothing to do with others.
+            salt: requests of one salt search each other's finished outputs; None: it shares nothing with others.
         """
         prompt = self._prompts.get(name)
         if prompt is None:

@@ -37,12 +37,12 @@ class ReplicaConfig:
     host_tier: HostTierFigures | None = None  # of each lane; None: evicted KV is forgotten
     disk_tier: DiskTierFigures | None = None  # of each lane; None: KV of the host tier ends with the epoch
     peer_block_seconds: float | None = None
-    """Time in which a rank reads a block of another replica, until some were measured; None: it takes no KV of others."""
+    """Initial estimate of the time in which a rank reads a block from another replica; None: it reads none."""
     store_block_seconds: float | None = None
-    """Time in which a rank reads a block of the store, until some were measured; None: there is none."""
+    """Initial estimate of the time in which a rank reads a block from the store; None: there is no store."""
     object_blocks: int = 1  # of each object of the store
     streaming: StreamingFigures | None = None
-    """Host memory of each lane for KV of requests that are larger than the pools; None: there are no such requests."""
+    """Host memory of each lane for KV of requests that are larger than the pools; None: such requests are refused."""
 
     @property
     def kv_tokens(self) -> int:
@@ -68,12 +68,12 @@ class ReplicaConfig:
 
     @property
     def streamed_device_blocks(self) -> int:
-        """Most blocks of a lane's pool that a request takes which is larger than the pools: the headroom for short ones stays."""
+        """Most blocks of a lane's pool for a request that is larger than the pools; the headroom for short ones stays free."""
         return max(int((1 - self.scheduling.short_headroom) * self.kv_blocks), 1)
 
     @property
     def longest_tokens(self) -> int:
-        """KV tokens of the largest request: all pools, or what one takes of them and what is streamed beside that."""
+        """KV tokens of the largest request: all pools, or its part of them and all that can be streamed beside it."""
         if self.streaming is None:
             return self.pool_tokens
         blocks = self.topology.kv * (self.streamed_device_blocks + self.streaming.blocks)
@@ -84,8 +84,8 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
     """Derive the settings of a replica whose smallest rank reported `ready`.
 
     Unless the manifest sets a threshold, a request is long from the KV length at which attention FLOPs exceed
-    linear FLOPs: from there on the context, and not the chunk, determines the time of a chunk. Layers with a window
-    count its keys at most.
+    linear FLOPs: from there on, the context and not the chunk determines the time of a chunk. A layer with a window
+    counts at most the keys in its window.
 
     Raises:
         ConfigInvalid: `maxChunkTokens` is below `minChunkTokens`.
@@ -128,7 +128,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
 
 
 def _peer_block_seconds(spec: MedhaReplicaSpec, ready: RankReady) -> float | None:
-    """Return the time in which a block crosses the network as the manifest says; None if no KV is handed over."""
+    """Return the time for a block at the manifest's bandwidth between replicas; None if no KV is handed over."""
     peers = spec.kv_cache.peers
     if peers is None or ready.peer is None or ready.host_tier is None:
         return None
@@ -136,7 +136,7 @@ def _peer_block_seconds(spec: MedhaReplicaSpec, ready: RankReady) -> float | Non
 
 
 def _store_block_seconds(spec: MedhaReplicaSpec, ready: RankReady) -> float | None:
-    """Return the time in which a block comes from the store as the manifest says; None if this epoch goes without it."""
+    """Return the time for a block at the manifest's bandwidth of the store; None if this epoch does not use it."""
     store = spec.kv_cache.store
     if store is None or ready.store is None or ready.store.fault or ready.host_tier is None:
         return None
@@ -149,7 +149,7 @@ def _context_parallel(spec: MedhaReplicaSpec, topology: Topology, ready: RankRea
     if strategy == "ownerCompute" or topology.kv == 1:
         return None
     rate = 0.0
-    if ready.profile.attention_seconds_per_pair > 0:  # measured for a rank's share of the layers and heads
+    if ready.profile.attention_seconds_per_pair > 0:  # of a rank's share of the layers and heads
         share = ready.attention_flops_per_pair / (topology.stream * topology.tensor)
         rate = share / ready.profile.attention_seconds_per_pair
     costs = RingCosts(

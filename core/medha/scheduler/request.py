@@ -59,16 +59,14 @@ class Request:
     service_class: str = "default"
     expected_output_tokens: int = 0  # whole output that was expected when it began to wait
     asides: int = 0  # how often it has stepped aside
-    ways: int = 0  # how often it did so for one that waited
+    ways: int = 0  # how often of these it made way for a waiting request
     may_spread: bool = False  # its KV may be split over several lanes
-    streams: bool = (
-        False  # a part of its KV is streamed from host memory, because the pools do not hold all of it
-    )
-    streamed_blocks: int = 0  # those of the lane that streams most, once it holds KV
+    streams: bool = False  # a part of its KV is streamed from host memory: the pools cannot hold all of it
+    streamed_blocks: int = 0  # of the lane that streams most, once it holds KV
     row: int = NOWHERE  # in the table of requests, while it has prompt left to dispatch
     lane: int = NOWHERE  # the lane that computes it
     reserved_tokens: int = 0  # tokens that its blocks can hold
-    counted_blocks: int = 0  # of KV, that count for its owner (`medha.scheduler.owner_places`)
+    counted_blocks: int = 0  # KV blocks that count for its owner (`medha.scheduler.owner_places`)
     shard_map: ShardMap | None = None  # once it holds KV
     is_spread: bool = False  # several lanes hold its KV, or will
     in_ring: bool = False  # all of its lanes compute its prompt together (context parallelism)
@@ -78,7 +76,7 @@ class Request:
     dispatched: int = 0
     computed: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was cached at admission; an estimate while it waits
-    first_cached_tokens: int | None = None  # those when it first got KV, if it has stepped aside
+    first_cached_tokens: int | None = None  # the same when it first got KV, if it has stepped aside since
     is_detached: bool = False  # it does not wait for the running prefill of its prompt, which ends too late
     leader: Request | None = None  # a running prefill that also computes the beginning of its prompt
     runs_ahead: bool = False  # the last token that `length` counts has not arrived yet
@@ -86,17 +84,17 @@ class Request:
     steps_in_flight: int = 0
     ended: bool = False  # no more steps; its KV waits in quarantine for those in flight
     steps_aside: bool = False  # it gives its KV back, and then waits to compute it again
-    makes_way: bool = False  # it does so for one that waits
-    due_back: float | None = None  # when it is due after that, if it is long and does so for a deadline
-    returns: bool = False  # it is back from that
+    makes_way: bool = False  # it steps aside for a waiting request
+    due_back: float | None = None  # when it is due, if it is long and steps aside for another's deadline
+    returns: bool = False  # it has stepped aside for a deadline, and is back
     paced_from: float = inf  # when the first of its tokens was sampled here
     paced_length: int = 0  # its length then
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the chunks that are computed
     grammar: str = ""  # name of its grammar; empty: it has none
-    awaits_grammar: bool = False  # not compiled yet: the last position of its prompt is not computed before
-    awaits_load: bool = False  # what a tier has of its prompt is being loaded: it gets no KV before
-    fetches: bool = False  # blocks that it holds are still to be copied from a host tier
-    draft: tuple[int, ...] = ()  # guesses at the tokens behind those that have arrived
+    awaits_grammar: bool = False  # until it is compiled, the last position of its prompt is not computed
+    awaits_load: bool = False  # until a tier has loaded what it has of its prompt, it gets no KV
+    fetches: bool = False  # some of its blocks are still to be copied from a host tier
+    draft: tuple[int, ...] = ()  # guesses at the tokens after those that have arrived
     draft_chance: float = 0.5  # chance that the next one of its guesses is right
     draft_tokens: float = 0.0  # tokens from which that chance is known
     followed: int = 0  # tokens that the draft model has computed
@@ -118,12 +116,12 @@ class Request:
 
     @property
     def has_output_in_prompt(self) -> bool:
-        """True if it has output that was sampled here, or elsewhere, before its present prefill."""
+        """True if output that was sampled earlier, here or elsewhere, is part of its prompt."""
         return self.submit.tokens > self.submit.prompt_length
 
     @property
     def served_from_cache(self) -> int:
-        """Prompt tokens that were cached when it first got KV: what it has computed itself since then does not count."""
+        """Prompt tokens that were cached when it first got KV, without those that it has computed itself."""
         return self.cached_tokens if self.first_cached_tokens is None else self.first_cached_tokens
 
     @property
@@ -151,7 +149,7 @@ class Request:
 
     @property
     def may_outgrow(self) -> bool:
-        """True if it may come to need more KV than it holds."""
+        """True if it may need more KV than it holds."""
         return self.reserved_tokens < self.most_tokens
 
     @property
@@ -189,6 +187,16 @@ class Request:
                 return False
         return True
 
+    def continue_from(self, before: Request) -> None:
+        """Take over what remains of `before`, the same sequence as it stepped aside: its place, and its counts."""
+        self.tie, self.arrival, self.turn = before.tie, before.arrival, before.turn
+        self.contested_until = before.contested_until
+        self.asides, self.ways = before.asides + 1, before.ways + before.makes_way
+        self.first_cached_tokens = before.served_from_cache
+        self.paced_from, self.paced_length = before.paced_from, before.paced_length
+        self.returns = before.due_back is not None
+        self.is_long = self.is_long or self.returns
+
     def enter(
         self, shard_map: ShardMap, reserved_tokens: int, there_tokens: int, *, in_ring: bool = False
     ) -> None:
@@ -221,7 +229,7 @@ class Request:
         """Record that `count` drafted tokens of the last step were right: they are known, and their KV is computed."""
         self.length += count
         self.computed += count
-        if self.followed == self.dispatched:  # guesses were drawn behind the last of them
+        if self.followed == self.dispatched:  # guesses were drawn after the last of them
             self.followed += count
         self._advance(count)
 

@@ -30,7 +30,7 @@ from medha.wire.messages import (
 def progress(
     event: ControllerEvent, commands: Sequence[ControllerCommand], history: History, now: float
 ) -> ProgressReport | None:
-    """Return what an event shows of requests beyond what their routers see; None if it is nothing."""
+    """Return the progress of requests that their routers cannot see otherwise; None if there is none."""
     chunks, began_seconds = [], 0.0
     launched = history.launched.get(event.step_id) if isinstance(event, Done) else None
     if launched is not None and launched.chunks:
@@ -45,7 +45,7 @@ def progress(
 
 
 def happenings_of(report: ProgressReport, now: float) -> Iterator[Happening]:
-    """Yield what a report of `now` says about requests."""
+    """Yield the happenings of a report that was made at `now`."""
     began = now - report.began_seconds
     for chunk in report.chunks:
         yield Computed(chunk.id, began, chunk.tokens, chunk.lane, chunk.is_first)
@@ -61,7 +61,7 @@ def happenings(
     replica: str,
     now: float,
 ) -> Iterator[tuple[Happening, float]]:
-    """Yield what an event of a controller means for the bars of its requests, with its time."""
+    """Yield the happenings of a controller's event, each with its time."""
     if isinstance(event, Submit) and not any(isinstance(command, Refused) for command in commands):
         request = core.find(event.id)
         if request is not None:

@@ -1,8 +1,8 @@
-"""Prompts that requests share: who computes them, who waits for that, and what a waiting request still needs.
+"""Prompts that requests share: which request computes them, which wait for it, and what each of these still needs.
 
-Requests may name the very same prompt (the samples of one request), and prompts may begin alike
-(`prefix_followers`). Whenever a prefill begins, progresses or ends, the needs of the requests that wait for it
-change: the free KV blocks that they need, their remaining work, and whether they are held.
+Requests may name the same prompt (the samples of one request), or prompts that begin alike (`prefix_followers`).
+Whenever a prefill begins, progresses or ends, the needs of the requests that wait for it change: the free KV blocks
+that they need, their remaining work, and whether they must wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sharing:
         self._followers_of_prefixes = PrefixFollowers(block_size_tokens, table)
         self._awaited: dict[str, Prompt] = {}  # prompts that are being computed and have waiting requests
         self._frees_windows = frees_windows
-        self._shared: dict[str, Prompt] = {}  # prompts that waiting requests may fork, where that can end
+        self._shared: dict[str, Prompt] = {}  # prompts that can be forked only until windows are freed
 
     def prompt_of(self, name: str, tokens: int) -> Prompt:
         """Return the prompt of an arriving request, which the ranks must keep from now on."""
@@ -100,15 +100,14 @@ class Sharing:
             self.forgets[prompt.name] = None
 
     def end_forks(self) -> None:
-        """Let no request fork a prompt whose last window is freed, because what follows it is in the pipeline."""
+        """Let no request fork a prompt whose last window is freed, because positions after it are in the pipeline."""
         for prompt in tuple(self._shared.values()):
             self._share(prompt)
 
     def leave_demoted(self) -> None:
         """Let no request wait for a demoted prefill that is now due after the request's own deadline.
 
-        For a prefill of the very same prompt, this holds only if the request's deadline is later than the
-        prefill's.
+        For a prefill of the same prompt, this holds only if the request's deadline is later than the prefill's.
         """
         self._update_all(self._followers_of_prefixes.leave_demoted())
         for prompt in self._awaited.values():
@@ -169,7 +168,7 @@ class Sharing:
             self.update(request)
 
     def _needs(self, request: Request, there_tokens: int) -> None:
-        """Note what a waiting request needs if the KV of `there_tokens` tokens exists, or will exist."""
+        """Set what a waiting request needs if the KV of `there_tokens` tokens exists, or will exist."""
         left = self._predictor.uncorrected_prefill(there_tokens, request.prompt.tokens)
         wanted = self._admission.needed_blocks(request)
         self._table.needs(request, wanted, left, self._busy_until(request, left), held=_is_held(request))
@@ -180,10 +179,9 @@ class Sharing:
 
 
 def _can_be_forked(holder: Request, prompt: Prompt, frees_windows: bool) -> bool:
-    """Return whether the KV of a prompt that a running request holds can be shared; streamed KV never is.
+    """Return whether a running request holds KV of the whole prompt that can be shared; streamed KV cannot.
 
-    A rank that frees KV before windows keeps the one before the prompt's last position until it plans a step behind
-    the prompt.
+    Ranks that free KV before windows keep the window of the prompt's last position until they plan a step after it.
     """
     if holder.streams:
         return False
@@ -191,7 +189,7 @@ def _can_be_forked(holder: Request, prompt: Prompt, frees_windows: bool) -> bool
 
 
 def _is_held(request: Request) -> bool:
-    """Return whether a request must wait, because its prompt, or the beginning of it, is being computed."""
+    """Return whether a request must wait, because another one computes its prompt, or the beginning of it."""
     if request.prompt.prefilling and not request.is_detached:
         return True
     return request.leader is not None and request.prompt.sharing is None

@@ -1,22 +1,22 @@
-"""Decides how many drafted tokens a step verifies, and what a draft model does behind it (docs/speculation.md).
+"""Decides how many drafted tokens a step verifies, and what a draft model does after it (docs/speculation.md).
 
-A *draft* is a guess at the tokens that come behind those of a sequence. It comes with a `Done`: from the process around
-the controller, which knows token ids, or from the rank that samples, whose draft model has drawn as many as the step asked
-for. A step that verifies some of it computes as many positions more, and samples one token for each guess that turns out
-right, and one behind them. So drafts change when tokens come, and never which.
+A *draft* is a run of guesses at the next tokens of a sequence. It comes with a `Done`: from the process around the
+controller, which knows token ids, or from the rank that samples, whose draft model draws as many guesses as the step asks
+for. A step that verifies some of them computes as many more positions, and samples one token for each guess that is right,
+and one more. So drafts change when tokens come, and never which tokens.
 
-How many are verified follows from a few numbers:
+The number of verified guesses follows from:
 
-* The *chance* of a sequence that one more guess is right. Every sampled token counts, whether or not its guess was verified.
-* The predicted time of the whole step with them. They are worth it as long as the expected tokens per second rise, so
-  fewer are verified the more the device has to compute anyhow.
-* The time that nobody misses: the step stays within the TPOT targets of all decodes, and within the slack of the prompt
-  that has least. Prefills are packed first. While a prompt is late, nothing is drafted.
+* The *chance* of a sequence that its next guess is right, learned from every sampled token, verified or not.
+* The predicted time of the whole step with the guesses. They are added as long as the expected tokens per second rise, so
+  the more a step computes otherwise, the fewer it verifies.
+* The time to spare: the step stays within the TPOT targets of all decodes, and within the least slack of all prompts.
+  Prefills are packed first. While a prompt is late, nothing is drafted.
 
-Guesses of a draft model take time before anybody knows whether the next step can use them. So many are drawn as a step like
-the present one would best verify if it drew as many again. That must be faster than decodes that run ahead, by
-`LEAST_GAIN`. The draft model computes a sequence's earlier tokens once it is to draw guesses for it, piece by piece, and only if the
-output that is expected of the sequence is worth that. Where nothing is drawn, the draft model does nothing.
+Guesses of a draft model take time before it is known whether the next step can use them. As many are drawn as a step like
+the present one would best verify if it drew as many again. That must beat decodes that run ahead by the factor
+`LEAST_GAIN`. Before its first guess for a sequence, the draft model computes the sequence's earlier tokens, piece by piece;
+the expected output must be worth that. If no guess is drawn, the draft model does nothing.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ WEIGHT = 0.125
 PRIOR_WEIGHT = 1 / 32
 """Weight of one sampled token in the chance of all sequences of a replica, once many have been judged."""
 FIRST_TOKENS = 2
-"""Tokens as which the chance of all sequences counts before any guess is judged; it is their mean at first."""
+"""Weight of the initial chance of all sequences, in tokens. Until many are judged, that chance is a plain mean."""
 PRIOR_TOKENS = 8.0
-"""Tokens as which the chance of all sequences counts in that of one, beside those that it has sampled with guesses."""
+"""Weight of the chance of all sequences in that of one, in tokens; its own sampled tokens with guesses count 1 each."""
 FORGETTING = 0.95
-"""Factor of these tokens in each step that draws no guess for the sequence."""
+"""Factor by which each step that draws no guess for a sequence reduces the weight of the sequence's own tokens."""
 LEAST_CHANCE = 0.1
 """Smallest chance with which a guess is verified, however little time that is predicted to take."""
 LEAST_GAIN = 1.03
-"""Least factor of the expected tokens per second for which a draft model draws guesses."""
+"""Smallest factor by which guesses must raise the expected tokens per second for a draft model to draw them."""
 PROBE_SHARE = 0.01
-"""Share of the time that a draft model may take where it does not pay, to learn whether that is still so."""
+"""Share of the time that a draft model may take while it does not pay, to learn whether that has changed."""
 
 Drafts = dict[str, tuple[int, ...]]
 """The guesses that a step verifies, by request."""
@@ -77,10 +77,10 @@ class Drafted:
 
 @dataclass(slots=True)
 class Draws:
-    """The work of a draft model behind a step: the guesses that it draws, and the tokens that it computes before."""
+    """The work of a draft model after a step: the tokens that it computes, and then the guesses that it draws."""
 
-    counts: dict[str, int] = field(default_factory=dict)  # of guesses, by request
-    follows: dict[str, int] = field(default_factory=dict)  # of tokens, by request
+    counts: dict[str, int] = field(default_factory=dict)  # guesses to draw, by request
+    follows: dict[str, int] = field(default_factory=dict)  # tokens to compute, by request
     seconds: float = 0.0
     uncorrected: PartedSeconds = field(default_factory=PartedSeconds)
     are_awaited: bool = False  # whether the next step should verify the guesses, and not only learn from them
@@ -113,7 +113,7 @@ class DraftChance:
         request.draft = draft
 
     def missed(self, request: Request) -> None:
-        """Note that a request has got none of the guesses that were asked for: its draft model has failed."""
+        """Record that a request got none of the guesses that were asked for, because its draft model has failed."""
         self._judge(request, is_right=False)
         request.followed = 0
 
@@ -133,13 +133,13 @@ def choose_drafts(
     between_seconds: float = 0.0,
     unknown_tokens: int = 0,
 ) -> Drafted:
-    """Return what a step best verifies, and leave that in the `batch`, which already holds all else.
+    """Return the guesses that a step should verify, and add them to the `batch`, which already holds all else.
 
     Args:
         batch: the step, with its decodes and prefills.
-        decodes: its decodes; nothing is verified of those that run ahead, because a draft begins with the token in flight.
+        decodes: its decodes; none of those that run ahead verify guesses, because their drafts begin with the token in flight.
         limits: its bounds.
-        chances: of the decodes that have drafts, that the next guess is right.
+        chances: the chance of each decode with a draft that its next guess is right.
         between_seconds: time between two steps that belongs to neither.
         unknown_tokens: tokens of each sequence that an earlier step is yet to sample, and that their drafts begin with.
     """
@@ -157,17 +157,15 @@ def choose_drafts(
 
 @dataclass(slots=True)
 class DrawChoice:
-    """Chooses what a draft model does behind a step.
+    """Chooses what a draft model does after a step.
 
-    The next step is taken to be like this one, to draw as many guesses again, and to come only once this one has ended.
-    Without guesses it could run ahead.
+    It assumes that the next step is like this one, draws as many guesses again, and is launched only when this one has
+    ended. Without guesses it could run ahead.
     """
 
     batch: Batch  # the decodes of the step, without drafts and draws; it is not changed
-    decodes: Sequence[
-        Request
-    ]  # no guesses are drawn for those with a grammar, which the draft model does not follow
-    limits: DraftLimits  # bounds of the next step; this one is not to take longer, either
+    decodes: Sequence[Request]  # of those with a grammar no guesses are drawn: the draft model ignores it
+    limits: DraftLimits  # bounds of the next step, and the longest time of this one
     chances: Mapping[str, float]  # of the decodes
     model: DraftSeconds
     between: Between
@@ -180,7 +178,7 @@ class DrawChoice:
         self._plain_rate = len(self.decodes) / max(self._plain_seconds + self.between.ahead_seconds, 1e-9)
 
     def choose(self) -> Draws:
-        """Return what is best done; nothing if guesses do not pay."""
+        """Return the best work; none if guesses do not pay."""
         rooms = self._rooms()
         counts, rate = self._best(rooms)
         worth = self._worth(counts, rate)
@@ -196,10 +194,10 @@ class DrawChoice:
         return draws if draws.seconds <= self.limits.seconds - self._plain_seconds else Draws()
 
     def probe(self, seconds: float, *, most: int = 1, is_whole: bool = False) -> Draws:
-        """Return a guess for each of up to `most` sequences that take least, if it takes no longer and could ever pay.
+        """Return a guess for each of the up to `most` cheapest sequences, if that takes at most `seconds` and could ever pay.
 
-        It may take several steps until all tokens before a guess are computed; all of them together no longer than `seconds`
-        if the probe `is_whole`, which may then have fewer guesses.
+        To compute the tokens before a guess may take several steps. If the probe `is_whole`, all of them together take at
+        most `seconds`, and there may be fewer guesses.
         """
         rooms = self._rooms()
         followed = [request for request in self.decodes if request.id in rooms]
@@ -234,9 +232,9 @@ class DrawChoice:
     def _best(
         self, rooms: Mapping[str, int], chances: Mapping[str, float] | None = None
     ) -> tuple[dict[str, int], float]:
-        """Return the numbers of guesses with which most tokens per second come, and how many; none if that pays too little.
+        """Return the numbers of guesses with the highest rate, and that rate, in tokens per second; none if they pay too little.
 
-        What it takes to compute tokens before them does not count here.
+        The time to compute the tokens before them does not count here.
         """
         best = _Best(self._plain_rate * LEAST_GAIN)
         guesses = _likeliest(self.decodes, rooms, self.chances if chances is None else chances, 0)
@@ -259,9 +257,9 @@ class DrawChoice:
         ]
 
     def _follow(self, names: Collection[str]) -> tuple[dict[str, int], list[str]]:
-        """Return the tokens that are computed now of each request, and the requests of which none are left then.
+        """Return the tokens to compute now, by request, and the requests of which none are left after that.
 
-        They at most double the time of the step.
+        They take at most as long as the step without them.
         """
         seconds = min(self.limits.seconds - self._plain_seconds, self._plain_seconds)
         left = min(self.most_tokens, max(self.model.tokens_within(seconds), 0))
@@ -296,7 +294,7 @@ def expected_tokens(request: Request) -> int:
 
 
 _Guess = tuple[float, int, Request]
-"""The chance of a guess, a number that orders equal ones, and the sequence that it is of."""
+"""The chance of a guess, a number that orders equal chances, and the sequence."""
 
 
 def _likeliest(
@@ -317,7 +315,7 @@ def _likeliest(
 class _Best:
     """The likeliest guesses that raise the expected tokens per second of a step most."""
 
-    tokens_per_second: float  # that guesses must exceed, and then with those that are taken
+    tokens_per_second: float  # the rate that guesses must exceed, then the rate with the taken ones
     taken: list[Request] = field(default_factory=list)  # one for each guess
     counts: dict[str, int] = field(default_factory=dict)
 

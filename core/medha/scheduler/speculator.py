@@ -1,7 +1,7 @@
-"""Speculative decoding of one replica: what its steps verify and draw, and what is learned from how they turn out.
+"""Speculative decoding of one replica: decides what its steps verify and draw, and learns from the results.
 
-The decisions are those of `medha.scheduler.speculation`. Here is the state that they depend on: how often guesses are right,
-how long the draft model takes, and the time between steps that wait for their guesses and steps that run ahead.
+The decisions are those of `medha.scheduler.speculation`. This module keeps the state that they depend on: how often guesses
+are right, how long the draft model takes, and the time between steps that wait for guesses, or run ahead.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from medha.scheduler.turnaround import Turnaround
 from medha.wire.messages import Done
 
 REST_STEPS = 8
-"""Steps with as many decodes for which nothing is drawn once guesses do not pay: the decision itself takes time."""
+"""Steps with the same number of decodes that are not examined once guesses do not pay: the decision itself takes time."""
 _MOST_PROBE_STEPS = 8
 """Steps whose time may be saved up for a probe."""
 _PROVEN_GUESSES = 8
-"""Guesses of all sequences after which the chance that one is right is taken for known."""
+"""Guesses of all sequences after which the chance that one is right counts as known."""
 _FIRST_STEPS = 1.0
-"""Steps whose time guesses may take before that, beside a share of the time that passes and what right guesses save. Probes are made
-of it only if they begin and end with it."""
+"""Time that guesses may take before that, in steps. The time that right guesses save is added to it, and `_FIRST_SHARE`
+of the time that passes. A probe must fit into it as a whole."""
 _FIRST_SHARE = 0.03
-"""That share."""
+"""Share of the passing time that guesses may take until the chance is known."""
 
 
 class Speculator:
@@ -77,7 +77,7 @@ class Speculator:
         most_seconds: float,
         between_seconds: float,
     ) -> tuple[Drafts, Draws]:
-        """Return what a step verifies, and what the draft model does behind it; leave both in its `batch`.
+        """Return what a step verifies, and what the draft model does after it; add both to its `batch`.
 
         Args:
             batch: the step, with its decodes and prefills.
@@ -107,7 +107,7 @@ class Speculator:
         return drafts, draws
 
     def _draw(self, batch: Batch, decodes: Sequence[Request], limits: DraftLimits, between: Between) -> Draws:
-        """Let the draft model work behind a step if that pays, or to learn whether it would, and return what it does."""
+        """Return the draft model's work after a step: what pays, or a probe to learn whether it would."""
         if self._model is None:
             return Draws()
         if self._rests and len(decodes) == self._rests_with:
@@ -138,9 +138,9 @@ class Speculator:
     def _within_first_time(
         self, draws: Draws, plain_seconds: float, between: Between, decodes: Sequence[Request]
     ) -> Draws:
-        """Return what is drawn if there is time for it while nobody knows how often guesses are right, and else nothing.
+        """Return the draws if they fit into the time for guesses before their chance is known, else none.
 
-        To compute the tokens before them, the share of the time that these sequences will still take may be spent, too.
+        For the tokens before them, the share of the time that their sequences will still take may be spent, too.
         """
         added = (1 + self._rested) * _FIRST_SHARE
         self._first_steps = min(self._first_steps + added, _MOST_PROBE_STEPS)
@@ -194,7 +194,7 @@ class Speculator:
         return Between(between_seconds, between_seconds)
 
     def _chances(self, decodes: Sequence[Request]) -> Mapping[str, float]:
-        if self._model is None:  # whether a sequence quotes says nothing of others
+        if self._model is None:  # prompt lookup: that one sequence quotes a text says nothing about others
             return {request.id: request.draft_chance for request in decodes}
         return {request.id: self._chance.of(request) for request in decodes}
 
@@ -204,13 +204,13 @@ class Speculator:
         """Learn from the next sampled tokens of a request; keep what is left of its draft."""
         if request.draft:
             self._chance.observe(request, tokens)
-            # A right guess saves a sequence a step, and that is its part of one for all.
+            # A right guess saves one sequence a step, which is this part of a step of all of them.
             self._first_steps += (len(tokens) - 1) / self._decodes
 
     def take(self, done: Done, draws: Draws, requests: Mapping[str, Request]) -> float:
-        """Take the reports of a draft model on a step; return how long that step took without it, in seconds.
+        """Process a draft model's reports on a step; return the seconds that the step took without it.
 
-        `requests` are the step's that have not ended.
+        `requests` are those of the step that have not ended.
         """
         for name, draft in done.drafts:
             if name in requests:

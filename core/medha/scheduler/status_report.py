@@ -110,7 +110,7 @@ class StoreStatus(_Model):
     failures: int
     """Objects that could not be read or written."""
     rests: bool
-    """True while the store is left alone because it has failed."""
+    """True while the store is not used because it has failed."""
     fault: str
     """The last error since something succeeded; empty: none."""
     busy: int = 0
@@ -131,9 +131,9 @@ class LaneStatus(_Model):
     prefilling: int
     kv: KvStatus
     host_tier: HostTierStatus | None = None
-    """None: evicted KV is forgotten."""
+    """None: there is no host tier, so evicted KV is lost."""
     disk_tier: DiskTierStatus | None = None
-    """None: KV of the host tier ends with the epoch."""
+    """None: there is no disk tier, so KV of the host tier ends with the epoch."""
 
 
 class ChunkStatus(_Model):
@@ -169,7 +169,7 @@ class ClassStatus(_Model):
     waiting_tokens: int
     """Prompt tokens of the waiting requests."""
     demoted: int
-    """Demoted requests without a first token: others are to be on time instead (`guarded`)."""
+    """Demoted requests without a first token, which `guarded` lets be late so that others are on time."""
     late: int
     """Requests without a first token past their deadline."""
 

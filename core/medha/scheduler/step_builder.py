@@ -25,7 +25,7 @@ from medha.scheduler.request_table import NEAR_REVISED_DEADLINE, RequestTable
 from medha.scheduler.sharing import Sharing
 from medha.scheduler.speculation import Drafts, Draws
 from medha.scheduler.speculator import Speculator
-from medha.wire.messages import Admit, Extent, Grow, KvFetch, PolicyTerms, StepEntry
+from medha.wire.messages import Admit, Extent, Grow, KvFetch, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
 """Gives KV to a waiting prefill and updates it; returns False if it gets none or cannot take part in the step."""
@@ -33,10 +33,10 @@ Place = Callable[[PrefillCandidate], bool]
 MOST_MISSES = 10
 """Consecutive prefills without space after which a step counts as full (paper B bounds its skips, too).
 
-A step that would be empty goes on: without it no event may come, and those behind would wait for ever.
+A step that would be empty goes on: without it no event may come, and those after it would wait for ever.
 """
 MOST_ORDERS = 4
-"""Most selections of candidates for a step; each later one follows admissions that used up others' KV."""
+"""Most selections of candidates for a step; a further one is made once admissions have used up the KV of the rest."""
 _USUAL_STEP_TOKENS = 512
 """Size of the step whose hop time is the initial estimate of the time between steps."""
 _LEAST_OF_TARGET = 0.5
@@ -55,8 +55,8 @@ class BuiltStep:
     entries: list[StepEntry]
     decodes: list[Request]
     prefills: list[tuple[Request, int]]  # with the tokens of its chunk
-    drafts: Drafts  # that the decodes verify
-    draws: Draws  # that follow them
+    drafts: Drafts  # guesses that the decodes verify
+    draws: Draws  # guesses that are drawn after them
     fetches: tuple[KvFetch, ...] = ()
 
 
@@ -77,7 +77,7 @@ def pack(
         prefills: most urgent first; read only as far as the step has space.
         place: gives KV to those that wait.
         admits: the admits that the step carries; `place` appends to them.
-        draft: adds drafted tokens to the decodes, in what space the chunks leave.
+        draft: adds drafted tokens to the decodes, in the space that the chunks leave.
     """
     head = list(islice(prefills, 2))
     space = Space(batch, targets, head, limits)
@@ -156,7 +156,7 @@ class StepBuilder:
         self._block_size_tokens = config.block_size_tokens
         self._context_parallel = config.context_parallel
         self._stages = config.topology.stream
-        self._prefill_order = PrefillOrder(config.scheduling, config.topology.kv, self._stages)
+        self.prefill_order = PrefillOrder(config.scheduling, config.topology.kv, self._stages)
         self._pace = Pace(predictor.hop_seconds(_USUAL_STEP_TOKENS) * (1 - 1 / self._stages))
         self._limits = _limits(config)
         self.speculator = Speculator(config)
@@ -215,9 +215,9 @@ class StepBuilder:
         return BuiltStep(packed, entries, decodes, prefills, drafts, draws, tuple(turn.taken))
 
     def write_through(self, lanes: tuple[int, ...]) -> None:
-        """Let a step of `lanes` copy to host tiers what is offered to the store: as much as takes a part of the step.
+        """Let a step of `lanes` copy blocks that are offered to the store to host tiers, within a part of its time.
 
-        It comes before all other changes of the step.
+        Call it before all other changes of the step.
         """
         pools = self._admission.pools
         if self._tier_seconds is None or not pools.has_offers:
@@ -228,14 +228,14 @@ class StepBuilder:
         pools.write_through(blocks)
 
     def _fetching_seconds(self, batch: Batch, targets: DecodeTargets | None) -> float:
-        """Return the time of a step beside which fetches are copied, as far as it is filled; the longest if it is empty."""
+        """Return the time of a step so far, in which fetches can be copied; the longest one if it is empty."""
         longest = self._limits.max_step_seconds
         if targets is None:
             return longest / self._stages
         return batch.seconds() or min(targets.tpot_seconds, longest) / self._stages
 
     def _guess(self, space: Space, lanes: tuple[int, ...], now: float) -> tuple[Drafts, Draws]:
-        """Let the decodes of a step verify drafted tokens; return these, and what is drawn behind them."""
+        """Let the decodes of a step verify drafted tokens; return these, and the guesses that are drawn after them."""
         decodes = [
             request
             for lane in lanes
@@ -305,9 +305,7 @@ class StepBuilder:
         go_on = [request for request, _ in prefills if request.row != NOWHERE]
         for request in go_on:
             self._progressed(request)
-            if (
-                request.is_long and request.stalls
-            ):  # one token is left: other long prompts need not wait for that
+            if request.is_long and request.stalls:  # one token is left, for which no long prompt need wait
                 self._admission.prefilled(request)
         alone_seconds -= self._table.busy_seconds(go_on)
         return alone_seconds, bool(go_on)
@@ -332,15 +330,6 @@ class StepBuilder:
             prefill.moved, prefill.in_ring, prefill.lane_tokens = True, True, request.lane_tokens
         prefill.waits = not request.runs_on(lanes)  # its cached prefix may couple further lanes
         return not prefill.waits and remaining > 0
-
-    def work_ahead(self, now: float) -> tuple[tuple[float, float], ...]:
-        """Return how much pending work has at most a certain key of the policy (`Announce.work_ahead`)."""
-        return self._prefill_order.work_ahead(self._table, self._predictor.correction.prefill, now)
-
-    @property
-    def policy_terms(self) -> PolicyTerms:
-        """The policy, as a replica announces it."""
-        return self._prefill_order.terms
 
     def admit(self, request: Request, admits: list[Admit]) -> bool:
         """Give KV to a waiting request; return False if there is none for it."""
@@ -374,7 +363,7 @@ class StepBuilder:
         self._table.progressed(request, left)
 
     def _decode_entries(self, decodes: Iterable[Request], drafts: Drafts, draws: Draws) -> list[StepEntry]:
-        """Return the entries of a step's decodes, and count these as dispatched, without what they verify."""
+        """Return the entries of a step's decodes, and count these as dispatched, but not the tokens that they verify."""
         entries: list[StepEntry] = []
         one_token_at = self._one_token_at
         for request in decodes:
@@ -455,10 +444,10 @@ class StepBuilder:
         table = self._table
         if not table.rows:
             return
-        ordered = self._prefill_order.select(
+        ordered = self.prefill_order.select(
             table, self._predictor.correction.prefill, self._pace.of_prefills, now
         )
-        if self._prefill_order.can_demote:
+        if self.prefill_order.can_demote:
             self._sharing.leave_demoted()
         seen = np.zeros(len(table.rows), dtype=np.bool_)
         running = table.running_on(lanes)
@@ -494,16 +483,16 @@ class StepBuilder:
                 return
 
     def _streamed_blocks(self, request: Request) -> int:
-        """Return the blocks that the next chunk of a prefill streams, about: of its context, on one lane."""
+        """Return about how many blocks of its context the next chunk of a prefill streams, on one lane."""
         if not request.streamed_blocks:
             return 0
         context_blocks = request.dispatched // (len(request.held_lanes) * self._block_size_tokens)
         return min(request.streamed_blocks, context_blocks + 1)
 
     def _defers_to_others(self, request: Request, now: float) -> bool:
-        """Return whether a waiting long request is demoted and leaves KV to requests that can be on time.
+        """Return whether a waiting long request leaves KV to others, because it is demoted.
 
-        It does only until its revised deadline is near; then it is as urgent as any.
+        It does so until its revised deadline is near; then it is as urgent as any.
         """
         if not self._table.is_demoted(request) or not self._admission.longs_exceed_share:
             return False
@@ -559,7 +548,7 @@ def _limits(config: ReplicaConfig) -> Limits:
 def _entry(
     request: Request, count: int, drafts: tuple[int, ...] = (), draws: int = 0, follows: int = 0
 ) -> StepEntry:
-    """Return the entry of the next `count` positions of a request, before they count as dispatched, and of `drafts`."""
+    """Return the entry of a request's next `count` positions, which are not counted as dispatched yet, and of `drafts`."""
     extents = (Extent(request.dispatched, count + len(drafts)),)
     samples = request.dispatched + count == request.length
     if len(request.lanes) == 1:

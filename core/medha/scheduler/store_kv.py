@@ -1,11 +1,11 @@
-"""Requests that ask whether the store has KV of their prompts, and what follows from the answers.
+"""Asks whether the store has KV of arriving prompts, and begins to load what it has.
 
-The store (`medha.kv.store_tier`) is not known to the controller. If reading all that a prompt lacks is predicted to be faster
-than computing it, its request waits while ranks look which objects are there (`StoreLook`), and then for their loads. What was
-not there is remembered for a while, and not asked for again.
+The controller does not know the content of the store (`medha.kv.store_tier`). If reading all that a prompt lacks is predicted
+to be faster than computing it, its request waits while ranks check which objects exist (`StoreLook`), and then for their
+loads. Missing objects are remembered for a while, and not asked for again.
 
-A store that fails is left alone: for a few seconds first, then longer and longer, until something succeeds. So is one that
-does not say what is there before a request would have computed its prompt. After a fault, one prompt at a time asks.
+A store that fails is not used for a few seconds, and each time longer, until something succeeds. The same holds if it does
+not answer before a request would have computed its prompt. After a fault, one prompt at a time asks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NOWHERE = -2  # lane of the answers that are awaited; those of peers have anoth
 @dataclass(slots=True)
 class _Look:
     sought: list[Sought]
-    counts: list[int]  # of the objects that each of them has
+    counts: list[int]  # of the objects of each that exist, as far as ranks have answered
     left: set[tuple[int, int]]  # (rank, lane) that have not answered
     requests: list[Request] = field(default_factory=list)
-    has_failed: bool = False  # so that nobody knows what is not there
+    has_failed: bool = False  # so it is unknown which objects are missing
 
 
 class StoreKv:
@@ -52,7 +52,7 @@ class StoreKv:
         self._rest_seconds = 0.0
         self._rests_until = 0.0
         self.fault = ""
-        """The last error because of which the store is left alone; empty: nothing has failed since something succeeded."""
+        """The last error; empty: nothing has failed since something succeeded."""
 
     @property
     def next_due(self) -> float | None:
@@ -61,7 +61,7 @@ class StoreKv:
         return self._rests_until if store is not None and store.rests else None
 
     def go_on(self, now: float) -> None:
-        """Use the store again once it has been left alone for long enough."""
+        """Use the store again once its rest is over."""
         store = self._pools.store
         if store is not None and store.rests and now >= self._rests_until:
             store.rests = False
@@ -69,7 +69,7 @@ class StoreKv:
     # --- questions ------------------------------------------------------------------------------------
 
     def ask(self, request: Request, now: float) -> list[StoreLook]:
-        """Let a new request wait for what the store has, if that is worth it; return what ranks look for."""
+        """Let a new request wait for KV from the store, if that is worth it; return the questions to the ranks."""
         submit, store = request.submit, self._pools.store
         if store is None or store.rests or request.awaits_load:
             return []
@@ -81,7 +81,7 @@ class StoreKv:
             submit.tokens, submit.block_hashes, counts, is_long=is_long
         )
         number = self._by_prompt.get(submit.prompt)
-        # After a fault, no others wait for the answer that may not come.
+        # After a fault, the others do not wait for an answer that may not come.
         most = 1 if self._rest_seconds else _MOST_LOOKS
         if seconds is None or (number is None and len(self._looks) >= most):
             return []
@@ -108,13 +108,13 @@ class StoreKv:
     def report(
         self, report: DiskReport, ended: EndedLoads, now: float, go_on: Callable[[Request], None]
     ) -> None:
-        """Take a rank's report, with which loads have `ended`; requests that then wait for nothing go on."""
+        """Process a rank's report, by which loads have `ended`; requests that then wait for nothing go on."""
         if self._pools.store is None:
             return
         if report.store_fault:
             self._rest(report.store_fault, now)
-        elif report.looked or report.stored or ended.from_store:
-            self._has_succeeded(now)
+        elif (report.looked or report.stored or ended.from_store) and now >= self._rests_until:
+            self._rest_seconds, self.fault = 0.0, ""
         for name in ended.lacks:
             self._miss(name, now)
         for name in report.stored:
@@ -155,14 +155,14 @@ class StoreKv:
                 go_on(request)
 
     def late(self, requests: Iterable[Request], now: float) -> None:
-        """Note which requests no longer wait: if the store has not said what it has, it is left alone for a while."""
+        """Record which requests no longer wait; if the store has not answered them, it is not used for a while."""
         for request in requests:
             if self._awaits_answer(request):
-                self._rest("it has not said what it has before the prompt could have been computed", now)
+                self._rest("it did not answer before the prompt could have been computed", now)
                 self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """Forget a request that has left; an answer that nobody waits for begins no loads."""
+        """Forget a request that has left; an answer for which no request waits begins no loads."""
         if self._awaits_answer(request):
             self._looks[self._by_prompt[request.submit.prompt]].requests.remove(request)
 
@@ -183,7 +183,7 @@ class StoreKv:
     # --- faults ---------------------------------------------------------------------------------------
 
     def _rest(self, fault: str, now: float) -> None:
-        """Leave the store alone, each time longer; what was under way when that began says nothing new."""
+        """Do not use the store for a while, each time longer; faults of work that was under way then do not count."""
         store = self._pools.store
         if store is None or store.rests:
             return
@@ -191,7 +191,3 @@ class StoreKv:
         self._rest_seconds = max(longer_seconds, _FIRST_REST_SECONDS)
         self._rests_until = now + self._rest_seconds
         self.fault, store.rests = fault[:500], True
-
-    def _has_succeeded(self, now: float) -> None:
-        if now >= self._rests_until:
-            self._rest_seconds, self.fault = 0.0, ""

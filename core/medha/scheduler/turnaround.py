@@ -1,8 +1,8 @@
 """The time that passes between two steps of decodes on a lane, beyond their own: pure state, fed by events.
 
 A step that *waits* is launched when the one before has ended: messages, sampling and the controller's decision keep the
-ranks idle. A step that *runs ahead* was there before. Which of the two a replica had better do depends on the difference,
-which no prediction of a single step contains.
+ranks idle. A step that *runs ahead* was launched before that. The difference of the two times decides which is better, and
+predictions of single steps do not contain it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Turnaround:
         return max(self._ahead.seconds, 0.0)
 
     def observe(self, between_seconds: float, compute_seconds: float, *, ran_ahead: bool) -> None:
-        """Learn from a step: the time before it, of which no more counts than it computed.
+        """Learn from the time before a step, of which at most its own time counts.
 
-        On a machine that others use too, a step sometimes waits for long.
+        A longer time shows that the machine was busy with something else.
         """
         mean = self._ahead if ran_ahead else self._waiting
         mean.add(min(between_seconds, compute_seconds))

@@ -26,8 +26,8 @@ def limit_tokens(config: ReplicaConfig, submit: Submit) -> int:
 def most_tokens(config: ReplicaConfig, submit: Submit) -> int:
     """Return the most KV tokens that a request can need: prompt and output up to its limit.
 
-    The last sampled token needs none: its KV is never computed. Without `max_tokens`, the pools are a limit, too, or if they
-    do not hold the prompt and an output of its class's default length, all that can be streamed.
+    The last sampled token needs none, because its KV is never computed. Without `max_tokens`, the size of the pools is a
+    limit, too; if they cannot hold the prompt and an output of its class's default length, all that can be streamed is.
     """
     most = max(limit_tokens(config, submit) - 1, submit.tokens)
     if submit.sampling.max_tokens is None:
@@ -57,7 +57,7 @@ def reservation_tokens(config: ReplicaConfig, submit: Submit, expected_output_to
 def may_spread(config: ReplicaConfig, submit: Submit, reservation_tokens: int) -> bool:
     """Return whether a request's KV may be split over several lanes.
 
-    It is if the prompt exceeds a lane's share, or the whole reservation exceeds a lane.
+    It may if the prompt exceeds a lane's share, or the whole reservation exceeds a lane.
     """
     if config.topology.kv == 1:
         return False
@@ -86,7 +86,7 @@ def malformed(submit: Submit, known_tokens: int | None) -> str | None:
     if asked is not None and asked < 0:
         return f"sampling.prompt_logprobs is {asked}; it must be null or a number of most probable tokens, 0 or more"
     if asked is not None and known_tokens is not None and submit.tokens == submit.prompt_length:
-        return f"prompt {submit.prompt} is another request's, too; one that asks for prompt_logprobs needs its own"
+        return f"prompt {submit.prompt} belongs to another request; with prompt_logprobs, a request needs its own"
     if known_tokens not in (None, submit.tokens):
         return f"prompt {submit.prompt} has {known_tokens} tokens, not {submit.tokens}"
     return None
@@ -101,8 +101,6 @@ def unservable(config: ReplicaConfig, submit: Submit) -> Refusal | None:
     if most_tokens(config, submit) > config.longest_tokens:
         most = ""
         if config.streaming is not None:
-            most = (
-                f", and at most {config.longest_tokens} of one request with what it streams from host memory"
-            )
+            most = f", and {config.longest_tokens} of one request if a part is streamed from host memory"
         return "too_long", f"{submit.tokens} tokens; the KV pool holds {config.pool_tokens}{most}"
     return None

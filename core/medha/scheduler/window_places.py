@@ -1,8 +1,8 @@
-"""Counts the windows of running sequences, where layers free KV before them and their pool has none for `maxRunning`.
+"""Counts the windows of running sequences, if layers free KV before them and their pool is too small for `maxRunning`.
 
-A request may begin if the pool has a whole window left for it, however short it is. So places are the same for all
-requests, and no long one is passed over because short ones fit. Once it runs, it counts as its longest possible length
-at most. Every lane has as many blocks, and a sequence counts on each of them, wherever its KV lies.
+A request may begin if the pool has a whole window left for it, however short it is. So all requests need the same, and
+short ones do not pass a long one because they fit. Once it runs, it counts only for the blocks that it can ever need.
+All lanes have equal pools, and a sequence counts on each of them, wherever its KV lies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WindowPlaces:
 
     @property
     def free(self) -> int:
-        """Sequences that may still begin, however long they become."""
+        """Number of sequences that may still begin, however long they become."""
         need = self._need
         left_blocks = self._pool_blocks - need.step_blocks - self._held_blocks
         # If the pool holds every sequence whole, no step needs more.
@@ -34,6 +34,6 @@ class WindowPlaces:
         self._held[sequence] = blocks
         self._held_blocks += blocks
 
-    def give(self, sequence: str) -> None:
-        """Count a sequence no longer."""
+    def give_back(self, sequence: str) -> None:
+        """Remove a sequence that `take` has counted."""
         self._held_blocks -= self._held.pop(sequence)

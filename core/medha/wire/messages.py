@@ -8,7 +8,7 @@ as long to make: `python benchmarks/scheduler.py` with 256 decodes shows the dif
 Rules for all of them:
 
 * Only durations cross process borders (`age_seconds`, `deadline_after_seconds`), never clock readings.
-* Token ids never travel inside a message. They travel as raw int32 frames behind `Tokens`, on a socket of
+* Token ids never travel inside a message. They travel as raw int32 frames after `Tokens`, on a socket of
   their own, under the name of a *prompt*; requests that sample the same prompt share that name.
 * A step message carries ids and counts, so its size does not grow with the context.
 * Fields are only ever added, with a default; a peer ignores fields that it does not know.
@@ -68,9 +68,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    logprobs: int | None = (
-        None  # None: none are returned; k: the sampled token's and the k most probable ones'
-    )
+    logprobs: int | None = None  # k: of the sampled token and the k most probable ones; None: of none
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's EOS ids
     ignore_eos: bool = False  # the model's EOS ids do not stop the sequence
     min_tokens: int = 0  # no stop token is sampled before
@@ -312,9 +310,7 @@ class Announce:
     ends_texts: bool = True  # the model has a token that ends a text, without which it can follow no grammar
     kv_dtype: str = "auto"  # spec.kvCache.dtype; a text goes on where it is the same, if it can
     hands_kv_over: bool = False  # it gives KV to other replicas of its model, and takes theirs (`KvAsk`)
-    kv_identity: str = (
-        ""  # digest of all that the content of its KV depends on; where it differs, no KV is handed over
-    )
+    kv_identity: str = ""  # digest of all that its KV depends on; no KV is handed over if it differs
     read_seconds: float = 0.0  # predicted for each read of another replica's KV, however small
     read_seconds_per_token: float = 0.0  # beyond that, until the tokens are on its device
     drain_seconds: float | None = None  # until it returns what has not ended; None: it gives no KV then
@@ -404,12 +400,8 @@ class Emit:
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    cached_tokens: int = (
-        0  # tokens whose KV was cached or read when it came; sent with its first output token here
-    )
-    prompt_logprobs: PromptLogprobs | None = (
-        None  # of all positions but the first; sent with the first output token
-    )
+    cached_tokens: int = 0  # whose KV was cached or read; sent with its first output token here
+    prompt_logprobs: PromptLogprobs | None = None  # of all positions but the first; sent with that token
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +418,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """A chain of `count` cached blocks in a lane's pool, each published behind the one before, ending with `last`."""
+    """A chain of `count` cached blocks in a lane's pool, each published after the one before, ending with `last`."""
 
     last: int
     count: int
@@ -464,7 +456,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class KvFetch:
-    """Blocks of host tiers are copied to a sequence: on each lane behind its cached prefix and what was copied before.
+    """Blocks of host tiers are copied to a sequence: on each lane after its cached prefix and what was copied before.
 
     Its first entry comes in this step or a later one, once all of its blocks are copied.
     """
@@ -504,7 +496,7 @@ class KvServe:
 
 @dataclass(frozen=True, slots=True)
 class DiskFile:
-    """A file of the disk tier: blocks of one lane, the `start`-th of a prompt there and those behind it.
+    """A file of the disk tier: blocks of one lane, the `start`-th of a prompt there and those after it.
 
     `name` follows from the hashes (`medha.kv.disk_tier.file_name`). `before` is the hash of the block before the first.
     """
@@ -583,7 +575,7 @@ class Admit:
     `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
     whole blocks by reference and the rest of the last block by copy. `segments`, or `stripings` if there are
     many, give the lane of each position (neither: all on lane 0). `evictions` are cached blocks to evict
-    first. `prefixes` are the cached blocks that begin the table of each lane. With what is fetched into the blocks behind
+    first. `prefixes` are the cached blocks that begin the table of each lane. With what is fetched into the blocks after
     them (`KvFetch`), they hold the KV of the first `cached_tokens` tokens. For a fork, `prefixes` are the cached part of the
     shared tokens. If `device_blocks` is above 0, at most so many blocks on each lane are of its pool, the last ones of its
     table; those before are streamed from host memory.
@@ -647,7 +639,7 @@ class StepEntry:
     before each of them, for as long as each guess is the token sampled, and one after that.
 
     The draft model of the rank that samples first computes up to `follows` tokens before the entry's positions, from the
-    first one on that it has not computed yet. If none of them is left, it draws up to `draws` guesses at the tokens behind
+    first one on that it has not computed yet. If none of them is left, it draws up to `draws` guesses at the tokens after
     those that are sampled, and the rank reports them in `Done.drafts`.
     """
 
@@ -942,13 +934,11 @@ class Done:
     # (request, hash) of blocks that samples filled; set by the controller's process, not by ranks.
     block_hashes: tuple[tuple[str, str], ...] = ()
     prompt_logprobs: tuple[tuple[str, PromptLogprobs], ...] = ()  # by request, of the positions of this step
-    # (request, guesses at the tokens behind its samples); from ranks only what the step's entries ask for.
+    # (request, guesses at the tokens after its samples); from ranks only what the step's entries ask for.
     drafts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    copy_seconds: float = (
-        0.0  # of copies to and from the host tier, also beside the layers; `compute_seconds` has none
-    )
+    copy_seconds: float = 0.0  # of copies to and from the host tier; not part of `compute_seconds`
     draft_seconds: float = 0.0  # the part of `compute_seconds` in which a draft model computed
-    # (request, tokens of its prompt that the draft model had computed already); only behind a first entry.
+    # (request, tokens of its prompt that the draft model had computed already); only after a first entry.
     followed: tuple[tuple[str, int], ...] = ()
 
 

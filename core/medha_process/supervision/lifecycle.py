@@ -149,9 +149,7 @@ class Lifecycle:
     deadline: float
     drain_seconds: float
     ready_seconds: float
-    awaits_notice: bool = (
-        False  # parts end by themselves when another pod's controller notifies them that requests are drained
-    )
+    awaits_notice: bool = False  # another pod's controller notifies the parts when requests are drained
     phase: Phase = Phase.STARTING
     stop_requested: frozenset[str] = frozenset()
     deaths: tuple[tuple[str, float], ...] = ()  # parts that have ended while needed, and when

@@ -390,9 +390,8 @@ def _change(scene: _Scene) -> Iterable[Action]:
         if index in scene.outdated:
             suspends = scene.is_suspending(index, child)
             if _take_down(scene, child, scene.replicas if suspends else scene.desired.unavailable):
-                yield RecordEvent(
-                    "ReplicaChanging", f"replica {child.name} gets template {_template_of(manifest)}"
-                )
+                template = manifest["metadata"]["labels"][TEMPLATE_LABEL]
+                yield RecordEvent("ReplicaChanging", f"replica {child.name} gets template {template}")
                 yield from _replaced(child, manifest)
         elif index in scene.leaving:
             if child.serving_since is not None and not scene.is_available(child):
@@ -474,10 +473,6 @@ def _history(scene: _Scene) -> Iterable[Action]:
 
 def _delete(kind: str, name: str, found: Child | StoredTemplate, reason: str) -> Delete:
     return Delete(kind, name, found.uid, found.resource_version, reason)
-
-
-def _template_of(manifest: Manifest) -> str:
-    return str(manifest["metadata"]["labels"][TEMPLATE_LABEL])
 
 
 # --- status ---------------------------------------------------------------------------------------------

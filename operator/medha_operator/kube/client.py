@@ -194,7 +194,8 @@ class Cluster:
     async def create(self, manifest: Manifest) -> Document | None:
         """Create an object that is never written again; return None if an object of its name exists."""
         try:
-            return await self._write("POST", _collection(manifest), manifest)
+            collection = KINDS[manifest["kind"]].path(manifest["metadata"]["namespace"])
+            return await self._write("POST", collection, manifest)
         except ApiError as error:
             if error.reason == "AlreadyExists":  # unlike a conflict over a quota, which is a 409, too
                 return None
@@ -356,10 +357,6 @@ class Cluster:
         sent = await self._client.call_api(method, url, headers, body, _request_timeout=limit)
         response: aiohttp.ClientResponse = sent.response
         return response
-
-
-def _collection(manifest: Manifest) -> str:
-    return KINDS[manifest["kind"]].path(manifest["metadata"]["namespace"])
 
 
 def proxy_to(configuration: Configuration) -> str | None:

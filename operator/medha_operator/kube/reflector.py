@@ -60,7 +60,7 @@ class Reflector:
             except ApiError as error:
                 if self._is_optional and error.status in (403, 404):
                     if not self.is_synced.is_set():
-                        _log.warning("%s cannot be watched, goes on without: %s", self._kind.plural, error)
+                        _log.warning("%s cannot be watched, and are left out: %s", self._kind.plural, error)
                     self.is_synced.set()
                     await asyncio.sleep(_ABSENT_SECONDS)
                     continue
@@ -68,7 +68,9 @@ class Reflector:
                     pause = 0.0
                 else:  # a successful list does not reset it: lists are costly, and a watch is needed
                     pause = _BACKOFF_SECONDS[min(self._failures, len(_BACKOFF_SECONDS) - 1)]
-                    _log.warning("%s: %s; listed again in %g s", self._kind.plural, error, pause)
+                    _log.warning(
+                        "%s cannot be watched: %s; listing them in %g s", self._kind.plural, error, pause
+                    )
                 self._failures += 1
                 await asyncio.sleep(pause)
 
@@ -95,7 +97,7 @@ class Reflector:
             except ApiError as error:
                 if self._is_optional and error.status in (403, 404):
                     return
-                _log.warning("%s: %s", self._kind.plural, error)
+                _log.warning("%s cannot be listed: %s", self._kind.plural, error)
                 await asyncio.sleep(_BACKOFF_SECONDS[0])
             else:
                 return

@@ -1,4 +1,4 @@
-"""The actions of which a plan consists: what they write, and what each of them relies on."""
+"""The actions of a plan: what each writes, and the state on which it relies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CreateKeys:
 
 @dataclass(frozen=True)
 class CopyEnrolment:
-    """Create, also once, the Secret with which a replica enrols at a router of another namespace."""
+    """Create the Secret with which a replica enrols at a router of another namespace, also only once."""
 
     name: str
     router: str
@@ -71,8 +71,8 @@ class SetStatus:
 class Confirm:
     """Read the resource again, and end the reconcile if it has changed since it was observed.
 
-    The deletion of a resource may be reported late or never, unlike that of its children, which the garbage
-    collector deletes: missing children must then not be created again for a resource that is gone.
+    The garbage collector deletes the children of a deleted resource, and the resource's own deletion may be reported
+    late or never. Missing children must not be created again for a resource that is gone.
     """
 
 

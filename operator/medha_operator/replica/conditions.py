@@ -1,4 +1,4 @@
-"""Conditions of a replica's status, each with one reason that says what to do about it."""
+"""Conditions of a replica's status, each with one reason and a message that names the fix."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def derive_refused_conditions(
 ) -> tuple[DerivedCondition, ...]:
     """Return all conditions of a replica whose spec is refused while pods run.
 
-    `expected` pods of `revision` run, an earlier one or its own. Pods are reported as they are. `Draining` is
-    reported only for a replica without a deployment: the others do not wait for their deployment's
-    permission, and the deployment must not take the condition for such a wait.
+    `expected` pods of `revision` run, which may be an earlier revision. Their conditions are those of pods that
+    run. `Draining` is reported only for a replica without a deployment: others do not wait for their deployment's
+    permission, and the deployment must not mistake the condition for such a wait.
     """
     every = derive_conditions(observed, revision, expected)
     derived = {one.type: one for one in every if one.type != "Draining" or observed.deployment is None}
@@ -110,8 +110,7 @@ def derive_refused_conditions(
 
 
 def refuse(reason: str, message: str) -> tuple[DerivedCondition, ...]:
-    """Return the conditions of a resource that cannot be served at all, or not before something else
-    exists."""
+    """Return the conditions of a resource that cannot be served, at all or until something else exists."""
     is_stalled = reason in TERMINAL
     return (
         DerivedCondition("Ready", False, reason, message),
@@ -185,10 +184,7 @@ def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> DerivedCon
 
 
 def _hindrance(observed: Observed) -> tuple[str, str]:
-    """Return what keeps pods from being created.
-
-    Either an earlier pod keeps its name until it has ended, or pods are refused.
-    """
+    """Return why pods are not created: an earlier pod keeps its name until it has ended, or pods are refused."""
     ending = sorted(
         (pod for pod in (*observed.pods, *observed.earlier_pods) if pod.is_deleting),
         key=lambda pod: (not pod.has_finalizer, pod.name),
@@ -288,7 +284,7 @@ def _draining(observed: Observed) -> DerivedCondition:
 
 
 def _first_problem(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None:
-    """Return the trouble of the first pod that has one of `reasons`, earlier reasons first; None if none."""
+    """Return the problem of the first pod that has one of `reasons`, earlier reasons first; None if none has."""
     notice = [
         (pod.problem[0], f"pod {pod.name}: {pod.problem[1]}") for pod in pods if pod.problem is not None
     ]

@@ -1,8 +1,8 @@
 """Harmful additions by others to objects of ours, and the patch that removes them.
 
-Server-side apply restores what others have changed and leaves what they have added, which is right for labels
-and annotations. But one more key in a selector empties a Service, one more peer opens a NetworkPolicy, and
-one more node selector or container keeps the next pods from starting: these fields must be exactly what we
+Server-side apply restores what others have changed and keeps what they have added, which is right for labels and
+annotations. But an additional key in a selector empties a Service, an additional peer opens a NetworkPolicy, and
+an additional node selector or container keeps the next pods from starting. These fields must be exactly what we
 render.
 """
 
@@ -102,15 +102,15 @@ def _taken_away(found: Any, desired: Any, path: str) -> tuple[Any, list[str]]:
 def _is_same(found: Any, desired: Any) -> bool:
     """Return whether both mean the same.
 
-    A zero, false or empty list may be missing: the API server leaves it out. An empty map has a meaning: as a
-    selector it selects everything.
+    Zero, false and empty lists may be missing, because the API server leaves them out. An empty map is not the same as
+    none: as a selector, it selects everything.
     """
     if isinstance(found, Mapping) and isinstance(desired, Mapping):
         return all(_is_same(found.get(name), desired.get(name)) for name in {*found, *desired})
     if isinstance(found, list) and isinstance(desired, list):
         return len(found) == len(desired) and all(map(_is_same, found, desired))
-    says_something = found or desired or isinstance(found, Mapping) or isinstance(desired, Mapping)
-    return bool(found == desired) or not says_something
+    has_meaning = found or desired or isinstance(found, Mapping) or isinstance(desired, Mapping)
+    return bool(found == desired) or not has_meaning
 
 
 def _at(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Count repairs of objects that others change, so that a fight with another controller stays a slow one."""
+"""Count repairs of objects that others change, to repair ever more slowly if another controller changes them back."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Repairs:
         return self._written.get(key) == _digest(manifest)
 
     def wait_seconds(self, key: Key, now: float) -> float:
-        """Return the seconds for which the object is left as it is; 0 or less if it may be repaired now."""
+        """Return the seconds until the object may be repaired; 0 or less if it may be repaired now."""
         count, last = self._counts.get(key, (0, now))
         if count < AT_ONCE or not last <= now < last + FORGET_SECONDS:
             return 0.0
         return last + min(FIRST_SECONDS * 2.0 ** min(count - AT_ONCE, 32), LONGEST_SECONDS) - now
 
     def begins_to_wait(self, key: Key) -> bool:
-        """Return whether this is the first call since the object was left alone."""
+        """Return whether the object's repair begins to wait with this call."""
         begins = key not in self._waiting
         self._waiting.add(key)
         return begins

@@ -1,7 +1,7 @@
-"""Reasons why pods are not created or do not start, taken from events, each with advice on a fix.
+"""Reasons why pods are not created or do not start, read from events, each with a fix.
 
-The status of a StatefulSet or a pod does not give them; the events of the StatefulSet controller and of the
-kubelet do. Events are read only when a replica has made no progress for some seconds.
+Only the events of the StatefulSet controller and of the kubelet have them, not the status of a StatefulSet or pod.
+Events are read only if a replica has made no progress for some seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UnexplainedWait:
 
 
 def refusal_of(message: str) -> tuple[str, str] | None:
-    """Return the reason of a refusal by admission, and advice on a fix; None if `message` reports none."""
+    """Return the reason of a refusal by admission, and the fix; None if `message` reports no refusal."""
     if "violates PodSecurity" in message:
         if "hostPath" in message:
             fix = (
@@ -56,7 +56,7 @@ def refusal_of(message: str) -> tuple[str, str] | None:
     if "exceeded quota" in message:
         return QUOTA, "raise that ResourceQuota of the namespace, or free some of it"
     if "failed quota" in message:
-        return QUOTA, "name in spec.resources what that ResourceQuota counts"
+        return QUOTA, "set in spec.resources the resources that this ResourceQuota counts"
     if _NO_RUNTIME_CLASS.search(message) is not None:
         return "RuntimeClassNotFound", "create it, or correct spec.resources.runtimeClassName"
     if re.search(r"denied (the )?request|is forbidden: (?!User )", message):
@@ -74,7 +74,7 @@ def schema_problem(message: str) -> str | None:
     unknown = _UNKNOWN_FIELD.findall(message)
     if unknown:
         fields = ", ".join(dict.fromkeys(unknown))
-        return f"{fields} is no field of a pod: correct its spelling or remove it"
+        return f"a pod has no field {fields}: correct its spelling or remove it"
     notice = message.partition("Kind=StatefulSet): ")[2] or message
     return f"spec.template.spec has a value that a pod cannot have: {notice}"
 
@@ -97,10 +97,7 @@ def unexplained_wait(observed: Observed) -> UnexplainedWait | None:
 
 
 def latest_event_message(events: Iterable[Object]) -> str:
-    """Return the message of the newest warning; empty if there is none.
-
-    Of warnings at the same time it is always the same one.
-    """
+    """Return the message of the newest warning; of several at the same time, the alphabetically first; empty if none."""
     notice = [(_last_seen(one), one.get("message", "")) for one in events if one.get("type") == "Warning"]
     newest = max((at for at, _ in notice), default=0.0)
     return min((message for at, message in notice if at >= newest - _SAME_TIME_SECONDS), default="")
@@ -122,8 +119,7 @@ def explained(observed: Observed, unexplained: UnexplainedWait, message: str) ->
 
 
 def _problem(observed: Observed, pod: Pod, message: str) -> tuple[str, str]:
-    """Return the reason and message for a pod whose containers are not created; its kubelet reports
-    `message`."""
+    """Return reason and message for a pod whose containers are not created, and whose kubelet reports `message`."""
     missing, entry = _NOT_FOUND.search(message), _NO_ENTRY.search(message)
     if missing is not None:
         volume, kind, name = missing.groups()

@@ -1,13 +1,13 @@
-"""Plan the ends of a replica's pods, which start and serve together: when one is lost, all of them restart.
+"""Plan the deletion of a replica's pods, which start and serve together: when one is lost, all of them restart.
 
 A gang is recorded once all of its members have started. It is broken when a member's object is gone, a younger pod
 has replaced a member, or a member has ended for good or asks for a restart. Then the other members are deleted,
-too, once for each gang: at once the first time, later after a back-off. Members that have never all started are
-left alone.
+too, once for each gang: at once the first time, later after a back-off. Pods that have not all started yet are
+not restarted together.
 
-A gang stays recorded until all of its members are being deleted, so that a deletion that fails is planned again.
-`restarted_member` and `moved_member` record that this has begun: its reason may pass before the last deletion, e.g.
-when no pod is left on the cordoned node.
+A gang stays recorded until all of its members are being deleted, so that a failed deletion is planned again.
+`restarted_member` and `moved_member` record that the deletion has begun, because its reason may pass before the last
+one, for example when no pod is left on the cordoned node.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ EVICTION_SECONDS = 15.0
 """Seconds that evictors have to evict the pods of a cordoned node: `kubectl drain` retries every 5 s, the
 cluster autoscaler every 10 s."""
 CLOCK_SKEW_SECONDS = 60.0
-"""Largest difference between the clocks of two machines that ran the operator. A time that lies further
-ahead was not written by an operator."""
+"""Largest difference between the clocks of two machines that ran the operator. No operator has written a time that
+lies further ahead."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ def plan_gang(
     of the newer one would replace them.
 
     Evictors have `EVICTION_SECONDS` to evict the pods of a cordoned node, from `opened` on, before the operator deletes
-    them. They retry by a pod's name: if the operator deleted a pod first, they would ask for the eviction of its
-    successor for ever.
+    them. They retry by a pod's name: if the operator deleted a pod first, they would evict its successors for ever.
     """
     status = observed.status
     alive = [pod for pod in observed.pods if not pod.is_deleting and pod.name not in gone]
@@ -69,7 +68,7 @@ def plan_gang(
         notice = RecordEvent("RevisionChanging", f"{len(outdated)} pods of an older revision end")
         return GangPlan(_without_gang(status), [notice, *end_pods(outdated, "an older revision")])
     if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
-        # The record was tampered with: a complete gang has a pod as young as its record.
+        # Somebody has changed the record: a complete gang has a pod as young as its record.
         status = _without_gang(status)
     broken, members = _broken(alive, expected, status), _members(alive, status)
     has_begun = status.newest_member in (status.restarted_member, status.moved_member)
@@ -85,7 +84,7 @@ def plan_gang(
     if status.newest_member is None:
         return _plan_first_start(alive, expected, status)
     if broken is None:
-        if status.moved_member == status.newest_member:  # no pod has left, and none has to any more
+        if status.moved_member == status.newest_member:  # no pod has left, and none has to leave
             status = status.model_copy(update={"moved_member": None})
         return GangPlan(_settled(status, restart, now))
     if not members:  # all members are gone: pods that come are the next gang
@@ -99,7 +98,7 @@ def plan_gang(
 def _plan_first_start(alive: list[Pod], expected: int, status: ReplicaStatus) -> GangPlan:
     """Return the plan for pods that have not all started yet: they are recorded as a gang once they have."""
     ended = [pod for pod in alive if pod.is_failed]
-    if ended:  # only its object is left, and keeps its successor from being created
+    if ended:  # the objects that are left keep their successors from being created
         return GangPlan(status, end_pods(ended, "it has ended"))
     if len(alive) == expected and all(pod.is_started for pod in alive):
         newest = timestamp(max(pod.created for pod in alive))

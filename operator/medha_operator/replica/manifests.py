@@ -115,7 +115,7 @@ def pod_labels(owner: Owner, lane: int, revision: str) -> dict[str, str]:
 def service(owner: Owner) -> Manifest:
     """Return the headless Service.
 
-    It gives every pod a DNS name before it is ready, since ranks rendezvous while no pod is.
+    It gives every pod a DNS name before it is ready, because ranks rendezvous before any pod is ready.
     """
     return _object(owner, "v1", "Service", owner.name) | {
         "spec": {
@@ -150,20 +150,20 @@ def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
 
 
 def peer_ports(spec: MedhaReplicaSpec) -> range:
-    """Return the ports at which the ranks of a pod give KV to other replicas, two for each; empty if they give none."""
+    """Return the ports at which other replicas read KV from a pod's ranks, two for each rank; empty if they hand none over."""
     if spec.kv_cache.peers is None or spec.router_ref is None:
         return range(0)
     return range(PEERS_PORT, PEERS_PORT + 2 * spec.parallelism.tensor)
 
 
 def network_policy(
-    owner: Owner, metrics_from: Sequence[Manifest] = (), given_at: range = range(0)
+    owner: Owner, metrics_from: Sequence[Manifest] = (), peers_at: range = range(0)
 ) -> Manifest:
     """Return the NetworkPolicy.
 
-    Pods of a replica reach each other on all ports (gloo chooses its own); others reach the metrics alone.
+    Pods of a replica reach each other on all ports, because gloo chooses its own. Others reach only the metrics.
     `metrics_from` are the peers that may read the metrics, in the form of a NetworkPolicy's rule; none means
-    everybody. Pods of other replicas in the namespace reach the ports at which KV is given to them.
+    everybody. Pods of other replicas in the namespace also reach the ports `peers_at`, to read KV.
     """
     scrapers: Manifest = {"from": list(metrics_from)} if metrics_from else {}
     mine = {"matchLabels": {"medha.dev/replica": owner.name}}
@@ -174,7 +174,7 @@ def network_policy(
             "ingress": [
                 {"from": [{"podSelector": mine}]},
                 {"ports": [{"protocol": "TCP", "port": METRICS_PORT}]} | scrapers,
-                *([_other_replicas(given_at)] if given_at else []),
+                *([_other_replicas(peers_at)] if peers_at else []),
             ],
         }
     }
@@ -231,18 +231,15 @@ def is_enrolment_copied(owner: Owner, spec: MedhaReplicaSpec) -> bool:
 def router_address(owner: Owner, spec: MedhaReplicaSpec) -> str:
     """Return the name that has the addresses of all pods of the replica's router; empty if it names none.
 
-    It is that of a headless Service beside the router's own one, which has ready pods only: replicas join a router
-    before it is ready, so that it does not get requests before.
+    It is the name of a headless Service beside the router's own one, which has only ready pods: replicas join a router
+    before it is ready, so that it gets no requests without replicas.
     """
     router = spec.router_ref
     return "" if router is None else f"{router.name}-links.{router.namespace or owner.namespace}.svc"
 
 
 def controller_revision(owner: Owner, revision: Revision) -> Manifest:
-    """Return the ControllerRevision that keeps what pods of this revision were made from.
-
-    Such an object is immutable.
-    """
+    """Return the ControllerRevision, an immutable object, with the fields and templates of this revision's pods."""
     return _object(owner, "apps/v1", "ControllerRevision", config_name(owner, revision.name)) | {
         "revision": revision.number,
         "data": {"fields": revision.fields, "templates": list(revision.templates)},
@@ -250,10 +247,7 @@ def controller_revision(owner: Owner, revision: Revision) -> Manifest:
 
 
 def config_map(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest:
-    """Return the ConfigMap with the settings of one revision's pods.
-
-    Restart fields are as in the revision, live ones as they are now.
-    """
+    """Return the ConfigMap with the settings of one revision's pods: its restart fields, and the present live fields."""
     document = {
         "apiVersion": REPLICA.api_version,
         "kind": REPLICA.name,
@@ -266,7 +260,7 @@ def config_map(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest:
 
 
 def lane(owner: Owner, index: int, stages: int, replicas: int, template: Manifest) -> Manifest:
-    """Return the StatefulSet of a lane. The operator alone replaces pods: all of a replica, never some."""
+    """Return the StatefulSet of a lane. Only the operator replaces pods: all of a replica, never some."""
     selector = {"medha.dev/replica": owner.name, "medha.dev/lane": str(index)}
     assert replicas in (0, stages)
     manifest = _object(owner, "apps/v1", "StatefulSet", lane_name(owner.name, index))
@@ -381,8 +375,7 @@ def _worker(
             {"name": "MEDHA_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "MEDHA_RUN_DIRECTORY", "value": "/run/medha"},
             {"name": "MEDHA_REVISION", "value": revision},
-            # The API server drops an empty value; the object would then differ from what is rendered for
-            # ever.
+            # The API server drops empty values, so the object would always differ from the rendered one.
             *([{"name": "MEDHA_ROUTER", "value": router_address(owner, spec)}] if spec.router_ref else []),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
             *_traces(spec.traces, settings),
@@ -474,7 +467,7 @@ def _claim_or_directory(claim: str | None, directory: str | None) -> Manifest:
     """Return the source of a volume: a claim, or else a directory of the node."""
     if claim is not None:
         return {"persistentVolumeClaim": {"claimName": claim}}
-    # It must be there: what the kubelet creates belongs to root, and no pod could write to it.
+    # It must exist: a directory that the kubelet creates belongs to root, so pods could not write to it.
     return {"hostPath": {"path": directory, "type": "Directory"}}
 
 
@@ -485,7 +478,7 @@ def _kv_files_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
         return []
     if disk.claim_name is not None or disk.host_path is not None:
         return [{"name": "kv-files"} | _claim_or_directory(disk.claim_name, disk.host_path)]
-    # The kubelet evicts a pod that exceeds the limit, and ranks never exceed their sizes by more than the spare bytes.
+    # The kubelet evicts a pod that exceeds the limit. Ranks exceed their sizes at most by the spare bytes.
     return [{"name": "kv-files", "emptyDir": {"sizeLimit": str(_ephemeral_bytes(spec))}}]
 
 
@@ -510,7 +503,7 @@ def _store_credentials(spec: MedhaReplicaSpec) -> list[Manifest]:
 
 
 def _ephemeral_bytes(spec: MedhaReplicaSpec) -> int:
-    """Return what the disk tiers of a pod's ranks take of the node's ephemeral storage: 0 on a volume of their own."""
+    """Return the ephemeral storage for the disk tiers of a pod's ranks, in bytes; 0 if they have a volume of their own."""
     disk = spec.kv_cache.disk
     if disk is None or disk.claim_name is not None or disk.host_path is not None:
         return 0
@@ -545,7 +538,7 @@ def _draft_mounts(source: DraftSource | None) -> list[Manifest]:
 
 
 def _folder_in(source: ModelSource | DraftSource) -> str:
-    """Return the folder of a checkpoint in its claim or image; empty: it is all of that."""
+    """Return the folder of a checkpoint in its claim or image; empty: the whole volume."""
     return source.pvc.path if source.pvc else source.image.path if source.image else ""
 
 
@@ -557,10 +550,7 @@ def _read_only(volume: str, path: str, below: str) -> Manifest:
 
 
 def _hub_token_volume(source: ModelSource) -> list[Manifest]:
-    """Return the volume with the Hugging Face token as a file.
-
-    This keeps the token out of the container's environment.
-    """
+    """Return the volume with the Hugging Face token as a file, which keeps it out of the container's environment."""
     if source.hugging_face is None or source.hugging_face.token_secret is None:
         return []
     token = source.hugging_face.token_secret

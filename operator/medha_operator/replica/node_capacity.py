@@ -1,8 +1,8 @@
-"""Room for a replica on nodes that are not being emptied: whether all of its pods would find a node there.
+"""Capacity for a replica on nodes that are not being emptied: checks whether all of its pods would find a node there.
 
-The scheduler has the last word. This module judges what the scheduler judges first: node labels that the pods
-ask for, taints, requests beside those of existing pods, and where the pods' volumes can be mounted. Whatever
-else a pod asks of its node counts as no room.
+The scheduler decides in the end. This module checks what the scheduler checks first: node labels that the pods
+ask for, taints, requests beside those of existing pods, and where the pods' volumes can be mounted. If a pod
+asks for anything else of its node, that counts as too little capacity.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Needs:
     claims: tuple[str, ...] = ()
     """Names of the PersistentVolumeClaims that it mounts."""
     volumes: tuple[tuple[Object, ...], ...] = ()
-    """Node selector terms of each volume that those claims are bound to; of each, one must match."""
+    """Node selector terms of each volume to which those claims are bound; for each volume, one term must match."""
     together: tuple[str, str] | None = None
     """Node label and group: the pods of a group run where that label has one value."""
     unjudged: str = ""
-    """Field of its spec that is not judged here; empty if there is none."""
+    """Field of its spec that is not checked here; empty if there is none."""
 
 
 def needs_of(pod: Object) -> Needs:
@@ -104,7 +104,7 @@ def without_capacity(
 ) -> int:
     """Return how many of `pods` find no node, once those of `before` that find one have been placed.
 
-    `free` is what each node that may be considered has left.
+    `free` has what is left of each node that may be considered.
     """
     left = {name: dict(amounts) for name, amounts in free.items()}
     for needs in before:
@@ -150,9 +150,9 @@ def _place_together(pods: list[Needs], nodes: Mapping[str, Node], left: dict[str
 
 
 def _place(pods: Iterable[Needs], nodes: Mapping[str, Node], left: dict[str, Amounts]) -> int:
-    """Place each of `pods` on the first node that has room; return how many have found one.
+    """Place each of `pods` on the first node with enough left; return how many have found one.
 
-    Their requests are taken from `left`.
+    Their requests are subtracted from `left`.
     """
     placed = 0
     for needs in pods:
@@ -257,7 +257,7 @@ def _together(affinity: Object) -> tuple[tuple[str, str] | None, str]:
 
 
 def _unjudged(spec: Mapping[str, Any], affinity: Object) -> str:
-    """Return the first field of a pod's spec whose demand on nodes is not judged here; else an empty text."""
+    """Return the first field of a pod's spec whose demand on nodes is not checked here; else an empty text."""
     if (affinity.get("podAntiAffinity") or {}).get(_REQUIRED):
         return "affinity.podAntiAffinity"
     spread = spec.get("topologySpreadConstraints") or ()

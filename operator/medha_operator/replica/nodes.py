@@ -1,4 +1,4 @@
-"""Effects of nodes on a replica: pods must leave a cordoned node, and pods on a lost node are gone."""
+"""Effects of nodes on a replica: its pods must leave a cordoned node, and are gone with a lost one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from medha_operator.replica.manifests import OPEN_SINCE
 from medha_operator.replica.observed import Capacity, Node, Observed, Pod, seconds
 
 CUT_OFF_SECONDS = 10.0
-"""Seconds until the next reconcile while no node at all is heard from: a replica is not notified of nodes
-without its pods."""
+"""Seconds until the next reconcile while no node at all reports: nodes without pods of the replica do not
+cause one."""
 MOVING = "Moving"
 """Reason of the condition `Draining` while evictors may take the pods of a cordoned node."""
 EVICTION_BLOCKED = "NodeCordoned"
-"""Reason of that condition while the replica stays on a cordoned node, since its pods would find no other."""
+"""Reason of that condition while the replica stays on a cordoned node, because other nodes lack capacity."""
 SETTLES = "NodesSettling"
-"""Reason of that condition until room is judged: more nodes may be about to be cordoned."""
+"""Reason of that condition until capacity is checked: more nodes may be about to be cordoned."""
 CAPACITY_SECONDS = 30.0
-"""Seconds until such a replica asks for room again: the operator is not notified of pods that end
-elsewhere."""
+"""Seconds until capacity is checked again for such a replica: other pods that end do not cause a reconcile."""
 SETTLE_SECONDS = 5.0
-"""Seconds after a node was cordoned before room is judged: whoever cordons all old nodes does so one after
-the other."""
+"""Seconds after a node was cordoned before capacity is checked: nodes are often cordoned one after the other."""
 
 # --- nodes that are emptied -----------------------------------------------------------------------------
 
@@ -38,7 +36,7 @@ def on_cordoned_node(observed: Observed) -> Pod | None:
 def may_drain(observed: Observed) -> bool:
     """Return whether the replica may leave a cordoned node now.
 
-    A deployment brings up another replica first. A replica without one needs room for all of its pods
+    A deployment starts another replica first. A replica without one needs capacity for all of its pods
     elsewhere.
     """
     if observed.deployment is None:
@@ -48,19 +46,19 @@ def may_drain(observed: Observed) -> bool:
 
 
 def requires_capacity(observed: Observed) -> bool:
-    """Return whether it matters if there is room elsewhere for the pods of the replica.
+    """Return whether the decision depends on the capacity of other nodes for the pods of the replica.
 
-    It matters for a replica without a deployment, and while the spec is refused: then no deployment can bring
-    up another one.
+    It does for a replica without a deployment, and while the spec is refused: then no deployment can start
+    another one.
     """
     is_alone = observed.deployment is None or any(
-        said.type == "Accepted" and said.status == "False" for said in observed.status.conditions
+        one.type == "Accepted" and one.status == "False" for one in observed.status.conditions
     )
     return is_alone and not observed.is_deleting and on_cordoned_node(observed) is not None
 
 
 def unsettled(nodes: Iterable[Node], now: float) -> Capacity | None:
-    """Return the answer about room while some node was cordoned less than `SETTLE_SECONDS` ago; else None."""
+    """Return that capacity is not known yet, if some node was cordoned less than `SETTLE_SECONDS` ago; else None."""
     newest = max((node.cordoned_since for node in nodes if node.cordoned_since is not None), default=None)
     if newest is None or newest + SETTLE_SECONDS <= now:
         return None
@@ -69,12 +67,12 @@ def unsettled(nodes: Iterable[Node], now: float) -> Capacity | None:
 
 
 def waits_for_capacity(observed: Observed) -> bool:
-    """Return whether the replica stays on a cordoned node until there is room elsewhere."""
+    """Return whether the replica stays on a cordoned node until other nodes have capacity."""
     return observed.deployment is None and on_cordoned_node(observed) is not None and not may_drain(observed)
 
 
 def eviction_blocker(observed: Observed) -> tuple[str, str]:
-    """Return the reason of `Draining` while such a replica waits, and the text that says for what."""
+    """Return reason and message of `Draining` while such a replica waits."""
     if observed.capacity is not None and observed.capacity.requeue_seconds is not None:
         return (
             SETTLES,
@@ -101,7 +99,7 @@ def open_since(observed: Observed, now: float) -> float | None:
         return None
     try:
         return min(seconds(_opened(observed)), now)
-    except ValueError:  # not open yet, or somebody has tampered with it
+    except ValueError:  # not open yet, or changed by somebody else
         return now
 
 
@@ -117,7 +115,7 @@ def has_left_node(observed: Observed) -> bool:
     return (
         observed.deployment is not None
         or _opened(observed) != ""
-        or any(said.type == "Draining" and said.reason == MOVING for said in observed.status.conditions)
+        or any(one.type == "Draining" and one.reason == MOVING for one in observed.status.conditions)
         or any(pod.is_deleting and pod.node in cordoned for pod in observed.pods)
     )
 
@@ -137,9 +135,8 @@ def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> t
     Nobody else would ever remove these pods. Pods of earlier StatefulSets are among them once they are being
     deleted, e.g. by the garbage collector.
 
-    Silence counts only while some other node is heard from. If none is, the control plane is cut off, and the
-    pods may well serve. Kubernetes' node controller holds back likewise, and restarts its count when it
-    hears from nodes again.
+    Silence counts only while some other node reports. If none does, the control plane is cut off, and the pods
+    may well serve. Kubernetes' node controller also waits then, and counts from zero when nodes report again.
     """
     lost: list[Pod] = []
     waits: list[float] = []

@@ -39,13 +39,13 @@ class Node:
     """The facts of a node that matter to our pods on it and to those that may come."""
 
     unreachable_since: float | None = None
-    """Unix time in seconds at which its `Ready` became `Unknown`; None while its kubelet is heard from."""
+    """Unix time in seconds at which its `Ready` became `Unknown`; None while its kubelet reports."""
     reporting_since: float | None = None
-    """Unix time in seconds since which it has been heard from without a break, at least; else None."""
+    """Unix time in seconds since which its kubelet has reported without a break, at least; else None."""
     cordoned: bool = False
-    """True if it is to be emptied: by `kubectl cordon`, or by an autoscaler's mark before it evicts."""
+    """True if it is to be emptied: by `kubectl cordon`, or by the mark that an autoscaler sets before it evicts."""
     cordoned_since: float | None = None
-    """Unix time of the mark, seconds; None if whoever set it did not record it."""
+    """Unix time of the mark, seconds; None if it was not recorded."""
     is_ready: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: tuple[Object, ...] = ()
@@ -54,10 +54,7 @@ class Node:
     """Name of a resource -> how much its pods may request together."""
 
     def is_emptied_of(self, pod: Pod) -> bool:
-        """Return whether the pod has to leave.
-
-        A pod that was placed there in spite of the mark would only come back.
-        """
+        """Return whether the pod has to leave; one that was placed there in spite of the mark would only come back."""
         if self.cordoned_since is None:
             return self.cordoned and not pod.tolerates_emptying
         return self.cordoned and pod.created <= self.cordoned_since
@@ -99,13 +96,13 @@ class Pod:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The answer whether all pods of a replica would find a node that is not being emptied."""
+    """The capacity for all pods of a replica on nodes that are not being emptied."""
 
     is_enough: bool
     lacks: str = ""
-    """Reason for the lack of room, or why nothing is known of it."""
+    """Reason why it is not enough, or not known."""
     requeue_seconds: float | None = None
-    """Seconds until room can be judged, as more nodes may be about to be cordoned; None if it is judged."""
+    """Seconds until it can be checked, as more nodes may be about to be cordoned; None if it was checked."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +130,14 @@ class Observed:
     keep the names of pods that are to come."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
     any_report_since: float | None = None
-    """Unix time since which some node of the cluster has been heard from; None if none is. Determined only
-    while the node of one of its pods is silent."""
+    """Unix time since which some node of the cluster has reported; None if none does. Determined only while
+    the node of one of its pods is silent."""
     unmade: tuple[str, str] | None = None
-    """Reason and message of why a StatefulSet creates no pods, from its events; None if these were not
+    """Reason why a StatefulSet creates no pods, and its message, from its events; None if these were not
     read, or do not show it."""
     capacity: Capacity | None = None
-    """Room on other nodes; None if not asked for. It is asked for if a pod's node is being emptied and no
-    deployment brings up another replica first."""
+    """Capacity of other nodes; None if not checked. It is checked if a pod's node is being emptied and no
+    deployment starts another replica first."""
 
 
 def seconds(timestamp: str) -> float:
@@ -237,15 +234,14 @@ def node_of(document: Object) -> Node:
 
 
 def any_report_since(nodes: Iterable[Node]) -> float | None:
-    """Return the Unix time since which some of `nodes` has been heard from without a break; None if none
-    is."""
+    """Return the Unix time since which some node has reported without a break; None if none reports."""
     return min((node.reporting_since for node in nodes if node.reporting_since is not None), default=None)
 
 
 def _added(taint: Object) -> float | None:
     """Return the Unix time since which a node has a taint; None if unknown.
 
-    The cluster autoscaler writes it into the taint's value, Karpenter nowhere.
+    The cluster autoscaler writes it into the taint's value; Karpenter does not write it.
     """
     if taint.get("timeAdded"):
         return seconds(taint["timeAdded"])
@@ -313,7 +309,7 @@ def _problem(
 def _lacks_accelerator(container: Object) -> bool:
     """Return whether a worker has found no accelerator when it last ended, and has not started since.
 
-    It is started again and again, and finds out after seconds: meanwhile the reason stays.
+    The kubelet starts it again and again, and each time it ends after seconds; meanwhile the reason stays.
     """
     has_ended_so = _exit_code(container) == AcceleratorMissing.exit_status
     return container["name"] == _WORKER and has_ended_so and not _has_started(container)

@@ -76,7 +76,7 @@ _GROUPS = tuple(kind for _, kind, _ in KINDS.values())
 
 
 def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
-    """Return the actions that bring `observed` nearer to its spec; none if it is there.
+    """Return the actions that bring `observed` nearer to its spec; none if nothing is left to do.
 
     `now` is Unix time in seconds.
     """
@@ -107,14 +107,13 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     again = soonest(
         again, gang.requeue_seconds, unsettled_seconds(status, restart, now), waiting.requeue_seconds
     )
-    said, lanes = status_change(observed.status, status), _lanes(owner, spec, revision, observed)
+    written, lanes = status_change(observed.status, status), _lanes(owner, spec, revision, observed)
     made = [*adopted, *kept, *_objects(owner, spec, revision, observed, settings)]
     if _is_any_missing(budget, observed):
         made, budget = [*budget, *made], []
     confirmed: tuple[Action, ...] = ()
     if observed.status != ReplicaStatus():
-        # The status is written after all other objects: otherwise it would change back and forth when one of
-        # them is refused.
+        # The status is written after all other objects; otherwise it would alternate while one of them is refused.
         confirmed = (Confirm(),) if _is_any_missing((*made, *lanes), observed) else ()
         # Confirm once more before pods are created: creating the other objects takes a while.
         if made and _is_any_missing(lanes, observed):
@@ -122,11 +121,10 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     elif _is_any_missing(lanes, observed):
         # The first status is written before there are pods. It is refused for a resource that is gone, so no
         # `Confirm` is needed.
-        lanes, said = [*said, *lanes], ()
-    # Actions that let pods leave their nodes come first, so that they wait for nothing that the API server
-    # may refuse.
+        lanes, written = [*written, *lanes], ()
+    # Actions that let pods leave their nodes come first, so that no refused action keeps them waiting.
     ending = (*gang.actions, *_history(observed, revision), *_failing(observed, status))
-    return Plan((*lost, *budget, *confirmed, *made, *lanes, *said, *ending, *waiting.actions), again)
+    return Plan((*lost, *budget, *confirmed, *made, *lanes, *written, *ending, *waiting.actions), again)
 
 
 # --- objects --------------------------------------------------------------------------------------------
@@ -137,8 +135,8 @@ def _revision(
 ) -> tuple[Revision, list[Action]]:
     """Return the revision that `spec` asks for, and the actions that keep it if it is new.
 
-    A revision is kept before anything is made from it. The first one gets no event: with one, a new replica
-    would cost more than two calls beside one for each object.
+    A revision is stored before anything is made from it. The first one gets no event, to save an API call for
+    each new replica.
     """
     known = find(spec, observed.revisions)
     if known is not None:
@@ -152,7 +150,7 @@ def _revision(
 def _adopted(owner: Owner, observed: Observed) -> list[Action]:
     """Return the actions that adopt revisions left behind by an earlier replica of this name.
 
-    `kubectl delete --cascade=orphan` leaves them behind; adopted, they are deleted with this replica.
+    `kubectl delete --cascade=orphan` leaves them; adopted, they are deleted with this replica.
     """
     return [
         Apply(controller_revision(owner, one))
@@ -231,11 +229,7 @@ def _missing(observed: Observed, manifest: Manifest) -> list[Action]:
 
 
 def _history(observed: Observed, current: Revision) -> list[Action]:
-    """Return the deletions of what belongs to old revisions.
-
-    These are revisions that are too old to go back to, and the ConfigMaps and gang objects of revisions that
-    no pod runs any more.
-    """
+    """Return the deletions of old revisions beyond `REVISION_HISTORY`, and of ConfigMaps and gang objects of unused ones."""
     in_use = {current.name} | {pod.revision for pod in observed.pods}
     others = sorted(
         (one for one in observed.revisions if one.name not in in_use), key=lambda one: -one.number
@@ -263,17 +257,17 @@ def _delete(kind: str, found: Any, reason: str) -> list[Action]:
 
 
 def _eviction_blocked(observed: Observed, status: ReplicaStatus) -> Plan:
-    """Return the event of a replica that begins to wait for room, and when to check for room again.
+    """Return the event of a replica that begins to wait for capacity, and when to check capacity again.
 
-    `status` says whether it waits.
+    `status` shows whether it waits.
     """
     if not waits_for_capacity(observed):
         return Plan(())
     if observed.capacity is not None and observed.capacity.requeue_seconds is not None:
         return Plan((), observed.capacity.requeue_seconds)
     before, now = (
-        [one for one in said.conditions if one.type == "Draining" and one.reason == EVICTION_BLOCKED]
-        for said in (observed.status, status)
+        [one for one in each.conditions if one.type == "Draining" and one.reason == EVICTION_BLOCKED]
+        for each in (observed.status, status)
     )
     notice = tuple(RecordEvent(EVICTION_BLOCKED, one.message, is_warning=True) for one in now if not before)
     return Plan(notice, CAPACITY_SECONDS)
@@ -310,7 +304,7 @@ def _restart_spec(spec: Mapping[str, Any]) -> RestartSpec:
 def _after(observed: Observed, status: ReplicaStatus, actions: Iterable[Action]) -> Observed:
     """Return `observed` as the status should describe it.
 
-    Pods that the plan deletes count as ending, or others would rely on the replica.
+    Pods that the plan deletes count as ending, so that nobody relies on the replica.
     """
     ended = {action.name for action in actions if isinstance(action, Delete) and action.kind == "Pod"}
     pods = (replace(pod, is_deleting=pod.is_deleting or pod.name in ended) for pod in observed.pods)
@@ -360,9 +354,9 @@ def _refused(
 ) -> Plan:
     """Return the plan for a spec that the schema accepts but that cannot be served.
 
-    What runs goes on as it is. The replica may leave cordoned nodes without permission of its deployment,
-    which could make no other replica from such a spec. It restarts when a member is lost. The status keeps
-    reporting on its pods.
+    Running pods continue. The replica may leave cordoned nodes without permission of its deployment, which
+    could not make another replica from such a spec. It restarts when a member is lost. The status still
+    reports on its pods.
     """
     alone = replace(observed, deployment=None)
     owner, opened = Owner(observed.name, observed.namespace, observed.uid), open_since(alone, now)
@@ -386,7 +380,7 @@ def _refused(
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
     is_reported = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
     notice = () if is_reported else (RecordEvent(reason, message, is_warning=True),)
-    # The event comes last: otherwise each retry of an action that the API server refuses would repeat it.
+    # The event comes last; otherwise each retry of an action that the API server refuses would repeat it.
     return Plan(
         (
             *lost,
@@ -403,8 +397,8 @@ def _refused(
 def _running(observed: Observed) -> tuple[Revision, int] | None:
     """Return the revision that the StatefulSets create, and the number of its pods.
 
-    None if they form no complete revision. The pods themselves may have another revision: an accepted change
-    may be under way, and goes on.
+    None if they form no complete revision. The pods themselves may have another revision, if an accepted change
+    is under way, which continues.
     """
     sets = [
         found["spec"]

@@ -1,11 +1,10 @@
 """The revision of a spec: a short name for the pods it asks for.
 
-It is made from the fields whose change restarts a replica.
+It is a hash of the fields whose change restarts a replica.
 
-A revision is kept in a ControllerRevision together with the pod templates that were rendered for it, so that
-a newer operator, which would render them differently, keeps what runs. A kept revision is found by comparing
-fields, not hashes: fields that this release has added count at their defaults in a revision that was kept
-before.
+A revision is kept in a ControllerRevision together with its rendered pod templates. So running pods stay as they are
+under a newer operator, which might render others. A kept revision is found by comparing fields, not hashes: fields that
+a newer release has added count at their defaults.
 """
 
 from __future__ import annotations
@@ -95,10 +94,7 @@ def _marked(node: Fields, definitions: Fields, prefix: str) -> Iterable[str]:
 
 @cache
 def _defaults() -> Fields:
-    """Return the default of every such field that has one.
-
-    These are the values of a spec that sets only what is required.
-    """
+    """Return the default of every field that has one: its value in a spec that sets only what is required."""
     least = MedhaReplicaSpec.model_validate({"model": {"name": "m", "source": {"path": "."}}})
     required = ("model.name", "model.source")
     return {path: value for path, value in restart_fields(least).items() if path not in required}

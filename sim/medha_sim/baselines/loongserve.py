@@ -76,7 +76,6 @@ class LoongServe:
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
             kv_tokens_free=sum(load.kv_tokens_free for load in loads),
-            kv_blocks_held=0,
             pending_prefill_seconds=0.0,
         )
 

@@ -135,7 +135,6 @@ class Book:
             running=len(self.running),
             waiting=len(self.waiting),
             kv_tokens_free=self.kv_free,
-            kv_blocks_held=0,
             pending_prefill_seconds=0.0,
         )
 

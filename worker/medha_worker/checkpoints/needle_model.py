@@ -39,7 +39,7 @@ NAMES = (
 """Names of passkeys; each is one token together with the space before it."""
 
 WINDOW_TOKENS = 10
-"""Distance in tokens up to which a name reaches the tokens behind it.
+"""Distance in tokens up to which a name reaches the tokens after it.
 
 It reaches none at `WINDOW_END_TOKENS` and beyond, where another name may stand.
 """

@@ -291,7 +291,7 @@ def _add_tokens(
             file = _CONFIG if "added_tokens_decoder" in files.config else _ADDED
             raise files.error(
                 file,
-                f"gives the token {token.content!r} the id {number}, but behind the vocabulary of {_TOKENIZER} its id "
+                f"gives the token {token.content!r} the id {number}, but after the vocabulary of {_TOKENIZER} its id "
                 f"is {given}; ids of added tokens must follow the vocabulary without a gap",
             )
     return {name: str(token) for name, token in named.items()}

@@ -98,7 +98,7 @@ def _add_records(digest: blake2b, path: Path) -> None:
 
 
 def _tensor_ranges(path: Path, header: bytes) -> list[tuple[int, int]]:
-    """Return where the tensors of a file begin and end, behind its header."""
+    """Return where the tensors of a file begin and end, after its header."""
     try:
         tensors = [one for name, one in json.loads(header).items() if name != "__metadata__"]
         return sorted((int(one["data_offsets"][0]), int(one["data_offsets"][1])) for one in tensors)

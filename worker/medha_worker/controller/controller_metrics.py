@@ -23,14 +23,14 @@ class Observer:
         self._histograms = collectors.histograms
         self._totals = defaultdict[tuple[str, ...], float](float)
         for reason in LOST_SPANS:
-            self.spans_lost(reason, 0)  # so that the first loss is an increase, too
+            self.spans_lost(reason, 0)  # from 0 on, so that the first loss is an increase
 
     def observe(self, facts: Facts, handle_seconds: float) -> None:
         """Count the facts of one event, which the controller took `handle_seconds` to handle."""
         self._histograms["medha_controller_handle_seconds"].observe(handle_seconds)
         if facts.completed is not None:
             self._counters["medha_steps"].inc()
-            if facts.completed.launched.step.entries:  # else nothing was computed or predicted
+            if facts.completed.launched.step.entries:  # without entries, nothing was computed or predicted
                 self._completed(facts.completed)
         for launched in facts.launched:
             if launched.step.entries:
@@ -55,7 +55,7 @@ class Observer:
             self._counters["medha_sequences_refused"].labels(reason=reason).inc()
 
     def _whole(self, request: OpenRequest) -> None:
-        """Count a sequence that has ended, and had a token."""
+        """Count a sequence that has ended with at least one token."""
         self._of_class("decode_seconds", request, request.last_token_at - request.first_token_at)
         self._of_class("prompt_tokens", request, request.prompt_length)
         self._of_class("output_tokens", request, request.emitted)

@@ -1,4 +1,4 @@
-"""The record of a controller's events, for `medha replay`, with bars for the page `/ui`: each epoch has a file of its own.
+"""Writes the events of a controller to files, one for each epoch: for `medha replay`, and with bars for the page `/ui`.
 
 Its lines are JSON: first the spec and what the ranks have reported, then each event with its time and a digest of its
 commands. Some lines also hold the bars that have changed, and the replica's last announcement.
@@ -33,7 +33,7 @@ _log = logging.getLogger("medha.controller")
 
 
 class EventRecord:
-    """Writes the record. If the file can no longer be written, the recording ends for good, and what was written stays."""
+    """Writes the record. Once a write fails, the recording ends for good; the file keeps what was written before."""
 
     def __init__(self, path: Path | None, replica: str) -> None:
         """Without a `path`, nothing is recorded."""
@@ -128,6 +128,6 @@ class EventRecord:
 
 def _text(event: ControllerEvent) -> str:
     """Return an event as JSON."""
-    if isinstance(event, Drain | Tick):  # no messages
+    if isinstance(event, Drain | Tick):  # these two are not messages
         return f'{{"type":"{type(event).__name__}"}}'
     return bytes(encode(event)[0]).decode()

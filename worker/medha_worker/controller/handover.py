@@ -1,7 +1,8 @@
 """The messages by which this replica and others of its model agree to hand KV over (`medha.scheduler.peer_kv`).
 
-They go by way of a router. This replica's identity is put into its questions and compared with that in others': it names
-all that the content of KV depends on, at every rank. A ticket's name is drawn here, since decisions draw no random numbers.
+A router passes them on. A question names the asking replica's identity, a hash of all that the content of KV depends on, at
+every rank; only replicas of the same identity hand KV over. Names of tickets are random, so they are made here: decisions
+use no random numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ KvMessage = KvAsk | KvTicket | KvDone
 
 
 class Handover:
-    """The hand-overs of one epoch: who asked on which links, and where tickets of others came from."""
+    """The hand-overs of one epoch: the links of the current question, and those on which tickets came."""
 
     def __init__(self, ranks: tuple[PeerFigures, ...]) -> None:
         """`ranks` are those of this replica, in order."""
@@ -32,14 +33,14 @@ class Handover:
         self._links: OrderedDict[str, RouterLinks] = OrderedDict()
 
     def receive(self, message: KvMessage, links: RouterLinks) -> KvMessage | None:
-        """Return the event that a message of another replica is; None if it is answered here."""
+        """Return the message as an event for the core; None if it was answered here."""
         match message:
             case KvAsk() as ask:
                 if ask.identity != self.identity:
                     reason = "KV of another model, grid or version"
                     _send(KvTicket(ask.id, ask.asker, reason=reason), links)
                     return None
-                self._asking = links  # its answer is the next thing that happens
+                self._asking = links  # the core answers before the next message is received
                 return replace(ask, ticket=secrets.token_hex(16))
             case KvTicket() as ticket:
                 if ticket.ticket:
@@ -51,7 +52,7 @@ class Handover:
                 return done
 
     def send(self, message: KvMessage, routers: RouterFleet) -> None:
-        """Send a message to another replica; it is lost if the router has gone, and both sides have time limits."""
+        """Send a message to another replica; if the router has gone it is lost, and time limits of both sides apply."""
         match message:
             case KvAsk() as ask:
                 links = routers.links_of(ask.id)

@@ -14,7 +14,7 @@ from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Facts, History
 from medha.scheduler.replica_config import ReplicaConfig
 from medha.wire.messages import Trace, TracePart
-from medha_worker.controller.live_status import Watch
+from medha_worker.controller.live_status import LiveStatus
 from medha_worker.controller.telemetry_server import Questions, StatusQuery, TraceQuery
 from medha_worker.controller.trace_writer import EpochLost, Tracing
 from medha_worker.rank.step_recorder import SEND_SECONDS, machine
@@ -29,7 +29,7 @@ class Inspection:
     def __init__(self, replica: str, model: str, trace_file: Path | None, role: ReplicaRole = "both") -> None:
         """If `trace_file` is given, a trace is written to it from the first epoch on."""
         self.questions = Questions()
-        self._watch = Watch(replica, model, role)
+        self._status = LiveStatus(replica, model, role)
         self._trace_file = trace_file
         self._tracing: Tracing | None = None
         self._config: ReplicaConfig | None = None  # of the latest epoch
@@ -51,12 +51,12 @@ class Inspection:
             self._tracing = Tracing(core.config.topology, machine(), now, now + FOREVER_SECONDS)
             self._tracing.write_to(path)
         self._config = core.config
-        self._watch.begin_epoch(history, now)
+        self._status.begin_epoch(history, now)
         self._ranks_trace = False
 
     def observe(self, facts: Facts, core: ReplicaController) -> None:
         """Record the facts of one event; `core` is the state after it."""
-        self._watch.observe(facts)
+        self._status.observe(facts)
         if self._tracing is not None:
             self._tracing.observe(facts, core)
 
@@ -65,7 +65,7 @@ class Inspection:
         if self._tracing is not None:
             self._tracing.put(now, EpochLost(reason))
 
-    def part(self, part: TracePart, now: float) -> None:
+    def add_part(self, part: TracePart, now: float) -> None:
         """Add a rank's times of its steps to the trace."""
         if self._tracing is not None:
             self._tracing.put(now, part)
@@ -75,7 +75,7 @@ class Inspection:
         for question in self.questions.take():
             match question:
                 case StatusQuery(order, most_requests, answer):
-                    status = self._watch.status(
+                    status = self._status.status(
                         core, now, missing_ranks=missing_ranks, order=order, most_requests=most_requests
                     )
                     answer.set_result(status.model_dump_json().encode())

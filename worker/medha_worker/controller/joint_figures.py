@@ -1,4 +1,4 @@
-"""The figures of a replica that the reports of all of its ranks give together: the slowest of them, and one key of hashes."""
+"""Joins the reports of all ranks into the figures of their replica: the slowest rank, and one key of hashes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _Figures = TypeVar("_Figures", HostTierFigures, DiskTierFigures, StreamingFigure
 def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
     """Return the report of the slowest rank, with the costs of the last stage, which has the head, samples and drafts.
 
-    Its tiers have the longest times of all ranks. Where stages differ in how many of their layers have a window, the rank
-    is of a stage with the fewest: its attention grows most with the context. `ranks` are without hash keys.
+    The times of tiers are the longest of all ranks. If stages differ in how many layers have a window, only ranks of those
+    with the fewest count, because their attention grows most with the context. `ranks` are without hash keys.
     """
     profiles = [ready.profile for ready in ranks]
     fewest = min(one.window_share for one in profiles)
@@ -58,9 +58,9 @@ def _slowest(figures: Sequence[_Figures]) -> _Figures | None:
 
 
 def without_hash_keys(ranks: Sequence[RankReady]) -> tuple[list[RankReady], str]:
-    """Return the reports without the secret keys of hashes, and the key to use: that of the store, else of the ranks' files.
+    """Return the reports without the secret keys of hashes, and the key to use: the store's, else that of the ranks' files.
 
-    If the ranks do not all have the store, or found different keys there, all reports say why it is not used.
+    If a rank has no store, the reports have none either. If ranks found different keys there, all reports name that fault.
     """
     in_files = [ready.disk_tier.hash_key for ready in ranks if ready.disk_tier is not None]
     stores = [ready.store for ready in ranks if ready.store is not None]

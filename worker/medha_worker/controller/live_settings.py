@@ -1,4 +1,4 @@
-"""Settings that may change while a replica runs; their file is polled once a second."""
+"""Reads settings that may change while a replica runs, from a file that is polled once a second."""
 
 from __future__ import annotations
 

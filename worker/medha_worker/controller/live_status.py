@@ -1,4 +1,4 @@
-"""Status of a controller's process across epochs: its core's status, rates, and attained targets."""
+"""Status of a controller process across epochs: the status of its core, rates, and attained targets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Bucket:
     decode_tokens: int = 0
 
 
-class Watch:
-    """Adds up the facts of one controller's process."""
+class LiveStatus:
+    """Adds up the facts of one controller process, and reports its status."""
 
     def __init__(self, replica: str, model: str, role: ReplicaRole = "both") -> None:
         self._replica, self._model, self._role = replica, model, role

@@ -80,9 +80,9 @@ class LockStep:
         parts = [*self._done.get(part.step_id, ()), part]
         if step is None or {lane for one in parts for lane in one.lanes} != set(step.lanes):
             return []
-        told = {sample.id for one in parts for sample in one.samples}
-        told |= {failure.id for one in parts for failure in one.failures}
-        return [entry.id for entry in step.entries if entry.samples and entry.id not in told]
+        reported = {sample.id for one in parts for sample in one.samples}
+        reported |= {failure.id for one in parts for failure in one.failures}
+        return [entry.id for entry in step.entries if entry.samples and entry.id not in reported]
 
     def ran_out(self, step_id: int, rank: int) -> None:
         """Note that a rank had too little memory for some rows of a step.
@@ -140,7 +140,7 @@ class LockStep:
 
 
 def _strange_drafts(part: Done, step: Step, vocab_size: int) -> str | None:
-    """Return what is wrong with the guesses of a draft model, or with what it has computed before; None if nothing is."""
+    """Return what is wrong with a draft model's guesses, or with the tokens that it says it has computed; or None."""
     starts = {
         entry.id: entry.extents[0].start
         for entry in step.entries
@@ -172,7 +172,7 @@ def _strange_samples(part: Done, step: Step, vocab_size: int) -> str | None:
         if name not in drafts or len(tokens) > 1 + len(drafts[name]):
             return f"does not sample {len(tokens)} tokens for {name} on lanes {part.lanes}"
         if tuple(tokens[:-1]) != drafts[name][: len(tokens) - 1]:
-            return f"goes on behind a token of {name} that is not the one drafted"
+            return f"continues {name} after a token that was not drafted"
     outside = next((sample.token for sample in part.samples if not 0 <= sample.token < vocab_size), None)
     return None if outside is None else f"sampled token {outside} of {vocab_size}"
 

@@ -130,7 +130,7 @@ class Membership:
         ]
 
     def lose(self) -> None:
-        """End the epoch: no rank is ready any more, and each must be heard again, as one may have gone."""
+        """End the epoch: no rank is ready, and each must be heard again, because some may have gone."""
         self.epoch = None
         for rank in self._ranks.values():
             rank.ready = None
@@ -160,24 +160,24 @@ class Membership:
 def implausible(ready: RankReady) -> str | None:
     """Return which value of a rank's report is impossible or unusable for a replica, or None."""
     if ready.disk_tier is not None and not _HASH_KEY.fullmatch(ready.disk_tier.hash_key):
-        return f"rank {ready.rank} has a hash_key of its files that is no key"
+        return f"rank {ready.rank} reports an invalid hash_key of its files"
     if ready.store is not None and not _HASH_KEY.fullmatch(ready.store.hash_key):
-        return f"rank {ready.rank} has a hash_key of the store that is no key"
+        return f"rank {ready.rank} reports an invalid hash_key of the store"
     if ready.peer is not None:
         peer = ready.peer
         if not (peer.endpoint.startswith("tcp://") and is_key(peer.public_key.encode())):
-            return f"rank {ready.rank} gives KV at {peer.endpoint:.80}, which is no place with a key"
+            return f"rank {ready.rank} offers KV at {peer.endpoint:.80}, which is not tcp:// with a valid key"
     for name, number, least, most in (
         *_model_numbers(ready),
         *_profile_numbers(ready),
         *_tier_numbers(ready),
     ):
         if not least <= number <= most:  # also true for NaN
-            return f"rank {ready.rank} says {name} {number}, expected {least:g} to {most:g}"
+            return f"rank {ready.rank} reports {name} {number}, expected {least:g} to {most:g}"
     try:
         Profile.of_warm_up(ready.profile)
     except ValueError as error:
-        return f"rank {ready.rank} has measured what is no profile: {error}"
+        return f"rank {ready.rank} reports an unusable profile: {error}"
     return None
 
 

@@ -126,7 +126,7 @@ class Controller:
     def __init__(self, settings: ControllerSettings, bundle: Bundle, settings_file: Path) -> None:
         self._settings = settings
         self._live = LiveFile(settings_file, ControllerSettings.read, _log)
-        self._changed_at: float | None = None  # when settings changed that take effect with the next epoch
+        self._changed_at: float | None = None  # when the settings changed that need a new epoch
         self._bundle = bundle
         self._registry = CollectorRegistry()
         self._observer = Observer(self._registry)
@@ -188,7 +188,7 @@ class Controller:
             PartFailed: a rank failed before anything was served, or ranks did not come back in time.
         """
         while self._drain_until is None or not self._drained(self._drain_until):
-            watchdog.allow(STUCK_SECONDS, "a turn of its loop")
+            watchdog.allow(STUCK_SECONDS, "one iteration of its loop")
             self._beats.allow(self._routers.beats)
             self._poller.poll(self._longest_wait_milliseconds())
             self._process_link_events()
@@ -201,7 +201,7 @@ class Controller:
                 and time.monotonic() >= due
             ):
                 self._step(Tick())
-            self._be_inspected()
+            self._answer_questions()
             self._apply_changed_settings()
             begins_drain = self._stopping and self._drain_until is None
             if begins_drain:
@@ -234,13 +234,13 @@ class Controller:
         if self._changed_at is None or self._core is None or self._stopping:
             return
         if self._core.idle or now - self._changed_at > LIVE_SECONDS:
-            self._return_requests(self._core, set())  # no request is to blame
+            self._return_requests(self._core, set())  # there are no suspects
             self._ranks.end_epoch("settings have changed")
 
     def _can_begin_with(self, spec: MedhaReplicaSpec) -> bool:
-        """Return whether ranks like those of the last epoch could serve with `spec`.
+        """Return whether ranks like those of the last epoch could serve with `spec`; log why not.
 
-        An edit that they could not serve with is refused, so that it does not end a serving replica.
+        An edit with which they could not serve is ignored, so that it does not end a serving replica.
         """
         if self._slowest is None:
             return True
@@ -252,8 +252,8 @@ class Controller:
             return False
         return True
 
-    def _be_inspected(self) -> None:
-        """Answer questions that came over HTTP, and make ranks begin or end a trace."""
+    def _answer_questions(self) -> None:
+        """Answer the HTTP pages' questions, and make ranks begin or end a trace."""
         now = time.monotonic()
         self._inspection.answer(self._core, self._ranks.missing, now)
         trace = self._inspection.rank_trace_requests(now)
@@ -417,8 +417,8 @@ class Controller:
         try:
             config = derive(spec, slowest)
             core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
-        except (ValueError, ArithmeticError) as error:  # each number is plausible, together they are not
-            self._ranks.end_epoch(f"no replica can be made of what rank {slowest.rank} reports: {error}")
+        except (ValueError, ArithmeticError) as error:  # each number is plausible, but not all together
+            self._ranks.end_epoch(f"the report of rank {slowest.rank} does not describe a replica: {error}")
             return
         differing = differing_scales(ranks, config.topology)
         if differing is not None:
@@ -451,7 +451,7 @@ class Controller:
         self._announce(force=True)
 
     def _new_handover(self, ranks: Sequence[RankReady]) -> Handover | None:
-        """Return the hand-overs of a new epoch; None if the manifest or a rank has none."""
+        """Return the hand-overs of a new epoch; None if the manifest or a rank does not hand KV over."""
         peers = [ready.peer for ready in ranks if ready.peer is not None]
         settings = self._settings
         if settings.spec.kv_cache.peers is None or settings.enrolment_file is None or len(peers) < len(ranks):
@@ -485,7 +485,7 @@ class Controller:
                     _log.error("the GPU of rank %d reports %s", error.rank, xid_text(error.xid))
                     self._rank_metrics.xid(error)
                 case TracePart() as part:
-                    self._inspection.part(part, time.monotonic())
+                    self._inspection.add_part(part, time.monotonic())
                 case list() as ranks:
                     self._begin(ranks)
         for links in self._routers:
@@ -534,7 +534,7 @@ class Controller:
 
     def _submitted(self, submit: Submit, links: RouterLinks) -> Iterator[Submit]:
         """Yield a request if its prompt is here already."""
-        if submit.trace:  # it stays here: no decision and no record depends on whether somebody traces
+        if submit.trace:  # removed from the event: neither decisions nor records depend on tracing
             if self._traces is not None:
                 self._traces.announce(submit)
             submit = replace(submit, trace="")
@@ -548,7 +548,7 @@ class Controller:
             yield self._prompts.hashed(submit)
 
     def _handed_over(self, message: KvMessage, links: RouterLinks) -> Iterator[ControllerEvent]:
-        """Yield the event that another replica's message about KV is, if it is one."""
+        """Yield the event of another replica's message about KV; none if the message was answered here."""
         if self._handover is None or self._core is None:
             return
         event = self._handover.receive(message, links)
@@ -610,7 +610,7 @@ class Controller:
             links.control.send(BundlePart(self._bundle.digest, name, remaining), content)
 
     def _longest_wait_milliseconds(self) -> int:
-        """Return how long the main loop may wait for an event: if it has just announced, the load may have changed since."""
+        """Return the longest wait for an event; it is short after an announcement, as the load may have changed since."""
         until_next = 1000 * (self._announced_at + LOAD_SECONDS - time.monotonic())
         return ceil(until_next) if until_next > 0 else POLL_MILLISECONDS
 

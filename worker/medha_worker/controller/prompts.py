@@ -27,7 +27,7 @@ class _Prompt:
     sender: bytes  # identity of the link that it comes from
     ids: TokenIds
     hash: PromptHash | None = None  # of the ids received so far; None: there are none, or hashing is off
-    salt: str = ""  # under which it shares KV
+    salt: str = ""  # prompts share KV only with those of the same salt
     received: int = 0
     awaited: int = 0  # requests still to come
     on_ranks: bool = False
@@ -101,7 +101,7 @@ class PromptStore:
         return [self.hashed(submit) for submit in released]
 
     def pass_on(self, submit: Submit) -> None:
-        """Note that the controller gets a request that was held; should it refuse it, others may still need the ids."""
+        """Count a request that was held as passed on to the controller, which may still refuse it."""
         self._prompts[submit.prompt].awaited -= 1
 
     def hashed(self, submit: Submit) -> Submit:
@@ -121,7 +121,7 @@ class PromptStore:
         return prompt.ids if prompt is not None and prompt.complete else None
 
     def salt_of(self, name: str) -> str | None:
-        """Return the salt under which a prompt that is known shares KV; None if no prompt here shares any."""
+        """Return the cache salt of a known prompt; None if prompts share no KV here."""
         return None if self._hasher is None else self._prompts[name].salt
 
     def contradicts(self, submit: Submit, sender: bytes = b"") -> str | None:
@@ -184,10 +184,7 @@ class PromptStore:
         return prompt.ids
 
     def forgotten(self, name: str) -> None:
-        """Note that the controller and the ranks no longer need a prompt.
-
-        Drop it if no request is awaited.
-        """
+        """Record that the controller and the ranks no longer need a prompt; drop it if no request is awaited."""
         prompt = self._prompts.get(name)
         if prompt is None:
             return

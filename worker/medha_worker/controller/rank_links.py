@@ -163,10 +163,6 @@ class RankLinks:
     def send_tokens(self, message: Message, payload: bytes) -> None:
         self._to_all(self._tokens, message, payload)
 
-    def end_epoch(self, reason: str) -> None:
-        """End this epoch, so that the next one begins; the router submits open requests to it again."""
-        self._lost(reason)
-
     def shut_down(self) -> None:
         for rank in range(self._membership.expected):
             with suppress(zmq.ZMQError):  # the rank has gone already
@@ -178,7 +174,7 @@ class RankLinks:
             try:
                 link.send(message, payload, peer=self._identities[rank])
             except zmq.ZMQError as error:
-                self._lost(f"rank {rank} is gone ({error}); its own log says why")
+                self.end_epoch(f"rank {rank} is gone ({error}); its own log says why")
                 return
 
     # --- from the ranks -----------------------------------------------------------------------------
@@ -251,7 +247,9 @@ class RankLinks:
                 case TracePart() | RankReport() as report:
                     yield report
         if self._gone:  # checked after the last messages, which may carry tokens or the reason
-            self._lost(f"rank {', '.join(map(str, sorted(self._gone)))} is gone: its connection has ended")
+            self.end_epoch(
+                f"rank {', '.join(map(str, sorted(self._gone)))} is gone: its connection has ended"
+            )
 
     def _is_of(self, received: Received, link: Link) -> bool:
         """Return whether the message came from the rank that it names; drop it if not."""
@@ -278,7 +276,7 @@ class RankLinks:
             return None
         unsampled = self._lock_step.unsampled(part) if isinstance(part, Done) else []
         if unsampled:  # no other report comes, so these requests would wait for ever
-            self._lost(f"step {part.step_id} ended without a token for {', '.join(unsampled[:8])}")
+            self.end_epoch(f"step {part.step_id} ended without a token for {', '.join(unsampled[:8])}")
             return None
         return self._lock_step.join(part)
 
@@ -305,7 +303,7 @@ class RankLinks:
                 with suppress(zmq.ZMQError):  # the peer has gone already
                     self._control.send(Shutdown(reason=refusal, refused=True), peer=peer)
             return
-        # It continues to send hellos until its own controller is here.
+        # Such a rank continues to send hellos until its own controller is here.
         if self._membership.is_of_other_revision(hello):
             if hello.incarnation not in self._strangers:
                 self._strangers.add(hello.incarnation)
@@ -319,7 +317,7 @@ class RankLinks:
         for (link, reason), messages in growth.items():
             self._on_dropped(_LINK_LABELS[link], reason, messages)
         if self._membership.replaces(hello):
-            self._lost(f"rank {hello.rank} was replaced")
+            self.end_epoch(f"rank {hello.rank} was replaced")
         self._identities[hello.rank] = peer
         self._connections[name, hello.rank] = received.connection
         self._membership.hello(name, hello, time.monotonic())
@@ -332,10 +330,10 @@ class RankLinks:
         if fault.lost_epoch is None and not self._has_served:
             raise PartFailed(f"rank {fault.rank}: {fault.detail}")
         if fault.lost_epoch in (None, self._membership.epoch):
-            self._lost(f"rank {fault.rank}: {fault.detail}")
+            self.end_epoch(f"rank {fault.rank}: {fault.detail}")
 
-    def _lost(self, reason: str) -> None:
-        """End the epoch. The router keeps the open requests, and submits them to the next one."""
+    def end_epoch(self, reason: str) -> None:
+        """End the epoch, so that the next one begins; the router keeps the open requests, and submits them again."""
         reason += self._recent_xids(reason)
         if self._membership.epoch is not None:
             _log.warning("epoch %d has ended: %s; waiting for all ranks", self._membership.epoch, reason)
@@ -347,7 +345,7 @@ class RankLinks:
         self._xids.clear()
 
     def _recent_xids(self, reason: str) -> str:
-        """Return the errors of GPUs that may have caused a loss, as the end of its reason, which may name some itself."""
+        """Return the recent GPU errors that `reason` does not name yet, as text to append to it."""
         heard = [(rank, latest.recent()) for rank, latest in sorted(self._xids.items())]
         return "".join(
             f"; the GPU of rank {rank} reported {xid_text(one[0])} {one[1]:.1f} s before"
@@ -391,6 +389,6 @@ class RankLinks:
             self._busy_at = now
         overdue, silent = self._lock_step.overdue(now), self._membership.silent(now, self._busy_at)
         if overdue is not None and not was_away:
-            self._lost(f"step {overdue} does not end")
+            self.end_epoch(f"step {overdue} does not end")
         elif silent:
-            self._lost(f"no heartbeat of rank {', '.join(map(str, silent))}")
+            self.end_epoch(f"no heartbeat of rank {', '.join(map(str, silent))}")

@@ -24,7 +24,7 @@ _UNITS = ("compute", "memory")
 _CAUSES = ("device", "program", "notice")
 
 Series = tuple[str, tuple[str, ...]]
-"""Name of a metric, and the values of its labels behind the rank."""
+"""Name of a metric, and the values of its labels after the rank."""
 
 
 class RankMetrics:
@@ -40,8 +40,8 @@ class RankMetrics:
     def report(self, report: RankReport) -> None:
         """Count the growth of a rank's totals since its last report, and show the states that it reports.
 
-        The first report of a process is only compared with: a restarted controller does not count again what its
-        predecessor has counted.
+        The first report of a process only sets the base, so a restarted controller does not count again what its
+        predecessor counted.
 
         Raises:
             WireInvalid: a number is impossible. No part of the report is counted.
@@ -75,7 +75,7 @@ class RankMetrics:
         self._gauges["medha_rank_last_xid"].labels(*labels).set(error.xid)
 
     def forget_states(self) -> None:
-        """Show no states any more, because the ranks that reported them may be gone."""
+        """Remove all states, because the ranks that reported them may be gone."""
         for rank, shown in self._shown.items():
             self._forget(rank, shown)
         self._shown.clear()
@@ -86,7 +86,7 @@ class RankMetrics:
 
 
 def _totals(report: RankReport) -> Iterator[tuple[Series, float]]:
-    """Yield the totals of a report, without parts of another release."""
+    """Yield the totals of a report; parts that only another release has are ignored."""
     yield ("medha_rank_steps", ()), float(report.steps)
     yield ("medha_rank_ahead_seconds", ()), report.ahead_seconds
     yield ("medha_rank_estimated_flops", ()), report.flops
@@ -97,7 +97,7 @@ def _totals(report: RankReport) -> Iterator[tuple[Series, float]]:
 
 
 def _states(report: RankReport) -> Iterator[tuple[Series, float]]:
-    """Yield the states of a report, without those of another release."""
+    """Yield the states of a report; those that only another release has are ignored."""
     for state, memory_bytes in report.memory_bytes:
         if state in _STATES:
             yield ("medha_rank_memory_bytes", (state,)), float(memory_bytes)

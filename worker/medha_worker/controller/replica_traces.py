@@ -69,7 +69,7 @@ def replica_traces(settings: ControllerSettings, count_lost: CountLost) -> Repli
     """Return the traces of a controller with these settings; None if traces are off. `count_lost` counts lost spans.
 
     Raises:
-        ConfigInvalid: they are on, and cannot be made.
+        ConfigInvalid: traces are on, and their endpoint or libraries cannot be used.
     """
     source = start(settings.spec.traces.endpoint, None, "medha-replica", os.environ, count_lost)
     return None if source is None else ReplicaTraces(settings.replica, source)

@@ -42,10 +42,10 @@ def located(routers: Iterable[RouterEndpoints], addresses: Addresses) -> tuple[R
 def look_up(name: str) -> tuple[str, ...]:
     """Return the IP addresses of a host name, sorted.
 
-    They are of one family: else a router that has an address of each would count as two.
+    They are of one family, because a router with an IPv4 and an IPv6 address would otherwise count as two.
 
     Raises:
-        OSError: there is none, or nobody answers.
+        OSError: the name has no address, or no name server answers.
     """
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -98,7 +98,7 @@ class RouterDiscovery:
             wanted = names(routers)
             self._addresses = {name: self._addresses_of(name) for name in sorted(wanted)}
             self._failed &= wanted
-            if not self._changed.is_set():  # else others are to be found
+            if not self._changed.is_set():  # if it is set, `follow` has named other routers meanwhile
                 self.found = located(routers, self._addresses)
                 self._changed.wait(self._seconds)
 

@@ -1,4 +1,4 @@
-"""All routers of a replica: links to each, whose requests are whose, and what one router has to say to the others.
+"""All routers of a replica: the links to each, which requests are whose, and the messages from one router to the others.
 
 A request belongs to the links on which it came. Only they may cancel it, and only they get its output. When they
 break, its requests end: the router has gone, or will submit them again.

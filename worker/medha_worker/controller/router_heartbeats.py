@@ -1,10 +1,10 @@
 """Heartbeats of a controller to its routers, sent by a thread of their own.
 
-No step, no long prompt and no slow link delays them, because the thread does nothing else and has connections of its own.
-They end if the main loop does not run for STALLED_SECONDS: a replica that nobody drives keeps no streams.
+No step, long prompt or slow link delays them, because the thread does nothing else and has connections of its own.
+They stop if the main loop does not run for STALLED_SECONDS, so that the routers move the streams elsewhere.
 
-An unexpected error ends the thread, and then the controller, which its supervisor restarts. Without heartbeats the
-replica would seem to serve, and lose all streams at each step that is longer than its routers wait.
+An unexpected error ends the thread, and then the controller, which its supervisor restarts. A replica without heartbeats
+would seem to serve, but lose all streams at each step that is longer than its routers wait.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RouterHeartbeats:
                 beats.close(0)
 
     def _send(self, opened: dict[bytes, Opened[Socket]]) -> None:
-        """Send heartbeats until `close`, over sockets that are kept in `opened` by the identity of their control link."""
+        """Send heartbeats until `close`; `opened` keeps the sockets, by the identity of their control link."""
         frames = encode(Heartbeat())
         while not self._ended.wait(HEARTBEAT_SECONDS):
             turn = self._turn

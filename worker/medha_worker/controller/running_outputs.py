@@ -1,4 +1,4 @@
-"""The outputs of running requests, kept for what follows: hashes of their blocks, guesses, and ids of those that step aside."""
+"""The outputs of running requests, from which come block hashes, guesses, and the longer prompts of those that step aside."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class RunningOutputs:
     """The outputs of one epoch."""
 
     def __init__(self, prompts: PromptStore, most_looked_up: int | None) -> None:
-        """Guesses of at most `most_looked_up` tokens are looked up in prompts and outputs; None: there are no such guesses."""
+        """`most_looked_up` is the longest guess that prompt lookup makes, in tokens; None: there is no prompt lookup."""
         self._prompts = prompts
         self._hashes = OutputHasher()
         self._ids = OutputIds()
-        # The first token of a guess may be under way.
+        # One more, because a step in flight may be sampling the first token of a guess.
         self._lookup = None if most_looked_up is None else PromptLookup(1 + most_looked_up)
 
     def completed(self, done: Done, core: ReplicaController) -> Done:
-        """Return `done` with hashes of the blocks that its samples fill, and with guesses at the tokens behind them."""
+        """Return `done` with hashes of the blocks that its samples fill, and with guesses at the tokens after them."""
         return self._with_drafts(self._with_hashes(done, core), core)
 
     def emitted(self, emit: Emit) -> None:
@@ -36,7 +36,7 @@ class RunningOutputs:
             self._ids.add(emit.id, emit.tokens)
 
     def step_aside(self, aside: SteppedAside) -> None:
-        """Let a request's prompt be longer by its output, which it will compute again."""
+        """Append a request's output to its prompt, because it will compute both again."""
         output = self._ids.take(aside.id)
         if aside.prompt != aside.source:
             self._prompts.extend(aside.source, aside.prompt, output)
@@ -87,6 +87,6 @@ class RunningOutputs:
 
 
 def _without_output(core: ReplicaController, request_id: str) -> Request | None:
-    """Return a running request that has emitted nothing; None: its output cannot be followed from the first token on."""
+    """Return a running request that has emitted nothing; None if it has, so that its first tokens are not known here."""
     request = core.find(request_id)
     return None if request is None or request.ended or request.emitted else request

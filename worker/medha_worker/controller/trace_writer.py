@@ -163,11 +163,11 @@ class Tracing:
                 if events is None:
                     break
                 if written + 1024 > most_bytes:
-                    yield _lines([_note("the trace has reached its largest size", 0.0)])
+                    yield _lines([_note("the trace has reached its largest size")])
                     break
                 piece = _lines(events)
             if self._left_out:
-                yield _lines([_note(f"{self._left_out} happenings were left out", 0.0)])
+                yield _lines([_note(f"{self._left_out} events were left out")])
             yield b"\n]\n"
         finally:
             self._closed = True
@@ -218,12 +218,12 @@ class TraceFormat:
     def names(self) -> list[Event]:
         """Return the events that name processes and threads."""
         topology = self._topology
-        found = [_named("process_name", 0, 0, "controller"), _sorted(0, 0)]
+        found = [_named("process_name", 0, 0, "controller"), _sorted(0)]
         for rank in range(topology.ranks):
             here = topology.coordinates(rank)
             pid = 1 + here.kv
             if here.stream == here.tensor == 0:
-                found += [_named("process_name", pid, 0, f"lane {here.kv}"), _sorted(pid, pid)]
+                found += [_named("process_name", pid, 0, f"lane {here.kv}"), _sorted(pid)]
             name = f"stage {here.stream}" + (f", tensor {here.tensor}" if topology.tensor > 1 else "")
             found.append(_named("thread_name", pid, rank + 1, f"{name} (rank {rank})"))
             ahead = f"{name} prepares (rank {rank})"
@@ -316,7 +316,7 @@ class TraceFormat:
         found = [self._slice(name, times.started, times.ended, offset, where, args)]
         samples = here.stream == self._topology.stream - 1
         for what, since, until in _parts(times, samples=samples):
-            # On a track of its own: it overlaps the step before it.
+            # Preparing has a track of its own, because it overlaps the step before.
             beside = where | {"tid": where["tid"] + self._topology.ranks} if what == PREPARED else where
             found.append(self._slice(what, since, until, offset, beside, {"step": times.step_id}))
         if step is None or step.chunks or step.decodes:  # else no hidden states are sent
@@ -334,7 +334,7 @@ class TraceFormat:
                 continue
             sender = rank if leaving else rank - self._topology.tensor
             id_ = epoch * 2**40 + times.step_id * self._topology.ranks + sender  # Perfetto needs a number
-            # Data may arrive before the call that sends it returns, but never before that call began.
+            # Data may arrive before the call that sends it returns, but never before that call begins.
             moment = since if leaving else until - min(1e-6, (until - since) / 2)
             arrow = self._event(
                 "s" if leaving else "f", "hidden states", moment + offset, cat="stage", id=id_
@@ -413,12 +413,14 @@ def _named(kind: str, pid: int, tid: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _sorted(pid: int, index: int) -> Event:
-    return {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": index}}
+def _sorted(pid: int) -> Event:
+    """Return the event that sorts processes by their ids."""
+    return {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
 
 
-def _note(text: str, at_microseconds: float) -> Event:
-    return {"ph": "i", "name": text, "ts": at_microseconds, "pid": 0, "tid": 0, "s": "g"}
+def _note(text: str) -> Event:
+    """Return a note on the whole trace, shown at its beginning."""
+    return {"ph": "i", "name": text, "ts": 0.0, "pid": 0, "tid": 0, "s": "g"}
 
 
 def _lines(events: Iterable[Event], *, first: bool = False) -> bytes:

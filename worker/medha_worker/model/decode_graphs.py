@@ -1,7 +1,7 @@
 """Steps of decodes alone, captured for a few numbers of rows, so that launching their kernels costs no time.
 
 A captured step reads and writes the same memory each time it is replayed. A step of fewer rows than were captured is
-padded: the rows behind its own decode token 0 in the pool's scratch block, which belongs to no sequence. Each size is
+padded: the rows after its own decode token 0 in the pool's scratch block, which belongs to no sequence. Each size is
 captured several times, so that the tables of later steps are filled while a step is running or has yet to run.
 
 All captures share the memory of what they compute on the way: one may overwrite it for another. So whatever
@@ -90,10 +90,9 @@ class DecodeGraphs:
         def captured(rows: int) -> _CapturedStep:
             return _CapturedStep(rows, run_layers, rotations, entering, kv_cache, kernels, hidden_size)
 
-        # The largest first: smaller ones then fit into the memory that it took.
-        self._copies = {
-            rows: deque(captured(rows) for _ in range(copies)) for rows in reversed(self._sizes)
-        }  # of each size, the one that was taken longest ago first
+        # The largest first: smaller ones then fit into the memory that it took. Of each size, the one that was
+        # taken longest ago comes first.
+        self._copies = {rows: deque(captured(rows) for _ in range(copies)) for rows in reversed(self._sizes)}
 
     def take(
         self, positions: torch.Tensor, spans: Sequence[SequenceSpan], kv_cache: KVCache
@@ -196,7 +195,7 @@ class _CapturedStep:
         return taken
 
     def fill(self, positions: torch.Tensor, spans: Sequence[SequenceSpan]) -> None:
-        """Fill the tables for the next replay, behind the last one; positions are in host memory."""
+        """Fill the tables for the next replay, after the last one; positions are in host memory."""
         self._used.wait()
         padding = self._rows - len(spans)
         padded = [*spans, *(self._at_row(row) for row in range(len(spans), self._rows))]
@@ -208,7 +207,7 @@ class _CapturedStep:
         return SequenceSpan(row, scratch.row_count, scratch.context_length, scratch.blocks)
 
     def replay(self, entering: torch.Tensor) -> torch.Tensor:
-        """Run the layers on `entering`, and on older rows behind it; return hidden states [captured rows, hidden_size]."""
+        """Run the layers on `entering`, and on older rows after it; return hidden states [captured rows, hidden_size]."""
         self._entering[: len(entering)] = entering
         self._replay()
         self._used = self._device.runtime.mark()

@@ -45,7 +45,7 @@ class Eagle3Config:
     Attributes:
         layer: Its layer, as that of a Llama with the vocabulary of the served model; q, k and v have twice the inputs.
         collected: Layers of the served model before which its hidden states are taken, in ascending order; the number of
-            layers stands for the place behind the last one.
+            layers stands for the place after the last one.
         target_hidden_size: Width of those hidden states.
         draft_vocab_size: Tokens that the head can guess.
         norms_before_residual: Whether the layer adds its results to its normed input, and not to the input itself.
@@ -250,5 +250,5 @@ def _require(values: Mapping[str, Any], name: str, wanted: int, why: str) -> Non
         raise ConfigInvalid(f"config.json: {name} is {values.get(name)!r}, not {wanted}: {why}")
 
 
-def _unsupported(name: str, value: object, mend: str) -> ModelUnsupported:
-    return ModelUnsupported(f"config.json: {name} is {value!r}, which is not supported; {mend}")
+def _unsupported(name: str, value: object, remedy: str) -> ModelUnsupported:
+    return ModelUnsupported(f"config.json: {name} is {value!r}, which is not supported; {remedy}")

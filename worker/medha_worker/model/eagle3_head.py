@@ -2,7 +2,7 @@
 
 At a position, the three hidden states are side by side, and one product reduces them to one of the head's width. That and
 the embedding of the token that comes next are normed, and together are the input of attention; the reduced state is what
-the layer adds to. Norm and output head behind it are the head's own. Its logits are of the token behind the one that was
+the layer adds to. Norm and output head after it are the head's own. Its logits are of the token after the one that was
 embedded, for a part of the vocabulary: all other tokens have no probability. Its own hidden state, before the norm, takes
 the place of the reduced one where a further token is guessed.
 

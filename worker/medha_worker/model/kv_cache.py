@@ -39,11 +39,11 @@ class HeadLayer:
 
 
 class KVCache:
-    """The tensors of `num_layers` layers, with a scratch block behind the others; a slot holds one token.
+    """The tensors of `num_layers` layers, with a scratch block after the others; a slot holds one token.
 
     A layer has two tensors, K and V, or only one, whose rows are both. With `window_blocks`, the layers
     `window_layers` have so many blocks instead, with numbers of their own: their KV before the window is freed. With
-    `head`, the layer of a prediction head follows behind the others.
+    `head`, the layer of a prediction head follows after the others.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class KVCache:
             for keys, count, shape in zip(self.keys, counts, shapes, strict=True)
         ]
         self._scaled = None if scales is None else [ScaledHeads(one) for one in scales]
-        self._arriving: dict[int, Mark] = {}  # by layer: points behind copies that its attention must see
+        self._arriving: dict[int, Mark] = {}  # by layer: points after copies that its attention must see
 
     def last_layer(self) -> KVCache:
         """Return the pool of the last layer alone, in the same memory."""
@@ -110,7 +110,7 @@ class KVCache:
     def expect(self, arriving: Mapping[int, Mark]) -> None:
         """Let each layer wait for copies into the pool that are made beside the layers before it.
 
-        What comes as that of the layer behind the last one only has to be there before the next step (`await_all`).
+        What comes as that of the layer after the last one only has to be there before the next step (`await_all`).
         """
         self._arriving.update(arriving)
 

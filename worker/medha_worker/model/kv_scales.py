@@ -2,7 +2,7 @@
 
 A key is its number in the pool times the scale of its head, so a score is that of a query times the scale; likewise, a sum
 of values is a sum of numbers times the scale. Attention therefore needs no scale: queries are multiplied before it, and
-results behind it. The two parts of a latent row, the latent and the key with position, have a scale each.
+results after it. The two parts of a latent row, the latent and the key with position, have a scale each.
 
 Scales that the checkpoint does not state follow from the weights alone. A norm before a linear bounds the length of its
 input, and the length of a row of weights bounds the number that it makes of that (Cauchy-Schwarz). No prompt can exceed
@@ -156,7 +156,7 @@ def _bounds(made_by: HeadWeights, columns: range) -> torch.Tensor:
 
 
 def _normed_bounds(norm: torch.Tensor) -> torch.Tensor:
-    """Return the largest size of each value behind an RMSNorm, float64 [size]."""
+    """Return the largest size of each value after an RMSNorm, float64 [size]."""
     return norm.double().abs() * math.sqrt(norm.shape[0])
 
 

@@ -1,6 +1,6 @@
 """The products of a layer with latent attention: they make queries, and the row of the KV pool that all heads share.
 
-A row is a token's latent, and behind it the key with position. `medha_worker.model.latent_forms` attends to it.
+A row is a token's latent, and after it the key with position. `medha_worker.model.latent_forms` attends to it.
 """
 
 from __future__ import annotations

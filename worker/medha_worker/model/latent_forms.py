@@ -2,7 +2,7 @@
 
 **Absorbed form.** A key of head h is K_h c, for a token's latent c, and so the score of a query q is (K_h^T q) c. Likewise, a
 sum of values V_h c is V_h times the sum of the latents. So a head's queries absorb its key matrix, and its value matrix is
-applied behind attention. Attention itself is that of a single KV head whose values are its keys, by any implementation.
+applied after attention. Attention itself is that of a single KV head whose values are its keys, by any implementation.
 A decode reads least like this.
 
 **Plain form.** Latents are made keys and values of every head, which are attended to as those of other models. A pair
@@ -165,7 +165,7 @@ class LatentStep:
         attended, sums = self._absorbed.attend(queries, pool, pool)
         if matrices.scaled is not None:
             attended = matrices.scaled.results(attended)
-        # Values behind the latent are a sum of keys with position, which is not used.
+        # Values after the latent are a sum of keys with position, which is not used.
         return forms.each_head(attended[..., : latent.kv_rank], matrices.value_up), sums
 
 
@@ -174,7 +174,7 @@ class _Tile:
     """Tokens of a sequence whose keys and values are made at once, and the rows that see any of them.
 
     Attributes:
-        first_row: First of these rows, counted from the span's first one; all behind it see some, too.
+        first_row: First of these rows, counted from the span's first one; all after it see some, too.
         slots: Slots of the tokens in the pool, side by side or int64 [tokens].
         tokens: Number of them.
         attention: Attention of the rows to what is made.

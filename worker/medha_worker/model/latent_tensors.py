@@ -27,7 +27,7 @@ _ROW_DOWN, _LATENT_NORM = "kv_a_proj_with_mqa", "kv_a_layernorm.weight"
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """A rank's matrices of latent attention behind the first product, which is `LayerWeights.qkv`.
+    """A rank's matrices of latent attention after the first product, which is `LayerWeights.qkv`.
 
     That product returns queries, or what `query_up` makes queries of, then the latent, and then the key with position.
 
@@ -74,7 +74,7 @@ class LatentTensors:
     def read(
         self, linears: LinearReader, attention: str, heads: slice, device: Device
     ) -> tuple[Linear, torch.Tensor | None, LatentWeights]:
-        """Return the first product's weight, [hidden, width], its bias, and the matrices behind it.
+        """Return the first product's weight, [hidden, width], its bias, and the matrices after it.
 
         Args:
             linears: Reads parts of linears and tensors.
@@ -125,7 +125,7 @@ class LatentTensors:
         return (each + self._in_halves(self._latent.plain_dim)).flatten()
 
     def _in_halves(self, before: int) -> torch.Tensor:
-        """Return the indexes of `before` values that RoPE does not rotate, and of those behind them that it does."""
+        """Return the indexes of `before` values that RoPE does not rotate, and of those after them that it does."""
         rotated = torch.arange(self._latent.rope_dim)
         if self._config.rope_is_interleaved:
             rotated = torch.cat([rotated[0::2], rotated[1::2]])

@@ -93,8 +93,8 @@ class ModelConfig:
         experts: The sparse layers; None if all layers are dense.
         latent: The sizes of latent attention; None if each head has K and V of its own.
         rope_is_interleaved: Whether RoPE pairs neighbouring values, and not a head's halves.
-        further_layers: Layers behind the last whose tensors are skipped: they predict further tokens.
-        has_head: Whether the last layer is such a layer, with a part of its own before and behind it (`with_head`).
+        further_layers: Layers after the last whose tensors are skipped: they predict further tokens.
+        has_head: Whether the last layer is such a layer, with a part of its own before and after it (`with_head`).
         quantisation: The formats of quantised linears; None if none is quantised.
         kv_dtype: Data type of the KV pool.
     """
@@ -498,9 +498,9 @@ class _Fields:
             f"{self.source}: {name} {found}, but must be {wanted}; fetch the checkpoint again or correct the field"
         )
 
-    def unsupported(self, name: str, mend: str) -> ModelUnsupported:
+    def unsupported(self, name: str, remedy: str) -> ModelUnsupported:
         return ModelUnsupported(
-            f"{self.source}: {name} is {self.values[name]!r}, which is not supported; {mend}"
+            f"{self.source}: {name} is {self.values[name]!r}, which is not supported; {remedy}"
         )
 
     def get(self, name: str) -> Any:
@@ -1027,11 +1027,13 @@ def _windows(
         window = None if is_null and may_be_null else fields.positive_int("sliding_window")
     if window is None or window >= max_model_len:
         return none
-    mend = f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
+    remedy = (
+        f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
+    )
     if not family.has_window:
-        raise fields.unsupported("sliding_window", f"{family.architecture} has no window; {mend}")
+        raise fields.unsupported("sliding_window", f"{family.architecture} has no window; {remedy}")
     if all(sliding_layers) and "full_attention" in (fields.get("layer_types") or ()):
         raise fields.unsupported(
-            "layer_types", f"all layers of {family.architecture} have the same window; {mend}"
+            "layer_types", f"all layers of {family.architecture} have the same window; {remedy}"
         )
     return tuple(window if sliding else None for sliding in sliding_layers)

@@ -1,8 +1,8 @@
-"""The head of kind `mtp`: a layer behind a model's last one that predicts the token after the next one (DeepSeek-V3).
+"""The head of kind `mtp`: a layer after a model's last one that predicts the token after the next one (DeepSeek-V3).
 
 At a position, it takes the model's hidden state there, as the output head does, and the embedding of the token that
 comes next. Both are normed and projected to one hidden state, which passes a decoder layer of the model's kind. Norm and
-output head behind it are the head's own, and its logits are of the token behind the one that was embedded. Its normed
+output head after it are the head's own, and its logits are of the token after the one that was embedded. Its normed
 result takes the place of the model's hidden state where a further token is guessed.
 
 Reference: DeepSeek-V3 Technical Report, section 2.2, and the tensors of the published checkpoint.

@@ -28,7 +28,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def streamed_blocks_in(span: SequenceSpan, pool_blocks: int) -> int:
-    """Return how many of the first blocks of a span's table are streamed: those with numbers behind the pool's."""
+    """Return how many of the first blocks of a span's table are streamed: those with numbers after the pool's."""
     if not len(span.blocks) or span.blocks[0] < pool_blocks:
         return 0
     return int(np.count_nonzero(np.asarray(span.blocks) >= pool_blocks))

@@ -1,7 +1,7 @@
 """The base of prediction heads: layers that guess further tokens from the hidden states of the served model.
 
 At a position, a head takes what it reads of the served model's hidden states there, and the embedding of the token that
-comes next. Its logits are of the token behind that one. To guess another one, it goes on from its own hidden states.
+comes next. Its logits are of the token after that one. To guess another one, it goes on from its own hidden states.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from medha_worker.model.weights import Shard, Weights
 
 
 class PredictionHead(Transformer, ABC):
-    """A layer, whole on one rank, with the parts before and behind it."""
+    """A layer, whole on one rank, with the parts before and after it."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PredictionHead(Transformer, ABC):
         """Run the head over a prepared step, writing K and V at its positions.
 
         Args:
-            tokens_or_hidden: Ids of the tokens behind the positions of the rows, int64 [rows].
+            tokens_or_hidden: Ids of the tokens after the positions of the rows, int64 [rows].
             step: The step.
             before: What `taken` or `onward` has returned for these positions. None, to measure time.
 

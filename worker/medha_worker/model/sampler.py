@@ -116,8 +116,8 @@ class SequenceSampler:
         """True if the next token depends on what the tokens before it are, beside the logits."""
         return self.mask is not None or self.penalises_repetition or self.penalises_counts
 
-    def behind(self, tokens: int) -> SequenceSampler:
-        """Return the sampler of the token behind `tokens` more than are known; `reads_tokens` must be False."""
+    def after(self, tokens: int) -> SequenceSampler:
+        """Return the sampler of the token after `tokens` more than are known; `reads_tokens` must be False."""
         assert not self.reads_tokens, "its next token depends on what the tokens before it are"
         sampler = copy(self)
         sampler.position += tokens

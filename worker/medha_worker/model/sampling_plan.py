@@ -143,12 +143,8 @@ class BatchPlan:
     columns: Columns  # of the blocks
     penalised: tuple[tuple[int, PenaltySlot], ...]  # rows with penalties
     hooked: tuple[int, ...]  # rows with a mask
-    must_not_stop: tuple[
-        tuple[int, bool], ...
-    ]  # rows with a least number of tokens, and whether they are below it
-    sequences: tuple[
-        ref[SequenceSampler], ...
-    ]  # weak, because a free row of the tables is that of no sequence
+    must_not_stop: tuple[tuple[int, bool], ...]  # rows with a least number of tokens; True: below it
+    sequences: tuple[ref[SequenceSampler], ...]  # weak: a free row of the tables belongs to no sequence
 
     def holds_for(self, sequences: Sequence[SequenceSampler], vocab: int) -> bool:
         """True if this is the plan of these sequences as they are now."""

@@ -28,7 +28,6 @@ import torch
 
 from medha_worker.kernels.partial_results import add_sinks, merge_partials
 from medha_worker.kernels.protocol import Kernels, KVWriter
-from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.latent_forms import HeadMatrices, LatentForms
 from medha_worker.model.latent_tensors import LatentWeights
@@ -186,7 +185,7 @@ class _SpreadAttention:
         spans, rows = list(plan.local.spans), plan.local.count
         self._foreign: list[tuple[int, slice]] = []
         for owner, asked in plan.foreign:
-            spans += [_shifted(span, rows) for span in asked.spans]
+            spans += [replace(span, row_start=span.row_start + rows) for span in asked.spans]
             self._foreign.append((owner, slice(rows, rows + asked.count)))
             rows += asked.count
         self.local = PoolAttention(Rows(rows, spans), cache, attending, placed.written)
@@ -428,10 +427,6 @@ def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate along the first dimension; copies only if it has to."""
     filled = [piece for piece in pieces if len(piece)]
     return torch.cat(filled) if len(filled) > 1 else (filled or pieces)[0]
-
-
-def _shifted(span: SequenceSpan, rows: int) -> SequenceSpan:
-    return replace(span, row_start=span.row_start + rows)
 
 
 class _Reader:

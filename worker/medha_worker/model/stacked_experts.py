@@ -52,10 +52,10 @@ class StackedPart:
         return found.numbers(slice(0, found.rows), dtype).view(-1, rows.stop - rows.start, found.columns)
 
     def _one_behind_the_other(self, chosen: torch.Tensor | None, rows: slice) -> Rows:
-        """Return the same rows of each chosen expert, one expert behind the other."""
+        """Return the same rows of each chosen expert, one expert after the other."""
 
         def picked(name: str, index: torch.Tensor | None = None) -> torch.Tensor:
-            """Return a tensor's part for the chosen rows, or for those of `index`, one expert behind the other."""
+            """Return a tensor's part for the chosen rows, or for those of `index`, one expert after the other."""
             tensor = self.tensors[name]
             if tensor.itemsize == 1:  # torch cannot select among all types of 8 bits
                 tensor = tensor.view(torch.uint8)

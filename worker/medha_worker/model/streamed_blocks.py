@@ -3,7 +3,7 @@
 Streamed blocks have the layout of the pool, [kv_heads, slots, head_dim] for each tensor of a layer. On a CPU, attention
 reads them in place. For any other device, they are read in *segments*, each copied into one of two buffers on the device:
 the next one is copied while attention reads the one before, and the first one of a layer while the layer before it
-computes. A segment into which the step itself writes is copied only behind that write.
+computes. A segment into which the step itself writes is copied only after that write.
 
 Copies to a device other than the CPU are unproven until a GPU has run them (docs/gpu.md).
 """
@@ -131,7 +131,7 @@ class StreamedBlocks:
         buffer.holds = owner, index
 
     def copied(self, owner: object, index: int, layer: int) -> Pools | None:
-        """Return what `begin` has copied, behind which the calling thread's work begins; None if it is not there."""
+        """Return what `begin` has copied, after which the calling thread's work begins; None if it is not there."""
         for buffer in self._buffers[layer]:
             if buffer.holds == (owner, index):
                 if buffer.copied is not None:

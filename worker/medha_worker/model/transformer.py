@@ -75,8 +75,8 @@ class Transformer:
     ) -> None:
         """`collected` are the layers, in ascending order, before which hidden states are collected for a prediction head.
 
-        The number of layers stands for the place behind the last one. A row of hidden states then has what was collected
-        behind it, side by side, also on its way between stages.
+        The number of layers stands for the place after the last one. A row of hidden states then has what was collected
+        after it, side by side, also on its way between stages.
         """
         self._collected = tuple(collected)
         self._group = group or Alone()
@@ -223,7 +223,7 @@ class Transformer:
     def new_kv_cache(
         self, num_blocks: int, block_tokens: int, window_blocks: int = 0, head: Transformer | None = None
     ) -> KVCache:
-        """Allocate a KV pool for this rank's layers, and behind them for that of a prediction head.
+        """Allocate a KV pool for this rank's layers, and after them for that of a prediction head.
 
         With `window_blocks`, those with a window have so many blocks.
         """
@@ -406,7 +406,7 @@ class Transformer:
         return leaving
 
     def _collect(self, leaving: torch.Tensor | None, layer: int, hidden: torch.Tensor) -> None:
-        """Put hidden states before a layer of the model behind those in `leaving`, if they are collected."""
+        """Put hidden states before a layer of the model after those in `leaving`, if they are collected."""
         if leaving is not None and layer in self._collected:
             start = (1 + self._collected.index(layer)) * self.config.hidden_size
             leaving[:, start : start + self.config.hidden_size] = hidden

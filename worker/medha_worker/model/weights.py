@@ -41,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """torch's data types, by the names that a configuration may use."""
 
 _MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-"""Norms before and behind the MLP, in families whose results pass norms."""
+"""Norms before and after the MLP, in families whose results pass norms."""
 
 _log = logging.getLogger("medha.model")
 
@@ -223,7 +223,7 @@ def load_weights(
 
 
 def _packed(layer: LayerWeights, pack: Pack | None, pack_rows: PackRows | None) -> LayerWeights:
-    """Return a layer whose weights of products are packed, but for those of latent attention behind the first, and of experts on GPUs."""
+    """Return a layer whose weights of products are packed, but for those of latent attention after the first, and of experts on GPUs."""
     names = ("qkv", "output", "gate_up", "down", "shared_gate_up", "shared_down")
     weights: dict[str, Any] = {name: getattr(layer, name) for name in names}
     return replace(layer, **{name: _packed_linear(one, pack, pack_rows) for name, one in weights.items()})
@@ -257,7 +257,7 @@ def load_head(
     device: Device,
     progress: Progress | None = None,
 ) -> tuple[Weights, PredictionWeights]:
-    """Read the prediction head of the model of `config`, which is its last layer, and what is before and behind it.
+    """Read the prediction head of the model of `config`, which is its last layer, and what is before and after it.
 
     Raises:
         CheckpointInvalid, ModelUnsupported: as in `load_weights`.

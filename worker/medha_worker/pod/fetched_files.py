@@ -36,7 +36,7 @@ class Digest(BaseModel):
     """A digest by which the Hub knows a file's content."""
 
     kind: Literal["sha256", "git-sha1"]
-    """`sha256` of a large file's bytes; `git-sha1` of a small file's bytes behind git's header."""
+    """`sha256` of a large file's bytes; `git-sha1` of a small file's bytes after git's header."""
     value: str
 
 

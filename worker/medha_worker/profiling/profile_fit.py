@@ -137,7 +137,7 @@ def held_out(
 
 
 def _count_knots(uniform: Sequence[MeasuredStep]) -> npt.NDArray[np.int64]:
-    """Return the query counts measured behind at least two contexts.
+    """Return the query counts measured after at least two contexts.
 
     A single context cannot tell attention from linear layers. 1 is always included.
     """

@@ -73,9 +73,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return parts
         for tensor in _tensors((args, kwargs)):
             if isinstance(tensor, FakeTensor):
-                tensor.constant = (
-                    None  # otherwise numbers that torch remembers would really be copied to the device
-                )
+                tensor.constant = None  # else torch would really copy the numbers that it remembers
         result = func(*args, **kwargs)
         packet = func.overloadpacket
         read = _tensors((args, kwargs))
@@ -88,9 +86,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = 2 * _size(read[-1:])
         else:
             moved = _size(read) + _size(made)
-        counted = (
-            _aten.addmm if packet is _aten.addmm_ else packet
-        )  # torch counts it only if the result is new
+        # torch counts this operator only in the form that makes a new result.
+        counted = _aten.addmm if packet is _aten.addmm_ else packet
         flops = flop_registry[counted](*args, **kwargs, out_val=result) if counted in flop_registry else 0
         self.counts.add(str(packet).removeprefix("aten."), 1, moved, flops)
         return result

@@ -42,7 +42,7 @@ Shape = tuple[Work, ...]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The steps to measure: chunks alone behind contexts, decodes alone, and decodes beside a chunk."""
+    """The steps to measure: chunks alone after contexts, decodes alone, and decodes beside a chunk."""
 
     contexts: tuple[int, ...]  # tokens, ascending from 0
     chunks: tuple[int, ...]

@@ -31,15 +31,15 @@ NewGroup = Callable[[str, Sequence[int]], Any]
 class DataPlane(Protocol):
     """The connections that carry tensors; `TensorGroup` within the pod, and `LaneLinks` to the other lanes.
 
-    Tensors are on the rank's device. What arrives may be used by all work that the calling thread gives to the device
-    from then on. Calls raise `PartFailed` or `RuntimeError` if another rank was lost.
+    Tensors are on the rank's device. Received tensors may be used by all work that the calling thread gives to the device
+    after the call. Calls raise `PartFailed` or `RuntimeError` if another rank was lost.
     """
 
     lane: int
     tensor_group: TensorGroup
 
     def bound(self, wait: timedelta) -> None:
-        """Begin a step, or go on with it: no wait for another rank may take longer than `wait` from here on."""
+        """Begin or continue a step: from here on, no wait for another rank may take longer than `wait`."""
         ...
 
     def check(self) -> None:

@@ -32,9 +32,8 @@ class DeviceWatch:
     ) -> None:
         """Read the first figures.
 
-        `memory` and `probe` are asked on a thread of this object. On another one, `on_xid` is called with the number of
-        each error, and `on_unsent` UNSENT_SECONDS later, for the case that the main thread is stuck. `clock` returns
-        seconds.
+        `memory` and `probe` are read on a thread of this object. On another one, `on_xid` is called with the number of
+        each error, and `on_unsent` UNSENT_SECONDS later, in case the main thread is stuck. `clock` returns seconds.
         """
         self._read_memory, self._probe, self._clock = memory, probe, clock
         self._on_xid, self._on_unsent = on_xid, on_unsent
@@ -52,7 +51,7 @@ class DeviceWatch:
             thread.start()
 
     def refresh(self) -> None:
-        """Let the figures be read again, for whoever asks next; nobody waits for that."""
+        """Let the figures be read again, for the next report; return at once."""
         self._wanted.set()
 
     def recent_xid(self) -> str:
@@ -76,7 +75,7 @@ class DeviceWatch:
         except (
             OSError,
             RuntimeError,
-        ) as error:  # of a device that is gone: its rank learns that from its steps
+        ) as error:  # the device may be gone, which its rank learns from its steps
             _log.debug("the memory's figures cannot be read: %s", error)
             self.memory = None
         self.gpu = self._probe.figures() if self._probe is not None else None

@@ -1,4 +1,4 @@
-"""Steps of a draft model that measure what its guesses cost, and the memory that it takes while it runs."""
+"""Runs steps of a draft model that measure the time of its guesses, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from medha_worker.rank.warmup import COSTLY, REPEATS, WarmUp, is_near, step_prof
 CONTEXT_TOKENS = 256
 """Context of the sequences whose guesses are timed."""
 TIMED_ROWS = 8
-"""Sequences of the step that measures what each further one costs."""
+"""Sequences of the step that measures the time of each further one."""
 TIMED_TOKENS = 256
-"""Tokens of the chunk that measures what it costs to follow a sequence."""
+"""Tokens of the chunk that measures the time of following a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def warm_up_draft(
 
 
 def with_head(warm: WarmUp, head: DraftWarmUp) -> StepProfile:
-    """Return the profile of steps behind each of which a prediction head computes the same tokens.
+    """Return the profile of steps, each followed by a prediction head that computes the same tokens.
 
     `head` has been timed on the steps of `warm`.
     """

@@ -1,14 +1,14 @@
 """Guesses of a draft model: a smaller model that writes a few tokens ahead of the sequences that a step names.
 
-Only the rank that samples has one. It knows the ids of all tokens, so the draft model can compute those of any sequence
-later than the served model does. It follows a sequence only where an entry asks for it, so one that is not guessed behind
-costs nothing. What it has computed once, it keeps: also the KV of guesses that have turned out right.
+Only the rank that samples has one. It knows the ids of all tokens, so the draft model can compute those of a sequence
+later than the served model does. It follows a sequence only if an entry asks for it; other sequences cost nothing. It
+keeps all KV that it has computed, also that of guesses that have turned out right.
 
-The KV of the draft model lies in a pool of its own, at the same blocks as that of the served model. Whatever the ledger
-decides of a block, to share, copy or free it, is then decided for both. How many tokens of each block the draft model has
-computed is noted with the block, so sequences that share a prompt share that, too.
+The draft model's KV lies in a pool of its own, in blocks of the same numbers as the served model's. So if the ledger
+shares, copies or frees a block, that holds for both. For each block it is noted how many of its tokens the draft model
+has computed, so sequences that share a prompt share the draft model's KV, too.
 
-Guesses are drawn as `medha_worker.rank.guess_rounds` says. Nothing here changes what is sampled: KV of wrong guesses is
+Guesses are drawn by `medha_worker.rank.guess_rounds`. They never change what is sampled: KV of wrong guesses is
 overwritten once the tokens in their place are known.
 """
 
@@ -56,11 +56,11 @@ Table = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(slots=True)
 class _Following:
-    """The progress of the draft model in a sequence: tokens that it has computed, and guesses that it has drawn behind them."""
+    """The progress of the draft model in a sequence: the tokens that it has computed, and its guesses after them."""
 
     blocks: int  # of its table that are known here
     computed: int  # tokens whose KV of the draft model is right
-    noted: int = 0  # those of them that are noted with their blocks
+    noted: int = 0  # computed tokens that are noted with their blocks
     guesses: tuple[int, ...] = ()  # of the tokens from `computed` on; the KV of all but the last is there
     standing_in: SequenceSampler | None = None  # sampler of guesses
 
@@ -76,7 +76,7 @@ class _Following:
 
 @dataclass(slots=True)
 class _Run:
-    """The tokens of a sequence that are computed now, up to `stop`, and how many guesses are drawn behind them."""
+    """The tokens of a sequence that are computed now, up to `stop`, and how many guesses are drawn after them."""
 
     planned: PlannedEntry
     following: _Following
@@ -85,7 +85,7 @@ class _Run:
 
 
 class Drafter:
-    """Follows the sequences of a lane with a draft model where a step asks for it, and draws guesses."""
+    """Follows the sequences of a lane with a draft model if a step asks for it, and draws guesses."""
 
     def __init__(
         self, model: Transformer, kv_cache: KVCache, vocab_size: int, *, host_blocks: int = 0
@@ -103,7 +103,7 @@ class Drafter:
         self._filled_in_host = np.zeros(host_blocks, dtype=np.int64)  # the same of blocks of the host tier
 
     def copied(self, copies: Sequence[TierCopy]) -> None:
-        """Take note of copies between the pool and its host tier."""
+        """Record copies between the pool and its host tier."""
         for one in copies:
             there = self._filled_in_host[one.slot : one.slot + one.count]
             here = self._filled[one.block : one.block + one.count]
@@ -111,7 +111,7 @@ class Drafter:
             target[:] = source
 
     def loaded(self, slots: Iterable[Run]) -> None:
-        """Take note of host blocks that come from files, which have no KV of the draft model."""
+        """Record host blocks that come from files, which have no KV of the draft model."""
         for first, length in slots:
             self._filled_in_host[first : first + length] = 0
 
@@ -132,9 +132,9 @@ class Drafter:
             _log.warning("the draft model could not copy the KV of %d blocks: %s", len(copies), error)
 
     def note(self, computed: Sequence[Computed], results: Sequence[Result]) -> Followed:  # noqa: ARG002
-        """Take note of the blocks of a step's entries; return what is there of sequences that begin with computed tokens.
+        """Record the blocks of a step's entries; return the new sequences that have computed tokens already.
 
-        It must see each step, because a block that a sequence begins to use had other content before.
+        Call it for each step, because a block that a sequence begins to use had other content before.
         """
         found = []
         for one in (each.planned for each in computed):
@@ -152,7 +152,7 @@ class Drafter:
         return tuple(found)
 
     def _begin(self, one: PlannedEntry) -> _Following:
-        """Note the blocks of a sequence whose first entry begins behind what was cached, shared or copied."""
+        """Record the blocks of a sequence whose first entry begins after what was cached, shared or copied."""
         size, start = self._kv_cache.block_tokens, one.entry.extents[0].start
         first = start // size
         own = np.asarray(one.table[first:], dtype=np.int64)
@@ -164,9 +164,9 @@ class Drafter:
         return _Following(len(one.table), int(min(computed, start)), int(min(computed, start)))
 
     def follow(self, computed: Sequence[Computed], results: Sequence[Result]) -> Guesses:
-        """Compute the tokens that entries ask for, behind the step that has sampled `results`, and draw their guesses.
+        """Compute the tokens that entries ask for, after the step that has sampled `results`, and draw their guesses.
 
-        Whatever fails here, the step stands, and there are no guesses.
+        If this fails, the step remains valid, and there are no guesses.
         """
         asked = [one.planned for one in computed if one.entry.draws or one.entry.follows]
         if not asked:
@@ -209,17 +209,15 @@ class Drafter:
         if sampler is None or following is None:
             return None
         start = one.entry.extents[0].start
-        behind = start  # the positions whose tokens are known
         may_draw = goes_on(result)
-        if may_draw:
-            behind = known_tokens(one, result)
-        following.settle(one.sequence, behind - 1)  # a guess needs the hidden state of the token before it
+        known = known_tokens(one, result) if may_draw else start
+        following.settle(one.sequence, known - 1)  # a guess needs the hidden state of the token before it
         draws = 0
         if may_draw and sampler.mask is None and following.computed + one.entry.follows >= start:
             # Each guess needs the KV of the token before it, and the last block of the sequence ends somewhere.
-            room = len(one.table) * self._kv_cache.block_tokens - behind + 1
+            room = len(one.table) * self._kv_cache.block_tokens - known + 1
             draws = max(min(one.entry.draws, room), 0)
-        stop = behind if draws else min(following.computed + one.entry.follows, start)
+        stop = known if draws else min(following.computed + one.entry.follows, start)
         if stop <= following.computed:
             return None
         if draws and following.standing_in is None:
@@ -245,7 +243,7 @@ class Drafter:
         return self._model.forward(torch.from_numpy(ids.astype(np.int64)), step)
 
     def _behind(self, going: Sequence[Drawing]) -> Tensor:
-        """Compute the last guess of each sequence, and return the logits behind them."""
+        """Compute the last guess of each sequence, and return the logits of the next ones."""
         runs = []
         for row, one in enumerate(going):
             last = np.array(one.guesses[-1:], dtype=np.int32)

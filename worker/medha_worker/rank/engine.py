@@ -1,7 +1,7 @@
 """The state of a rank: weights that outlive epochs, and the engine that is built from them for each epoch.
 
-A rendezvous with the other ranks begins an epoch, with connections of its own, an empty ledger and the
-previous KV pool. A replaced rank warms up together with the tensor ranks of its pod.
+A rendezvous with the other ranks begins an epoch. It has its own connections, an empty ledger, and the KV pool of the
+epoch before. A rank that was replaced warms up together with the tensor ranks of its pod.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Engine:
     store: StoreThreads | None = None
 
     def leave(self) -> None:
-        """Let go of the captured steps, then of the groups that these were captured with."""
+        """Release the captured steps, then the groups with which these were captured."""
         if self.disk is not None:
             self.disk.end_epoch()
         if self.peers is not None:
@@ -135,8 +135,8 @@ class Loaded:
     ) -> None:
         """`draft` is the draft model or the prediction head, if this rank has one.
 
-        `weights` is the identity of the checkpoint that was read, and `content` the one that all its copies have; if these are
-        empty, the disk tier is off, and no KV is handed over.
+        `weights` identifies the checkpoint that was read, and `content` all copies of it. If they are empty, the disk tier is
+        off, and no KV is handed over.
         """
         self._weights, self._content = weights, content
         self._settings, self._config, self._model, self._draft = settings, config, model, draft
@@ -156,7 +156,7 @@ class Loaded:
         self._masks = self._grammar_masks()
 
     def _block_bytes(self) -> int:
-        """Return the memory of a block, of all this rank's layers and of the draft model or head."""
+        """Return the memory of a block in all this rank's layers, those of a draft model or head included."""
         block_tokens = self._settings.spec.kv_cache.block_size_tokens
         models = (self._model,) if self._draft is None else (self._model, self._draft)
         return sum(
@@ -267,14 +267,20 @@ class Loaded:
             store=store,
             streaming=streaming,
         )
-        executor = Executor(
+        executor = self._executor(model, epoch, grid, kv_cache)
+        if self._masks is not None:
+            self._masks.begin_epoch()
+        return Engine(executor, grid, ready, model, self._masks, self._disk, self._peers, self._store)
+
+    def _executor(self, model: Transformer, epoch: int, grid: Mesh | None, kv_cache: KVCache) -> Executor:
+        return Executor(
             model,
             kv_cache,
-            vocab_size=config.vocab_size,
+            vocab_size=self._config.vocab_size,
             eos_token_ids=self._eos_token_ids,
             clock=time.perf_counter,
             epoch=epoch,
-            lane=settings.topology.coordinates(settings.rank).kv,
+            lane=self._settings.topology.coordinates(self._settings.rank).kv,
             pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
             drafter=self._drafter(model, kv_cache),
             mask_for=self._mask_for,
@@ -284,9 +290,6 @@ class Loaded:
             peers=self._peers,
             store=self._store,
         )
-        if self._masks is not None:
-            self._masks.begin_epoch()
-        return Engine(executor, grid, ready, model, self._masks, self._disk, self._peers, self._store)
 
     def _drafter(self, model: Transformer, kv_cache: KVCache) -> Drafter | HeadDrafter | None:
         if isinstance(self._draft, PredictionHead):
@@ -297,7 +300,7 @@ class Loaded:
         return Drafter(self._draft, self._draft_cache, self._config.vocab_size, host_blocks=host_blocks)
 
     def _grammar_masks(self) -> GrammarMasks | None:
-        """Return what makes the masks of sequences if this rank samples; its vocabulary is read while weights warm up."""
+        """Return the maker of masks if this rank samples; it reads the vocabulary while the weights warm up."""
         if not _samples(self._settings):
             return None
         return masks_of(self._settings.model_directory, self._config.vocab_size, self._eos_token_ids)
@@ -314,10 +317,10 @@ class Loaded:
             return
         with grid.warming_up():
             model.capture_decodes(kv_cache, sizes, copies)
-        grid.smallest(0)  # until all ranks are here, those that capture report that they are alive
+        grid.smallest(0)  # waits for all ranks; those that still capture report that they are alive
 
     def _link_rate(self, grid: Mesh | None) -> float:
-        """Measure bytes per second between lanes; 0 unless the prefill strategy is chosen by it (`auto`)."""
+        """Measure bytes per second between lanes; 0 unless the prefill strategy depends on it (`auto`)."""
         if grid is None or self._settings.spec.scheduling.prefill_strategy != "auto":
             return 0.0
         return grid.lane_bytes_per_second(time.perf_counter)
@@ -371,7 +374,7 @@ class Loaded:
         return replace(warm, activation_bytes=activation_bytes, profile=profile)
 
     def _warm_up_draft(self, draft: Transformer, served: WarmUp) -> DraftWarmUp:
-        """Measure what guesses cost, and the memory that the draft model takes beside a step's hidden states.
+        """Measure the time of guesses, and the memory that the draft model takes beside a step's hidden states.
 
         `served` is the warm-up of the served model: a head is also timed on its steps.
         """
@@ -385,7 +388,7 @@ class Loaded:
             clock=time.perf_counter,
             followed_steps=[one.works for one in served.steps] if is_head else (),
         )
-        # A head computes the tokens before its guesses with the steps that compute them.
+        # A head computes the tokens before its guesses along with the served model's steps.
         self._draft_costs = replace(warm.costs, token_seconds=0.0) if is_head else warm.costs
         _log.info(
             "a guess of the %s takes %.3g ms, %.3g ms for each further sequence, and %.3g ms for each token before",
@@ -415,10 +418,9 @@ class Loaded:
         )
 
     def _pool(self, warm: WarmUp, grid: Mesh | None) -> KVCache:
-        """Return the KV pool, as large as the smallest that any rank can make: all ranks replay one ledger.
+        """Return the KV pool, of the smallest size that any rank can make, because all ranks replay one ledger.
 
-        A replaced rank takes the size that the others have: the memory free now does not show what its share
-        was.
+        A rank that was replaced takes the size that the others have, because its free memory now may differ.
         """
         smallest: Callable[[int], int] = (lambda number: number) if grid is None else grid.smallest
         held = self._kv_cache
@@ -575,15 +577,15 @@ class Loaded:
     def _kv_identity(
         self, model: Transformer, host: HostBlocks, weights: str, *, is_of_any_lane: bool = False
     ) -> str:
-        """Return what the bytes of a block on this rank depend on; `weights` is the identity of the checkpoint.
+        """Return a text of all that the bytes of a block on this rank depend on; `weights` identifies the checkpoint.
 
-        With `is_of_any_lane`, it is the same on all lanes: they hold the same layers and heads.
+        With `is_of_any_lane`, it is the same on all lanes, which hold the same layers and heads.
         """
         settings, cache, spec = self._settings, host.kv_cache, self._settings.spec.model
         at = settings.topology.coordinates(settings.rank)
         return repr(
             (
-                __version__,  # another one may compute other KV, or lay it out otherwise
+                __version__,  # other versions may compute other KV, or store it in another layout
                 weights,
                 spec.source,
                 settings.spec.determinism,
@@ -603,7 +605,7 @@ class Loaded:
         )
 
     def close(self) -> None:
-        """End what works beside the steps."""
+        """End the threads of the disk tier, of peers and of the store."""
         if self._disk is not None:
             self._disk.close()
         if self._peers is not None:
@@ -634,7 +636,7 @@ class Loaded:
         return free_bytes - size_bytes if device.is_host else free_bytes
 
     def _segment_bytes(self) -> int:
-        """Return the memory of a device other than the CPU for segments of streamed KV: two, of one layer each."""
+        """Return the device memory for segments of streamed KV: two, of one layer each; 0 if the device is the CPU."""
         cache, shard = self._settings.spec.kv_cache, self._model.shard
         if cache.streaming_bytes == 0 or self.device.is_host:
             return 0
@@ -674,7 +676,7 @@ class Loaded:
 
 
 def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> Loaded:
-    """Read this rank's weights; `progress` is called with how much of them has been read.
+    """Read this rank's weights; `progress` is called with the share that has been read.
 
     Raises:
         MedhaError: the model cannot be served as the manifest asks.
@@ -686,7 +688,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     config = ModelConfig.from_directory(
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling, spec.kv_cache.dtype
     )
-    drafted = _draft_config(settings, config)  # what is wrong with it is reported before minutes of reading
+    drafted = _draft_config(settings, config)  # early, so that its errors come before minutes of reading
     headed = _head_config(settings, config)
     eagle = _eagle3_config(settings, config)
     device = _device(settings, DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
@@ -694,7 +696,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     shard = _shard(config, topology, settings.rank, spec.scheduling.max_chunk_tokens, guessing_layers(spec))
     weights = _weights_of(settings)
     draft: Transformer | None = None
-    if headed is not None:  # before the model: what is wrong with its tensors is reported at once
+    if headed is not None:  # before the model, so that errors in its tensors are reported at once
         draft = _load_head(settings.model_directory, headed, device, progress)
     model = Transformer.load(
         settings.model_directory,
@@ -702,8 +704,8 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
         shard,
         device=device,
         kernels=choose_kernels(shard.kernel_sizes(config), device, spec.determinism),
-        progress=_every_few_seconds(progress, time.monotonic),
-        # Only tensor rank 0 of each stage: what it collects ends at the rank that samples.
+        progress=_every_few_seconds(progress),
+        # Only tensor rank 0 of each stage, because the rank that samples is one of these.
         collected=() if eagle is None or shard.tensor_rank else eagle.collected,
     )
     if drafted is not None:
@@ -713,7 +715,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     content = _content_of(settings) if weights else ""
     if weights != _weights_of(settings):
         _log.warning("the checkpoint in %s has changed while it was read", settings.model_directory)
-        weights = content = ""  # nobody knows what was read, so KV of it must not count as that of either
+        weights = content = ""  # it is unknown what was read, so its KV must not count as that of either
     return Loaded(settings, config, model, recorder, time.monotonic() - started, draft, weights, content)
 
 
@@ -724,7 +726,7 @@ def _kv_directories(settings: RankSettings) -> list[Path]:
 
 
 def _content_of(settings: RankSettings) -> str:
-    """Return the identity that all copies of the checkpoint have, if replicas share KV; empty if not, or if it cannot be read."""
+    """Return the identity of all copies of the checkpoint, if replicas share KV; empty if not, or if it cannot be read."""
     if not settings.peer_endpoint and settings.spec.kv_cache.store is None:
         return ""
     try:
@@ -750,7 +752,7 @@ def _draft_config(settings: RankSettings, config: ModelConfig) -> tuple[Path, Mo
     """Return the draft model's directory and configuration on a rank that samples; None without one, and on other ranks.
 
     Raises:
-        MedhaError: it cannot be served, or not beside the model of `config`; the text names its field.
+        MedhaError: it cannot be served, or does not fit the model of `config`; the text names its field.
     """
     directory = settings.draft_directory
     if directory is None or settings.spec.scheduling.speculation.eagle3 or not _samples(settings):
@@ -772,7 +774,7 @@ def _head_config(settings: RankSettings, config: ModelConfig) -> ModelConfig | N
 
 
 def _eagle3_config(settings: RankSettings, config: ModelConfig) -> Eagle3Config | None:
-    """Return the configuration of an EAGLE-3 head, if it is asked for: all stages collect what it takes.
+    """Return the configuration of an EAGLE-3 head, if the manifest has one; all stages collect hidden states for it.
 
     Raises:
         MedhaError: there is none, or it does not fit the model; the text names the field.
@@ -797,14 +799,14 @@ def _load_draft(directory: Path, config: ModelConfig, device: Device, progress: 
         shard,
         device=device,
         kernels=choose_kernels(shard.kernel_sizes(config), device, "bestEffort"),
-        progress=_every_few_seconds(progress, time.monotonic),
+        progress=_every_few_seconds(progress),
     )
 
 
 def _load_eagle3(
     settings: RankSettings, head: Eagle3Config, config: ModelConfig, model: Transformer
 ) -> Eagle3Head:
-    """Read the EAGLE-3 head of the model, which is that of `config`."""
+    """Read the EAGLE-3 head of `model`, whose configuration is `config`."""
     directory = settings.draft_directory
     assert directory is not None
     _log.info("loading the prediction head of %s", directory)
@@ -835,7 +837,7 @@ def _load_head(directory: Path, config: ModelConfig, device: Device, progress: P
         config,
         device=device,
         kernels=choose_kernels(Shard.whole(config).kernel_sizes(config), device, "bestEffort"),
-        progress=_every_few_seconds(progress, time.monotonic),
+        progress=_every_few_seconds(progress),
     )
 
 
@@ -847,10 +849,10 @@ def _samples(settings: RankSettings) -> bool:
 
 
 def _device(settings: RankSettings, dtype: torch.dtype) -> Device:
-    """Return the device of a rank: the CPU only if its pod or manifest asks for no other.
+    """Return the device of a rank; it is the CPU only if the pod or manifest asks for no accelerator.
 
     Raises:
-        AcceleratorMissing: it asks for one that cannot be used.
+        AcceleratorMissing: the accelerator that it asks for cannot be used.
     """
     if settings.accelerator == NO_ACCELERATOR:
         return host_device(dtype)
@@ -867,7 +869,7 @@ _NO_POOL = 2**62
 
 
 def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int, guessing: int = 0) -> Shard:
-    """Return the layers and slices of a rank; `guessing` is the time of a prediction head, in that of a layer."""
+    """Return the layers and slices of a rank; `guessing` is the time of a prediction head, in layers."""
     here = topology.coordinates(rank)
     layers = split_layers(config, topology.stream, chunk_tokens, guessing)[here.stream]
     return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
@@ -884,14 +886,14 @@ def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int, lay
     )
 
 
-def _every_few_seconds(progress: Progress, clock: Callable[[], float]) -> ReadProgress:
+def _every_few_seconds(progress: Progress) -> ReadProgress:
     """Return a callback that logs and reports every few seconds how much of the weights has been read."""
-    reported_at = clock()
+    reported_at = time.monotonic()
 
     def read(done_bytes: int, total_bytes: int) -> None:
         nonlocal reported_at
-        if clock() - reported_at >= PROGRESS_SECONDS:
-            reported_at = clock()
+        if time.monotonic() - reported_at >= PROGRESS_SECONDS:
+            reported_at = time.monotonic()
             share, size = 100 * done_bytes / max(total_bytes, 1), total_bytes / 2**20
             _log.info("read %.0f %% of %.0f MiB of weights", share, size)
             progress(f"reads its weights: {share:.0f} % of {size:.0f} MiB", done_bytes, total_bytes)
@@ -903,7 +905,7 @@ def _blocks_of(field: str, size_bytes: int, block_bytes: int, kv_cache: KVCache,
     """Return how many blocks of KV fit into a memory of the spec, on every rank of the grid.
 
     Raises:
-        OutOfMemory: not one does.
+        OutOfMemory: not a single one fits.
     """
     blocks = size_bytes // block_bytes
     if grid is not None:

@@ -5,10 +5,9 @@ The engine has no sockets, no asyncio and no clock of its own. For every step, t
 but `run` is bookkeeping that needs no result of earlier steps, so another thread may do it while they run.
 
 Failures are contained as far as possible. An entry whose ids, positions or logits are invalid fails alone. A
-forward pass that raises is repeated entry by entry, so that only the entries that fail alone end. Where other
-ranks run in lock-step with this one, that is impossible, because they do not know of the failure: there it
-ends the epoch. The exception is running out of memory, which the other ranks learn of through NaN
-(`Transformer`) or through a token of -1.
+forward pass that raises is repeated entry by entry, so that only the entries that fail alone end. If other ranks
+run in lock-step with this one, that is impossible, because they do not know of the failure, and it ends the
+epoch. Running out of memory does not: the other ranks notice it by NaN (`Transformer`) or by a token of -1.
 """
 
 from __future__ import annotations
@@ -130,14 +129,13 @@ class Executor:
         peers: PeerBlocks | None = None,
         store: StoreThreads | None = None,
     ) -> None:
-        """`clock` returns seconds. `drafter` is that of a rank which samples, if the replica has a draft model or a head.
+        """`clock` returns seconds. A rank that samples has a `drafter`, if the replica has a draft model or a head.
 
-        `host_blocks` are the host tier of `kv_cache` and of the drafter's pool, if there is one; `disk` has the files behind
-        the former, `peers` reads those of other replicas into it and gives them its own, and `store` exchanges objects with the
-        store that replicas share.
+        `host_blocks` are the host tiers of `kv_cache` and of the drafter's pool, if there are any. With the first of them,
+        `disk` exchanges blocks with files, `peers` with other replicas, and `store` with the store that replicas share.
 
-        `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` begins with the
-        masks that sequences have asked for ahead.
+        `mask_for` returns the mask of an admitted sequence that this rank samples, or None. `begin_masks` starts to compute
+        the masks that sequences have asked for ahead.
         """
         self.epoch, self.lane = epoch, lane
         streamed = kv_cache.streamed
@@ -218,7 +216,7 @@ class Executor:
         )
 
     def _prepared_ahead(self, batch: Batch | None) -> PreparedStep | None:
-        """Prepare a batch; None if that fails, and then it fails again where the failure can be contained."""
+        """Prepare a batch; return None if that fails, because it then fails again when the failure can be contained."""
         if batch is None:
             return None
         try:
@@ -293,14 +291,14 @@ class Executor:
     def _draft(
         self, computed: Sequence[Computed], results: Sequence[Result]
     ) -> tuple[Guesses, Followed, float]:
-        """Let a draft model or head, if there is one, do what entries ask for; return its reports, and the seconds of its guesses."""
+        """Let a draft model or head draw the guesses that entries ask for; return them, its progress, and its seconds."""
         if self._drafter is None:
             return (), (), 0.0
-        self._kv_cache.await_layers()  # a head's layer is behind those of the model
+        self._kv_cache.await_layers()  # a head's layer comes after those of the model
         followed = self._drafter.note(computed, results)
         if not any(one.entry.draws or one.entry.follows for one in computed):
             return (), followed, 0.0
-        self._model.device.synchronise()  # what a head computes along with the step is part of the step's time
+        self._model.device.synchronise()  # a head's work along with the step is part of the step's time
         started = self._clock()
         drafts = self._drafter.follow(computed, results)
         self._model.device.synchronise()
@@ -319,7 +317,7 @@ class Executor:
         return self._clock() - started
 
     def _fetch_beside(self, copies: Sequence[TierCopy], *, reads: bool) -> Arrivals:
-        """Let fetches be made while the step computes; each layer waits for its own if the step `reads` what comes."""
+        """Let fetches be made while the step computes; if it `reads` them, each layer waits for its part."""
         arrivals = Arrivals(self._clock)
         if copies:
             for host_blocks in self._host_blocks:
@@ -329,17 +327,17 @@ class Executor:
         return arrivals
 
     def _end_fetches(self) -> None:
-        """Wait until the device has made all fetches, and all else that it was given.
+        """Wait until the device has made all fetches, and finished all other work.
 
-        A later step may give their blocks to other sequences, and what works beside it may write to their host blocks.
-        Without that wait, the time of a step would be that of launching it.
+        A later step may give their blocks to other sequences, and threads beside it may write to their host blocks.
+        Also, the time of a step would otherwise be only that of launching it.
         """
         for host_blocks in self._host_blocks:
             host_blocks.kv_cache.await_all()
         self._model.device.synchronise()
 
     def _use_disk(self, work: HostTierWork) -> None:
-        """Let what works beside the steps begin with what a step asks for."""
+        """Pass a step's work for files, peers and the store to their threads."""
         if self._drafter is not None:
             self._drafter.loaded(run for read in work.reads for run in read.slots)
         if self._disk is not None:
@@ -389,13 +387,13 @@ class Executor:
     def _run_in_lock_step(
         self, plan: LanePlan, failures: list[EntryFailed], on_forward_done: Callable[[], None]
     ) -> tuple[list[Computed], list[Result], list[Scored]]:
-        """Do the same together with other ranks, which makes it impossible to repeat anything."""
+        """Do the same as `_run_alone` together with other ranks, so that no part can be repeated."""
         assert self._pipeline is not None
         computed: list[Computed] = []
         if plan.batch is not None:
             computed = self._forward(plan.entries, plan.prepared or self._prepared(plan.batch))
         on_forward_done()
-        # First, because it launches work behind the layers while these run; the others wait for the device.
+        # Sampling first, because it is launched while the layers run; the rest waits for the device.
         sampling = [one for one in computed if one.entry.samples]
         results = self._tokens.sample(sampling) if sampling else []
         scored: list[Scored] = []
@@ -409,7 +407,7 @@ class Executor:
         asked = self._clock()
         inputs = self._input(entries)
         self._waited_seconds = self._clock() - asked
-        if step.captured is not None:  # its layers wait for nothing
+        if step.captured is not None:  # captured layers do not wait for fetches
             self._kv_cache.await_layers()
         hidden = self._model.forward(inputs, step)
         if self._pipeline is not None and not self._pipeline.is_last_stage and len(hidden):
@@ -450,7 +448,7 @@ def _run_guarded(
 
 
 def _parted(copies: Sequence[TierCopy]) -> tuple[Sequence[TierCopy], Sequence[TierCopy]]:
-    """Return the copies up to the last one to host memory, and the fetches behind it, which may be made beside a step."""
+    """Return the copies up to the last one to host memory, and the fetches after it, which may be made beside a step."""
     last = max((at for at, one in enumerate(copies) if not one.is_fetch), default=-1)
     return copies[: last + 1], copies[last + 1 :]
 
@@ -466,7 +464,7 @@ def _samples(result: Result, failures: list[EntryFailed]) -> list[Sample]:
 def _lost(computed: Sequence[Computed], device: Device) -> list[EntryFailed]:
     """Return failures for entries that arrived as NaN because some rank could not compute them.
 
-    Entries that sample are left out: sampling finds those.
+    Entries that sample are left out, because sampling detects theirs.
     """
     unseen = [one for one in computed if not one.entry.samples]
     if not unseen:

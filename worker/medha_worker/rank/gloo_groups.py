@@ -55,7 +55,7 @@ class GlooGroups:
             if awaited := re.search(r"keys: \S+/(\d+)$", first_line(error)):
                 who, it = f"rank {members[int(awaited[1])]}", "it"
             raise PartFailed(
-                f"rank {self._rank} did not meet {who} of {name} within {self._wait.total_seconds():g} s: {it} ended, is cut "
+                f"rank {self._rank} did not reach {who} of {name} within {self._wait.total_seconds():g} s: {it} ended, is cut "
                 f"off or did not come, and its own log says why ({first_line(error)})"
             ) from error
 
@@ -75,13 +75,13 @@ class Sent:
         return len(self._works)
 
     def keep(self, work: Work, tensor: torch.Tensor, wait: timedelta) -> None:
-        """Keep a tensor until it was received; wait for that where there are more than `most`."""
+        """Keep a tensor until it is received; if there are more than `most`, wait for the oldest."""
         self._works.append((work, tensor))
         while len(self._works) > self._most:
             self._works.popleft()[0].wait(wait)
 
     def forget(self) -> None:
-        """Let go of all tensors, whether they were received or not."""
+        """Release all tensors, whether they were received or not."""
         self._works.clear()
 
 
@@ -94,9 +94,7 @@ def _sharing_the_core() -> Iterator[None]:
     spin until its time slice is over: milliseconds.
     """
     is_changed = False
-    with suppress(
-        OSError
-    ):  # sandboxes refuse it in several ways; without it, the computing thread only loses time
+    with suppress(OSError):  # refused, as sandboxes do in several ways: then only time is lost
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             is_changed = True

@@ -1,7 +1,7 @@
 """The data plane over gloo, which sends and receives tensors in host memory.
 
-On a CPU that is where they are, and nothing is copied. Tensors on a device are copied through pinned memory of the host,
-and the host waits for the device each time: this works on any GPU, but nothing overlaps, and no step is captured.
+On a CPU, tensors are there already. Tensors on a GPU are copied through pinned host memory, and the host waits for the
+GPU each time. That works on any GPU, but nothing overlaps, and no step is captured.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ class GlooPlane:
             group = site.host_group(f"pod {near.pod[0]}", near.pod)
             self._pod = _GlooPod(group, near.tensor, len(near.pod), site.device)
         self.tensor_group: TensorGroup = self._pod or Alone()
-        self._expected: deque[tuple[Work | None, torch.Tensor]] = (
-            deque()
-        )  # hidden states that were not taken yet
+        self._expected = deque[tuple[Work | None, torch.Tensor]]()  # hidden states that were not taken yet
         self._sent = Sent(2 * site.stages)
 
     def bound(self, wait: timedelta) -> None:
@@ -47,7 +45,7 @@ class GlooPlane:
             self._pod.wait_at_most(wait)
 
     def check(self) -> None:
-        """Do nothing: whoever waited for a rank that was lost has raised."""
+        """Do nothing: a call that waited for a lost rank has raised already."""
 
     def abort(self, reason: str) -> None:
         """Do nothing: gloo's waits end by themselves."""

@@ -1,10 +1,10 @@
 """Masks of the tokens that a sequence's grammar allows next; the rank that samples a sequence follows its grammar.
 
-What a grammar allows is a pure function of the output ids so far. So a sequence that is resumed replays the output that
-it already has, and a step that fails, or is planned twice, changes nothing. Grammars are compiled when the controller
-asks for it, on a thread of their own. Only once one is reported does a step sample under it, so that no step waits for
-a grammar. Masks are computed on another thread while steps run: the mask of a token begins when the token before it is
-sampled. llguidance lets other threads run meanwhile.
+The tokens that a grammar allows are a pure function of the output ids so far. So a resumed sequence replays the output
+that it already has, and a step that fails, or is planned twice, changes nothing. Grammars are compiled when the
+controller asks for it, on a thread of their own. A step samples under a grammar only after it was reported as compiled,
+so no step waits for one. Masks are computed on another thread while steps run: the mask of a token begins when the token
+before it is sampled. llguidance lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from medha_worker.checkpoints.tokenizer_files import whole_tokenizer
 from medha_worker.model.sampling_plan import WORD_BITS
 
 FORMER_GRAMMARS = 64
-"""Compiled grammars that outlive their epoch or their last request: both may soon be back here."""
+"""Compiled grammars that are kept after their epoch or their last request, because they may soon be needed again."""
 
 Report = Callable[[str], None]
 """Function that is called once a grammar is compiled, on whatever thread, with "" or the reason why it cannot be."""
@@ -37,7 +37,7 @@ class Vocabulary:
     """The tokens of a model in the form that llguidance reads; called with a text, it tokenises that."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Read a `tokenizer.json`; of ids below `vocab_size`, those that it does not name are never sampled.
+        """Read a `tokenizer.json`; ids below `vocab_size` that it does not name are never sampled.
 
         Raises:
             CheckpointInvalid: its decoder is unknown.
@@ -61,7 +61,7 @@ class Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return ids that spell a text, none of them special: the tokenizer's own where these do."""
+        """Return ids that spell a text, none of them special: if possible, those of the tokenizer."""
         wanted = text.encode() if isinstance(text, str) else text
         ids: list[int] = []
         try:
@@ -95,8 +95,8 @@ class GrammarMask:
         self._matcher: LLMatcher | None = None
         self._known = 0  # output ids that the matcher has consumed, or is to consume
         self._words: tuple[int, torch.Tensor] | None = None  # of this many output ids
-        self._has_asked = False  # and not waited for that yet
-        self.pending: Future[None] | None = None  # what it asked for, once the follower has begun with it
+        self._has_asked = False  # for words that it has not waited for yet
+        self.pending: Future[None] | None = None  # the words that it asked for, once the follower has begun
         self._fault: str | None = None
 
     @property
@@ -123,7 +123,7 @@ class GrammarMask:
         self._follower.ask(self, tokens)
 
     def _wait(self) -> None:
-        """Wait for what was asked for: llguidance's limits bound the time of a mask."""
+        """Wait for the words that were asked for; llguidance's limits bound the time of a mask."""
         if not self._has_asked:
             return
         if self.pending is None:
@@ -147,7 +147,7 @@ class GrammarMask:
         return self._matcher
 
     def take(self, words: torch.Tensor) -> None:
-        """Take the words behind all known ids; they allow no token if the grammar cannot be followed."""
+        """Take the words after all known ids; they allow no token if the grammar cannot be followed."""
         matcher = self._matcher
         if matcher is not None and matcher.is_error():
             words.zero_()
@@ -160,7 +160,7 @@ class GrammarMask:
 class Follower:
     """Computes the masks of a step's sequences together, on a thread of its own.
 
-    Threads of Python take turns, so one task of few calls disturbs the running step less than many would.
+    Threads of Python take turns, so one task with few calls disturbs the running step less than many tasks would.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -171,12 +171,12 @@ class Follower:
         self._asked: list[tuple[GrammarMask, list[int]]] = []
 
     def ask(self, mask: GrammarMask, tokens: list[int]) -> None:
-        """Ask for the mask behind further output ids of a sequence; `begin` begins with it."""
+        """Ask for the mask after further output ids of a sequence; `begin` starts to compute it."""
         with self._lock:
             self._asked.append((mask, tokens))
 
     def begin(self) -> None:
-        """Begin with all masks that were asked for."""
+        """Start to compute all masks that were asked for."""
         with self._lock:
             asked, self._asked = self._asked, []
             if not asked:
@@ -232,10 +232,9 @@ class GrammarMasks:
         compiled.add_done_callback(lambda done: None if done.cancelled() else report(_outcome(done)))
 
     def drop(self, name: str) -> None:
-        """Forget a grammar that no further sequence needs; if it waits for its turn, it is not compiled.
+        """Forget a grammar that no further sequence needs; if its compilation has not begun, it never does.
 
-        One that has begun is kept for a while. If it is asked for once more, its report may be taken for that of the
-        second time, and is then true.
+        One that has begun is kept for a while. If it is asked for again, its report counts for the second time, too.
         """
         compiled = self._compiled.pop(name, None)
         if compiled is not None and not compiled.cancel():
@@ -262,7 +261,7 @@ class GrammarMasks:
         return GrammarMask(self._follower, self._compiled[name])
 
     def begin(self) -> None:
-        """Begin with all masks that sequences have asked for ahead of their next step."""
+        """Start to compute all masks that sequences have asked for ahead of their next step."""
         self._follower.begin()
 
     def _matcher(self, grammar: str) -> LLMatcher:
@@ -280,7 +279,7 @@ class GrammarMasks:
 
 
 def masks_of(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarMasks:
-    """Return what makes the masks for a checkpoint's vocabulary."""
+    """Return the maker of masks for a checkpoint's vocabulary."""
 
     def vocabulary() -> Vocabulary:
         return Vocabulary(whole_tokenizer(directory)["tokenizer.json"], vocab_size, eos_token_ids)

@@ -1,8 +1,8 @@
-"""Rounds in which guesses are drawn: one of each sequence in a round, each keyed by its position as a token is.
+"""Draws guesses in rounds: one for each sequence in a round.
 
-A guess is sampled with the parameters of its sequence and the random numbers of its position. So a drafter that agrees
-with the model on the likely tokens mostly agrees on the sampled one, too. Grammars and log-probabilities play no part, and
-penalties count the tokens that are known, but no guesses.
+A guess is sampled with the parameters of its sequence and the random numbers of its position, as a token is. So a drafter
+that agrees with the model on the likely tokens mostly agrees on the sampled one, too. Grammars and log-probabilities are
+ignored, and penalties count known tokens, but no guesses.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from medha_worker.rank.lane_plan import PlannedEntry
 from medha_worker.rank.sampled_tokens import Result
 
 Guesses = tuple[tuple[str, tuple[int, ...]], ...]
-"""Guesses at the next tokens of sequences, with their names."""
+"""Names of sequences, each with the guesses at its next tokens."""
 Followed = tuple[tuple[str, int], ...]
-"""Numbers of tokens that a draft model has computed of sequences, with their names."""
+"""Names of sequences, each with the number of its tokens that a draft model has computed."""
 
 
 @dataclass(slots=True)
 class Drawing:
-    """A sequence for which guesses are drawn behind its `known` tokens."""
+    """A sequence for which guesses are drawn after its `known` tokens."""
 
     planned: PlannedEntry
     sampler: SequenceSampler  # of guesses
@@ -36,7 +36,7 @@ class Drawing:
 
     @property
     def goes_on(self) -> bool:
-        """True if another guess is wanted behind the last one."""
+        """True if another guess is wanted after the last one."""
         return 0 < len(self.guesses) < self.draws and self.guesses[-1] not in self.sampler.stop_ids
 
 
@@ -58,8 +58,8 @@ def draw_rounds(
 ) -> None:
     """Draw the guesses of all sequences.
 
-    `logits` are those of the first guesses, [sequences, vocab]. `compute` computes the last guess of each sequence that it
-    is given, and returns the logits behind them.
+    `logits` are those of the first guesses, [sequences, vocab]. `compute` computes the last guesses of sequences, and
+    returns the logits of the next ones.
     """
     going = list(drawing)
     while going:

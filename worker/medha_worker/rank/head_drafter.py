@@ -1,13 +1,13 @@
-"""Guesses of a prediction head, which goes on from the hidden states that the served model has computed.
+"""Guesses of a prediction head, which continues from the hidden states that the served model has computed.
 
-Only the rank that samples has one. The head computes each position behind the step that computes it there, once the token
-behind it is known: with the last position of a chunk of a prompt also the token that this samples. So its KV is always
-there, and lies in the same blocks, as one more layer of the rank's KV pool: it is shared, copied, kept in tiers and freed
-with them. At the last position before a token that other sequences do not share, a shared block has the KV of the first of
-them. That changes no text, and hardly a guess.
+Only the rank that samples has one. The head computes each position right after the step that computes it, once the token
+after it is known; for the last position of a prompt, that is the token that the step samples. So the head's KV is always
+complete. It is one more layer in the same blocks of the rank's KV pool, so it is shared, copied, kept in tiers and freed
+with them. At the last position that sequences share, the next token differs between them, and a shared block has the KV of
+the first of them. That changes no text, and hardly a guess.
 
-Behind the last known token, the head computes its own guesses, from its own hidden states. KV of wrong ones is
-overwritten once the tokens in their place are known.
+After the last known token, the head computes its own guesses, from its own hidden states. KV of wrong ones is overwritten
+once the tokens in their place are known.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Part:
 
     @property
     def ids(self) -> TokenIds:
-        """The tokens behind the positions, int32 [count]."""
+        """The tokens after the positions, int32 [count]."""
         return self.computed.planned.sequence.tokens(self.start + 1, self.start + 1 + self.count)
 
 
@@ -86,9 +86,9 @@ class HeadDrafter:
         """Do nothing: the pool's copies include the head's layer."""
 
     def note(self, computed: Sequence[Computed], results: Sequence[Result]) -> Followed:
-        """Compute the head at all positions of a step behind which the token is known.
+        """Compute the head at all positions of a step after which the token is known.
 
-        Whatever fails here, the step stands, and there are no guesses.
+        If this fails, the step remains valid, and there are no guesses.
         """
         self._last, self._hidden = {}, None
         sampled = {id(one.planned): one for one in results}
@@ -114,9 +114,9 @@ class HeadDrafter:
         return ()
 
     def follow(self, computed: Sequence[Computed], results: Sequence[Result]) -> Guesses:
-        """Draw the guesses that entries ask for, behind the positions that `note` has computed.
+        """Draw the guesses that entries ask for, after the positions that `note` has computed.
 
-        Whatever fails here, the step stands, and there are no guesses.
+        If this fails, the step remains valid, and there are no guesses.
         """
         sampled = {id(one.planned): one for one in results}
         drawing = [
@@ -155,7 +155,7 @@ class HeadDrafter:
         return Drawing(planned, standing_in, known, draws, row)
 
     def _behind(self, going: Sequence[Drawing]) -> Tensor:
-        """Compute the last guess of each sequence, and return the logits behind them."""
+        """Compute the last guess of each sequence, and return the logits of the next ones."""
         assert self._hidden is not None
         before = self._hidden
         if len(going) < len(before):
@@ -183,7 +183,7 @@ class HeadDrafter:
 
 
 def _part(computed: Computed, result: Result | None) -> _Part | None:
-    """Return what the head computes of an entry: the positions that are right, behind which the token is known."""
+    """Return the positions of an entry that the head computes: right ones, after which the token is known."""
     entry, planned = computed.entry, computed.planned
     known = known_tokens(planned, result) if entry.samples else len(planned.sequence.prompt)
     start = entry.extents[0].start

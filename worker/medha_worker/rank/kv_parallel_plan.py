@@ -1,4 +1,4 @@
-"""The part of one lane in a step whose requests are spread over several lanes, derived from shard maps alone."""
+"""Plans the part of one lane in a step whose requests are spread over several lanes, from shard maps alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SpreadEntry:
     `stop` is the position to which the whole step brings the request: other entries may compute other
     positions of it. `table` is the request's block table on the planning lane, int64; empty if it holds
     nothing there. `window_table` replaces it in layers that free KV before their windows; None: there are none. Its
-    blocks before the windows are of no meaning.
+    blocks before the windows are meaningless.
     """
 
     shards: ShardMap
@@ -63,7 +63,7 @@ class SpreadEntry:
         return self.shards.participants(self.extents[-1].last + 1)
 
     def seen_on(self, window_tokens: int | None) -> tuple[int, ...]:
-        """Return the `holders` that hold something that a row sees in a layer with this window; None: the whole context."""
+        """Return the `holders` of KV that a row sees in a layer with this window; None: it sees the whole context."""
         if window_tokens is None:
             return self.holders
         return tuple(lane for lane in self.holders if self.spans_on(lane, 0, window_tokens=window_tokens))
@@ -71,9 +71,9 @@ class SpreadEntry:
     def spans_on(
         self, holder: int, first_row: int, table: Ids | None = None, window_tokens: int | None = None
     ) -> list[SequenceSpan]:
-        """Return the attention of the entry's rows to what `holder` has; rows that see nothing there have no span.
+        """Return the spans of the entry's rows on the KV of `holder`; rows that see nothing there have none.
 
-        `table` is the block table of the pool that holds it; by default the entry's own.
+        `table` is the block table of that KV; by default the entry's own.
         """
         table = self.table if table is None else table
         spans, row = [], first_row
@@ -97,7 +97,7 @@ class SpreadEntry:
     def _span(
         self, holder: int, row: int, count: int, position: int, stride: int, window_tokens: int | None
     ) -> SequenceSpan | None:
-        """Return the attention of rows from `position` on to what `holder` has, in which no lane changes."""
+        """Return the span of rows from `position` on, within which no lane changes, on the KV of `holder`."""
         seen = self.shards.local_lengths(position + 1).get(holder, 0)
         is_causal = self.shards.locate(position)[0] == holder
         first = first_stride = 0
@@ -149,11 +149,11 @@ def plan_spread(
     block_tokens: int,
     windows: Sequence[int | None] = (),
 ) -> SpreadPlan | None:
-    """Return what `lane` does in a step for its `own` entries and for the `foreign` ones of other lanes.
+    """Return the work of `lane` in a step for its `own` entries and for the `foreign` ones of other lanes.
 
     The own entries follow one another in the lane's batch. Both are in the order of the step. `windows` are those of
-    the model's layers, in tokens, or None for the whole context. The result is None if nothing here is shared, so that
-    a plain step suffices.
+    the model's layers, in tokens, or None for the whole context. The result is None if no entry is shared, so that a
+    plain step suffices.
     """
     is_shared = any(entry.strategy in (PASS_KV, PASS_Q) or len(entry.holders) > 1 for entry in own)
     if not (is_shared or foreign):
@@ -281,30 +281,15 @@ def _ring_keys(
     lanes = ring_lanes(entries)
     if lane not in lanes:
         return None
-    # The KV of requests goes around, in an order that must be the same for all lanes: by name. Blocks before every
-    # row's window stay.
-    requests = {entry.request: entry for entry in entries}
+    held = _passing_blocks(entries, block_tokens, window_tokens)
     first_block: dict[tuple[str, int], int] = {}
     blocks = dict.fromkeys(lanes, 0)
-    held: dict[str, dict[int, range]] = {}
-    for name, entry in sorted(requests.items()):
-        unseen = 0
-        if window_tokens is not None:
-            starts = [one.extents[0].start for one in entries if one.request == name]
-            unseen = max(0, min(starts) + 1 - window_tokens)
-        before = entry.shards.local_lengths(unseen)
-        held[name] = {
-            holder: range(before.get(holder, 0) // block_tokens, -(-tokens // block_tokens))
-            for holder, tokens in entry.shards.local_lengths(entry.stop).items()
-        }
-        for holder, passed in held[name].items():
+    for name, ranges in held.items():
+        for holder, passed in ranges.items():
             first_block[name, holder] = blocks[holder]
             blocks[holder] += len(passed)
-    tables = [
-        entry.table[passed.start : passed.stop]
-        for name, entry in sorted(requests.items())
-        for passed in [held[name].get(lane, range(0))]
-    ]
+    by_name = {entry.request: entry for entry in entries}
+    tables = [by_name[name].table[part.start : part.stop] for name in held if (part := held[name].get(lane))]
     of: dict[int, Rows] = {}
     mine: list[Ids] = []
     count = 0
@@ -327,6 +312,27 @@ def _ring_keys(
         blocks,
         {holder: Rows(count, found.spans) for holder, found in of.items() if found.spans},
     )
+
+
+def _passing_blocks(
+    entries: Sequence[SpreadEntry], block_tokens: int, window_tokens: int | None
+) -> dict[str, dict[int, range]]:
+    """Return the blocks of each request that each lane sends around the ring: all but those before every row's window.
+
+    Requests are in the order of their names, the same on all lanes.
+    """
+    held: dict[str, dict[int, range]] = {}
+    for name, entry in sorted({entry.request: entry for entry in entries}.items()):
+        unseen = 0
+        if window_tokens is not None:
+            starts = [one.extents[0].start for one in entries if one.request == name]
+            unseen = max(0, min(starts) + 1 - window_tokens)
+        before = entry.shards.local_lengths(unseen)
+        held[name] = {
+            holder: range(before.get(holder, 0) // block_tokens, -(-tokens // block_tokens))
+            for holder, tokens in entry.shards.local_lengths(entry.stop).items()
+        }
+    return held
 
 
 def ring_lanes(entries: Sequence[SpreadEntry]) -> list[int]:

@@ -23,13 +23,11 @@ class PoolRequest:
     memory_fraction: float  # kvCache.memoryFraction
     weights_bytes: int
     activation_bytes: int
-    windows: WindowNeed | None = (
-        None  # of layers with a window if they free the KV before it; None: they cannot
-    )
+    windows: WindowNeed | None = None  # of layers with a window; None: they do not free the KV before it
     window_block_bytes: int = 0  # part of `block_bytes` in such layers
     caches_windows: bool = False  # these layers get room for windows of cached prefixes, too
     streamed_blocks: int = 0  # of the longest sequence, which need no place in the pool
-    streamed_share: float = 1.0  # share of the pool that such a sequence takes at most
+    streamed_share: float = 1.0  # largest share of the pool that such a sequence takes
 
     @property
     def longest_blocks(self) -> int:
@@ -55,7 +53,7 @@ class PoolSizes:
 
 
 def pool_sizes(request: PoolRequest, free_bytes: int) -> PoolSizes:
-    """Return the sizes of the pool; `pool_blocks` has the arguments.
+    """Return the sizes of the pool; the arguments are those of `pool_blocks`.
 
     Raises:
         OutOfMemory: no form of it holds a sequence of `max_model_len` tokens, or `kvCache.size` exceeds the free memory.
@@ -73,8 +71,7 @@ def pool_sizes(request: PoolRequest, free_bytes: int) -> PoolSizes:
 def keeps_windows_alone(whole_blocks: int, blocks_beside_windows: int) -> bool:
     """Return whether layers free KV before their windows, given the blocks of the pool if they do not and if they do.
 
-    They do if more tokens fit then. Their own pool has windows of sequences that run: if these take more than whole
-    requests do, it is not worth it.
+    They do if more tokens fit then, which is not so if the windows of running sequences take more than whole requests.
     """
     return blocks_beside_windows > whole_blocks
 
@@ -99,8 +96,8 @@ def _best_beside_windows(request: PoolRequest, pool_bytes: int) -> tuple[int, in
 def _beside_windows(request: PoolRequest, pool_bytes: int, window_blocks: int) -> tuple[int, int]:
     """Return the blocks of the layers without a window, and those of the others, at least `window_blocks`.
 
-    Both are 0 if the longest sequence does not fit. For cached prefixes, the latter get one block in addition for
-    `CACHED_WINDOW_PART` blocks of the former, and what no sequence could use of these.
+    Both are 0 if the longest sequence does not fit. For cached prefixes, the latter get one more block for each
+    `CACHED_WINDOW_PART` blocks of the former, and the memory that the former could not use.
     """
     left_bytes = pool_bytes - window_blocks * request.window_block_bytes
     if left_bytes < 0:
@@ -140,9 +137,9 @@ def _require_free(request: PoolRequest, free_bytes: int) -> None:
 def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
     """Return the number of blocks of the pool.
 
-    That is what `kvCache.size` holds, or the fraction of `free_bytes`, but no more than can ever be used.
-    `free_bytes` is the memory that this rank may still take after its weights are loaded. The warm-up is over
-    and has released its activations, so they are subtracted here: every step needs them again.
+    They are what `kvCache.size` holds, or the fraction of `free_bytes`, but at most what can ever be used.
+    `free_bytes` is the memory that this rank may still take after its weights are loaded. The warm-up has
+    released its activations, which every step needs again, so they are subtracted here.
 
     Raises:
         OutOfMemory: a sequence of `max_model_len` tokens would not fit, or `kvCache.size` exceeds the free
@@ -154,10 +151,10 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
     free_bytes = max(free_bytes - request.activation_bytes, 0)
     if request.size_bytes is None:
         source = f"{request.memory_fraction:.0%} (kvCache.memoryFraction) of {_mib(free_bytes)} free"
-        mend = "raise kvCache.memoryFraction, free memory"
+        remedy = "raise kvCache.memoryFraction, free memory"
     else:
         source = f"kvCache.size of {_mib(pool_bytes)}"
-        mend = f"raise kvCache.size to at least {_mib(least_blocks * request.block_bytes)}"
+        remedy = f"raise kvCache.size to at least {_mib(least_blocks * request.block_bytes)}"
     blocks = min(pool_bytes // request.block_bytes, longest_blocks * request.max_running)
     if blocks < least_blocks:
         fits = blocks if not request.streamed_blocks else _longest_with(request, blocks)
@@ -165,12 +162,12 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
         if request.streamed_blocks:
             streamed_tokens = request.streamed_blocks * request.block_size_tokens
             source = f"{streamed_tokens} of its tokens can be streamed (kvCache.streaming.size); {source}"
-            mend += ", raise kvCache.streaming.size"
+            remedy += ", raise kvCache.streaming.size"
         raise OutOfMemory(
             f"maxModelLen {request.max_model_len} needs {_mib(longest_blocks * request.block_bytes)} of KV; "
             f"{source} holds {blocks * request.block_size_tokens} tokens, beside weights "
             f"({_mib(request.weights_bytes)}) and activations ({_mib(request.activation_bytes)}); "
-            f"{mend}{lower}"
+            f"{remedy}{lower}"
         )
     return blocks
 
@@ -202,7 +199,7 @@ def exchange_bytes(
     from each other lane and are joined with the rank's own; equally many float32 partial results, with their
     log-sum-exp, are computed and joined into a message. Queries and results are as wide as keys unless `query_dim` and
     `result_dim` say otherwise. In a ring that passes K and V, one lane's blocks of a
-    layer are sent while as many arrive; `kv_tensors` is 1 where latents are both.
+    layer are sent while as many arrive; `kv_tensors` is 1 if a latent stands for both.
     """
     if lanes == 1:
         return 0

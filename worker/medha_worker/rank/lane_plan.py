@@ -1,8 +1,8 @@
 """The plan of one lane for one step, resolved from the step and the lane's state; the executor only carries it out.
 
 A plan states which entries the lane runs, which positions each of them computes, and where a token is sampled. It
-has the block tables and the parts of other lanes that rows attend to, and what is exchanged with those lanes. It
-also names the entries that fail before anything is computed. Resolving a plan changes nothing.
+has the block tables, the parts of other lanes to which rows attend, and the data to exchange with those lanes. It
+also names the entries that fail before anything is computed. Making a plan changes no state.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from medha_worker.rank.lane_state import LaneState, SequenceState, diverged
 class PlannedEntry:
     """An entry that the lane runs.
 
-    The step brings its sequence to `stop`, perhaps with entries on other lanes too. `table` is the sequence's
-    block table on this lane, and `window` that of layers whose KV before the window is freed, if any layer's is.
+    The step brings its sequence to `stop`, perhaps with entries on other lanes, too. `table` is the sequence's block
+    table on this lane, and `window` that of the layers that free KV before their windows, if there are any.
     """
 
     entry: StepEntry
@@ -49,7 +49,7 @@ class PlannedEntry:
 
     @property
     def known(self) -> int:
-        """The position to which the step brings its sequence, whatever becomes of its drafts."""
+        """The position to which the step brings its sequence if no draft turns out right."""
         return self.stop - len(self.entry.drafts)
 
     def fed_tokens(self) -> list[TokenIds]:
@@ -65,7 +65,7 @@ class PlannedEntry:
 
     @property
     def scored_rows(self) -> int:
-        """Number of its rows, from the first one on, whose log-probabilities of the next prompt token are asked for."""
+        """Number of its rows, from the first one on, for which the next prompt token's log-probability is asked for."""
         if self.sequence.alternatives is None or self.entry.drafts:
             return 0
         extents, prompt_tokens = self.entry.extents, len(self.sequence.prompt)
@@ -83,8 +83,8 @@ class PlannedEntry:
 class Batch:
     """Entries as one flat batch: positions, int64 [rows] in host memory, and what its rows attend to.
 
-    `spread` replaces `spans` where other lanes take part. `window_spans` do in layers whose KV before the window is
-    freed; None: there are no such layers.
+    `spread` replaces `spans` if other lanes take part. `window_spans` replace them in layers that free KV before their
+    windows; None: there are no such layers.
     """
 
     positions: Tensor
@@ -106,9 +106,8 @@ class LanePlan:
     prepared: PreparedStep | None = None  # the batch, if the model could prepare it ahead
     work: StepWork = field(default_factory=StepWork)  # of all entries, as it counts in estimates
     tier_copies: tuple[TierCopy, ...] = ()  # between KV pool and host tier, made in order before `copies`
-    host_tier_work: HostTierWork = field(
-        default_factory=HostTierWork
-    )  # of the disk tier; its drops come before those copies, the rest behind them
+    # Of the disk tier: its drops come before those copies, the rest after them.
+    host_tier_work: HostTierWork = field(default_factory=HostTierWork)
 
 
 def plan_lane(
@@ -135,7 +134,7 @@ def plan_lane(
                 entries.append(found)
             elif found is not None:
                 failures.append(found)
-        # An entry that names no position is reported by the lane that is to compute it.
+        # An entry that names no position is reported by its own lane.
         elif entry.strategy != LOCAL and entry.id in runs:
             asked = _foreign_entry(entry, runs[entry.id], step, state)
             if asked is not None:
@@ -322,5 +321,5 @@ def _checked_run(parts: Sequence[StepEntry]) -> _Run:
 
 
 def _is_ascending(extents: Sequence[Extent]) -> bool:
-    """Return whether each extent begins behind the one before: a lane computes its positions in order."""
+    """Return whether each extent begins after the end of the one before: a lane computes its positions in order."""
     return all(after.start > before.last for before, after in pairwise(extents))

@@ -53,8 +53,8 @@ class SequenceState:
     _outputs: TokenIds = field(default_factory=lambda: np.empty(_FIRST_OUTPUT_CAPACITY, dtype=np.int32))
     _output_count: int = 0
     unknown: int = 0  # number of the last outputs that were sampled elsewhere and have not arrived yet
-    window: WindowTable | None = None  # of the last planned step, where KV before windows is freed
-    alternatives: int | None = None  # of each prompt token's log-probability; None: none are asked for
+    window: WindowTable | None = None  # of the last planned step, if layers free KV before their windows
+    alternatives: int | None = None  # for each prompt token; None: no log-probabilities are asked for
 
     @property
     def length(self) -> int:
@@ -64,14 +64,14 @@ class SequenceState:
     def advance(self, stop: int, *, samples: bool, drafted: int = 0) -> None:
         """Record that a planned step brings the sequence to `stop`, and perhaps samples its next token.
 
-        The last `drafted` positions count only if the next step begins behind them (`settle`).
+        The last `drafted` positions count only if the next step begins after them (`settle`).
         """
         self.computed = max(self.computed, stop - drafted)
         self.planned_outputs += samples
         self.drafted = drafted
 
     def settle(self, start: int) -> None:
-        """Count the drafted tokens that a step which begins at `start` takes as sampled; it comes after their results."""
+        """Count the drafted tokens that were right: a later step begins at `start`, after them."""
         accepted = start - self.computed
         if 0 < accepted <= self.drafted:
             self.computed += accepted
@@ -92,8 +92,8 @@ class SequenceState:
     def learn(self, tokens: Sequence[int]) -> None:
         """Record the tokens of the oldest step that was expected to sample.
 
-        They end before the first -1. If that is the first of them, none could be sampled, and its zero stays. Several
-        come only if no later step is expected to sample.
+        They end before the first -1. If the first one is -1, none could be sampled, and the placeholder stays. Several
+        tokens come only if no later step is expected to sample.
         """
         self._outputs[self._output_count - self.unknown] = max(tokens[0], 0)
         self.unknown -= 1
@@ -129,7 +129,7 @@ class LaneState:
         window_tables: WindowTables | None = None,
         host_blocks: int = 0,
     ) -> None:
-        """`window_tables` has the blocks of layers whose KV before the window is freed, if any layer's is.
+        """`window_tables` has the blocks of layers that free KV before their windows, if there are any.
 
         `host_blocks` is the size of the lane's host tier.
         """
@@ -190,9 +190,9 @@ class LaneState:
             self.prompts.pop(name, None)  # absent if its requests were cancelled before admission
 
     def reserve(self, step: Step) -> tuple[BlockCopy, ...]:
-        """Settle what was drafted, and apply the step's loads, serves, grows, admits, fetches and writes; return the KV blocks to copy before it runs.
+        """Apply the step's loads, serves, grows, admits, fetches and writes; return the KV blocks to copy before it runs.
 
-        If layers free KV before their windows, the step's entries get blocks of these.
+        Drafts of earlier steps are settled first. If layers free KV before their windows, the step's entries get blocks there.
 
         Raises:
             PartFailed: this state and the controller's have diverged.
@@ -244,7 +244,7 @@ class LaneState:
         ids = prompt.ids[: admit.tokens]
         sampler = self._new_sampler(admit, ids)
         if is_ours and isinstance(sampler, SequenceSampler) and sampler.mask is not None:
-            sampler.mask.ahead(sampler.outputs)  # while its prompt is computed, if its grammar is compiled
+            sampler.mask.ahead(sampler.outputs)  # computed beside its prompt, if its grammar is compiled
         self.sequences[admit.id] = SequenceState(
             prompt=ids,
             sampler=sampler if isinstance(sampler, SequenceSampler) else None,
@@ -278,7 +278,7 @@ class LaneState:
         if entry.strategy != LOCAL and entry.shard_map_version != shards.version:
             raise diverged(
                 step,
-                f"shard map {entry.shard_map_version} of {entry.id} is meant, and {shards.version} is here",
+                f"the step names shard map {entry.shard_map_version} of {entry.id}, and {shards.version} is here",
             )
         return shards
 

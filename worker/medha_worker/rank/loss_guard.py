@@ -1,10 +1,10 @@
-"""Ends waits on a GPU for a rank that was lost: NCCL itself waits without a limit.
+"""Ends a GPU's wait for a rank that was lost, because NCCL itself waits without a limit.
 
 A host that waits for its GPU cannot notice that the GPU waits for another rank. So a thread compares the clock with the
 bound of the running step, and reads the errors that torch's watchdog reports. On a loss it aborts all groups, which ends
-their kernels; the host goes on with results that are void, and learns that from `check`.
+their kernels. The host then continues with void results, until `check` reports the loss.
 
-What only GPUs can prove is unproven: that an abort ends the kernels of captured steps too, and how long it takes.
+Unproven without GPUs: that an abort also ends the kernels of captured steps, and how long it takes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LossGuard:
     def check(self) -> None:
         """Raise `PartFailed` if a rank is known to be lost; cheap enough for every call of a group.
 
-        The calling thread would otherwise wait in an aborted group, for its own captured steps to be gone.
+        Otherwise the calling thread would wait in an aborted group until its own captured steps are gone.
         """
         if self._lost:
             raise PartFailed(f"rank {self._rank} lost another rank: {self._lost}")
@@ -106,7 +106,5 @@ class LossGuard:
 def _abort(name: str, group: Any) -> None:
     try:
         group.abort()
-    except (
-        RuntimeError
-    ) as error:  # its kernels may go on, and whoever waits for those is ended by the watchdog
+    except RuntimeError as error:  # its kernels may go on; the watchdog ends a process that waits for them
         _log.warning("the group of %s could not be aborted: %s", name, first_line(error))

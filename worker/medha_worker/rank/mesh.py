@@ -113,7 +113,7 @@ class Mesh:
         self.tensor_group = self.plane.tensor_group
 
     def _formed(self, new_plane: NewPlane, site: PlaneSite) -> DataPlane:
-        """Form the data plane, and wait until all ranks have: NCCL takes its time, and some form more groups."""
+        """Form the data plane, and wait until all ranks have; NCCL takes long, and some ranks form more groups."""
         plane: DataPlane | None = None
         try:
             with self._reporting(lambda _: None):
@@ -257,7 +257,7 @@ class Mesh:
         ids = torch.empty(count, dtype=torch.int64, device=HOST)
         with waiting_for(self.rank, self.sampling_rank, "sampled tokens"):
             self._everyone.recv([ids], self.sampling_rank, TAG).wait(self._wait)
-        self.plane.bound(self._wait)  # what the step waits for from here on has the whole bound again
+        self.plane.bound(self._wait)  # later waits of the step have the whole bound again
         return [int(token) for token in ids.tolist()]
 
     def lane_bytes_per_second(self, clock: Callable[[], float]) -> float:

@@ -1,14 +1,14 @@
 """The data plane over NCCL: tensors go from GPU to GPU, and the host waits for nothing.
 
 All-reduces and gathers of a pod run on the stream of the calling thread, so that a step can be captured with them.
-Hidden states and what lanes exchange run on a stream of their group, beside whatever is computed meanwhile: a transfer
-begins behind the work that the calling thread has given so far, and work that is given after `finish` begins behind
-the transfer. Torch's groups bring these streams; nothing here waits on the host.
+Transfers of hidden states, and between lanes, run on a stream of their group, beside other computation. A transfer begins
+after the work that the calling thread has launched so far, and work that is launched after `finish` begins after the
+transfer. Torch's groups bring these streams; the host never waits.
 
-Each group has one communicator, made when the ranks rendezvous: no step makes one, and no capture may. What one lane
-sends and receives in an exchange is one operation. As operations of its own, they would wait for each other in a circle.
+Each group has one communicator, made when the ranks rendezvous: steps make none, and captures must not. All sends and
+receives of a lane in one exchange are a single operation, because separate ones would wait for each other in a circle.
 
-Torch's watchdog only reports errors here (`TORCH_OPTIONS`). `LossGuard` decides what follows.
+Torch's watchdog only reports errors here (`TORCH_OPTIONS`); `LossGuard` acts on them.
 
 Unproven until several GPUs have run it (docs/gpu.md): NCCL itself, overlap, and how an abort ends. This module is
 type-checked, its calls are compared with the signatures of the pinned torch, and it runs over gloo in tests.
@@ -94,15 +94,15 @@ class NcclPlane:
             return groups.get(name)
 
         before = f"stages {near.previous} and {near.rank}", (near.previous, near.rank)
-        behind = f"stages {near.rank} and {near.following}", (near.rank, near.following)
+        after = f"stages {near.rank} and {near.following}", (near.rank, near.following)
         try:
             pod = formed(f"pod {near.pod[0]}", near.pod)
             # Every second pair of stages forms its group at once, then the others: no ranks wait for each other in a
             # circle, and the last stage does not wait for all pairs before it.
-            for link in (before, behind) if near.stage % 2 else (behind, before):
+            for link in (before, after) if near.stage % 2 else (after, before):
                 formed(*link)
             self._before: Any = groups.get(before[0])
-            self._behind: Any = groups.get(behind[0])
+            self._after: Any = groups.get(after[0])
             self._lanes = formed(f"lanes from {near.lanes[0]}", near.lanes)
         except BaseException:
             LossGuard(near.rank, groups, clock).close()
@@ -125,15 +125,15 @@ class NcclPlane:
         self._guard.abort(reason)
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
-        """Send hidden states; work that is given from here on begins behind the send of the step before.
+        """Send hidden states; work that is launched from here on begins after the send of the step before.
 
-        A captured step overwrites the hidden states of two steps before, which must have left by then.
+        A captured step overwrites the hidden states of two steps before, which must have been sent by then.
         """
         self._guard.check()
         assert self._near.following is not None, "the last stage sends no hidden states"
         sent = hidden.contiguous()
         with waiting_for(self._near.rank, self._near.following, "a receive of hidden states"):
-            work = self._behind.send([sent], 1, TAG)
+            work = self._after.send([sent], 1, TAG)
         if self._sending is not None:
             self._sending[0].block_current_stream()
         self._sending = work, sent
@@ -142,7 +142,7 @@ class NcclPlane:
         self._guard.check()
         assert self._near.previous is not None, "the first stage receives no hidden states"
         with (
-            self._device.runtime.ahead(),  # not behind the step that is running
+            self._device.runtime.ahead(),  # without waiting for the running step
             waiting_for(self._near.rank, self._near.previous, "hidden states"),
         ):
             hidden = torch.empty(
@@ -155,7 +155,7 @@ class NcclPlane:
         """Return the oldest expected hidden states, on the device; the host does not wait for them."""
         self._guard.check()
         if self._taken is not None:
-            self._in_flight.keep(self._taken)  # whoever took them has given its work by now
+            self._in_flight.keep(self._taken)  # the work that reads them is launched by now
         expected, hidden = self._expected.popleft()
         if expected is not None:
             expected.block_current_stream()
@@ -185,11 +185,11 @@ class NcclPlane:
             started.work.block_current_stream()
 
     def close(self) -> None:
-        """Leave the groups, with what is still under way; the host does not wait for that."""
+        """Leave the groups, without waiting for transfers in flight."""
         self._guard.close()
         self._expected.clear()
         self._sending = self._taken = None
-        self._before = self._behind = self._lanes = None
+        self._before = self._after = self._lanes = None
         if self._pod is not None:
             self._pod.close()
 
@@ -251,8 +251,8 @@ def nccl_groups(
 ) -> NewGroup:
     """Return the function that forms NCCL groups of this rank, in the store of an epoch.
 
-    Each is formed on a thread of its own. Torch counts open `_start_coalescing` by thread, and keeps the count of one
-    whose end has failed: that thread could form no group any more. And NCCL would wait without a limit.
+    Each is formed on a thread of its own, for two reasons. NCCL would wait without a limit. And torch counts open
+    `_start_coalescing` calls by thread; if the end of one has failed, that thread can no longer form groups.
     """
 
     def connected(name: str, members: Sequence[int]) -> Any:

@@ -1,4 +1,4 @@
-"""The choice of the data plane, by the device of the rank: NCCL between GPUs, gloo between CPUs."""
+"""Chooses the data plane by the device of the rank: NCCL between GPUs, gloo between CPUs."""
 
 from __future__ import annotations
 

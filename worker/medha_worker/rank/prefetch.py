@@ -1,13 +1,13 @@
 """Receives messages while a rank runs a step, and prepares the next step on another thread.
 
 The next step often arrives while a rank still computes: in later stages, on the tensor ranks and lanes that finish
-a step last, and where decodes run ahead. To read such a step and to plan it (`Executor.plan`) needs nothing that
-the running step computes, and torch lets other threads run while it computes.
+a step last, and when decodes run ahead. Reading and planning it (`Executor.plan`) needs no result of the running
+step, and torch lets other threads run while it computes.
 
 Some messages are handled as soon as they are read, on either thread: grammars are compiled while steps run.
 
-A ZeroMQ socket may be used by one thread at a time: by the one that holds the lock. No thread holds it while it
-waits for a message, so any thread can send at once.
+Only one thread at a time may use a ZeroMQ socket: the one that holds the lock. No thread holds it while it waits for
+a message, so any thread can send at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Prepare = Callable[[Step], LanePlan | None]
 Urgent = CompileGrammar | DropGrammar | StoreLook
 """A message that does not wait until the running step has ended."""
 
-_POLL_SECONDS = 0.1  # how long the thread may continue to wait once nothing runs any more
+_POLL_SECONDS = 0.1  # longest time for which the thread continues to wait once nothing runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,13 @@ class StepPrefetcher:
     def __init__(
         self,
         link: Link,
-        clock: Callable[[], float] = monotonic,
         at_once: Callable[[Urgent], None] = lambda _: None,
     ) -> None:
         """`at_once` handles an urgent message; it is called on any thread, for one message at a time, in order."""
         self._link = link
         self._at_once = at_once
         self._urgent: deque[Urgent] = deque()
-        self._handling = RLock()  # what handles a message may send one, which may find the next one
-        self._clock = clock
+        self._handling = RLock()  # handling a message may send one, which may receive the next one
         self._lock = Lock()  # guards the link's socket and the received messages
         self._planning = Lock()
         self._prepare: Prepare | None = None
@@ -86,8 +84,8 @@ class StepPrefetcher:
 
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next message that is not urgent; called from the main thread while it is not busy."""
-        until = self._clock() + timeout_seconds
-        self._main_waits = True  # before the socket is read: whoever sends after that reads it again
+        until = monotonic() + timeout_seconds
+        self._main_waits = True  # before the socket is read: a thread that sends after that reads it again
         try:
             while True:
                 with self._lock:
@@ -95,7 +93,7 @@ class StepPrefetcher:
                         self._drain()
                     received = self._received.popleft() if self._received else None
                 self._handle_urgent()
-                left_seconds = until - self._clock()
+                left_seconds = until - monotonic()
                 if received is not None or left_seconds <= 0:
                     return received
                 readable, _, _ = select.select(self._main_descriptors, [], [], left_seconds)
@@ -132,7 +130,7 @@ class StepPrefetcher:
             yield
         finally:
             self._is_busy.clear()
-            with self._planning:  # what was begun is finished, and nothing new begins
+            with self._planning:  # a plan that was begun is finished, and no other begins
                 self._prepare = None
 
     def close(self) -> None:
@@ -191,7 +189,7 @@ class StepPrefetcher:
             for step in (one for one in steps if id(one) not in done):
                 if self._prepared and isinstance(self._prepared[-1].planned, Exception):
                     return
-                since = self._clock()
+                since = monotonic()
                 planned: LanePlan | Exception | None
                 try:
                     planned = self._prepare(step)
@@ -199,4 +197,4 @@ class StepPrefetcher:
                     planned = error
                 if planned is None:
                     return
-                self._prepared.append(Prepared(step, planned, since, self._clock()))
+                self._prepared.append(Prepared(step, planned, since, monotonic()))

@@ -60,9 +60,9 @@ from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
 
 POLL_SECONDS = 0.25  # longest delay in noticing a signal while idle
-HOUSEKEEPING_SECONDS = 0.1  # longest time in which steps follow each other without anything else between them
+HOUSEKEEPING_SECONDS = 0.1  # longest time in which steps follow each other directly
 HELLO_SECONDS = 1.0  # interval between two hellos
-STUCK_SECONDS = 20.0  # longest turn of an idle loop before it counts as stuck
+STUCK_SECONDS = 20.0  # watchdog limit for one iteration of the idle loop
 MOST_DETAIL = 500  # characters of a reason that are reported to the supervisor
 TOKENS_TIMEOUT_SECONDS = 10.0  # bound of the wait for ids that a step needs: they were sent before it
 
@@ -120,10 +120,8 @@ class Rank:
         self._begun: Step | None = None  # step whose ids have not all arrived yet
         self._running_step = -1
         self._admitted: set[str] = set()  # names of links on which the controller has admitted this rank
-        self._failed_rendezvous: tuple[int | None, str] = (
-            None,
-            "",
-        )  # the last epoch that could not begin, and why
+        # The last epoch that could not begin, and why.
+        self._failed_rendezvous: tuple[int | None, str] = (None, "")
         self._reported: object = None  # key of the state last reported to the supervisor
         self._watchdog = Watchdog()
         self._stopping = False
@@ -144,7 +142,7 @@ class Rank:
         self._reports.begin(device, loaded.shape, open_probe(device.uuid) if device.uuid else None)
         self._loading, self._loaded = False, loaded
         while not self._stopping:
-            self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
+            self._watchdog.allow(STUCK_SECONDS, "one iteration of its loop")
             match self._next_message():
                 case Rendezvous() as rendezvous:
                     with self._surviving(rendezvous.epoch):
@@ -165,9 +163,9 @@ class Rank:
                     return
 
     def _next_message(self) -> Message | None:
-        """Return the next message, or None if none comes for a while; do what is due between two steps before.
+        """Send what is due, then return the next message; None if none comes for a while.
 
-        A step that was read while the last one ran goes first, for at most HOUSEKEEPING_SECONDS.
+        For at most HOUSEKEEPING_SECONDS, a step that was read while the last one ran goes before all this.
         """
         if time.monotonic() < self._housekeeping_due:
             step = self._prefetcher.take_step()
@@ -242,7 +240,7 @@ class Rank:
         return report
 
     def _stop_replaced(self, reason: str) -> None:
-        """Fall silent, because another process has this rank's place; the supervisor decides what follows."""
+        """Stop taking part, because another process has this rank's place; the supervisor decides what follows."""
         if not self._refused:
             _log.error("the controller does not let this rank in: %s", reason)
         self._refused = reason
@@ -288,16 +286,15 @@ class Rank:
     def _surviving(self, epoch: int) -> Iterator[None]:
         """Guard work that needs the other ranks: if it fails, the epoch is lost but not this process.
 
-        Whatever a step raises may be due to one request, which must not cost the process. During the
-        rendezvous there are no requests. Errors showing that the replica cannot be served as it is configured
-        always end the process.
+        An error in a step may be due to a single request, which must not end the process. During the rendezvous
+        there are no requests. Errors that show that the replica cannot be served as configured always end it.
         """
         try:
             yield
         except Exception as error:
             is_known = isinstance(error, (RuntimeError, MemoryError, PartFailed, WireInvalid))
-            may_be_a_requests = self._engine is not None and not isinstance(error, MedhaError)
-            if self._settings.topology.ranks == 1 or not (is_known or may_be_a_requests):
+            may_be_of_a_request = self._engine is not None and not isinstance(error, MedhaError)
+            if self._settings.topology.ranks == 1 or not (is_known or may_be_of_a_request):
                 raise
             if not is_known:
                 _log.exception("a step of epoch %d has failed", epoch)
@@ -350,13 +347,13 @@ class Rank:
             engine.disk.begin_epoch(report, begin.hash_key, self._prefetcher.send)
 
     def _learn_ticket(self, engine: Engine, ticket: KvTicket) -> None:
-        """Note where this rank reads what another replica offers: at the same rank there."""
+        """Record the address of the other replica's same rank, where this rank reads what the ticket offers."""
         rank = self._settings.rank
         if engine.peers is not None and rank < len(ticket.ranks):
             engine.peers.reader.learn(ticket.ticket, ticket.ranks[rank])
 
     def _handle_urgent(self, message: Urgent) -> None:
-        """Look for objects in the store, or handle a grammar; called on any thread."""
+        """Check which objects are in the store, or handle a grammar; called on any thread."""
         engine = self._engine
         if not isinstance(message, StoreLook):
             self._handle_grammar(message)
@@ -379,10 +376,7 @@ class Rank:
                 engine.grammars.drop(name)
 
     def _memory_ran_out(self) -> None:
-        """Report to the controller at once that memory ran out.
-
-        The step ends for all ranks, and NaN alone does not say why a request ends.
-        """
+        """Report to the controller at once that memory ran out, because NaN alone does not show why a request ends."""
         if self._engine is not None:
             epoch = self._engine.executor.epoch
             self._prefetcher.send(RankOutOfMemory(self._settings.rank, self._running_step, epoch))
@@ -434,9 +428,7 @@ class Rank:
         executor = engine.executor
         if step is not self._begun:
             if step.step_id != self._next_step:
-                raise PartFailed(
-                    f"step {step.step_id} came where {self._next_step} was to come: messages were lost"
-                )
+                raise PartFailed(f"step {step.step_id} came instead of {self._next_step}: messages were lost")
             self._next_step += 1
             self._begun = step
             executor.prepare(step)
@@ -467,7 +459,7 @@ def main(settings_file: Path) -> None:
         try:
             rank.run()
         except AcceleratorMissing:
-            # A controller that heard of it would end too, and hide the exit status by which this is known.
+            # Unreported: the controller would end, too, and hide the exit status that shows this reason.
             raise
         except MedhaError as error:
             rank.report(error)

@@ -42,7 +42,7 @@ class PromptScorer:
         self._block_rows = rows_of_a_block(vocab_size)
 
     def score(self, computed: Sequence[Computed], failures: list[EntryFailed]) -> list[Scored]:
-        """Return the log-probabilities of the prompt tokens that follow the rows of entries, of those that ask for them.
+        """Return the log-probabilities of the prompt tokens after the rows of entries, for entries that ask for them.
 
         Entries whose numbers are NaN, or for which memory runs out, are added to `failures`. On a rank that only
         contributes, the result is empty.

@@ -100,7 +100,7 @@ class RankReports:
         )
 
     def recent_xid(self) -> str:
-        """Return the GPU's latest error, as the end of a sentence on why this rank is lost; empty if there was none."""
+        """Return the GPU's latest error as the end of a sentence; empty if there was none lately."""
         return "" if self._watch is None else self._watch.recent_xid()
 
     def close(self) -> None:

@@ -48,10 +48,7 @@ class TokenLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """An entry that was computed: its last position is row `row` of hidden states, [rows, hidden].
-
-    Those of its drafts follow behind that.
-    """
+    """An entry that was computed: its last position is row `row` of hidden states, [rows, hidden]; its drafts follow."""
 
     planned: PlannedEntry
     hidden: Tensor
@@ -82,7 +79,7 @@ class Result:
 
     @property
     def is_drafted_further(self) -> bool:
-        """True if all tokens so far are those drafted, and another one is sampled behind the last draft of them."""
+        """True if all tokens so far are the drafted ones, so that another one is sampled after them."""
         drafts, count = self.planned.entry.drafts, len(self.sampled)
         if not 0 < count <= len(drafts):
             return False
@@ -91,19 +88,19 @@ class Result:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens, and -1 for each further row that another token could have been sampled from."""
+        """The tokens, and -1 for each further row from which a token could have been sampled."""
         tokens = [one.token for one, _ in self.sampled]
         return tokens + [-1] * (1 + len(self.planned.entry.drafts) - len(tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """A row of logits behind a draft whose token is sampled before it is known that the draft is right.
+    """A draft's row of logits, whose token is sampled before it is known whether the draft is right.
 
     Attributes:
         entry: Index of the entry.
         drafts: Number of its drafts up to the row, from 1 on.
-        row: Index of the row among those behind drafts.
+        row: Index of the row among those of all drafts.
         sampler: The sampler of the row's token.
     """
 
@@ -134,15 +131,15 @@ class SampledTokens:
         self._digest = 0  # of all tokens of this lane that are known here
 
     def sample(self, computed: Sequence[Computed]) -> list[Result]:
-        """Sample the next token of each entry, and go on where it is the one drafted.
+        """Sample the next token of each entry, and further ones as long as they are the drafted ones.
 
         If another rank samples, expect its tokens and return [].
         """
         link, entries = self._link, [one.planned for one in computed]
         samplers = [one.sequence.sampler for one in entries if one.sequence.sampler is not None]
-        # On the host no read is saved, and tokens behind wrong drafts would cost time.
+        # On the host no read is saved, and tokens after wrong drafts would cost time.
         ahead = [] if self._device.is_host else _draft_rows(entries)
-        # While a device runs the layers: after the logits it is then given nothing but kernels.
+        # Planned while a device runs the layers, so that only kernels are left to launch after the logits.
         plan = rows = None
         if link is None or link.samples:
             plan = self._planned([*samplers, *(one.sampler for one in ahead)])
@@ -172,14 +169,14 @@ class SampledTokens:
         results = [Result(one) for one in entries]
         for result, token, sampler in zip(results, sampled, samplers, strict=False):
             result.take(_explained(token, sampler))
-        for behind, token in zip(ahead, sampled[first_rows:], strict=True):
-            # Behind a token that is not the one drafted, or that could not be sampled, rows are of another text.
-            drafted = results[behind.entry]
-            is_next = len(drafted.sampled) == behind.drafts and drafted.is_drafted_further
+        for draft_row, token in zip(ahead, sampled[first_rows:], strict=True):
+            # Rows after a token that is not the drafted one, or could not be sampled, belong to another text.
+            drafted = results[draft_row.entry]
+            is_next = len(drafted.sampled) == draft_row.drafts and drafted.is_drafted_further
             if is_next and isinstance(token, SampledToken):
                 drafted.take(token)
         if len(logits) > first_rows:
-            self._verify_drafts(logits[first_rows:], results, {behind.entry for behind in ahead})
+            self._verify_drafts(logits[first_rows:], results, {draft_row.entry for draft_row in ahead})
         if link is not None:
             tokens = [token for result in results for token in result.tokens]
             self._digest = _digest(self._digest, entries, tokens)
@@ -193,19 +190,19 @@ class SampledTokens:
         ahead: Sequence[DraftRow],
         plan: SamplingPlan | None,
     ) -> list[SampledToken | NotSampled] | None:
-        """Sample the rows of all entries and those behind drafts, and read them at once; None if that fails."""
+        """Sample the rows of all entries and of drafts, and read them at once; None if that fails."""
         try:
             return self._sampler.sample(logits, [*samplers, *(one.sampler for one in ahead)], plan)
-        except Exception as error:  # noqa: BLE001 - then no draft costs the tokens before it
+        except Exception as error:  # noqa: BLE001 - the tokens before the drafts are sampled without them
             _log.warning("%d drafts could not be verified together: %s", len(ahead), error)
             return None
 
     def _verify_drafts(self, logits: Tensor, results: Sequence[Result], verified: Container[int]) -> None:
-        """Sample one more token wherever the last one is the one drafted, until none is; not for entries that are `verified`.
+        """Sample one more token for each entry whose last token is the drafted one, until there is none; skip `verified` entries.
 
         Each token is sampled as in a step of its own: from its row of logits, which are [drafts, vocab], and with all
-        tokens before it in penalties, grammar and counts. So no draft can change a text. Where no token can be
-        sampled, that is left to the step behind this one.
+        tokens before it in penalties, grammar and counts. So no draft can change a text. If a token cannot be sampled,
+        the next step samples it.
         """
         starts = list(accumulate([len(one.planned.entry.drafts) for one in results], initial=0))
         going = [
@@ -219,7 +216,7 @@ class SampledTokens:
             try:
                 chosen = logits.index_select(0, self._device.place(torch.tensor(rows)))
                 sampled = self._sampler.sample(chosen, samplers)
-            except Exception as error:  # noqa: BLE001 - what is sampled already stands
+            except Exception as error:  # noqa: BLE001 - the tokens sampled so far stay
                 _log.warning("drafts of %d sequences could not be verified: %s", len(going), error)
                 return
             for index, one in zip(going, sampled, strict=True):
@@ -232,7 +229,7 @@ class SampledTokens:
             ]
 
     def _planned(self, samplers: Sequence[SequenceSampler]) -> SamplingPlan | None:
-        """Plan a step's sampling; None if memory runs out, and then it runs out again where that can be contained."""
+        """Plan a step's sampling; return None if memory runs out, because it then runs out again when that can be contained."""
         try:
             return self._sampler.plan(samplers, self._vocab_size)
         except (MemoryError, RuntimeError) as error:
@@ -268,9 +265,9 @@ class SampledTokens:
         ]
 
     def learn_for(self, entries: Sequence[PlannedEntry]) -> None:
-        """Wait for the tokens that entries of the first stage are fed.
+        """Wait for the tokens that entries of the first stage embed.
 
-        Tokens of steps that have left the pipeline are here already; they are taken so that they do not pile up.
+        Tokens of steps that have left the pipeline have arrived already; they are taken so that they do not pile up.
 
         Raises:
             PartFailed: the tokens do not arrive, or are not those that were sampled.
@@ -298,8 +295,8 @@ class SampledTokens:
         self._digest = _digest(self._digest, entries, tokens)
         if digest != self._digest:
             raise PartFailed(
-                f"tokens came for {', '.join(one.entry.id for one in entries)} that are not those sampled for them: this "
-                "rank and the one that samples have diverged"
+                f"the tokens that came for {', '.join(one.entry.id for one in entries)} are not those that were sampled: "
+                "this rank and the one that samples have diverged"
             )
         received = iter(tokens)
         for one, count in zip(entries, counts, strict=True):
@@ -307,10 +304,10 @@ class SampledTokens:
 
 
 def _draft_rows(entries: Sequence[PlannedEntry]) -> list[DraftRow]:
-    """Return the rows whose tokens do not depend on those before them but by the logits: they can be sampled at once."""
+    """Return the rows whose tokens depend on earlier ones only through the logits, so that all can be sampled at once."""
     starts = accumulate([len(one.entry.drafts) for one in entries], initial=0)
     return [
-        DraftRow(index, 1 + draft, start + draft, sampler.behind(1 + draft))
+        DraftRow(index, 1 + draft, start + draft, sampler.after(1 + draft))
         for index, (one, start) in enumerate(zip(entries, starts, strict=False))
         if (sampler := one.sequence.sampler) is not None and not sampler.reads_tokens
         for draft in range(len(one.entry.drafts))
@@ -318,7 +315,7 @@ def _draft_rows(entries: Sequence[PlannedEntry]) -> list[DraftRow]:
 
 
 def _explained(result: SampledToken | NotSampled, sampler: SequenceSampler) -> SampledToken | NotSampled:
-    """Return a row's result; where its mask forbids every token because of a fault, with that as the reason."""
+    """Return a row's result; if a fault of its mask forbids every token, with that fault as the reason."""
     if isinstance(result, SampledToken) or sampler.mask is None or sampler.mask.fault is None:
         return result
     return NotSampled(sampler.mask.fault, "grammar")
@@ -336,7 +333,7 @@ def last_hidden(computed: Sequence[Computed], device: Device) -> Tensor:
 
 
 def sampled_hidden(computed: Sequence[Computed], device: Device) -> Tensor:
-    """Return what `last_hidden` does, and behind it the hidden states of all drafts: [entries + drafts, hidden]."""
+    """Return the result of `last_hidden`, followed by the hidden states of all drafts: [entries + drafts, hidden]."""
     last = last_hidden(computed, device)
     drafted = [
         one.hidden[one.row + 1 : one.row + 1 + len(one.entry.drafts)] for one in computed if one.entry.drafts

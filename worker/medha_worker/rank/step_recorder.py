@@ -1,4 +1,4 @@
-"""Timings of one rank's steps: sums by part for metrics, always; and each step for a trace, if somebody has asked for one.
+"""Times one rank's steps: always sums by part, for metrics; and each step while a trace is taken.
 
 A rank reports when a step begins and ends, when it is planned, and when its forward pass is over. Time spent on other
 ranks (hidden states, sampled tokens, all-reduces, partial attention) is measured between the engine and its groups:
@@ -6,7 +6,7 @@ ranks (hidden states, sampled tokens, all-reduces, partial attention) is measure
 so only their sum per step is kept.
 
 The parts of a step are disjoint, and add up to its duration. A device may still compute when the host has launched the
-forward pass; `measure_on` corrects that by two marks of the device a step.
+forward pass; `measure_on` corrects that with two marks of the device in each step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepRecorder:
         self._forward_marks: tuple[TimedMark | None, TimedMark | None] = (None, None)
 
     def measure_on(self, mark: Callable[[], TimedMark | None]) -> None:
-        """Time the forward pass by a device's own marks: `mark` returns None where calls return only once all is done."""
+        """Time the forward pass by a device's own marks; `mark` returns None if calls return only when the device is done."""
         self._mark = mark
 
     @property
@@ -137,7 +137,7 @@ class StepRecorder:
         self._step_id = None
 
     def _shift_to_forward(self) -> None:
-        """Charge to the forward pass what the host waited for it later: while it seemed to sample."""
+        """Charge the time for which the host waited for the forward pass, apparently sampling, to the forward pass."""
         launched, ended = self._forward_marks
         if launched is None or ended is None:
             return

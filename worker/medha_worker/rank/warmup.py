@@ -26,8 +26,8 @@ MASKED_ROWS = 8
 """Sequences with masks in the step that measures what masks cost."""
 CONTEXT_TOKENS = 2048
 FAR_CONTEXT_TOKENS = 8192
-"""Context behind which chunks are measured too. Attention needs more time for each key behind a short context than behind a
-long one; a profile from short ones alone makes the chunks of long prompts too small."""
+"""Longer context after which chunks are measured, too. Attention takes more time per key after a short context than after
+a long one, so a profile from short ones alone would make the chunks of long prompts too small."""
 
 Progress = Callable[[str, int, int], None]
 """Callback that is given a text of what is done now, the number of steps done, and their total."""
@@ -39,7 +39,7 @@ COSTLY = Sampling(temperature=1.0, top_p=0.9)  # the sampling that takes the mos
 class WarmUp:
     profile: StepProfile
     activation_bytes: int
-    """Memory that a step takes, and that steps which are captured keep."""
+    """Memory that a step takes, and that captured steps keep."""
     steps: tuple[MeasuredStep, ...] = ()
     """Steps that the profile was fitted to."""
 
@@ -57,9 +57,9 @@ def warm_up(
 ) -> WarmUp:
     """Run steps of several shapes, up to the largest chunk and batch that the scheduler will form.
 
-    The activations' size is the growth of the process's memory on the device at its peak, the kernels' own buffers
-    included; the warm-up's scratch KV was taken before. `stages` are those of the pipeline. `ran_out` returns whether rows have become NaN so
-    far, here or on another tensor rank: in a grid, nothing else reports that memory does not suffice.
+    The activations' size is the peak growth of the process's memory on the device, with the kernels' own buffers and
+    without the warm-up's scratch KV. `stages` are those of the pipeline. `ran_out` returns whether rows have become NaN
+    so far, here or on another tensor rank: in a grid, nothing else reports that memory does not suffice.
     `progress` is called with the next step, and with the number of steps done and their total.
 
     Raises:
@@ -76,7 +76,7 @@ def warm_up(
         done += 1
         return step
 
-    # The KV of a far context may lie in the same blocks again: that changes no time of a chunk, and takes no memory.
+    # The KV of a far context may use the same blocks repeatedly: that does not change the time of a chunk, and saves memory.
     near = filter(is_near, shapes)
     timer = StepTimer(model, max(map(blocks_of, near)) * BLOCK_TOKENS, clock)
     memory = model.device.memory
@@ -84,7 +84,7 @@ def warm_up(
     before = memory.used_bytes()
     chunk = min(max_chunk_tokens, max_model_len)
     too_large = f"a step of {chunk} tokens, or of {max_running} sequences, does not fit beside the weights"
-    mend = "lower scheduling.maxChunkTokens or scheduling.maxRunning"
+    remedy = "lower scheduling.maxChunkTokens or scheduling.maxRunning"
     try:
         measured((Work(0, chunk),))
         measured((Work(0, 1),) * max_running, COSTLY)
@@ -93,9 +93,9 @@ def warm_up(
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory.ran_out(error):
             raise
-        raise OutOfMemory(f"{too_large} ({error}); {mend}") from error
+        raise OutOfMemory(f"{too_large} ({error}); {remedy}") from error
     if ran_out():
-        raise OutOfMemory(f"{too_large} of a rank of this pod, whose log says more; {mend}")
+        raise OutOfMemory(f"{too_large} of a rank of this pod, whose log says more; {remedy}")
     activation_bytes = max(memory.peak_bytes() - before, 0)
     activation_bytes += _captured_bytes(model, timer.pool, max_running, stages)
     for works in shapes:
@@ -110,8 +110,7 @@ def warm_up(
 
 
 def _head_seconds_per_row(model: Transformer, chunk_tokens: int, clock: Callable[[], float]) -> float:
-    """Return what a row costs whose log-probabilities are asked for, in the largest block of a chunk; 0 on a stage
-    without the output head."""
+    """Return the seconds for a row whose log-probabilities are asked for; 0 on a stage without the output head."""
     if not model.shard.is_last_stage:
         return 0.0
     rows = min(rows_of_a_block(model.config.vocab_size), chunk_tokens)
@@ -129,9 +128,9 @@ def _head_seconds_per_row(model: Transformer, chunk_tokens: int, clock: Callable
 
 
 def _mask_seconds_per_row(model: Transformer, max_running: int, clock: Callable[[], float]) -> float:
-    """Return what the mask of a sequence costs the step that samples it; 0 on a stage that samples none.
+    """Return the seconds that the mask of a sequence adds to the step that samples it; 0 on a stage that samples none.
 
-    The mask itself is computed while other things run, so it is not part of that.
+    The mask itself is computed while other work runs, so that time does not count.
     """
     if not model.shard.is_last_stage:
         return 0.0
@@ -159,17 +158,16 @@ def _captured_bytes(model: Transformer, pool: KVCache, most_rows: int, stages: i
 
 
 def is_near(works: Shape) -> bool:
-    """Return True if the sequences of a step have KV of their own where it is timed: their contexts are not far."""
+    """Return whether each sequence of a step has KV of its own when it is timed, because its context is not far."""
     return works[0].context <= CONTEXT_TOKENS
 
 
 def shape_name(works: Shape) -> str:
     """Describe in words what a step computes."""
     first = works[0]
-    behind = f" behind {first.context:,}" if first.context else ""
-    if len(works) > 1:
-        return f"{len(works)} sequences of {first.count:,} token{'s' if first.count > 1 else ''}{behind}"
-    return f"{first.count:,} token{'s' if first.count > 1 else ''}{behind}"
+    context = f" after {first.context:,}" if first.context else ""
+    tokens = f"{first.count:,} token{'s' if first.count > 1 else ''}{context}"
+    return f"{len(works)} sequences of {tokens}" if len(works) > 1 else tokens
 
 
 def typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
@@ -189,7 +187,7 @@ def times(steps: Sequence[MeasuredStep]) -> str:
 
 
 def _shapes(max_chunk_tokens: int, max_running: int, max_model_len: int) -> list[Shape]:
-    """Return chunks where the linear layers' curve bends, some also behind a near and a far context, and sets of decodes.
+    """Return chunks where the linear layers' curve bends, some also after a near and a far context, and sets of decodes.
 
     The shapes are the same on every rank of a replica: tensor ranks compute each step together.
     """
