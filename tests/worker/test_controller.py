@@ -509,7 +509,9 @@ def test_numbers_that_no_replica_can_be_made_of_end_the_epoch_and_name_the_rank(
         stage.ready()
         card = stage.from_controller(Announce)
         assert (card.ready, card.epoch) == (True, 1)  # type: ignore[attr-defined]
-    assert "what rank 0 reports: cannot convert float NaN to integer" in caplog.text
+    assert (
+        "the report of rank 0 does not describe a replica: cannot convert float NaN to integer" in caplog.text
+    )
 
 
 def test_a_rank_whose_connection_ends_costs_the_epoch_although_nothing_is_sent_to_it(stage: Stage) -> None:

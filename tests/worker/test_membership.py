@@ -168,15 +168,15 @@ def test_times_of_guesses_that_nobody_can_have_measured_are_named(name: str, sec
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"step_seconds": 1e300}, "says step_seconds 1e+300"),
-        ({"sequence_seconds": -1.0}, "says sequence_seconds -1.0"),
-        ({"token_points": ((1, nan), (2, 0.1))}, "says token_points nan"),
-        ({"token_points": ((0, 0.1),)}, "says token_points 0"),
+        ({"step_seconds": 1e300}, "reports step_seconds 1e+300"),
+        ({"sequence_seconds": -1.0}, "reports sequence_seconds -1.0"),
+        ({"token_points": ((1, nan), (2, 0.1))}, "reports token_points nan"),
+        ({"token_points": ((0, 0.1),)}, "reports token_points 0"),
         ({"token_points": ((5, 0.1), (2, 0.1))}, "linear_points must ascend"),
-        ({"query_points": ((1, -5.0), (2, 0.1))}, "says query_points -5.0"),
+        ({"query_points": ((1, -5.0), (2, 0.1))}, "reports query_points -5.0"),
         ({"query_points": ((2, 0.1),)}, "points must begin with one query"),
-        ({"window_tokens": 0}, "says window_tokens 0"),
-        ({"window_share": 1.5}, "says window_share 1.5"),
+        ({"window_tokens": 0}, "reports window_tokens 0"),
+        ({"window_share": 1.5}, "reports window_share 1.5"),
     ],
 )
 def test_times_that_nobody_can_have_measured_are_named_with_their_rank(

@@ -106,7 +106,7 @@ def test_ranks_that_have_failed_to_meet_meet_later_also_with_one_that_is_new() -
     """The names under which ranks form groups must not depend on the groups that a rank has formed before."""
     topology = Topology(stream=2)
     for epoch in range(2):
-        with pytest.raises(PartFailed, match=r"rank 0 did not meet rank 1 of everyone within 0\.5 s"):
+        with pytest.raises(PartFailed, match=r"rank 0 did not reach rank 1 of everyone within 0\.5 s"):
             rendezvous(topology, 0, free_endpoint(), epoch, seconds=0.5)
     grids = together(topology, epoch=2)
     on_all(grids, Mesh.close)
@@ -126,7 +126,7 @@ def test_each_rank_names_the_one_that_does_not_come() -> None:
     here = (0, 1, 3)
     with ThreadPoolExecutor(len(here)) as pool:
         for rank, found in zip(here, pool.map(problem, here), strict=True):
-            assert found.startswith(f"rank {rank} did not meet rank 2 of everyone within 1 s")
+            assert found.startswith(f"rank {rank} did not reach rank 2 of everyone within 1 s")
 
 
 def test_ranks_listen_at_their_own_address_alone() -> None:

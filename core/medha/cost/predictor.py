@@ -101,10 +101,10 @@ class Tally:
         self._decodes = 0  # decodes that pass the linear layers, one token each
         self._masked = 0  # those of them that follow a grammar; a prefill does for one row at its end
         self._decode_attention = 0.0  # the decodes' part of `_attention`
-        self._guesses = 0  # that the decodes verify: a row of each
-        self._masked_guesses = 0  # those of them of sequences that follow a grammar
+        self._guesses = 0  # tokens that the decodes verify, each of which takes a row
+        self._masked_guesses = 0  # guesses of sequences that follow a grammar
         self._guess_attention = 0.0  # the guesses' part of `_attention`
-        # Of the decodes alone, before correction; 0: there are none; negative: to be computed.
+        # Seconds of the decodes alone, before correction; 0: there are none; negative: to be computed.
         self._decode_seconds = 0.0
         self._queried = (0, 0, 0.0)  # the last chunk of `seconds_with`, and its attention
 
