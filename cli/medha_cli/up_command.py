@@ -118,7 +118,7 @@ def command(
       medha up examples/tiny.yaml --otlp http://127.0.0.1:4318
       medha up examples/tiny.yaml --api-keys keys.yaml
     """
-    replica = _with_traces(_with_port(read_manifest(file), port), otlp)
+    replica = _with_traces(_with_ports(read_manifest(file), port), otlp)
     directory, draft = model_directory(replica), draft_directory(replica)
     _require_installed(replica)
     _require_free_port(replica)
@@ -178,9 +178,9 @@ def command(
     sys.exit(state.exit_status)
 
 
-def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
-    """Return the replica with the requested port. Free ones are chosen here, so that a restarted router keeps them."""
-    given = replica.spec.router
+def _with_ports(replica: MedhaReplica, port: int | None) -> MedhaReplica:
+    """Return the replica with the requested port. Free ones are chosen here, so that parts that are restarted keep them."""
+    given, metrics = replica.spec.router, replica.spec.metrics
     port = given.port if port is None else port
     router = given.model_copy(
         update={
@@ -188,7 +188,10 @@ def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
             "metrics_port": given.metrics_port or free_port(given.metrics_host),
         }
     )
-    return replica.model_copy(update={"spec": replica.spec.model_copy(update={"router": router})})
+    metrics = metrics.model_copy(update={"port": metrics.port or free_port(metrics.host)})
+    return replica.model_copy(
+        update={"spec": replica.spec.model_copy(update={"router": router, "metrics": metrics})}
+    )
 
 
 def _with_traces(replica: MedhaReplica, endpoint: str | None) -> MedhaReplica:

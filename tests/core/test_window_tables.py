@@ -211,7 +211,10 @@ def test_positions_whose_window_is_gone_get_no_blocks() -> None:
     tables = Tables(40, 4, 8)
     tables.compute("a", 0, 30)
     tables.begin_step()
-    with pytest.raises(LedgerMismatch, match="a: positions 20 to 21 need positions"):
+    with pytest.raises(
+        LedgerMismatch,
+        match="a: positions 20 to 21 need the KV from 13 on, and only that of 20 to 32 is here",
+    ):
         tables.compute("a", 20, 21)
     with pytest.raises(LedgerMismatch, match="a has freed the window that b is to share"):
         tables.share_prompt("a", "b", 20)

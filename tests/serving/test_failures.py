@@ -97,6 +97,9 @@ def test_streams_go_on_with_the_same_texts_when_a_part_dies(replica: Served, mod
     assert [beside.result(), guided] == undisturbed
     assert not victim.is_running()
     replica.wait_idle()
+    assert (
+        "medha_steps_total" in replica.controller_page()
+    )  # where `medha up` has printed it, also after a restart
 
 
 ROWS = {

@@ -67,8 +67,13 @@ def wait_released(controller: str, timeout_seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-def remains_in_files(directory: Path, status: dict[str, Any]) -> dict[str, int]:
-    """Return the files of a disk tier that are no whole files, and the blocks of whole ones that its replica does not count."""
+def remains_in_files(
+    directory: Path, status: dict[str, Any], *, are_files_gone: bool = False
+) -> dict[str, int]:
+    """Return the files of a disk tier that are no whole files, and the blocks of whole ones that its replica does not count.
+
+    A replica counts the blocks of a file that somebody has removed until it reads that file, so `are_files_gone` allows them.
+    """
     files = [path for path in directory.rglob("*") if path.is_file()]
     unfinished = [path for path in files if path.suffix not in (SUFFIX, "") or path.name.startswith("probe")]
     by_rank: dict[Path, int] = {}
@@ -78,6 +83,8 @@ def remains_in_files(directory: Path, status: dict[str, Any]) -> dict[str, int]:
     tiers = [lane["disk_tier"] for lane in status["lanes"]]
     counted = max(tier["held"] for tier in tiers)
     beside = max((blocks - counted for blocks in by_rank.values()), default=0)
+    if are_files_gone:
+        beside = max(beside, 0)
     is_off = any(tier["fault"] for tier in tiers)  # then the files stay until the ranks restart
     found = {"unfinished files": len(unfinished), "blocks that nobody counts": 0 if is_off else beside}
     return {name: count for name, count in found.items() if count}

@@ -311,7 +311,8 @@ class WindowTables:
         held_stop = (first + len(table.blocks)) * size
         if max(first_seen, 0) // size < first or start > held_stop:
             raise LedgerMismatch(
-                f"{sequence}: positions {start} to {stop} need positions before the window, which have been freed"
+                f"{sequence}: positions {start} to {stop} need the KV from {max(first_seen, 0)} on, and only that of "
+                f"{first * size} to {held_stop} is here"
             )
         if stop > held_stop:
             self._extend(sequence, table, -(-stop // size))
