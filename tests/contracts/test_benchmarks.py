@@ -62,9 +62,9 @@ def test_a_script_says_in_its_help_how_it_is_called(name: str, helps: dict[str, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(MEASURING) - {"gpu"}))
+@pytest.mark.parametrize("name", sorted(set(MEASURING) - {"gpu", "fit"}))
 def test_a_quick_run_ends_and_writes_its_claims(name: str, tmp_path: Path) -> None:
-    """`gpu.py` needs a GPU; `test_gpu_check.py` runs its parts."""
+    """`gpu.py` needs a GPU, and `test_gpu_check.py` runs its parts. `fit.py` needs measurements, and `test_fit.py` makes some."""
     target = tmp_path / "found.json"
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--json", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
