@@ -61,7 +61,7 @@ class Read:
 
 @dataclass
 class Rank:
-    """One rank: its host blocks, its files, and the work that it has not done."""
+    """A rank's host blocks, its files, and the work that it has not done."""
 
     number: int
     ledger: HostLedger

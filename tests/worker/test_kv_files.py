@@ -386,27 +386,35 @@ def test_a_directory_that_cannot_be_used_switches_the_tier_off(tmp_path: Path) -
     disk.blocks.close()
 
 
+class Hang:
+    """Makes a call of `os` hang until it may go on: a disk that does not answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        real = getattr(os, name)
+
+        def hanging(*arguments: object) -> object:
+            self.began.set()
+            self.goes_on.wait(60)
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, hanging)
+
+
 def test_blocks_that_get_other_owners_reach_no_file_and_a_slow_disk_blocks_no_step(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, hangs, pwrite = threading.Event(), threading.Event(), os.pwrite
-
-    def slow(*arguments: object) -> int:
-        hangs.set()
-        goes_on.wait(60)
-        return pwrite(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "pwrite", slow)
+    hang = Hang(monkeypatch, "pwrite")
     monkeypatch.setattr(disk.blocks, "_piece_blocks", 1)
     disk.reports.clear()
     writes = tuple(WriteBlocks(described(name), name, 0, ((0, 3),)) for name in (1, 2, 3))
     disk.blocks.submit(HostTierWork(writes=writes))
-    assert hangs.wait(60)
+    assert hang.began.wait(60)
     disk.blocks.drop(
         [HostDrop(1, keep=1), HostDrop(2), HostDrop(3, keep=3)]
     )  # while the first one is written
     disk.host.put_rows(0, np.full((3, disk.host.block_bytes), 77, dtype=np.uint8))
-    goes_on.set()
+    hang.goes_on.set()
     assert disk.blocks.drain(60)
     done = [(one.written, one.not_written) for one in disk.reports]
     names = [described(name).name for name in (1, 2, 3)]
@@ -416,42 +424,28 @@ def test_blocks_that_get_other_owners_reach_no_file_and_a_slow_disk_blocks_no_st
 
 def test_a_read_does_not_wait_for_a_write(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.write(1, 0)
-    goes_on, hangs, pwrite = threading.Event(), threading.Event(), os.pwrite
-
-    def slow(*arguments: object) -> int:
-        hangs.set()
-        goes_on.wait(60)
-        return pwrite(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "pwrite", slow)
+    hang = Hang(monkeypatch, "pwrite")
     disk.blocks.submit(HostTierWork(writes=(WriteBlocks(described(2), 0, 0, ((0, 3),)),)))
-    assert hangs.wait(60)
+    assert hang.began.wait(60)
     disk.reports.clear()
     disk.blocks.submit(HostTierWork(reads=(ReadBlocks(described(1).name, 0, 9, ((6, 3),)),)))
     end = threading.Event()
     while not disk.reports:
         assert not end.wait(0.01)
     assert [extent for extent, _ in disk.reports[0].loaded] == [9]
-    goes_on.set()
+    hang.goes_on.set()
     assert disk.blocks.drain(60)
     assert disk.reports[1:] == [DiskReport(3, written=(described(2).name,))]
 
 
 def test_an_epoch_that_ends_calls_off_reads(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.write(1, 0)
-    goes_on, hangs, preadv = threading.Event(), threading.Event(), os.preadv
-
-    def slow(*arguments: object) -> int:
-        hangs.set()
-        goes_on.wait(60)
-        return preadv(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "preadv", slow)
+    hang = Hang(monkeypatch, "preadv")
     disk.blocks.submit(HostTierWork(reads=(ReadBlocks(described(1).name, 0, 9, ((6, 3),)),)))
-    assert hangs.wait(60)
+    assert hang.began.wait(60)
     disk.reports.clear()
     disk.blocks.end_epoch()
-    goes_on.set()
+    hang.goes_on.set()
     assert disk.blocks.drain(60)
     assert disk.reports == []
     assert [disk.held(slot) for slot in (6, 7, 8)] == [6, 7, 8]
@@ -464,15 +458,7 @@ def test_a_disk_that_hangs_switches_the_tier_off_and_nothing_waits_for_it(
     now = 0.0
     disk = Disk(tmp_path / "rank-3", clock=lambda: now)
     disk.write(1, 0)
-    goes_on, hangs, name = threading.Event(), threading.Event(), "preadv" if work == "read" else "pwrite"
-    real = getattr(os, name)
-
-    def slow(*arguments: object) -> int:
-        hangs.set()
-        goes_on.wait(60)
-        return int(real(*arguments))
-
-    monkeypatch.setattr(os, name, slow)
+    hang = Hang(monkeypatch, "preadv" if work == "read" else "pwrite")
     read = ReadBlocks(described(1).name, 0, 9, ((6, 3),))
     write = WriteBlocks(described(2), 0, 0, ((0, 2), (3, 1)))
     try:
@@ -481,7 +467,7 @@ def test_a_disk_that_hangs_switches_the_tier_off_and_nothing_waits_for_it(
             disk.blocks.submit(HostTierWork(reads=(read,)))
         else:
             disk.blocks.submit(HostTierWork(writes=(write,)))
-        assert hangs.wait(60)
+        assert hang.began.wait(60)
         disk.blocks.submit(HostTierWork(reads=(replace(read, extent=10),), writes=(write,)))
         end = threading.Event()
         while not disk.reports:  # what does not hang goes on
@@ -499,12 +485,12 @@ def test_a_disk_that_hangs_switches_the_tier_off_and_nothing_waits_for_it(
         while disk.reports[-1].not_loaded != (11,):
             assert not end.wait(0.01)
         told, before = list(disk.reports), disk.host.rows(0, 12)
-        goes_on.set()
+        hang.goes_on.set()
         assert disk.blocks.drain(60)
         assert disk.reports == told, "what was called off is reported once"
         assert (disk.host.rows(0, 12) == before).all(), "its host blocks may have other owners"
     finally:
-        goes_on.set()
+        hang.goes_on.set()
         disk.blocks.close()
 
 
@@ -514,28 +500,21 @@ def test_a_disk_that_hangs_while_ranks_look_through_it_is_off(
     now = 0.0
     disk = Disk(tmp_path / "rank-3", clock=lambda: now)
     disk.write(1, 0)
-    goes_on, hangs, pread = threading.Event(), threading.Event(), os.pread
-
-    def slow(*arguments: object) -> bytes:
-        hangs.set()
-        goes_on.wait(60)
-        return pread(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "pread", slow)
+    hang = Hang(monkeypatch, "pread")
     disk.reports.clear()
     try:
         disk.blocks.begin_epoch(DiskReport(3, 0, 1), KEY, disk.reports.append)
-        assert hangs.wait(60)
+        assert hang.began.wait(60)
         now = 31.0
         end = threading.Event()
         while not disk.reports:
             assert not end.wait(0.01)
-        goes_on.set()
+        hang.goes_on.set()
         assert disk.blocks.drain(60)
         assert ["30 s" in one.fault for one in disk.reports] == [True]
         assert not any(one.found_all for one in disk.reports)
     finally:
-        goes_on.set()
+        hang.goes_on.set()
         disk.blocks.close()
 
 
@@ -545,17 +524,10 @@ def test_a_disk_that_hangs_as_an_epoch_ends_is_off_in_the_next_one(
     now = 0.0
     disk = Disk(tmp_path / "rank-3", clock=lambda: now)
     disk.write(1, 0)
-    goes_on, hangs, preadv = threading.Event(), threading.Event(), os.preadv
-
-    def slow(*arguments: object) -> int:
-        hangs.set()
-        goes_on.wait(60)
-        return preadv(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "preadv", slow)
+    hang = Hang(monkeypatch, "preadv")
     try:
         disk.blocks.submit(HostTierWork(reads=(ReadBlocks(described(1).name, 0, 9, ((6, 3),)),)))
-        assert hangs.wait(60)
+        assert hang.began.wait(60)
         disk.reports.clear()
         disk.blocks.begin_epoch(DiskReport(3, 0, 1), KEY, disk.reports.append)
         end = threading.Event()
@@ -567,7 +539,7 @@ def test_a_disk_that_hangs_as_an_epoch_ends_is_off_in_the_next_one(
             assert not end.wait(0.01)
         assert {one.epoch for one in disk.reports} == {1}
     finally:
-        goes_on.set()
+        hang.goes_on.set()
         disk.blocks.close()
 
 

@@ -1,10 +1,10 @@
 """The disk tier of one lane: files with blocks of the host tier, which outlive it, the epoch and the pods.
 
-Blocks that come to the host tier are also written to files, each of up to `FILE_BLOCKS` blocks. A disk is slow, so they wait
-there until earlier files are written (`medha.kv.unwritten_blocks`). If a prompt continues in a
-file behind what device and host tier hold, its blocks are *loaded*: read into the host tier, from where they are
-fetched. The request waits meanwhile, but no step does. A load that fails, or that takes too long, costs time only:
-nothing is fetched before all ranks of the lane have reported that the blocks are there and are what was written.
+Blocks that come to the host tier are also written to files, each of up to `FILE_BLOCKS` blocks. A disk is slow, so they
+wait there until earlier files are written (`medha.kv.unwritten_blocks`). If a prompt continues in a file behind what device
+and host tier hold, its blocks are *loaded*: read into the host tier, from where they are fetched. The request waits
+meanwhile, but no step does. A load that fails, or that takes too long, costs time only: nothing is fetched before all ranks
+of the lane have reported that the blocks are there and are what was written.
 
 `DiskTier` decides, at the controller, and has no files. A block counts only where every rank of the lane has reported
 the file that holds it: when the epoch began, or once it was written. Files are deleted in the order in which prompts
@@ -101,9 +101,8 @@ class DiskCounts:
     written_blocks: int = 0
     failed_loads: int = 0
     failed_writes: int = 0
-    skipped_blocks: int = (
-        0  # not written, because the host tier had dropped them before, or the disk tier had no room
-    )
+    skipped_blocks: int = 0
+    """Blocks that were not written: the host tier had dropped them before, or the disk tier had no room."""
 
 
 class DiskTier:

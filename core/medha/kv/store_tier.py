@@ -1,9 +1,9 @@
 """The store of a replica: objects with blocks of prompts, which replicas of the same model share.
 
-While a long prompt is computed, its blocks are copied to the host tier and written to the store (write-through). A store is slow,
-so objects wait on the device until earlier ones are written (`Offers`). If a prompt
-continues in the store behind what its replica has, its blocks are *loaded* into the host tier, as those of files are. Other
-replicas write, too, and anything may vanish, so nobody knows what is there without asking: `medha.scheduler.store_kv` asks.
+While a long prompt is computed, its blocks are copied to the host tier and written to the store (write-through). A store is
+slow, so objects wait on the device until earlier ones are written (`Offers`). If a prompt continues in the store behind what
+its replica has, its blocks are *loaded* into the host tier, as those of files are. Other replicas write, too, and anything
+may vanish, so nobody knows what is there without asking: `medha.scheduler.store_kv` asks.
 
 An object has `object_blocks` blocks of one rank's part of the KV, at a multiple of that number in what a lane holds of a
 prompt. So all replicas of one grid cut equal prompts at the same places, and the hashes of the blocks name the object.
@@ -42,11 +42,10 @@ class StoreCounts:
     looks: int = 0  # questions which objects are there
     loaded_blocks: int = 0
     written_blocks: int = 0
-    skipped_blocks: int = (
-        0  # not written, because they were gone before, the host tier had no place, or the store rests
-    )
     failed_loads: int = 0
     failed_writes: int = 0
+    skipped_blocks: int = 0
+    """Blocks that were not written: they were gone before, the host tier had no place, or the store rests."""
 
 
 @dataclass(slots=True, eq=False)

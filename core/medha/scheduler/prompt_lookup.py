@@ -5,8 +5,9 @@ all its sequences share, and the outputs of finished requests that may share KV 
 them counts (`medha.scheduler.text_index`); if several are as long, the last one in the first of these texts. The tokens after
 that place are the guesses for as long as they turn out right, or until a longer run is found elsewhere.
 
-Prompts are indexed piece by piece: one piece of one prompt at a time, in turn, so that neither long prompts nor many of them
-delay a step. Drafts only quote what is indexed.
+Prompts are indexed piece by piece: the first piece as a sequence begins, the others one at a time, prompts in turn. So the time of a
+step does not grow with the length of prompts, nor with the number of those that are not indexed. Drafts only quote what is
+indexed.
 """
 
 from __future__ import annotations
