@@ -32,6 +32,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -247,18 +249,16 @@ def serve(seconds: float, rounds: int) -> list[OnTime]:
         command = medha_up(folder / "fairness.yaml", "--api-keys", str(folder / "keys.yaml"))
         with served(command, url):
             asyncio.run(send(url, 3.0, [SMALL], seed=-1))  # warms up
-            found = []
-            for number in range(rounds):
-                each = in_turn(
-                    1,
-                    {
-                        keys: lambda keys=keys: asyncio.run(send(url, seconds, keys.split(), number))  # type: ignore[misc] # noqa: B023
-                        for keys in (SMALL, f"{SMALL} {LARGE}")
-                    },
-                )
-                ((alone,), (beside,)) = each.values()
-                found.append(OnTime("served", alone[SMALL], beside[SMALL], beside[LARGE]))
-    return found
+            numbers = {keys: count() for keys in (SMALL, f"{SMALL} {LARGE}")}
+
+            def once(keys: str) -> dict[str, tuple[int, int]]:
+                return asyncio.run(send(url, seconds, keys.split(), next(numbers[keys])))
+
+            alone, beside = in_turn(rounds, {keys: partial(once, keys) for keys in numbers}).values()
+    return [
+        OnTime("served", one[SMALL], both[SMALL], both[LARGE])
+        for one, both in zip(alone, beside, strict=True)
+    ]
 
 
 def claims(results: Sequence[OnTime]) -> list[Row]:

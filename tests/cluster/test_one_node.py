@@ -6,11 +6,13 @@ The tests share one cluster and go on where the one before has ended, top to bot
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +75,19 @@ def address(cluster: Cluster, service: str) -> str:
     return cluster.kubectl("-n", SYSTEM, "get", "service", service, "-o", "jsonpath={.spec.clusterIP}")
 
 
-def epoch(cluster: Cluster) -> float:
-    """How often the ranks have met anew, as the replica's first pod says."""
-    pod = medha.get(cluster, "pod", "tiny-l0-0")
+def metric(cluster: Cluster, pod_address: str, name: str) -> float:
+    """Return the value of a pod's metric that has no labels."""
     with (
-        cluster.forward(pod["status"]["podIP"], 9400) as port,
+        cluster.forward(pod_address, 9400) as port,
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer,
     ):
         lines = answer.read().decode().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith("medha_epoch "))
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def epoch(cluster: Cluster) -> float:
+    """Return how often the ranks have met anew, as the replica's first pod says."""
+    return metric(cluster, medha.get(cluster, "pod", "tiny-l0-0")["status"]["podIP"], "medha_epoch")
 
 
 def completion(cluster: Cluster) -> httpx.Response:
@@ -374,6 +380,67 @@ def test_a_replica_that_is_deleted_leaves_nothing(cluster: Cluster, at_first: se
     cluster.kubectl("delete", "medhareplica", "tiny", "--timeout=10s")
     eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
     assert complaints(operator_log(cluster)) == []
+
+
+NEIGHBOURS = ("left", "right")
+DOCUMENT_TOKENS, QUESTION_TOKENS, QUESTIONS, ROUNDS = 6000, 1000, 5, 12
+KV_OF_NEIGHBOURS: dict[str, Any] = {
+    "parallelism": {},
+    "kvCache": {"size": "96Mi", "tiers": {"host": {"size": "128Mi"}, "peers": {"bandwidth": "1Gi"}}},
+    "resources": {"accelerator": "none", "requests": {"cpu": "100m", "memory": "1Gi"}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_replicas_read_kv_of_each_other_through_the_ports_that_the_operator_opens(
+    cluster: Cluster, at_first: set[str]
+) -> None:
+    """Many questions about one document come at once, so that the replica which has not computed it takes some of them."""
+    for name in NEIGHBOURS:
+        medha.apply(cluster, medha.tiny(name, **KV_OF_NEIGHBOURS))
+    cluster.kubectl(
+        "wait", "--for=condition=Ready", f"--timeout={READY_SECONDS:.0f}s",
+        *(f"medhareplica/{name}" for name in NEIGHBOURS),
+    )  # fmt: skip
+
+    def total(what: str) -> float:
+        pods = [medha.get(cluster, "pod", f"{name}-l0-0") for name in NEIGHBOURS]
+        return sum(metric(cluster, pod["status"]["podIP"], f"medha_peer_kv_{what}_total") for pod in pods)
+
+    with (
+        cluster.forward(address(cluster, "medha-router"), 8000) as port,
+        ThreadPoolExecutor(QUESTIONS) as clients,
+    ):
+
+        def ask(prompt: list[int], salt: str) -> str:
+            body: dict[str, Any] = {
+                "model": "tiny", "prompt": prompt, "max_tokens": 12, "ignore_eos": True, "seed": 1,
+                "temperature": 0.9, "cache_salt": salt,
+            }  # fmt: skip
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=300)
+            return str(answer.raise_for_status().json()["choices"][0]["text"])
+
+        eventually(lambda: completion(cluster).status_code, lambda code: code == 200, READY_SECONDS)
+        for number in range(ROUNDS):
+            dice = random.Random(number)
+            document = [dice.randrange(5, 96) for _ in range(DOCUMENT_TOKENS)]
+            questions = [
+                document + [dice.randrange(5, 96) for _ in range(QUESTION_TOKENS)] for _ in range(QUESTIONS)
+            ]
+            ask(document, "shared")
+            handed = list(clients.map(ask, questions, ["shared"] * QUESTIONS))
+            alone = [ask(one, f"{number} {at}") for at, one in enumerate(questions)]
+            assert handed == alone
+            if total("loaded_bytes") > 0:
+                break
+    assert total("loaded_bytes") > 0
+    assert total("failures") == 0
+    logs = [cluster.kubectl("logs", f"{name}-l0-0") for name in NEIGHBOURS]
+    assert any("KV of other replicas comes encrypted by AES-GCM" in log for log in logs)
+    assert not any("over CURVE, more slowly" in log for log in logs)
+    cluster.kubectl("delete", "medhareplica", *NEIGHBOURS, "--timeout=10s")
+    eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
 
 
 TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import pytest
 
 from medha.cost.tier_seconds import ReadSeconds
-from medha.kv.disk_tier import FILE_BLOCKS, DiskTier, OnDisk, file_name
+from medha.kv.disk_tier import FILE_BLOCKS, MOST_CONSIDERED, DiskTier, OnDisk, file_name
 from medha.kv.host_tier import HostTier, Kept
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import Branch, hash_count, hash_range
@@ -64,7 +66,7 @@ class Waiting:
         return extent
 
     def take_unwritten(self, most_blocks: int) -> Kept | None:
-        assert most_blocks == FILE_BLOCKS
+        assert all(hash_count(one.hashes) <= most_blocks for one in self.kept)
         return self.kept.popleft() if self.kept else None
 
     def wait_again(self, hashes: str) -> int:
@@ -192,13 +194,123 @@ def test_files_make_room_in_the_order_of_use_and_beginnings_stay_longest() -> No
     written(disk, behind)
     other = write(disk, chain(3, 4))
     written(disk, other)
-    disk.begin_load(OnDisk(behind[0].file.name, 0, 4), 5, 4)  # uses the beginning, too
+    disk.use([OnDisk(behind[0].file.name, 0, 4)])  # uses the beginning, too
     assert write(disk, chain(4, 4)) != ()
     assert [delete.file for delete in disk.take_deletes(0)] == [other[0].file.name]
-    assert write(disk, chain(5, 12)) == (), "nothing that is read or written makes room"
-    assert disk.take_deletes(0) == ()
-    assert disk.counts.skipped_blocks == 12
     disk.check()
+
+
+def test_a_file_waits_until_others_that_are_read_or_written_leave_room_for_it() -> None:
+    disk = tier(blocks=12)
+    read = write(disk, chain(1, 4))
+    written(disk, read)
+    disk.begin_load(OnDisk(read[0].file.name, 0, 4), 5, 4)
+    assert (disk.has_place, write(disk, chain(2, 12))) == (False, ())
+    for rank in range(2):
+        disk.report(DiskReport(rank, loaded=((5, 0.1),)))
+    disk.check()
+    assert len(disk.write(0)) == 1
+    assert [delete.file for delete in disk.take_deletes(0)] == [read[0].file.name]
+    assert disk.counts.skipped_blocks == 0
+    disk.check()
+
+
+@pytest.mark.parametrize("most_writing", [FILE_BLOCKS, 2 * FILE_BLOCKS, 100 * FILE_BLOCKS])
+def test_of_a_prompt_for_which_a_tier_is_too_small_the_beginning_is_written(most_writing: int) -> None:
+    disk, hashes = tier(4 * FILE_BLOCKS, most_writing=most_writing), chain(1, 10 * FILE_BLOCKS)
+    other = write(disk, chain(2, FILE_BLOCKS))
+    written(disk, other)
+    writes = write(disk, hashes)
+    while writes or waiting(disk).kept:
+        written(disk, writes)
+        writes = disk.write(0)
+    assert sum(one.count for one in disk.match(hashes, 0, 640)) == 4 * FILE_BLOCKS
+    assert disk.counts.skipped_blocks == 6 * FILE_BLOCKS
+    assert [delete.file for delete in disk.take_deletes(0)] == [other[0].file.name]
+
+
+def parts(hashes: str) -> list[Kept]:
+    """Return the files of a prompt, in the order in which it continues in them."""
+    found = Waiting()
+    found.add(hashes)
+    return list(found.kept)
+
+
+def test_a_file_waits_if_others_that_are_read_would_have_to_make_room_for_it() -> None:
+    disk, hashes, other = tier(4 * FILE_BLOCKS), chain(1, 3 * FILE_BLOCKS), chain(2, 2 * FILE_BLOCKS)
+    *beginning, end = parts(hashes)
+    for text in (other, hash_range(hashes, 0, 2 * FILE_BLOCKS)):
+        written(disk, write(disk, text))
+    for extent, found in enumerate(disk.match(other, 0, 2 * FILE_BLOCKS)):
+        disk.begin_load(found, extent, FILE_BLOCKS)
+    waiting(disk).kept.append(end)
+    assert disk.write(0) == ()
+    assert (waiting(disk).again, disk.has_place) == ([end.hashes], False), (
+        "it waits, and no step tries in vain"
+    )
+    for rank in range(2):
+        assert not disk.has_place
+        disk.report(DiskReport(rank, loaded=((1, 0.1),)))
+    assert disk.has_place
+    waiting(disk).kept.append(end)
+    assert [one.file.start for one in disk.write(0)] == [2 * FILE_BLOCKS]
+    assert (disk.counts.skipped_blocks, len(disk.match(hashes, 0, 192))) == (0, len(beginning))
+    disk.check()
+
+
+def test_of_a_prompt_that_is_evicted_from_its_end_only_what_a_tier_can_hold_is_written() -> None:
+    disk, hashes = tier(4 * FILE_BLOCKS), chain(1, 10 * FILE_BLOCKS)
+    starts = []
+    for one in reversed(parts(hashes)):
+        waiting(disk).kept.append(one)
+        writes = disk.write(0)
+        starts += [write.file.start for write in writes]
+        written(disk, writes)
+    assert starts == [192, 128, 64, 0]
+
+
+def test_what_is_behind_a_file_that_could_not_be_written_does_not_replace_the_beginning() -> None:
+    disk, hashes = tier(4 * FILE_BLOCKS, most_writing=FILE_BLOCKS), chain(1, 10 * FILE_BLOCKS)
+    writes = write(disk, hashes)
+    for _ in range(3):
+        written(disk, writes)
+        writes = disk.write(0)
+    disk.report(DiskReport(1, not_written=(writes[0].file.name,)))
+    assert disk.write(0) == ()
+    assert sum(one.count for one in disk.match(hashes, 0, 640)) == 3 * FILE_BLOCKS
+
+
+def test_one_step_considers_a_bounded_number_of_files() -> None:
+    disk, hashes = tier(), chain(1, 10)
+    written(disk, write(disk, hashes))
+    for _ in range(MOST_CONSIDERED + 1):
+        waiting(disk).add(hashes)
+    assert (disk.write(0), len(waiting(disk).kept)) == ((), 1)
+    assert (disk.write(0), len(waiting(disk).kept)) == ((), 0)
+
+
+def test_a_prompt_uses_each_of_its_files_once_and_the_beginning_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, hashes = tier(20 * FILE_BLOCKS), chain(1, 20 * FILE_BLOCKS)
+    for at in range(0, 640, FILE_BLOCKS):
+        before = hash_range(hashes, at - 1, at) if at else ""
+        written(disk, write(disk, hash_range(hashes, at, at + FILE_BLOCKS), at, before=before))
+    written(disk, write(disk, chain(2, FILE_BLOCKS)))
+    looked_at = 0
+    lines = DiskTier._line
+
+    def count(self: DiskTier, file: Any) -> Iterator[Any]:
+        nonlocal looked_at
+        for one in lines(self, file):
+            looked_at += 1
+            yield one
+
+    monkeypatch.setattr(DiskTier, "_line", count)
+    found = disk.match(hashes, 0, 640)
+    disk.use(found)
+    assert looked_at <= 2 * len(found)
+    disk.check()
+    first_hashes = [file.hashes[:32] for file in disk._in_order()]
+    assert first_hashes == [f"{2000:032x}", *(f"{1000 + at:032x}" for at in range(576, -1, -FILE_BLOCKS))]
 
 
 def test_a_load_ends_when_every_rank_has_reported_it() -> None:

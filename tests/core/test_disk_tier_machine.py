@@ -2,7 +2,8 @@
 
 A rank writes what its host blocks hold when it comes to a file, which may be long after they were handed to it. So each file
 must have the blocks that its name says, and what is read back must be what was asked for. At the end nothing waits, and
-everything that the host tier still holds is in files, unless a disk has failed.
+everything that the host tier still holds is in files, unless a disk has failed. Whatever the tier has been through, a prompt that
+comes then is written: all of it, or its beginning.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha.kv.blocks import Run
-from medha.kv.disk_tier import DiskTier
+from medha.kv.disk_tier import FILE_BLOCKS, DiskTier, file_name
 from medha.kv.host_tier import HostLedger, HostTier
 from medha.kv.prefix_cache import Branch, hash_at, hash_count, hash_range
 from medha.kv.unwritten_blocks import UnwrittenBlocks
-from medha.wire.messages import DiskReport, DiskWrite, HostDrop
+from medha.wire.messages import DiskFile, DiskReport, DiskWrite, HostDrop
 
 TEXTS, TEXT_BLOCKS, SIZE = 4, 160, 16
-TEXT = ["".join(f"{1000 * text + block:032x}" for block in range(TEXT_BLOCKS)) for text in range(TEXTS)]
+NEW = TEXTS
+"""The text that comes at the end."""
+TEXT = ["".join(f"{1000 * text + block:032x}" for block in range(TEXT_BLOCKS)) for text in range(TEXTS + 1)]
 
 
 class Prices:
@@ -90,18 +93,38 @@ def each(slots: Iterable[Run]) -> list[int]:
 class DiskMachine(RuleBasedStateMachine):
     @initialize(
         host_blocks=st.sampled_from([3, 20, 120, 400]),
-        disk_blocks=st.sampled_from([10, 100, 10_000]),
+        disk_blocks=st.sampled_from([10, 64, 100, 10_000]),
         most_writing=st.sampled_from([1, 70, 140, 400]),
+        found=st.lists(
+            st.tuples(st.integers(0, TEXTS - 1), st.integers(0, TEXT_BLOCKS - 10), st.sets(st.integers(0, 1)))
+        ),
+        pieces=st.lists(st.tuples(st.integers(1, 64), st.booleans())),
     )
-    def start(self, host_blocks: int, disk_blocks: int, most_writing: int) -> None:
+    def start(
+        self,
+        host_blocks: int,
+        disk_blocks: int,
+        most_writing: int,
+        found: list[tuple[int, int, set[int]]],
+        pieces: list[tuple[int, bool]],
+    ) -> None:
+        """`found` are files of a former epoch: the text, the first block, and the ranks; `pieces` those in which the last text comes."""
         self.host = HostTier(host_blocks, SIZE, Prices())
         self.host.unwritten = UnwrittenBlocks()
         self.disk = DiskTier(disk_blocks, range(2), SIZE, Prices(), most_writing, self.host)
         self.ranks = [Rank(number, HostLedger(host_blocks)) for number in range(2)]
         self.most_writing = max(most_writing, 64)
         self.has_failed = False
+        self.pieces = pieces
         for rank in self.ranks:
-            self.report(rank, found_all=True)
+            files: list[DiskFile] = []
+            for text, first, ranks in found:
+                hashes = hash_range(TEXT[text], first, first + 10)
+                before = hash_at(TEXT[text], first - 1) if first else ""
+                if rank.number in ranks:
+                    files.append(DiskFile(file_name(before, hashes), first, hashes, before))
+            rank.files = {one.name: one.hashes for one in files}
+            self.report(rank, found=tuple(files), found_all=True)
 
     # --- the controller -------------------------------------------------------------------------------
 
@@ -133,9 +156,11 @@ class DiskMachine(RuleBasedStateMachine):
         """Send ranks what they write and delete: deletes go first, as in a step."""
         waited = self.host.unwritten is not None and bool(self.host.unwritten)
         had_place = self.disk.has_place
-        writes, deletes = self.disk.write(0), self.disk.take_deletes(0)
+        writes = list(self.disk.write(0))
+        while self.disk.has_place and self.host.unwritten:  # one step considers few files
+            writes += self.disk.write(0)
+        deletes = self.disk.take_deletes(0)
         assert had_place or not writes
-        assert not (self.disk.has_place and self.host.unwritten), "what has a place does not wait"
         assert waited or not writes
         assert self.disk.writing_blocks <= self.most_writing
         for rank in self.ranks:
@@ -157,6 +182,7 @@ class DiskMachine(RuleBasedStateMachine):
                 return
             extent, count, drops = began
             self.disk.begin_load(found, extent, count)
+            self.disk.use([found])
             for rank in self.ranks:
                 assert found.file in rank.files
                 rank.drop(drops)
@@ -262,6 +288,29 @@ class DiskMachine(RuleBasedStateMachine):
         if self.disk.blocks == 10_000 and not self.has_failed:
             for key in self.host._places:
                 assert key in self.disk._places, "it is in no file"
+        self.a_new_text_comes()
+        held = sum(one.count for one in self.disk.match(TEXT[NEW], 0, TEXT_BLOCKS))
+        most_blocks = min(FILE_BLOCKS, self.disk.blocks)
+        assert held >= min(TEXT_BLOCKS, self.disk.blocks - most_blocks + 1)
+
+    def a_new_text_comes(self) -> None:
+        """Evict a text piece by piece from its end to an empty host tier, and write it."""
+        self.disk._source = self.host = HostTier(2 * TEXT_BLOCKS, SIZE, Prices())
+        self.host.unwritten = UnwrittenBlocks()
+        for rank in self.ranks:
+            rank.ledger = HostLedger(2 * TEXT_BLOCKS)
+        stop = TEXT_BLOCKS
+        for most_blocks, is_followed_by_step in [*self.pieces, (TEXT_BLOCKS, True)]:
+            blocks = min(most_blocks, stop)
+            stop -= blocks
+            if blocks:
+                self.evict(NEW, stop, blocks)
+            if is_followed_by_step:
+                self.time_passes()
+        while self.host.unwritten:
+            self.time_passes()
+        self.time_passes()
+        self.all_agree()
 
 
 DiskMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

@@ -64,6 +64,7 @@ class Chats:
         """Assert that no request holds KV, and that no fetch keeps any in the tier."""
         (tier,) = self.replica.controller.pools.tiers
         assert not tier._pinned
+        assert not tier._kept
         assert self.replica.controller.pools.held_blocks == 0
         tier.check()
 
@@ -160,6 +161,7 @@ def test_what_a_step_fetches_is_not_dropped_for_another_request_of_that_step(
     assert chats.fetched(short) == [2]
     host.check()
     assert not host._pinned
+    assert not host._kept
 
 
 def test_two_requests_that_want_the_same_prefix_each_get_it(chats: Chats) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.disk_tier import MOST_CONSIDERED
 from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixHasher
 from medha.kv.store_tier import Offer, Offers, StoreTier, object_blocks
 from medha.scheduler.controller import ReplicaController
@@ -412,7 +413,8 @@ def test_offers_wait_for_a_place_on_their_lane_and_no_more_than_the_pools_have_b
     found = offers.next(lambda lane: lane == 1)
     assert found is not None
     assert found.chain == "b"
-    found.first = found.stop
+    for _ in range(3):
+        offers.take_first(found)
     assert offers.next(lambda lane: lane == 1) is None
     assert len(offers) == 1, "what was written is forgotten, though another one waits before it"
     assert offers.add(Offer(0, "c", 0, 7)) == 6, "the oldest one goes"
@@ -420,6 +422,20 @@ def test_offers_wait_for_a_place_on_their_lane_and_no_more_than_the_pools_have_b
     found = offers.next(lambda _: True)
     assert found is not None
     assert (found.chain, offers.objects) == ("d", 12)
+
+
+def test_one_step_considers_a_bounded_number_of_objects_of_a_store_that_rests() -> None:
+    replica = Replica()
+    pools, counts = replica.core.pools, replica.store.counts
+    replica.store.rests = True
+    pools._offers = Offers(10**6)
+    chain = "".join(f"{block:032x}" for block in range((MOST_CONSIDERED + 9) * OBJECT_BLOCKS))
+    pools._offers.add(Offer(0, chain, 0, MOST_CONSIDERED + 5))
+    pools._offers.add(Offer(0, chain[::-1], 0, 4))
+    pools.write_through(10**6)
+    assert (pools._offers.objects, counts.skipped_blocks) == (9, MOST_CONSIDERED * OBJECT_BLOCKS)
+    pools.write_through(10**6)
+    assert (pools._offers.objects, len(pools._offers), pools.has_offers) == (0, 0, False)
 
 
 def test_a_long_prompt_that_is_cached_is_copied_for_the_store_with_several_steps() -> None:

@@ -346,6 +346,15 @@ def test_a_log_replays_and_shows_that_short_requests_pass_a_long_one(page: Brows
     page.until("document.getElementById('status').dataset.state === 'live'")
 
 
+@needs_browser
+def test_the_slider_has_the_range_of_a_log_before_the_next_frame(page: Browser, tmp_path: Path) -> None:
+    page.evaluate("window.requestAnimationFrame = () => 0")
+    page.choose_file("#file", log_of(convoy(), tmp_path / "log.jsonl"))
+    page.until("document.getElementById('status').innerText.includes('Replay of log.jsonl')")
+    low, high = page.evaluate("[Number(scrub.min), Number(scrub.max)]")
+    assert (low, high) == (0, 41), "the range of the log, not that of the router"
+
+
 def seek(page: Browser, seconds: float) -> None:
     page.evaluate(
         f"(() => {{ const scrub = document.getElementById('scrub'); scrub.value = Number(scrub.min) + {seconds};"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -317,6 +318,33 @@ def test_bytes_come_with_answers_if_nobody_is_reached_at_the_plain_socket(pair: 
     pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
     assert is_loaded(pair.read(0, (7, 5), source=replace(pair.server.figures, bytes_endpoint=place)))
     assert (pair.target.bytes[7:12] == pair.source.bytes[:5]).all()
+
+
+@pytest.mark.parametrize("pair", ["tcp://127.0.0.1:*"], indirect=True)
+def test_a_rank_logs_once_for_each_peer_by_which_way_bytes_come(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "medha.peers")
+    pair.server.serve([ServeBlocks(TICKET, ((0, 5),))])
+    closed = replace(pair.server.figures, bytes_endpoint="tcp://127.0.0.1:1")
+    for _ in range(50):  # a piece may be asked for before the plain socket is connected
+        assert is_loaded(pair.read(0, (7, 5)))
+        assert is_loaded(pair.read(0, (7, 5), source=closed))
+    fast, slow = sorted(caplog.records, key=lambda one: one.levelno)
+    open_endpoint = pair.server.figures.bytes_endpoint
+    assert fast.message == f"KV of other replicas comes encrypted by AES-GCM from {open_endpoint}"
+    assert slow.levelname == "WARNING"
+    assert "over CURVE, more slowly" in slow.message
+    assert "plain socket at tcp://127.0.0.1:1." in slow.message
+
+
+def test_a_rank_logs_anew_when_a_port_is_opened(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "medha.peers")
+    ways = peer_reader._WaysOfBytes()
+    for is_plain in (False, True):
+        for _ in range(3 * peer_reader._PIECES_WITH_ANSWERS):
+            ways.note("tcp://peer:5611", is_plain=is_plain)
+    assert [one.levelname for one in caplog.records] == ["WARNING", "INFO"]
 
 
 def test_each_answer_has_a_key_of_its_own_and_its_bytes_are_not_readable_on_the_plain_socket() -> None:

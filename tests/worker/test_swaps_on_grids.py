@@ -139,7 +139,7 @@ def run(
     ("shape", "architecture"),
     [
         pytest.param((1, 1, 1), "llama", id="one rank"),
-        pytest.param((2, 2, 1), "mistral", id="TP2 x SPP2"),
+        pytest.param((2, 2, 1), "mistral", id="TP2 x SPP2", marks=pytest.mark.long),
         pytest.param((1, 1, 2), "qwen3", id="KVP2"),
     ],
 )

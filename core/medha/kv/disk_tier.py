@@ -9,23 +9,28 @@ of the lane have reported that the blocks are there and are what was written.
 `DiskTier` decides, at the controller, and has no files. A block counts only where every rank of the lane has reported
 the file that holds it: when the epoch began, or once it was written. Files are deleted in the order in which prompts
 last used them. A prompt uses the beginning last, so a file is deleted before those that it continues.
+
+A long prompt is written file by file, and each uses all files before it. So that not each of them is looked at each time,
+the files that were used are only noted. They are put in order once no other file can make room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import repeat, takewhile
 from typing import Protocol
 
 from medha.kv.host_tier import Kept, common_blocks
-from medha.kv.prefix_cache import HASH_CHARACTERS, hash_at, hash_count
+from medha.kv.prefix_cache import HASH_CHARACTERS, each_hash, hash_at, hash_count
 from medha.kv.rank_loads import Loaded, RankLoads
 from medha.wire.messages import DiskDelete, DiskFile, DiskReport, DiskWrite
 
 FILE_BLOCKS = 64
 """Most blocks of a file: a file is written, or deleted, as a whole."""
+MOST_CONSIDERED = 256
+"""Most files that one step considers to write: many may not be worth it, and no step is to take long because of them."""
 MOST_REPORTED_BYTES = 4 * 2**20
 """Most bytes of hashes in one report of files that were found."""
 
@@ -87,9 +92,14 @@ class _File:
     extent: int = -1  # of the host tier, from which it is written
     stop: int = 0  # block of that extent behind the last one of the file
     loads: int = 0  # that read it
+    used_at: int = 0  # when a prompt last used it as the last one of its files, by the tier's count of uses
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.is_writing or self.loads > 0
 
     def block_hashes(self) -> list[str]:
-        return [hash_at(self.hashes, block) for block in range(self.blocks)]
+        return each_hash(self.hashes)
 
 
 @dataclass(slots=True)
@@ -102,7 +112,7 @@ class DiskCounts:
     failed_loads: int = 0
     failed_writes: int = 0
     skipped_blocks: int = 0
-    """Blocks that were not written: the host tier had dropped them before, or the disk tier had no room."""
+    """Blocks that were not written: the host tier had dropped them before, or their prompt up to them is larger than the tier."""
 
 
 class DiskTier:
@@ -131,12 +141,19 @@ class DiskTier:
         self._prices = prices
         self._most_writing = most_writing
         self._source = source
-        self._files: dict[str, _File] = {}  # the least recently used first
+        self._files: dict[str, _File] = {}
+        self._older: dict[str, _File] = {}  # those that are in order, the least recently used first
+        # Those used since the others were put in order, each with all that it continues.
+        self._recent: dict[str, _File] = {}
+        self._uses = 0
         self._places: dict[str, tuple[_File, int]] = {}  # hash -> file that all ranks have, and block of it
         self._loads = RankLoads(self._ranks)
+        self._in_use = 0  # blocks of files that are read or written, which therefore stay
         self._loaded: dict[int, _File] = {}  # extent -> file that is read into it
         self._to_report = set(self._ranks)  # ranks that have not reported all that they found
         self._writing = 0  # blocks
+        self._being_written: dict[str, _File] = {}  # by the hash of the last block
+        self._most_in_use = blocks  # blocks; with more in use, the next file had no room
         self._deletes: list[str] = []
 
     @property
@@ -171,100 +188,193 @@ class DiskTier:
     def begin_load(self, found: OnDisk, extent: int, count: int) -> None:
         """Note that ranks read the first `count` blocks of `found` into an extent of the host tier."""
         file = self._files[found.file]
+        if not file.is_in_use:
+            self._in_use += file.blocks
         file.loads += 1
         self._loads.begin(extent, count)
         self._loaded[extent] = file
-        self._use(file)
+
+    def use(self, found: Iterable[OnDisk]) -> None:
+        """Note that a prompt uses these files, which come in the order of its blocks, and all that they continue."""
+        self._use([self._files[one.file] for one in found])
 
     # --- writes ---------------------------------------------------------------------------------------
 
     @property
     def has_place(self) -> bool:
-        """True if another file may be written now: ranks have reported what they have, and the writes that go on leave a place."""
+        """True if another file may be written now.
+
+        Ranks have reported what they have, the writes that go on leave a place, and the files that are read or written leave room.
+        """
         if self.fault or self._to_report:
             return False
-        return not self._writing or self._writing + FILE_BLOCKS <= self._most_writing
+        has_room = self._in_use <= min(self.blocks - self._most_blocks, self._most_in_use)
+        return has_room and (not self._writing or self._writing + FILE_BLOCKS <= self._most_writing)
+
+    @property
+    def _most_blocks(self) -> int:
+        """Most blocks of a file; fewer than `FILE_BLOCKS` only in a tier that has fewer."""
+        return min(FILE_BLOCKS, self.blocks)
 
     def write(self, lane: int) -> tuple[DiskWrite, ...]:
         """Choose which blocks of the host tier are written now, and give them room."""
         writes: list[DiskWrite] = []
-        while self.has_place and (one := self._source.take_unwritten(FILE_BLOCKS)) is not None:
+        for _ in range(MOST_CONSIDERED):
+            if not self.has_place or (one := self._source.take_unwritten(self._most_blocks)) is None:
+                break
             file = DiskFile(file_name(one.before, one.hashes), one.start, one.hashes, one.before)
             if self._takes(file, one):
                 writes.append(DiskWrite(file, one.extent, one.first, lane))
         return tuple(writes)
 
     def _takes(self, file: DiskFile, kept: Kept) -> bool:
-        """Return whether a file of these blocks is to be written, and note it if so."""
+        """Return whether a file of these blocks is to be written now, and note it if so.
+
+        If files that are read or written leave no room beside those that it continues, it waits until fewer are. A file that has no
+        place in the tier beside all of its prompt before it would be of no use, and is not written.
+        """
         blocks = hash_count(file.hashes)
-        if file.name in self._files or blocks > self.blocks:
+        if file.name in self._files:
             return False
-        keys = [hash_at(file.hashes, block) for block in range(blocks)]
+        keys = each_hash(file.hashes)
         if all(key in self._places for key in keys):
             return False
         tokens = file.start * self._size, (file.start + blocks) * self._size
         seconds = self._prices.load_seconds(blocks, 1) + self._prices.fetch_seconds(blocks)
         if seconds >= self._prices.compute_seconds(*tokens):
             return False
-        if not self._make_room(blocks):
-            self.counts.skipped_blocks += blocks
+        can_fit = file.start + blocks <= self.blocks  # with all of its prompt before it
+        if not can_fit or not self._make_room(blocks, file.before):
+            if can_fit and self._in_use:
+                self._most_in_use = self._in_use - 1
+                self._source.wait_again(file.hashes)
+            else:
+                self.counts.skipped_blocks += blocks
             return False
+        self._most_in_use = self.blocks
         added = self._add(file)
         added.is_writing, added.extent, added.stop = True, kept.extent, kept.first + blocks
+        self._being_written[keys[-1]] = added
         self._writing += blocks
+        self._in_use += blocks
         return True
 
     def _add(self, file: DiskFile) -> _File:
         added = _File(file.name, file.hashes, file.before, hash_count(file.hashes))
         self._files[file.name] = added
+        self._older[file.name] = added
         self.held_blocks += added.blocks
         if not self._to_report:
-            self._use(added)
+            self._use([added])
         return added
 
-    def _make_room(self, blocks: int) -> bool:
-        """Delete files that were used least recently until there is room; return False if there is none."""
+    def _make_room(self, blocks: int, before: str = "") -> bool:
+        """Delete files that were used least recently, until there is room for so many blocks behind the block `before`.
+
+        What somebody reads or writes stays, and so does what the new file continues: without its beginning, it is of no use.
+        Return False, and delete nothing, if the other files are too few.
+        """
         missing = self.held_blocks + blocks - self.blocks
         if missing <= 0:
             return True
-        chosen: list[_File] = []
-        for file in self._files.values():
-            if not (file.loads or file.is_writing):
-                chosen.append(file)
-                missing -= file.blocks
-                if missing <= 0:
-                    break
-        if missing > 0:
+        # Recent files make no room at first, nor does anything that they continue: it is recent, too.
+        line = takewhile(lambda one: one.name not in self._recent, self._line_before(before))
+        chosen = self._least_recent(missing, {one.name for one in line})
+        if chosen is None and self._recent:
+            self._put_in_order()
+            chosen = self._least_recent(missing, {one.name for one in self._line_before(before)})
+        if chosen is None:
             return False
         for file in chosen:
             self._remove(file)
         return True
 
-    def _use(self, file: _File) -> None:
-        """Note that a prompt uses a file, and all that it continues."""
-        for one in self._line(file):
-            self._files[one.name] = self._files.pop(one.name)
+    def _least_recent(self, blocks: int, continued: Set[str]) -> list[_File] | None:
+        """Return the least recently used files that have so many blocks, without those that are needed; None if too few have."""
+        chosen: list[_File] = []
+        for file in self._older.values():
+            if not file.is_in_use and file.name not in continued:
+                chosen.append(file)
+                blocks -= file.blocks
+                if blocks <= 0:
+                    return chosen
+        return None
+
+    def _use(self, files: Sequence[_File]) -> None:
+        """Note that a prompt uses files, and all that they continue."""
+        for file in reversed(files):  # the first one is used last
+            self._uses += 1
+            file.used_at = self._uses
+            for one in takewhile(lambda one: one.name not in self._recent, self._line(file)):
+                self._recent[one.name] = one
+                self._older.pop(one.name, None)
+
+    def _put_in_order(self) -> None:
+        """Put the recent files behind the older ones."""
+        self._older = {one.name: one for one in self._in_order()}
+        self._recent = {}
+
+    def _in_order(self) -> list[_File]:
+        """Return all files, the least recently used first: as if each use had put what it continues last.
+
+        Another order comes only where a later file has some of the same blocks, and so what continues them.
+        """
+        latest_first = self._latest_first(
+            sorted(self._recent.values(), key=lambda one: one.used_at, reverse=True)
+        )
+        moved = {one.name for one in latest_first}
+        return [*(one for one in self._older.values() if one.name not in moved), *reversed(latest_first)]
+
+    def _latest_first(self, files: Iterable[_File]) -> list[_File]:
+        """Return files, and all that they continue, in the order of `files`, but each before those that continue it.
+
+        Each file is looked at once, however many of `files` continue it.
+        """
+        order: dict[str, _File] = {}
+        for file in files:
+            line = list(takewhile(lambda one: one.name not in order, self._line(file)))
+            order.update((one.name, one) for one in reversed(line))
+        return list(order.values())
 
     def _line(self, file: _File) -> Iterator[_File]:
         """Yield a file, and all that it continues."""
-        at: _File | None = file
+        yield file
+        yield from takewhile(lambda one: one is not file, self._line_before(file.before))
+
+    def _line_before(self, before: str) -> Iterator[_File]:
+        """Yield the file that holds the block of this hash, and all that it continues.
+
+        A file that is being written counts only if it ends with that block.
+        """
         seen: set[str] = set()
-        while at is not None and at.name not in seen:
-            seen.add(at.name)
-            yield at
-            place = self._places.get(at.before)
-            at = None if place is None else place[0]
+        while True:
+            file, _ = self._places.get(before, (self._being_written.get(before), 0))
+            if file is None or file.name in seen:
+                return
+            seen.add(file.name)
+            yield file
+            before = file.before
 
     def _remove(self, file: _File) -> None:
-        del self._files[file.name]
+        if file.name in self._recent:  # what it continues keeps its place
+            self._put_in_order()
+        del self._files[file.name], self._older[file.name]
         self.held_blocks -= file.blocks
         if file.is_writing:
-            self._writing -= file.blocks
+            self._end_writing(file)
+        if file.is_in_use:
+            self._in_use -= file.blocks
         for key in file.block_hashes():
             place = self._places.get(key)
             if place is not None and place[0] is file:
                 del self._places[key]
         self._deletes.append(file.name)
+
+    def _end_writing(self, file: _File) -> None:
+        self._writing -= file.blocks
+        last = hash_at(file.hashes, file.blocks - 1)
+        if self._being_written.get(last) is file:  # else another file that ends with the same block
+            del self._being_written[last]
 
     def take_deletes(self, lane: int) -> tuple[DiskDelete, ...]:
         """Take the files that ranks are to delete."""
@@ -329,54 +439,62 @@ class DiskTier:
             return
         if file.is_writing:
             file.is_writing = False
-            self._writing -= file.blocks
+            self._end_writing(file)
+            self._in_use -= 0 if file.is_in_use else file.blocks
             self.counts.written_blocks += file.blocks
         self._places.update(
             zip(file.block_hashes(), zip(repeat(file), range(file.blocks), strict=False), strict=True)
         )
         if not self._to_report:  # else all are put in order at once
-            self._use(file)  # after those that continue it
+            self._use([file])  # after those that continue it
 
     def _settle(self) -> None:
         """Delete what not all ranks have found, and what exceeds the size."""
         for file in [one for one in self._files.values() if one.ranks != self._ranks]:
             self._remove(file)
-        # The same order as if each were used in turn, in a time that grows with the files, not with their square.
-        order: dict[str, _File] = {}  # the most recently used first
-        for file in reversed(self._files.values()):
-            line = list(takewhile(lambda one: one.name not in order, self._line(file)))
-            order.update((one.name, one) for one in reversed(line))
-        self._files = dict(reversed(order.items()))
+        self._put_in_order()
+        # The same order as if each were used in turn.
+        self._older = {one.name: one for one in reversed(self._latest_first(reversed(self._older.values())))}
         self._make_room(0)
 
     def _end_load(self, load: Loaded) -> None:
         """Count a load that has ended, and delete its file if it has failed."""
         file = self._loaded.pop(load.extent)
         file.loads -= 1
+        is_here = self._files.get(file.name) is file  # else it was removed, and may have been written again
+        if is_here and not file.is_in_use:
+            self._in_use -= file.blocks
         if load.is_there:
             self.counts.loaded_blocks += load.blocks
             return
         self.counts.failed_loads += 1
-        if self._files.get(file.name) is file:  # else it was removed, and may have been written again
+        if is_here:
             self._remove(file)
 
     def _switch_off(self, reason: str) -> None:
         """Use the tier no more in this epoch; loads that have begun still end."""
         self.fault = reason
         self._files.clear()
+        self._older.clear()
+        self._recent.clear()
         self._places.clear()
         self._deletes.clear()
-        self.held_blocks = self._writing = 0
+        self._being_written.clear()
+        self.held_blocks = self._writing = self._in_use = 0
 
     def check(self) -> None:
         """Assert that files, places and sizes agree; O(blocks), for tests."""
         assert self.held_blocks == sum(file.blocks for file in self._files.values()) <= self.blocks
         assert self._writing == sum(file.blocks for file in self._files.values() if file.is_writing)
+        assert all(file.is_writing for file in self._being_written.values())
+        assert self._in_use == sum(file.blocks for file in self._files.values() if file.is_in_use)
         for key, (file, block) in self._places.items():
             assert self._files[file.name] is file
             assert hash_at(file.hashes, block) == key
             assert file.ranks == self._ranks
-        order = {name: at for at, name in enumerate(self._files)}
+        order = {one.name: at for at, one in enumerate(self._in_order())}
+        assert order.keys() == self._files.keys()
+        assert self._older.keys().isdisjoint(self._recent)
         for file in self._files.values():
             place = self._places.get(file.before)
             assert place is None or place[0] is file or order[place[0].name] > order[file.name]

@@ -31,10 +31,12 @@ from typing import Protocol
 
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import FreeRuns, Run, append_run, cut_runs
-from medha.kv.prefix_cache import Branch, hash_at, hash_count, hash_range
+from medha.kv.prefix_cache import HASH_CHARACTERS, Branch, each_hash, hash_at, hash_range
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.wire.messages import Demotion, Fetch, HostDrop
 
+_MANY = 64
+"""Parts from which an answer of `HostTier.match` is kept until the tier changes."""
 _PRICED_TOKENS = 1024
 """Tokens over which the cost of a block is averaged: a chunk of one block costs as much as one of many."""
 
@@ -72,6 +74,7 @@ class HostLedger:
         self.blocks = blocks
         self._free = FreeRuns(blocks)
         self._extents: dict[int, list[Run]] = {}  # in ascending order
+        self._texts: dict[int, str] = {}  # for `digest`: each extent with its blocks, in the same order
         self._next = 0
         self._digest: bytes | None = None  # None after a change
 
@@ -95,9 +98,13 @@ class HostLedger:
         runs: list[Run] = []
         for run in self._free.take(count, None):
             append_run(runs, run)
-        self._extents[extent] = runs
-        self._digest = None
+        self._hold(extent, runs)
         return extent, runs
+
+    def _hold(self, extent: int, runs: list[Run]) -> None:
+        self._extents[extent] = runs
+        self._texts[extent] = f"{extent}:{runs};"
+        self._digest = None
 
     def drop(self, extent: int, keep: int) -> None:
         """Free the blocks of an extent from the `keep`-th on.
@@ -112,10 +119,10 @@ class HostLedger:
         for first, length in cut_runs(runs, keep, blocks):
             self._free.give(first, length)
         if keep:
-            self._extents[extent] = cut_runs(runs, 0, keep)
+            self._hold(extent, cut_runs(runs, 0, keep))
         else:
-            del self._extents[extent]
-        self._digest = None
+            del self._extents[extent], self._texts[extent]
+            self._digest = None
 
     def runs(self, extent: int, start: int, count: int) -> list[Run]:
         """Return blocks `start .. start + count` of an extent, as runs in order.
@@ -131,7 +138,7 @@ class HostLedger:
     def digest(self) -> bytes:
         """Return a digest of all extents and their blocks; equal on all copies of this ledger."""
         if self._digest is None:
-            text = "".join(f"{extent}:{runs};" for extent, runs in self._extents.items())
+            text = "".join(self._texts.values())
             self._digest = blake2b(f"{self._next};{text}".encode(), digest_size=8).digest()
         return self._digest
 
@@ -249,15 +256,25 @@ class HostTier:
         self._orphans: dict[
             str, dict[int, _Extent]
         ] = {}  # hash of the block before -> extents without a parent
-        self._by_worth: list[tuple[float, int]] = []  # heap of (worth, number); stale entries are skipped
+        # Heap of (worth, number) of all that may be dropped: nothing continues it, and nothing keeps it. Stale ones are skipped.
+        self._by_worth: list[tuple[float, int]] = []
         self._aged = 0.0  # worth of what was dropped last
-        self._pinned: set[int] = set()
+        self._pinned: set[int] = set()  # until `unpin`
+        self._kept = Counter[int]()  # extent -> parts of it that tickets and fetches keep
         self._loading: set[int] = set()  # extents that are being read from a file, or from another replica
-        self._served: dict[str, tuple[Held, ...]] = {}  # ticket -> blocks that another replica may read
+        self._served: dict[str, list[Held]] = {}  # ticket -> blocks that another replica may read
+        self._served_parts: dict[
+            int, Counter[Held]
+        ] = {}  # extent -> parts of it, and how many tickets keep each
+        self.served_blocks = 0
+        """Blocks that tickets keep; those of several tickets count once."""
         self._fetching: dict[
             str, tuple[Held, ...]
         ] = {}  # sequence -> blocks of which some are still to be copied
         self._swapped = Counter[str]()  # hash -> requests that have stepped aside and will need its block
+        # The last question of `match` with a long answer: a long request that waits for KV asks it with each step.
+        self._asked: tuple[str, int, bool, int] | None = None
+        self._answer: tuple[Held, ...] = ()
         self.unwritten: UnwrittenBlocks | None = None
         """Blocks that wait for a disk tier; None: no disk tier takes them."""
 
@@ -268,6 +285,10 @@ class HostTier:
 
         Blocks that are being loaded count only `with_loading`.
         """
+        asked = self._asked
+        if asked is not None and asked[:3] == (hashes, start, with_loading) and stop <= asked[3]:
+            return list(self._answer) if stop == asked[3] else _cut(self._answer, stop - start)
+        first = start
         found: list[Held] = []
         while start < stop:
             place = self._places.get(hash_at(hashes, start))
@@ -279,13 +300,16 @@ class HostTier:
             count = common_blocks(hashes, start, stop, extent, block)
             found.append(Held(extent.number, block, count))
             start += count
+        if len(found) >= _MANY:
+            self._asked, self._answer = (hashes, first, with_loading, stop), tuple(found)
         return found
 
     def lacks(self, hashes: str, start: int, stop: int) -> int:
         """Return how many of the blocks from `start` on, and before `stop`, the tier lacks until the first that it holds."""
-        for block in range(start, stop):
-            if hash_at(hashes, block) in self._places:
-                return block - start
+        places = range(start * HASH_CHARACTERS, stop * HASH_CHARACTERS, HASH_CHARACTERS)
+        for count, at in enumerate(places):
+            if hashes[at : at + HASH_CHARACTERS] in self._places:
+                return count
         return stop - start
 
     def pin(self, held: Iterable[Held]) -> None:
@@ -293,51 +317,60 @@ class HostTier:
         self._pinned.update(one.extent for one in held)
 
     def unpin(self) -> None:
-        """Let the extents go that neither a ticket nor a fetch keeps."""
-        self._pinned.clear()
-        for kept in (self._served, self._fetching):
-            self._pinned.update(one.extent for held in kept.values() for one in held)
+        """End what `pin` began. Tickets and fetches keep what they need by themselves."""
+        pinned, self._pinned = self._pinned, set()
+        for number in pinned:
+            self._offer_again(number)
+
+    def _keep(self, held: Iterable[Held]) -> None:
+        self._kept.update(one.extent for one in held)
+
+    def _let_go(self, held: Iterable[Held]) -> None:
+        """End what `_keep` began."""
+        for one in held:
+            self._kept[one.extent] -= 1
+            if not self._kept[one.extent]:
+                del self._kept[one.extent]
+                self._offer_again(one.extent)
 
     # --- blocks that another replica reads ------------------------------------------------------------
 
-    @property
-    def served_blocks(self) -> int:
-        """Blocks that tickets keep; those of several tickets count once."""
-        return sum(stop - start for runs in self._served_runs().values() for start, stop in runs)
-
     def served_of(self, held: Iterable[Held]) -> int:
         """Return how many of these blocks, from the first one on, tickets keep already."""
-        runs, count = self._served_runs(), 0
+        count = 0
         for one in held:
             at, end = one.start, one.start + one.count
-            for start, stop in runs.get(one.extent, ()):
+            for start, stop in _joined(self._served_parts.get(one.extent, ())):
                 at = stop if start <= at < stop else at
             count += min(at, end) - one.start
             if at < end:
                 break
         return count
 
-    def _served_runs(self) -> dict[int, list[tuple[int, int]]]:
-        """Return which blocks of extents tickets keep: the first and the end of each run, in order and apart."""
-        runs: dict[int, list[tuple[int, int]]] = {}
-        parts = (one for held in self._served.values() for one in held)
-        for extent, first, end in sorted((one.extent, one.start, one.start + one.count) for one in parts):
-            here = runs.setdefault(extent, [])
-            if here and first <= here[-1][1]:
-                here[-1] = here[-1][0], max(here[-1][1], end)
-            else:
-                here.append((first, end))
-        return runs
+    def _count_served(self, held: Iterable[Held], tickets: int) -> None:
+        """Count so many tickets more for each of some parts; this looks at no other extents."""
+        for one in held:
+            parts = self._served_parts.setdefault(one.extent, Counter())
+            before = sum(stop - start for start, stop in _joined(parts))
+            parts[one] += tickets
+            if not parts[one]:
+                del parts[one]
+            self.served_blocks += sum(stop - start for start, stop in _joined(parts)) - before
+            if not parts:
+                del self._served_parts[one.extent]
 
     def serve(self, ticket: str, held: Sequence[Held]) -> None:
         """Keep blocks until `unserve`, beside others of the ticket: another replica may read them."""
-        self._served[ticket] = (*self._served.get(ticket, ()), *held)
+        self._served.setdefault(ticket, []).extend(held)
+        self._keep(held)
+        self._count_served(held, 1)
         self.unpin()
 
     def unserve(self, ticket: str) -> None:
         """Keep the blocks of a ticket no longer."""
-        self._served.pop(ticket, None)
-        self.unpin()
+        held = self._served.pop(ticket, [])
+        self._let_go(held)
+        self._count_served(held, -1)
 
     def take_in(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         """Give room to blocks `start .. start + count` of a prompt, which are copied from the device at once.
@@ -352,19 +385,23 @@ class HostTier:
 
     def begin_swap(self, hashes: str) -> None:
         """Keep the blocks of these hashes, those that come and those that are here, for a request that stepped aside."""
-        for key in _each(hashes):
-            self._swapped[key] += 1
+        keys = each_hash(hashes)
+        self._swapped.update(keys)
+        for key in keys:
             if self._swapped[key] == 1 and key in self._places:
                 self._places[key][0].swapped += 1
 
     def end_swap(self, hashes: str) -> None:
         """End what `begin_swap` began with these hashes."""
-        for key in _each(hashes):
+        for key in each_hash(hashes):
             self._swapped[key] -= 1
             if self._swapped[key] == 0:
                 del self._swapped[key]
                 if key in self._places:
-                    self._places[key][0].swapped -= 1
+                    extent, _ = self._places[key]
+                    extent.swapped -= 1
+                    if not extent.swapped:
+                        self._offer(extent)
 
     @property
     def swapped_blocks(self) -> int:
@@ -378,7 +415,9 @@ class HostTier:
 
     def fetch(self, sequence: str, held: Sequence[Held], lane: int) -> tuple[Fetch, ...]:
         """Count a sequence's fetch of `held`, which makes it worth as much as if it were new, and keep it until `fetched`."""
+        self.fetched(sequence)
         self._fetching[sequence] = tuple(held)
+        self._keep(held)
         self.unpin()
         for one in held:
             extent = self._extents[one.extent]
@@ -390,8 +429,7 @@ class HostTier:
 
     def fetched(self, sequence: str) -> None:
         """Keep the blocks of a sequence's fetch no longer: all are copied, or none is needed any more."""
-        if self._fetching.pop(sequence, None) is not None:
-            self.unpin()
+        self._let_go(self._fetching.pop(sequence, ()))
 
     # --- demotion -------------------------------------------------------------------------------------
 
@@ -445,7 +483,7 @@ class HostTier:
         branches, which are not taken twice; those of this branch are added.
         """
         start = branch.start
-        keys = [hash_at(branch.hashes, start + index) for index in range(branch.blocks)]
+        keys = each_hash(hash_range(branch.hashes, start, start + branch.blocks))
         lacks = [key not in self._places and key not in known for key in keys]
         known.update(keys)
         first = 0
@@ -496,42 +534,49 @@ class HostTier:
                 self.unwritten.raised(extent.number, worth)
             extent = extent.parent
 
+    def _may_drop(self, extent: _Extent) -> bool:
+        """Return whether an extent may be dropped: it ends a prefix, and nothing needs it."""
+        number = extent.number
+        is_kept = number in self._pinned or number in self._kept or number in self._loading
+        return not (extent.children or extent.swapped or is_kept)
+
     def _offer(self, extent: _Extent) -> None:
+        """Let an extent be dropped if it may. Whatever ends a reason why it may not calls this again."""
+        if not self._may_drop(extent):
+            return
         heappush(self._by_worth, (extent.worth, extent.number))
         if len(self._by_worth) > 4 * len(self._extents) + 64:  # drop stale entries
-            self._by_worth = [(one.worth, one.number) for one in self._extents.values()]
+            self._by_worth = [
+                (one.worth, one.number) for one in self._extents.values() if self._may_drop(one)
+            ]
             heapify(self._by_worth)
+
+    def _offer_again(self, number: int) -> None:
+        """Do the same for an extent that may be gone."""
+        extent = self._extents.get(number)
+        if extent is not None:
+            self._offer(extent)
 
     def _drop_worth_less(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
         """Drop up to `missing` blocks of the extent that is worth least; return how many, or None if all are worth more.
 
-        For blocks that are kept for a request, anything that is not kept makes room.
+        Only ends of prefixes are dropped; of those that are worth the same, the oldest one. For blocks that are kept for a
+        request, anything that is not kept makes room.
         """
-        skipped: list[tuple[float, int]] = []
-        found: tuple[HostDrop, int] | None = None
-        while self._by_worth and found is None:
+        while self._by_worth:
             worth, number = self._by_worth[0]
             if worth >= one.worth and not one.is_swapped:
                 break
             heappop(self._by_worth)
             extent = self._extents.get(number)
-            if extent is None or extent.worth != worth:
+            if extent is None or extent.worth != worth or not self._may_drop(extent):
                 continue
-            leaf = extent
-            while leaf.children:
-                leaf = next(iter(leaf.children.values()))
-            is_pinned = leaf.number in self._pinned or leaf.number in self._loading or leaf.swapped > 0
-            if leaf is not extent or is_pinned:
-                skipped.append((worth, number))
-            if is_pinned:
-                continue
-            self._aged = max(self._aged, leaf.worth)
-            keep = max(leaf.blocks - missing, 0)
-            found = HostDrop(leaf.number, keep), leaf.blocks - keep
-            self._forget(leaf, keep)
-        for entry in skipped:
-            heappush(self._by_worth, entry)
-        return self._drop_behind(one, missing) if found is None and one.is_swapped else found
+            self._aged = max(self._aged, worth)
+            keep = max(extent.blocks - missing, 0)
+            found = HostDrop(number, keep), extent.blocks - keep
+            self._forget(extent, keep)
+            return found
+        return self._drop_behind(one, missing) if one.is_swapped and self._orphans else None
 
     def _drop_behind(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
         """Drop up to `missing` blocks from the end of what the tier holds behind a candidate; return how many.
@@ -552,12 +597,14 @@ class HostTier:
 
     def _forget(self, extent: _Extent, keep: int) -> None:
         """Forget the blocks of an extent without children from the `keep`-th on."""
+        self._asked = None
         self.ledger.drop(extent.number, keep)
         self.counts.dropped_blocks += extent.blocks - keep
-        for block in range(keep, extent.blocks):
-            key = hash_at(extent.hashes, block)
+        keys = each_hash(hash_range(extent.hashes, keep, extent.blocks))
+        for key in keys:
             del self._places[key]
-            extent.swapped -= key in self._swapped
+        if extent.swapped:
+            extent.swapped -= sum(key in self._swapped for key in keys)
         extent.blocks = keep
         if self.unwritten is not None:
             self.unwritten.cut(extent.number, keep)
@@ -567,6 +614,7 @@ class HostTier:
         del self._extents[extent.number]
         if extent.parent is not None:
             del extent.parent.children[extent.number]
+            self._offer(extent.parent)
         elif extent.before:
             del self._orphans[extent.before][extent.number]
             if not self._orphans[extent.before]:
@@ -574,6 +622,7 @@ class HostTier:
 
     def _store(self, one: _Candidate) -> int:
         """Store a candidate as a new extent, and return its number."""
+        self._asked = None
         number, _ = self.ledger.store(one.blocks)
         # A copy of these hashes alone: nothing else may need those of the whole prompt any more.
         hashes = hash_range(one.hashes, one.start, one.start + one.blocks)
@@ -585,7 +634,7 @@ class HostTier:
             place[0].children[number] = extent
         elif extent.before:
             self._orphans.setdefault(extent.before, {})[number] = extent
-        keys = [hash_at(hashes, block) for block in range(one.blocks)]
+        keys = each_hash(hashes)
         if self._swapped:
             extent.swapped = sum(key in self._swapped for key in keys)
         self._places.update(zip(keys, zip(repeat(extent), range(one.blocks), strict=False), strict=True))
@@ -619,7 +668,7 @@ class HostTier:
     def wait_again(self, hashes: str) -> int:
         """Let those of these blocks that are here wait for the disk tier again; return how many are not."""
         lacks = 0
-        for key in _each(hashes):
+        for key in each_hash(hashes):
             extent, block = self._places.get(key, (None, 0))
             if extent is None:
                 lacks += 1
@@ -637,6 +686,7 @@ class HostTier:
         made = self._make_extent(hashes, start, count)
         if made is not None:
             self._loading.add(made[0])
+            self._asked = None
         return made
 
     def _make_extent(
@@ -680,6 +730,8 @@ class HostTier:
         One that `is_in_no_file` waits for the disk tier from then on.
         """
         self._loading.discard(extent)
+        self._asked = None
+        self._offer_again(extent)
         if is_there:
             if is_in_no_file:
                 self._await_write(extent)
@@ -704,8 +756,8 @@ class HostTier:
             self.unwritten.check({number: (one.worth, one.blocks) for number, one in self._extents.items()})
         valid = set(self._by_worth)
         for number, extent in self._extents.items():
-            assert (extent.worth, number) in valid
-            keys = [hash_at(extent.hashes, block) for block in range(extent.blocks)]
+            assert (extent.worth, number) in valid or not self._may_drop(extent)
+            keys = each_hash(hash_range(extent.hashes, 0, extent.blocks))
             assert extent.swapped == sum(key in self._swapped for key in keys)
             assert self.ledger.runs(number, 0, extent.blocks)
             if extent.parent is not None:
@@ -722,9 +774,26 @@ def _next_step(value: float) -> float:
     return ldexp(ceil(16 * fraction) / 16, exponent)
 
 
-def _each(hashes: str) -> Iterable[str]:
-    """Return the hash of each block."""
-    return (hash_at(hashes, block) for block in range(hash_count(hashes)))
+def _cut(parts: Iterable[Held], blocks: int) -> list[Held]:
+    """Return the first `blocks` blocks of parts that follow each other."""
+    found: list[Held] = []
+    for one in parts:
+        if blocks <= 0:
+            break
+        found.append(one if one.count <= blocks else Held(one.extent, one.start, blocks))
+        blocks -= one.count
+    return found
+
+
+def _joined(parts: Iterable[Held]) -> list[tuple[int, int]]:
+    """Return which blocks of an extent parts of it have: the first and the end of each run, in order and apart."""
+    runs: list[tuple[int, int]] = []
+    for first, end in sorted((one.start, one.start + one.count) for one in parts):
+        if runs and first <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(runs[-1][1], end)
+        else:
+            runs.append((first, end))
+    return runs
 
 
 def common_blocks(hashes: str, start: int, stop: int, extent: BlockRun, block: int) -> int:

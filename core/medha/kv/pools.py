@@ -23,6 +23,7 @@ which windows they have (`medha.kv.window_tables`). A cached prefix then counts 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
@@ -31,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.kv.blocks import BlockLedger, Run, cut_runs
-from medha.kv.disk_tier import FILE_BLOCKS, DiskCounts, DiskPrices, DiskTier, OnDisk
+from medha.kv.disk_tier import FILE_BLOCKS, MOST_CONSIDERED, DiskCounts, DiskPrices, DiskTier, OnDisk
 from medha.kv.host_tier import Held, HostTier, Prices, TierCounts
 from medha.kv.lane_replay import LaneReplay, fork_on
 from medha.kv.prefix_cache import Match, PrefixCache, hash_count, hash_range
@@ -217,8 +218,10 @@ class _Lane:
         parts: list[tuple[int, Held | OnDisk]] = []
         while start < stop:
             found: Sequence[Held | OnDisk] = self.tier.match(hashes, start, stop, with_loading=True)
-            if not found and self.disk is not None:
-                found = self.disk.match(hashes, start, start + self.tier.lacks(hashes, start, stop))
+            if not found and self.disk is not None:  # file by file, so that only what they hold is looked at
+                found = self.disk.match(hashes, start, min(start + FILE_BLOCKS, stop))[:1]
+                lacks = sum(self.tier.lacks(hashes, start, start + one.count) for one in found)
+                found = self.disk.match(hashes, start, start + lacks)
             if not found:
                 break
             for one in found:
@@ -234,6 +237,7 @@ class _Lane:
         assert self.tier is not None
         loads: list[HostLoad] = []
         awaited: set[tuple[int, int]] = set()
+        from_files: list[OnDisk] = []
         parts = self._parts(found.chain, found.blocks, found.all_blocks)
         self.tier.pin(one for _, one in parts if isinstance(one, Held))
         for at, part in parts:
@@ -247,12 +251,14 @@ class _Lane:
             extent, count, drops = began
             assert self.disk is not None
             self.disk.begin_load(part, extent, count)
+            from_files.append(part)
             loads.append(HostLoad(part.file, part.start, count, lane, drops))
             awaited.add((lane, extent))
             if count < part.count:
                 break
         self.tier.unpin()
         if self.disk is not None:
+            self.disk.use(from_files)
             self.disk.counts.hits += bool(awaited)
         return loads, awaited
 
@@ -413,6 +419,28 @@ class _Lane:
         return (CachedPrefix(last, count, lane),) if count else ()
 
 
+class _LaneFetches:
+    """The blocks that a sequence still has to fetch from the host tier of a lane.
+
+    A long prefix takes many steps, so each step looks only at the parts that it takes.
+    """
+
+    def __init__(self, parts: Iterable[Fetch]) -> None:
+        self._parts = deque(parts)
+        self.blocks = sum(one.count for one in self._parts)
+
+    def take(self, most_blocks: int) -> Iterator[Fetch]:
+        """Take the next up to `most_blocks` blocks."""
+        while most_blocks > 0 and self._parts:
+            one = self._parts.popleft()
+            count = min(one.count, most_blocks)
+            if count < one.count:
+                self._parts.appendleft(Fetch(one.extent, one.start + count, one.count - count, one.lane))
+            self.blocks -= count
+            most_blocks -= count
+            yield Fetch(one.extent, one.start, count, one.lane)
+
+
 @dataclass(slots=True)
 class _SequenceKv:
     """The KV that one sequence holds."""
@@ -463,6 +491,8 @@ class KvPools:
         # All prompts use one stripe length, so that prompts of different lengths can share cached blocks.
         blocks = min(PROMPT_STRIPE_TOKENS, tokens_per_lane) // block_size_tokens
         self._stripe_tokens = max(blocks, 1) * block_size_tokens
+        # The last answer of `_striped_chains`: a long request that waits for KV asks for it with each step.
+        self._last_chains: tuple[str, Sequence[int], dict[int, str]] = "", (), {}
         self._prices = prices
         self._lanes = [
             _Lane(BlockLedger(kv_blocks, block_size_tokens, streamed_blocks)) for _ in range(lanes)
@@ -486,7 +516,7 @@ class KvPools:
         self._loads: list[HostLoad] = []
         self._serves: list[KvServe] = []
         self._unserves: list[str] = []
-        self._fetches: dict[str, list[Fetch]] = {}  # by sequence: what is still to be copied from host tiers
+        self._fetches: dict[str, list[_LaneFetches]] = {}  # by sequence, for the lanes that had something
         self._fetched: list[str] = []  # sequences that fetch nothing more
         self._swapped: dict[str, dict[int, str]] = {}  # sequences that have stepped aside -> hashes by lane
         self._held: dict[str, _SequenceKv] = {}
@@ -763,26 +793,13 @@ class KvPools:
 
     def unfetched_blocks(self, sequence: str) -> int:
         """Return how many blocks a sequence still has to fetch from a host tier, on the lane with most of them."""
-        by_lane: dict[int, int] = {}
-        for one in self._fetches.get(sequence, ()):
-            by_lane[one.lane] = by_lane.get(one.lane, 0) + one.count
-        return max(by_lane.values(), default=0)
+        return max((one.blocks for one in self._fetches.get(sequence, ())), default=0)
 
     def fetch(self, sequence: str, most_blocks: int) -> KvFetch:
         """Take the next up to `most_blocks` blocks on each lane that a sequence still has to fetch."""
-        taken: list[Fetch] = []
-        left: list[Fetch] = []
-        room: dict[int, int] = {}
-        for one in self._fetches.get(sequence, ()):
-            count = min(one.count, room.get(one.lane, most_blocks))
-            room[one.lane] = room.get(one.lane, most_blocks) - count
-            if count:
-                taken.append(Fetch(one.extent, one.start, count, one.lane))
-            if count < one.count:
-                left.append(Fetch(one.extent, one.start + count, one.count - count, one.lane))
-        if left:
-            self._fetches[sequence] = left
-        else:
+        of_lanes = self._fetches.get(sequence, [])
+        taken = [part for one in of_lanes for part in one.take(most_blocks)]
+        if not any(one.blocks for one in of_lanes):
             self._fetches.pop(sequence, None)
             self._fetched.append(sequence)
         return KvFetch(sequence, tuple(taken))
@@ -840,7 +857,11 @@ class KvPools:
     ) -> list[tuple[int, _Found]]:
         """Return the longest part of a prompt that lanes have, by lane; with the reach `disk`, files included."""
         if is_long and self._stripes_prompts:
-            return list(self._striped_matches(prompt_tokens, hashes, reach=reach)[0][1].items())
+            lanes, matches = self._striped_matches(prompt_tokens, hashes, reach=reach)[0]
+            if matches:
+                return list(matches.items())
+            chains = self._striped_chains(hashes, lanes)
+            return [(lane, _Found(0, (), 0, chain=chain)) for lane, chain in chains.items()]
         usable = (prompt_tokens - 1) // self.block_size_tokens
         if not is_long:
             each = [lane.find(hashes, min(usable, hash_count(hashes)), reach=reach) for lane in self._lanes]
@@ -867,10 +888,13 @@ class KvPools:
         self.peer_counts.loaded_blocks += sum(one.blocks for one in from_peers if one.is_there)
         self.peer_counts.failed_loads += sum(not one.is_there for one in from_peers)
         from_store, lacks = ([], []) if self.store is None else self.store.report(report)
-        for one in (*from_files, *from_peers, *from_store):
-            dropped = here.tier.end_load(one.extent, is_there=one.is_there, is_in_no_file=one in from_peers)
-            if dropped is not None:
-                self._loads.append(HostLoad("", 0, 0, report.lane, (dropped,)))
+        for ended in (from_files, from_peers, from_store):
+            for one in ended:
+                dropped = here.tier.end_load(
+                    one.extent, is_there=one.is_there, is_in_no_file=ended is from_peers
+                )
+                if dropped is not None:
+                    self._loads.append(HostLoad("", 0, 0, report.lane, (dropped,)))
         return EndedLoads(from_files, from_peers, from_store, lacks)
 
     # --- other replicas -------------------------------------------------------------------------------
@@ -1055,22 +1079,30 @@ class KvPools:
         if self.store is None:
             return
         left = max(most_blocks // self.store.object_blocks, 1)
-        while left > 0 and (offer := self._offers.next(self.store.has_place)) is not None:
-            left -= self._write_through(self.store, offer, left)
+        considered = 0
+        while left > 0 and considered < MOST_CONSIDERED:
+            offer = self._offers.next(self.store.has_place)
+            if offer is None:
+                break
+            before = self._offers.objects
+            left -= self._write_through(self.store, offer, left, MOST_CONSIDERED - considered)
+            considered += before - self._offers.objects
 
-    def _write_through(self, store: StoreTier, offer: Offer, most: int) -> int:
-        """Write up to `most` of the objects of an offer; return how many."""
+    def _write_through(self, store: StoreTier, offer: Offer, most: int, most_considered: int) -> int:
+        """Consider the first `most_considered` objects of an offer, and write up to `most` of them; return how many."""
         here, size = self._lanes[offer.lane], store.object_blocks
         assert here.tier is not None
         found = here.find(offer.chain, offer.stop * size, reach="device")
         written = 0
-        while offer.first < offer.stop and written < most and store.has_place(offer.lane):
-            one = store.object(offer.chain, offer.first)
-            offer.first += 1
+        for number in range(offer.first, min(offer.stop, offer.first + most_considered)):
+            if written == most or not store.has_place(offer.lane):
+                break
+            one = store.object(offer.chain, number)
+            self._offers.take_first(offer)
             if not store.takes(one, offer.lane):
                 continue
             written += 1
-            loads, parts = here.take_in(found, (offer.first - 1) * size, offer.first * size, offer.lane)
+            loads, parts = here.take_in(found, number * size, (number + 1) * size, offer.lane)
             self._loads += loads
             if sum(part.count for part in parts) < size:
                 store.call_off(one)
@@ -1548,17 +1580,30 @@ class KvPools:
         found = []
         for first in range(count):
             lanes = tuple((first + turn) % count for turn in range(count))
-            chains: dict[int, str] = {}
-            step = self._stripe_tokens // self.block_size_tokens
-            if hashes:
-                for turn, lane in enumerate(lanes):
-                    starts = range(turn * step, hash_count(hashes), count * step)
-                    chains[lane] = "".join(hash_range(hashes, start, start + step) for start in starts)
-            matches = self._without_gap(prompt_tokens, chains, reach=reach)
+            matches: dict[int, _Found] = {}
+            if self._begins_on(first, hashes, reach=reach):  # else these lanes have nothing of use
+                matches = self._without_gap(prompt_tokens, self._striped_chains(hashes, lanes), reach=reach)
             blocks = sum(match.all_blocks for match in matches.values())
             found.append((-blocks, -self.free_tokens_on(first), lanes, matches))
         found.sort(key=lambda one: one[:3])
         return [(lanes, matches) for _, _, lanes, matches in found]
+
+    def _begins_on(self, lane: int, hashes: str, *, reach: Reach) -> bool:
+        """Return whether a lane has the first block of a prompt."""
+        block = hash_range(hashes, 0, 1)
+        return bool(self._lanes[lane].find(block, hash_count(block), reach=reach, is_part=True).all_blocks)
+
+    def _striped_chains(self, hashes: str, lanes: Sequence[int]) -> dict[int, str]:
+        """Return the hashes of each lane's part of a prompt that is striped over `lanes`, in order."""
+        if self._last_chains[:2] == (hashes, lanes):
+            return self._last_chains[2]
+        count, step = len(lanes), self._stripe_tokens // self.block_size_tokens
+        chains: dict[int, str] = {}
+        for turn, lane in enumerate(lanes):
+            starts = range(turn * step, hash_count(hashes), count * step)
+            chains[lane] = "".join(hash_range(hashes, start, start + step) for start in starts)
+        self._last_chains = hashes, lanes, chains
+        return chains
 
     def _without_gap(self, prompt_tokens: int, chains: dict[int, str], *, reach: Reach) -> dict[int, _Found]:
         """Return the longest prefix that lanes have of a prompt striped over the lanes of `chains`, in order."""
@@ -1577,16 +1622,20 @@ class KvPools:
         for turn, (lane, chain) in enumerate(chains.items()):
             whole, rest = divmod(usable, lanes * step)
             stop = whole * step + min(max(rest - turn * step, 0), step)
-            matches[lane] = self._lanes[lane].find(chain, stop, reach=reach, is_part=True)
+            there = parts[turn][1]
+            if there.all_blocks > stop:
+                there = self._lanes[lane].find(chain, stop, reach=reach, is_part=True)
+            matches[lane] = there
         return matches
 
     def _whole_blocks(self, shards: ShardMap, tokens: int) -> dict[int, int]:
-        """Return how many whole blocks of the first `tokens` tokens lie on each lane."""
-        blocks: dict[int, int] = {}
-        for piece in shards.pieces(0, tokens):
-            whole = (piece.stop - piece.start) // self.block_size_tokens
-            blocks[piece.lane] = blocks.get(piece.lane, 0) + whole
-        return blocks
+        """Return how many whole blocks of the first `tokens` tokens lie on each lane.
+
+        Each step of a striped prefill calls it, so it looks at no stripe: all begin at multiples of the block size.
+        """
+        return {
+            lane: length // self.block_size_tokens for lane, length in shards.local_lengths(tokens).items()
+        }
 
     def _fits(self, shards: ShardMap, lane: int, match: _Found | None) -> bool:
         here = self._lanes[lane]
@@ -1605,7 +1654,7 @@ class KvPools:
     ) -> Placed:
         prefixes: list[CachedPrefix] = []
         evictions: list[Eviction] = []
-        fetches: list[Fetch] = []
+        fetches: list[_LaneFetches] = []
         cached_blocks = 0
         for lane in shards.lanes:
             here, tokens = self._lanes[lane], shards.tokens_on(lane)
@@ -1614,7 +1663,8 @@ class KvPools:
             needed = here.ledger.blocks_for(tokens) - match.blocks
             evicted, fetched = here.make_free_beside(sequence, match, needed, lane)
             evictions += evicted
-            fetches += fetched
+            if fetched:
+                fetches.append(_LaneFetches(fetched))
             if here.tier is not None and sequence in self._swapped:
                 here.tier.counts.swapped_in_blocks += sum(one.count for one in fetched)
             reserved = here.ledger.reserve(sequence, tokens, match.runs)

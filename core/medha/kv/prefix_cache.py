@@ -145,6 +145,11 @@ def hash_range(hashes: str, start: int, stop: int) -> str:
     return hashes[start * HASH_CHARACTERS : stop * HASH_CHARACTERS]
 
 
+def each_hash(hashes: str) -> list[str]:
+    """Return the hash of each block."""
+    return [hashes[at : at + HASH_CHARACTERS] for at in range(0, len(hashes), HASH_CHARACTERS)]
+
+
 # --- the cache of one lane -----------------------------------------------------------------------------
 
 

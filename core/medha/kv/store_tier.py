@@ -70,36 +70,59 @@ class Offers:
     """
 
     def __init__(self, most_objects: int) -> None:
+        self.objects = 0
+        """Objects that wait."""
         self._most = most_objects
-        self._offers = deque[Offer]()
+        self._added = 0  # offers since the epoch began
+        # Each offer with its number, the oldest first; a lane without offers is not there.
+        self._by_lane: dict[int, deque[tuple[int, Offer]]] = {}
 
     def __len__(self) -> int:
-        return len(self._offers)
-
-    @property
-    def objects(self) -> int:
-        """Objects that wait."""
-        return sum(offer.objects for offer in self._offers)
+        return sum(map(len, self._by_lane.values()))
 
     def add(self, offer: Offer) -> int:
-        """Let objects wait behind all others; return how many of the oldest ones wait no longer because of that."""
-        last = self._offers[-1] if self._offers else None
-        if last is not None and (last.lane, last.stop, last.chain) == (offer.lane, offer.first, offer.chain):
+        """Let objects wait; return how many objects of the oldest offers wait no longer because of that.
+
+        An offer that continues the last one of its lane is merged into it.
+        """
+        of_lane = self._by_lane.setdefault(offer.lane, deque())
+        last = of_lane[-1][1] if of_lane else None
+        self.objects += offer.objects
+        if last is not None and (last.stop, last.chain) == (offer.first, offer.chain):
             last.stop = offer.stop
         else:
-            self._offers.append(offer)
-        dropped = 0
-        while len(self._offers) > 1 and self.objects > self._most:
-            dropped += self._offers.popleft().objects
-        return dropped
+            of_lane.append((self._added, offer))
+            self._added += 1
+        before = self.objects
+        while self.objects > self._most and len(self) > 1:
+            self._drop_first(min(self._by_lane.values(), key=_number_of_first)[0][1])
+        return before - self.objects
 
     def next(self, has_place: Callable[[int], bool]) -> Offer | None:
-        """Return the first offer of a lane that has a place; None if there is none. Whoever writes of it moves its `first` on."""
-        while True:
-            found = next((one for one in self._offers if not one.objects or has_place(one.lane)), None)
-            if found is None or found.objects:
-                return found
-            self._offers.remove(found)
+        """Return the oldest offer of the lanes that have a place; None if there is none."""
+        with_place = (offers for lane, offers in self._by_lane.items() if has_place(lane))
+        oldest = min(with_place, key=_number_of_first, default=None)
+        return None if oldest is None else oldest[0][1]
+
+    def take_first(self, offer: Offer) -> None:
+        """Take the first object of an offer, which is the oldest of its lane: the object waits no longer."""
+        offer.first += 1
+        self.objects -= 1
+        if not offer.objects:
+            self._drop_first(offer)
+
+    def _drop_first(self, offer: Offer) -> None:
+        """Drop an offer, which is the oldest of its lane."""
+        of_lane = self._by_lane[offer.lane]
+        _, first = of_lane.popleft()
+        assert first is offer, "another offer of its lane came before it"
+        self.objects -= first.objects
+        if not of_lane:
+            del self._by_lane[offer.lane]
+
+
+def _number_of_first(offers: deque[tuple[int, Offer]]) -> int:
+    return offers[0][0]
 
 
 @dataclass(slots=True)

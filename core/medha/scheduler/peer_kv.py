@@ -60,6 +60,7 @@ class PeerKv:
         self._asks: dict[str, _Ask] = {}  # by prompt
         self._asks_by_id: dict[str, str] = {}  # request that asked -> prompt
         self._taken: dict[str, _Taken] = {}  # by ticket
+        self._ticket_of: dict[tuple[int, int], str] = {}  # by extent that is being read, with its lane
         self._rests_until: dict[str, float] = {}  # by peer
         # By peer and hash of a first block, in the order of these times.
         self._lacks_until: dict[tuple[str, str], float] = {}
@@ -115,6 +116,7 @@ class PeerKv:
             awaited, read = self._pools.begin_peer_loads(answer.ticket, answer.parts)
         if read:
             self._taken[answer.ticket] = _Taken(ask.source, set(read))
+            self._ticket_of.update((extent, answer.ticket) for extent in read)
         if awaited:
             for request in waiting:
                 self._waits.follow(request, awaited)
@@ -136,15 +138,16 @@ class PeerKv:
         """Record that loads of a lane have ended; return the tickets of which nothing more is needed."""
         done: list[KvDone] = []
         for one in ended:
-            for ticket, taken in list(self._taken.items()):
-                if (lane, one.extent) not in taken.left:
-                    continue
-                taken.left.discard((lane, one.extent))
-                if not one.is_there:
-                    self._rest(taken.source, now)
-                if not taken.left:
-                    del self._taken[ticket]
-                    done.append(KvDone(ticket, taken.source))
+            ticket = self._ticket_of.pop((lane, one.extent), "")
+            if not ticket:
+                continue
+            taken = self._taken[ticket]
+            taken.left.discard((lane, one.extent))
+            if not one.is_there:
+                self._rest(taken.source, now)
+            if not taken.left:
+                del self._taken[ticket]
+                done.append(KvDone(ticket, taken.source))
         return done
 
     def reads(self, ticket: str) -> frozenset[tuple[int, int]]:

@@ -90,6 +90,7 @@ function showStatus() {
   $("live").disabled = source === live && playing;
   setText($("play-text"), playing ? "Pause" : "Play");
   $("play-shape").setAttribute("d", playing ? "M3.5 2.5h3v11h-3zM9.5 2.5h3v11h-3z" : "M4 2.5v11l9-5.5z");
+  showRange(); // at once: the next frame may be late, and the slider must not keep the range of another source
 }
 
 // --- time ----------------------------------------------------------------------------------------
@@ -262,18 +263,22 @@ function showPanels() {
   showEmpty(bars, window);
   if (!$("table-view").hidden) showTable(bars, window);
   if (selected) showDetails();
+  showRange();
+  const words = source === live ? timeWords(t) : `${(t - source.began).toFixed(1)} of ${(source.ended - source.began).toFixed(1)} s`;
+  setText($("clock"), words);
+  $("scrub").setAttribute("aria-valuetext", words);
+  const models = [...new Set(replicas.map((one) => one.model))].join(", ") || source.model || "";
+  const where = replicas.length ? plural(replicas.length, "replica", "replicas") : source === live ? "no replica yet" : "";
+  setText($("source"), live.state === "loading" && source === live ? "Loading" : [models, where].filter(Boolean).join(", "));
+  setText($("classes-note"), `Requests of the last ${$("window").selectedOptions[0].text}`);
+}
+
+function showRange() {
   const { from, to } = range();
   const scrub = $("scrub");
   scrub.min = String(from);
   scrub.max = String(Math.max(to, from + 0.05));
   if (Math.abs(Number(scrub.value) - t) > 0.04) scrub.value = String(t);
-  const words = source === live ? timeWords(t) : `${(t - source.began).toFixed(1)} of ${(source.ended - source.began).toFixed(1)} s`;
-  setText($("clock"), words);
-  scrub.setAttribute("aria-valuetext", words);
-  const models = [...new Set(replicas.map((one) => one.model))].join(", ") || source.model || "";
-  const where = replicas.length ? plural(replicas.length, "replica", "replicas") : source === live ? "no replica yet" : "";
-  setText($("source"), live.state === "loading" && source === live ? "Loading" : [models, where].filter(Boolean).join(", "));
-  setText($("classes-note"), `Requests of the last ${$("window").selectedOptions[0].text}`);
 }
 
 function showFigures(all, waiting, replicas) {

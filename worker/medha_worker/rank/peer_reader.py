@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +44,8 @@ _IN_FLIGHT = 4
 """Questions that wait for an answer at a time, so that the network is never idle."""
 _MOST_TICKETS = 256
 _POLL_MILLISECONDS = 50
+_PIECES_WITH_ANSWERS = 16
+"""Pieces from one rank that come with answers, one after the other, before this is logged."""
 
 _log = logging.getLogger("medha.peers")
 
@@ -74,6 +76,7 @@ class PeerReader:
         self._plane = plane(plane_name).taking(piece_bytes(host.block_bytes))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = KeyPair.new()
+        self._ways = _WaysOfBytes()
         self._condition = threading.Condition()
         self._sources: OrderedDict[str, PeerFigures] = OrderedDict()  # by ticket
         self._jobs: deque[_Job] = deque()
@@ -196,7 +199,7 @@ class PeerReader:
                 self.host,
                 job.read.slots,
                 max(1, PIECE_BYTES // self.host.block_bytes),
-                self._pieces(job, opened.socket, sealed, source.endpoint),
+                self._pieces(job, opened.socket, sealed, source),
                 lambda: self._guard(job),
             )
         finally:
@@ -212,14 +215,14 @@ class PeerReader:
             return None
 
     def _pieces(
-        self, job: _Job, socket: zmq.Socket[bytes], sealed: SealedTaking | None, where: str
+        self, job: _Job, socket: zmq.Socket[bytes], sealed: SealedTaking | None, source: PeerFigures
     ) -> Iterator[Rows]:
         """Yield the blocks of a job in order, verified, a few at a time.
 
         Raises:
             PeerFailed: they do not come, or are not what was sent.
         """
-        read = job.read
+        read, where = job.read, source.endpoint
         total = sum(length for _, length in read.slots)
         pieces = pieces_of(total, self.host.block_bytes)
         known_by = self._clock() + UNKNOWN_SECONDS
@@ -251,7 +254,10 @@ class PeerReader:
             if header.get("start") != read.start + start:
                 raise PeerFailed(f"{where} has answered with other blocks than were asked for")
             size_bytes = count * self.host.block_bytes
-            if sealed and isinstance(key := header.get("sealed"), str):
+            key = header.get("sealed")
+            if sealed:
+                self._ways.note(source.bytes_endpoint, is_plain=isinstance(key, str))
+            if sealed and isinstance(key, str):
                 yield self._unsealed(job, sealed, key, size_bytes, where).reshape(count, -1)
                 continue
             if isinstance(offered := header.get("offered"), dict):
@@ -302,6 +308,38 @@ class PeerReader:
             self._condition.wait_for(lambda: job.is_off or self._closing, seconds)
             if job.is_off:
                 raise CalledOff
+
+
+class _WaysOfBytes:
+    """Logs once for each plain socket whether bytes come through it, or with the answers because it cannot be reached."""
+
+    def __init__(self) -> None:
+        self._with_answers = Counter[
+            str
+        ]()  # endpoint -> pieces since one came through the plain socket there
+        self._logged: dict[str, bool] = {}  # endpoint -> True: they come through it
+
+    def note(self, endpoint: str, *, is_plain: bool) -> None:
+        """Note how a piece came from a rank whose plain socket is at `endpoint`.
+
+        The first pieces may come with the answers, because they were asked for before the plain socket was connected.
+        """
+        if len(self._with_answers) > _MOST_TICKETS:
+            self._logged.clear()
+            self._with_answers.clear()
+        self._with_answers[endpoint] = 0 if is_plain else self._with_answers[endpoint] + 1
+        logged = self._logged.get(endpoint)
+        if is_plain and logged is not True:
+            self._logged[endpoint] = True
+            _log.info("KV of other replicas comes encrypted by AES-GCM from %s", endpoint)
+        elif self._with_answers[endpoint] >= _PIECES_WITH_ANSWERS and logged is not False:
+            self._logged[endpoint] = False
+            _log.warning(
+                "The last %d pieces of KV of another replica came over CURVE, more slowly, and none through its plain socket at %s. "
+                "Check that network policies and firewalls open this port to the pods of other replicas.",
+                self._with_answers[endpoint],
+                endpoint,
+            )
 
 
 @dataclass(frozen=True)
