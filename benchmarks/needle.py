@@ -13,7 +13,7 @@ those at the depths 0, 50 and 100 % are asked, and the time of the prefill is th
 preset for it on one rank and on four lanes, and two of the preset for float32 on one rank. Its scores do not survive the rounding with
 scales that follow from the weights, and in most texts they do with scales that `medha model kv-scales` measures (docs/needle.md).
 
-The goal of recall is 1. The preset for float32 has none in FP8: its margins are not made for that rounding. The goal of growth is an exponent of 2: twice the tokens have four times the (query, key)
+The goal of recall is 1. There is no goal for the preset for float32 in FP8: its margins are not made for that rounding. The goal of growth is an exponent of 2: twice the tokens have four times the (query, key)
 pairs. Growth is that of the ranks' CPU time, which other load disturbs less than wall-clock time.
 
 With --json, the file's rows are kept unless they are measured again, so a long campaign can be run in pieces
@@ -254,7 +254,7 @@ def claims(rows: list[Row]) -> list[dict[str, Any]]:
     found: list[Row] = []
     for shape in SHAPES:
         of_shape = [row for row in rows if row["shape"] == shape]
-        if not of_shape or IN_FP8.get(shape, "needle-fp8") != "needle-fp8":
+        if not of_shape or shape in (OTHER_IN_FP8, MEASURED_IN_FP8):
             continue
         depths = min(len(row["found"]) for row in of_shape)
         name = f"{shape}: lowest recall, {depths} depths, {of_shape[0]['length']} to {of_shape[-1]['length']} tokens"

@@ -10,8 +10,8 @@ of the lane have reported that the blocks are there and are what was written.
 the file that holds it: when the epoch began, or once it was written. Files are deleted in the order in which prompts
 last used them. A prompt uses the beginning last, so a file is deleted before those that it continues.
 
-A long prompt is written file by file, and each uses all files before it. So that not each of them is looked at each time,
-the files that were used are only noted. They are put in order once no other file can make room.
+A long prompt is written file by file, and each file uses all files before it. To put all of these in order each time would
+take quadratic time. So files that were used are only noted, and are put in order when no other file can make room.
 """
 
 from __future__ import annotations
