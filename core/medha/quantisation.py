@@ -284,24 +284,32 @@ def decode(
     return _METHODS[method](fields)
 
 
+def shown(value: object) -> str:
+    """Return a value as errors show it: a long one without its middle, as a list may name each layer of a model."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]}...{text[-20:]}"
+
+
 class _Settings:
     """A JSON object whose fields are checked as they are read; errors give the field and its value."""
 
     def __init__(self, value: object, path: str) -> None:
         self.path = path
         if not isinstance(value, dict):
-            raise CheckpointInvalid(f"{path} is {value!r}, but must be an object; fetch the checkpoint again")
+            raise CheckpointInvalid(
+                f"{path} is {shown(value)}, but must be an object; fetch the checkpoint again"
+            )
         self.values: dict[str, Any] = value
 
     def invalid(self, name: str, wanted: str) -> CheckpointInvalid:
-        found = f"is {self.values[name]!r}" if name in self.values else "is missing"
+        found = f"is {shown(self.values[name])}" if name in self.values else "is missing"
         return CheckpointInvalid(
             f"{self.path}.{name} {found}, but must be {wanted}; fetch the checkpoint again or correct the field"
         )
 
     def unsupported(self, name: str, supported: str) -> ModelUnsupported:
         return ModelUnsupported(
-            f"{self.path}.{name} is {self.values.get(name)!r}, which is not supported; "
+            f"{self.path}.{name} is {shown(self.values.get(name))}, which is not supported; "
             f"choose a checkpoint with {supported}, or the unquantised one"
         )
 
@@ -318,7 +326,7 @@ class _Settings:
         """Return the field's value if it is supported; the first is the default of a field that is absent."""
         value = self.values.get(name, supported[0])
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in supported):
-            raise self.unsupported(name, " or ".join(repr(one) for one in supported))
+            raise self.unsupported(name, " or ".join(repr(one) for one in supported if one is not None))
         return value
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -425,6 +433,8 @@ def _kv_scales(scheme: _Settings) -> Literal["tensor", "attn_head"]:
 
 def _compressed_group(group: _Settings, fields: _Settings) -> WeightFormat:
     group.refuse("output_activations")
+    if group.get("weights") is None:
+        raise group.unsupported("weights", "quantised weights in each of config_groups (not attention alone)")
     weights = group.inner("weights")
     holder = fields if group.get("format") is None else group
     form = holder.choice(
@@ -576,7 +586,9 @@ def _mxfp4(fields: _Settings) -> Quantisation:
 
 def _of_every_layer(method: str, form: WeightFormat, fields: _Settings) -> Quantisation:
     """Return the description of a method that has one format, and never quantises the output head."""
-    ignored = ("lm_head", *(one.strip(".") for one in fields.names("modules_to_not_convert")))
+    # AutoFP8 and vLLM call them ignored layers.
+    listed = (*fields.names("modules_to_not_convert"), *fields.names("ignored_layers"))
+    ignored = ("lm_head", *(one.strip(".") for one in listed))
     return Quantisation(method, (((_EVERY_LINEAR,), form),), ignored, ignores_parts=True)
 
 

@@ -155,6 +155,10 @@ def test_ignored_layers_are_named_whole_by_expression_or_by_a_part() -> None:
     assert compressed.format_of("model.layers.0.mlp.up_proj") is None
     assert compressed.format_of("model.layers.10.mlp.up_proj") is not None
     awq = decode(AWQ | {"modules_to_not_convert": ["mlp.down_proj", "mlp.gate", "layers.1."]})
+    fp8 = decode(DEEPSEEK | {"modules_to_not_convert": ["mlp.gate"], "ignored_layers": ["mlp.down_proj"]})
+    assert fp8.format_of("model.layers.5.mlp.gate") is None
+    assert fp8.format_of("model.layers.5.mlp.down_proj") is None
+    assert fp8.format_of(UP) is not None
     assert awq.format_of("model.layers.5.mlp.gate") is None
     assert awq.format_of("model.layers.5.mlp.gate_proj") is not None, "parts end at dots"
     assert awq.format_of("model.layers.1.mlp.up_proj") is None
@@ -221,7 +225,7 @@ def test_a_layer_named_by_itself_has_that_format_whatever_the_order() -> None:
         (W8A8, "group.weights.strategy", "attn_head", ModelUnsupported, "weights.strategy is 'attn_head'"),
         (W8A8, "group.weights.dynamic", True, ModelUnsupported, "weights.dynamic is True"),
         (W8A8, "group.weights.symmetric", "yes", CheckpointInvalid, "weights.symmetric is 'yes'"),
-        (W8A8, "group.weights", None, CheckpointInvalid, "weights is None"),
+        (W8A8, "group.weights", None, ModelUnsupported, "weights is None, .*quantised weights in each"),
         (W8A8, "group.input_activations.symmetric", False, ModelUnsupported, "activations.symmetric is False"),
         (W8A8, "group.input_activations.num_bits", 4, ModelUnsupported, "activations.num_bits is 4"),
         (W8A8, "group.input_activations.dynamic", "local", ModelUnsupported, "activations.dynamic is 'local'"),

@@ -23,6 +23,7 @@ from medha.errors import ConfigInvalid
 from medha_process.part_state import PartState
 from medha_process.supervision.heartbeat import (
     AWAY_SECONDS,
+    IMPORT_FACTOR,
     IMPORT_SECONDS,
     POLL_SECONDS,
     SILENT_SECONDS,
@@ -76,10 +77,26 @@ def test_a_part_that_was_started_has_longer_until_its_first_sign_of_life_unless_
     beats.started(8, 0.0)
     assert polled_often(beats, 0.0, IMPORT_SECONDS) == []
     assert list(beats.silent(IMPORT_SECONDS, lambda process_id: process_id == 8)) == [8]
-    beats.seen(8, IMPORT_SECONDS)
-    assert polled_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + 0.1) == [7]
     beats.forget(7)
+    beats.seen(8, IMPORT_SECONDS)
+    assert polled_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + SILENT_SECONDS) == []
     assert polled_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + SILENT_SECONDS + 0.1) == [8]
+
+
+@pytest.mark.parametrize(
+    ("slowest", "limit"), [(IMPORT_SECONDS / 4, IMPORT_SECONDS), (90.0, IMPORT_FACTOR * 90.0)]
+)
+def test_a_replacement_may_import_as_slowly_as_the_slowest_part_before_it(
+    slowest: float, limit: float
+) -> None:
+    beats = Beats()
+    for part, seconds in ((7, slowest), (8, 1.0)):
+        beats.started(part, 0.0)
+        assert beats.seen(part, seconds)
+        beats.forget(part)
+    beats.started(9, 0.0)
+    assert polled_often(beats, 0.0, limit) == []
+    assert polled_often(beats, limit, limit + 0.1) == [9]
 
 
 def test_the_kernel_knows_who_was_stopped() -> None:

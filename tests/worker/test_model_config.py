@@ -201,10 +201,9 @@ def test_a_llama_3_2_config_is_read_as_written(tmp_path: Path) -> None:
         tie_word_embeddings=True,
         rope=RopeConfig("llama3", 500_000.0, 32.0, 8192),
         dtype="bfloat16",
-        # The scaling was made for 8192 * 32 tokens.
         windows=(None,) * 16,
-        max_position_tokens=262_144,
-        max_model_len=262_144,
+        max_position_tokens=131_072,  # as published, half of 8,192 times the factor
+        max_model_len=131_072,
     )
 
 
@@ -428,6 +427,18 @@ def test_every_spelling_of_rope_means_the_same(spelling: dict[str, Any], tmp_pat
         ({"rope_scaling": None}, {"rope_type": "yarn", "factor": 8.0}, 8 * 131_072),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, None, 131_072),
         ({"rope_scaling": YARN | {"factor": None}}, None, 131_072),
+        ({}, LLAMA["rope_scaling"], 8192 * 32),
+        ({"dual_chunk_attention_config": None}, None, 131_072),
+        (
+            {
+                "dual_chunk_attention_config": {
+                    "original_max_position_embeddings": 262_144,
+                    "chunk_size": 262_144,
+                }
+            },
+            None,
+            131_072,
+        ),
     ],
 )
 def test_the_limit_is_what_the_scaling_reaches(
@@ -462,6 +473,7 @@ def test_dynamic_rope_is_served_within_the_original_length_and_refused_beyond(tm
         (MISTRAL | {"sliding_window": None}, None),
         (QWEN2, None),
         (QWEN2 | {"sliding_window": 0}, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
         (QWEN2 | {"use_sliding_window": True}, 32_768),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 16}, None),
         (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 16}, None),
@@ -537,6 +549,48 @@ def test_a_window_that_the_architecture_does_not_have_is_refused_with_the_length
         read(tmp_path, changes)
 
 
+def test_a_checkpoint_with_dual_chunk_attention_is_served_up_to_the_length_that_needs_none(
+    tmp_path: Path,
+) -> None:
+    """Qwen2.5-1M states a million tokens, of which the first 262,144 are computed as in any Qwen2.5."""
+    changes: dict[str, Any] = {
+        "max_position_embeddings": 1_010_000,
+        "dual_chunk_attention_config": {
+            "chunk_size": 262_144,
+            "local_size": 8192,
+            "original_max_position_embeddings": 262_144,
+        },
+    }
+    assert read(tmp_path, changes).max_model_len == 262_144
+    assert read(tmp_path, changes, 262_144).max_model_len == 262_144
+    with pytest.raises(
+        ModelUnsupported, match=r"maxModelLen is 262145, but beyond 262144 .*dual_chunk_attention_config"
+    ):
+        read(tmp_path, changes, 262_145)
+
+
+@pytest.mark.parametrize("name", ["FP8", None])
+def test_a_description_in_a_file_of_modelopt_is_refused_by_its_algorithm(
+    name: str | None, tmp_path: Path
+) -> None:
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": name}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(described))
+    with pytest.raises(
+        ModelUnsupported, match=rf"hf_quant_config\.json: quant_algo is {name!r}, in ModelOpt's format"
+    ):
+        read(tmp_path)
+
+
+def test_errors_leave_out_the_middle_of_long_values(tmp_path: Path) -> None:
+    ignored = [f"model.layers.{layer}.mlp.down_proj" for layer in range(200)]
+    with pytest.raises(ModelUnsupported, match="quantization_config is ") as refused:
+        read(
+            tmp_path,
+            GEMMA3_WITH_IMAGES | {"quantization_config": QUANTISATIONS["w4a16"] | {"ignore": ignored}},
+        )
+    assert len(str(refused.value)) < 300
+
+
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GemmaForCausalLM"]}, "architecture GemmaForCausalLM .*LlamaForCausalLM"),
     (MIXTRAL | {"num_experts": 8}, "num_experts is 8"),
@@ -556,6 +610,11 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64"),
+    ({"index_topk": 2048}, "index_topk is 2048"),
+    ({"use_qk_norm": True}, "use_qk_norm is True"),
+    ({"use_logn_attn": True}, "use_logn_attn is True"),
+    ({"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling is "),
+    ({"sliding_window": 4096}, "sliding_window is 4096.*LlamaForCausalLM has no window"),
     (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
     (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
     (GEMMA3 | {"final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0"),
@@ -634,6 +693,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"max_position_embeddings": None}, "max_position_embeddings is None"),
     ({"rope_theta": 0}, "rope_theta is 0"),
     ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'"),
+    ({"dual_chunk_attention_config": True}, "dual_chunk_attention_config is True.*an object or null"),
+    (
+        {"dual_chunk_attention_config": {"chunk_size": 8192}},
+        "dual_chunk_attention_config: original_max_position_embeddings is missing",
+    ),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'"),
     ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),

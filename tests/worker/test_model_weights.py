@@ -309,6 +309,10 @@ def damage(directory: Path, kind: str) -> None:
     match kind:
         case "missing file":
             path.unlink()
+        case "weights as torch saves them":
+            path.rename(directory / "pytorch_model.bin")
+        case "weights in Mistral's form":
+            path.rename(directory / "consolidated.safetensors")
         case "truncated file":
             path.write_bytes(path.read_bytes()[:-1000])
         case "no safetensors file":
@@ -341,7 +345,12 @@ def damage(directory: Path, kind: str) -> None:
             r"model\.layers\.0\.self_attn\.k_proj\.weight has shape \[32, 128\].*\[64, 128\]",
         ),
         ("misshaped norm", r"model\.norm\.weight has shape \[127\].*\[128\]"),
-        ("missing file", r"model\.safetensors is missing"),
+        ("missing file", r"model\.safetensors is missing; fetch"),
+        (
+            "weights as torch saves them",
+            r"is missing, and pytorch_model\.bin is in another form; choose .* model\.safetensors",
+        ),
+        ("weights in Mistral's form", r"is missing, and consolidated\.safetensors is in another form"),
         ("truncated file", r"model\.safetensors: is no complete safetensors file"),
         ("no safetensors file", r"model\.safetensors: is no complete safetensors file"),
         ("missing part", r"layer-1\.safetensors is missing"),

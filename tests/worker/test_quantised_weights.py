@@ -271,6 +271,38 @@ def test_the_planned_memory_is_what_weights_take(checkpoints: dict[str, Path], n
     assert held < config.parameters * 4
 
 
+def test_zeros_that_autogptq_wrote_as_biases_are_passed_over_and_other_numbers_are_refused(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(checkpoints["gptq"], tmp_path / "biased"))
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    rows = {"self_attn.o_proj": 128, "mlp.gate_proj": 352, "mlp.down_proj": 128}
+    for layer in range(2):
+        for name, count in rows.items():
+            assert f"model.layers.{layer}.{name}.qweight" in tensors
+            tensors[f"model.layers.{layer}.{name}.bias"] = torch.zeros(count, dtype=torch.float16)
+    save_file(tensors, path)
+    biased, plain = load(directory), load(checkpoints["gptq"])
+    for found, expected in zip(biased.layers, plain.layers, strict=True):
+        assert found.output_bias is None
+        assert found.gate_up_bias is None
+        assert all(map(torch.equal, found.down.tensors(), expected.down.tensors()))
+    tensors["model.layers.1.mlp.down_proj.bias"][3] = 0.5
+    save_file(tensors, path)
+    with pytest.raises(
+        CheckpointInvalid, match=r"1\.mlp\.down_proj\.bias is not zero, but a Qwen2ForCausalLM"
+    ):
+        load(directory)
+    tensors["model.layers.1.mlp.down_proj.bias"].zero_()
+    tensors["model.layers.1.input_layernorm.bias"] = torch.zeros(128)
+    save_file(tensors, path)
+    with pytest.raises(
+        CheckpointInvalid, match=r"1\.input_layernorm\.bias is unexpected: a Qwen2ForCausalLM"
+    ):
+        load(directory)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_groups_of_activations_that_a_slice_would_cut_are_refused(
     checkpoints: dict[str, Path], size: int

@@ -192,6 +192,14 @@ def test_a_store_that_refuses_credentials_is_a_fault_that_names_no_secret(
     assert told.store_fault
 
 
+def test_a_folder_that_cannot_be_made_is_a_failure_of_the_store_and_no_missing_object(
+    host: HostBlocks,
+) -> None:
+    """The kernel answers a new folder in /proc with ENOENT."""
+    with pytest.raises(StoreFailed, match=r"FileNotFoundError: .*/proc/medha"):
+        opened_within(lambda: opened(StoreSpec(url="file:///proc/medha"), host), 60)
+
+
 def test_after_an_error_work_fails_at_once_and_later_the_store_is_used_again(
     host: HostBlocks, tmp_path: Path
 ) -> None:

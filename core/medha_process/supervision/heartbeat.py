@@ -33,6 +33,8 @@ STOPPED_SECONDS = 2.0
 """The same for a part that the kernel reports as stopped: no slow machine looks so, and it stays stopped."""
 IMPORT_SECONDS = 60.0
 """The same for a part that has sent no heartbeat yet: its imports take seconds, on a busy machine many seconds."""
+IMPORT_FACTOR = 2.0
+"""Limit until a first heartbeat, as a multiple of the longest time that any part has needed, if that is more."""
 POLL_SECONDS = 0.5  # interval between checks for silent parts
 DATAGRAM_BYTES = 8192
 CLOSE_SECONDS = 5.0  # longest wait for the listening thread to end; it blocks on nothing else
@@ -47,6 +49,7 @@ class Beats:
     def __init__(self) -> None:
         self._last_seen_at: dict[int, float] = {}  # by process: its last heartbeat, or its start
         self._not_yet_seen: set[int] = set()  # processes without a heartbeat since their start
+        self._slowest_import_seconds = 0.0  # longest time from a start to the first heartbeat
         self._polled_at: float | None = None
         self._lock = Lock()  # between the listening thread and the one that checks
 
@@ -61,6 +64,9 @@ class Beats:
         with self._lock:
             if process_id not in self._last_seen_at:
                 return False
+            if process_id in self._not_yet_seen:
+                seconds = now - self._last_seen_at[process_id]
+                self._slowest_import_seconds = max(self._slowest_import_seconds, seconds)
             self._last_seen_at[process_id] = now
             self._not_yet_seen.discard(process_id)
             return True
@@ -74,8 +80,9 @@ class Beats:
     def silent(self, now: float, is_stopped: Callable[[int], bool] = lambda _: False) -> dict[int, float]:
         """Return the processes that have been silent for too long, each with the seconds of its silence.
 
-        The limit is SILENT_SECONDS, or IMPORT_SECONDS before the first heartbeat, or STOPPED_SECONDS if
-        `is_stopped` is true, that is if the kernel reports the process as stopped. Call it every
+        The limit is SILENT_SECONDS, or STOPPED_SECONDS if `is_stopped` is true, that is if the kernel reports the
+        process as stopped. Before the first heartbeat it is IMPORT_SECONDS, or IMPORT_FACTOR times what the slowest
+        part has needed so far: a replacement on a slow machine imports as slowly as the part before it. Call it every
         POLL_SECONDS.
         """
         with self._lock:
@@ -83,8 +90,9 @@ class Beats:
             self._polled_at = now
             if was_away:  # heartbeats of that time may not have been read yet
                 self._last_seen_at = dict.fromkeys(self._last_seen_at, now)
+            import_seconds = max(IMPORT_SECONDS, IMPORT_FACTOR * self._slowest_import_seconds)
             quiet = {
-                one: (now - last_seen_at, IMPORT_SECONDS if one in self._not_yet_seen else SILENT_SECONDS)
+                one: (now - last_seen_at, import_seconds if one in self._not_yet_seen else SILENT_SECONDS)
                 for one, last_seen_at in self._last_seen_at.items()
             }
         return {

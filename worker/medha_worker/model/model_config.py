@@ -21,7 +21,7 @@ from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.kv_dtype import KvDtype
 from medha.latent_shape import LatentShape
 from medha.linear_sizes import LinearSizes, SparseBlock
-from medha.quantisation import Quantisation, WeightFormat, decode
+from medha.quantisation import Quantisation, WeightFormat, decode, shown
 from medha_worker.model.expert_routing import ExpertRouting
 from medha_worker.model.families.family import Activation, ExpertBlock, Family
 from medha_worker.model.families.family_table import FAMILIES
@@ -362,9 +362,9 @@ class ModelConfig:
             ModelUnsupported: the model needs something that is not implemented.
             ConfigInvalid: `max_model_len` is beyond the checkpoint's limit, or `rope_scaling` is wrong.
         """
-        return cls.from_values(
-            read_json(Path(directory) / "config.json"), max_model_len, rope_scaling, kv_dtype
-        )
+        values = read_json(Path(directory) / "config.json")
+        _refuse_modelopt(Path(directory), values)
+        return cls.from_values(values, max_model_len, rope_scaling, kv_dtype)
 
     @classmethod
     def from_values(
@@ -393,7 +393,7 @@ class ModelConfig:
         replaced = None if rope_scaling is None else _stored_ropes(fields, family)[0]
         limit = _length_limit(rope, max_position_tokens, replaced)
         num_layers = fields.positive_int("num_hidden_layers")
-        served = _served_length(max_model_len, limit, rope)
+        served = _served_length(max_model_len, limit, rope, _dual_chunk_limit(fields))
         sliding_layers = _sliding_layers(fields, family, num_layers)
         config = cls(
             architecture=family.architecture,
@@ -459,6 +459,10 @@ _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
     "n_routed_experts": (None, 0),
     "is_causal": (None, True),
     "use_bidirectional_attention": (None, False),
+    "index_topk": (None, 0),
+    "use_qk_norm": (None, False),
+    "use_logn_attn": (None, False),
+    "llama_4_scaling": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
     "cross_attention_hidden_size": (None,),
@@ -493,14 +497,14 @@ class _Fields:
         self.source = source
 
     def invalid(self, name: str, wanted: str) -> CheckpointInvalid:
-        found = f"is {self.values[name]!r}" if name in self.values else "is missing"
+        found = f"is {shown(self.values[name])}" if name in self.values else "is missing"
         return CheckpointInvalid(
             f"{self.source}: {name} {found}, but must be {wanted}; fetch the checkpoint again or correct the field"
         )
 
     def unsupported(self, name: str, remedy: str) -> ModelUnsupported:
         return ModelUnsupported(
-            f"{self.source}: {name} is {self.values[name]!r}, which is not supported; {remedy}"
+            f"{self.source}: {name} is {shown(self.values[name])}, which is not supported; {remedy}"
         )
 
     def get(self, name: str) -> Any:
@@ -554,6 +558,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointInvalid(f"{path}: holds a {type(value).__name__}, not an object; fetch it again")
     return value
+
+
+def _refuse_modelopt(directory: Path, values: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose quantisation is described beside `config.json` only, as ModelOpt once exported it."""
+    path = directory / "hf_quant_config.json"
+    if values.get("quantization_config") is not None or not path.exists():
+        return
+    described = read_json(path).get("quantization")
+    name = described.get("quant_algo") if isinstance(described, dict) else None
+    raise ModelUnsupported(
+        f"{path}: quant_algo is {shown(name)}, in ModelOpt's format, which is not supported; choose the unquantised "
+        "checkpoint, or one in a format of docs/quantisation.md"
+    )
 
 
 def _family(fields: _Fields) -> Family:
@@ -946,11 +963,11 @@ def _length_limit(
 ) -> int:
     """Return the longest sequence that the checkpoint, with its RoPE scaling, was made for.
 
-    A yarn checkpoint may state its length before the extension (Qwen2.5) or after it. A checkpoint's own
-    linear scaling is already included in `max_position_embeddings`. If `rope` overrides the checkpoint's parameters,
-    `replaced`, its linear scaling takes the place of that one.
+    A yarn checkpoint may state its length before the extension (Qwen2.5) or after it. A checkpoint's own llama3 or
+    linear scaling is already included in `max_position_embeddings`: Llama 3.2 states 131,072 tokens, half of 8,192 times
+    its factor. If `rope` overrides the checkpoint's parameters, `replaced`, its linear scaling takes the place of that one.
     """
-    if rope.kind in ("llama3", "yarn"):
+    if rope.kind == "yarn" or (rope.kind == "llama3" and replaced is not None):
         return max(max_position_tokens, int(rope.original_max_position_tokens * rope.factor))
     if rope.kind == "linear" and replaced is not None:
         own = _Fields(replaced, "config.json: RoPE parameters")
@@ -959,11 +976,30 @@ def _length_limit(
     return max_position_tokens
 
 
-def _served_length(max_model_len: int | None, limit: int, rope: RopeConfig) -> int:
+def _dual_chunk_limit(fields: _Fields) -> int | None:
+    """Return the longest sequence that needs no dual-chunk attention (Qwen2.5-1M); None if the checkpoint names none."""
+    name = "dual_chunk_attention_config"
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise fields.invalid(name, "an object or null")
+    return _Fields(value, f"{fields.source}: {name}").positive_int("original_max_position_embeddings")
+
+
+def _served_length(
+    max_model_len: int | None, limit: int, rope: RopeConfig, dual_chunk_limit: int | None = None
+) -> int:
+    """Return the longest sequence to serve, in tokens: up to `limit`, and up to `dual_chunk_limit` if that is given."""
     if max_model_len is None:
-        return limit
+        return limit if dual_chunk_limit is None else min(limit, dual_chunk_limit)
     if max_model_len < 1:
         raise ConfigInvalid(f"model.maxModelLen is {max_model_len}; it must be at least 1")
+    if dual_chunk_limit is not None and dual_chunk_limit < max_model_len <= limit:
+        raise ModelUnsupported(
+            f"model.maxModelLen is {max_model_len}, but beyond {dual_chunk_limit} tokens this checkpoint needs dual-chunk "
+            "attention (dual_chunk_attention_config in config.json), which is not supported; lower it"
+        )
     if max_model_len > limit and rope.kind == "dynamic":
         raise ModelUnsupported(
             f"model.maxModelLen is {max_model_len}, but with rope_type 'dynamic' a sequence beyond {limit} tokens "
@@ -1025,7 +1061,8 @@ def _windows(
         may_be_null = family.full_layer_interval is None
         is_null = fields.get("sliding_window") is None
         window = None if is_null and may_be_null else fields.positive_int("sliding_window")
-    if window is None or window >= max_model_len:
+    is_off = not family.has_window and fields.get("use_sliding_window") is False
+    if window is None or window >= max_model_len or is_off:
         return none
     remedy = (
         f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"

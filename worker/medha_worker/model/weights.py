@@ -633,6 +633,11 @@ class _Reader:
         index = directory / "model.safetensors.index.json"
         if not index.exists():
             single = directory / "model.safetensors"
+            others = sorted(found.name for form in _OTHER_FORMS for found in directory.glob(form))
+            if others and not single.exists():
+                raise CheckpointInvalid(
+                    f"{single} is missing, and {others[0]} is in another form; choose the checkpoint with model.safetensors"
+                )
             return dict.fromkeys(self._open(single).keys(), single)
         require_readable(index)
         try:
@@ -677,8 +682,8 @@ class _Reader:
                 f"{directory}: tensor {missing[0]} of shape {list(self._tensors[missing[0]].shapes[0])} is missing"
                 f"{_and_more(missing)}; {mend}"
             )
-        # Three leftovers are harmless: a head beside tied embeddings, the inverse frequencies in old Llamas, and
-        # layers that predict further tokens.
+        # Four leftovers are harmless: a head beside tied embeddings, the inverse frequencies in old Llamas, layers
+        # that predict further tokens, and the zeros that AutoGPTQ wrote as biases of layers without one.
         further = range(self.config.num_layers, self.config.num_layers + self.config.further_layers)
         unexpected = [
             name
@@ -688,11 +693,32 @@ class _Reader:
             and not name.startswith(tuple(f"model.layers.{index}." for index in further))
             and not (name == "lm_head.weight" and self.config.tie_word_embeddings)
         ]
+        unexpected = [name for name in unexpected if not self._is_zero_bias(name)]
         if unexpected:
             raise CheckpointInvalid(
                 f"{directory}: tensor {unexpected[0]} is unexpected{_and_more(unexpected)}: a "
                 f"{self.config.architecture} of this config.json has none; choose a matching checkpoint"
             )
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is the bias of a layer in GPTQ, and is all zeros.
+
+        Raises:
+            CheckpointInvalid: it is such a bias, and is not all zeros.
+        """
+        layer = name.removesuffix(".bias")
+        is_gptq = self.config.quantisation is not None and self.config.quantisation.method == "gptq"
+        if not is_gptq or layer == name or layer not in self.config.linear_layers:
+            return False
+        if self.config.format_of(layer) is None:
+            return False
+        path = self._file_of[name]
+        if self._open(path).get_tensor(self._stored_as[name]).count_nonzero():
+            raise CheckpointInvalid(
+                f"{path}: tensor {name} is not zero, but a {self.config.architecture} of this config.json adds no bias "
+                "there; choose a matching checkpoint"
+            )
+        return True
 
 
 _FORMAT_BYTES = {
@@ -708,6 +734,8 @@ _FORMAT_BYTES = {
 }
 """Bytes of a value, by safetensors' names of number formats."""
 
+_OTHER_FORMS = ("consolidated*.safetensors", "consolidated*.pth", "pytorch_model*.bin", "*.gguf")
+"""Names of files that hold weights as other programs read them."""
 _FORMAT_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SHAPE = ".weight_shape"
 

@@ -517,10 +517,11 @@ class Loaded:
                 _log.warning("the disk tier is off: %s", fault)
             self._disk = DiskBlocks(files, host, time.perf_counter, fault)
         access_seconds, block_seconds = self._disk_seconds
-        _log.info(
-            "the disk tier in %s holds %d blocks, %d tokens; a read takes %.3g ms, and %.3g ms for each block",
-            place, blocks, blocks * host.kv_cache.block_tokens, 1e3 * access_seconds, 1e3 * block_seconds,
-        )  # fmt: skip
+        if not self._disk.fault:
+            _log.info(
+                "the disk tier in %s holds %d blocks, %d tokens; a read takes %.3g ms, and %.3g ms for each block",
+                place, blocks, blocks * host.kv_cache.block_tokens, 1e3 * access_seconds, 1e3 * block_seconds,
+            )  # fmt: skip
         return DiskTierFigures(blocks, access_seconds, block_seconds, self._disk.kept_key())
 
     def _peer_blocks(self, model: Transformer) -> PeerFigures | None:

@@ -178,7 +178,10 @@ def _open(spec: StoreSpec) -> ObjectStore:
     from obstore.store import LocalStore, from_url
 
     if spec.is_files:
-        Path(spec.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            Path(spec.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:  # FileNotFoundError, too: no object is missing
+            raise StoreFailed(f"{type(error).__name__}: {_first_line(error)}") from error
         return LocalStore(spec.directory)
     endpoint: dict[str, Any] = {"endpoint": spec.endpoint.rstrip("/")} if spec.endpoint else {}
     region = spec.region or os.environ.get("AWS_REGION") or "us-east-1"
