@@ -229,7 +229,7 @@ CONTROLLER_METRICS = (
     Metric("medha_disk_tier_loaded_bytes", "counter", "bytes", "KV read from files into the host tier, on one rank of each lane."),
     Metric("medha_disk_tier_written_bytes", "counter", "bytes", "KV written to files, on one rank of each lane."),
     Metric("medha_disk_tier_waiting_bytes", "gauge", "bytes", "KV in the host tier of each rank of a lane that waits to be written to files.", ("lane",)),
-    Metric("medha_disk_tier_skipped_bytes", "counter", "bytes", "KV that was not written, because the host tier had dropped it before the disk came to it, or the disk tier has room for the beginning of its prompt only, on one rank of each lane."),
+    Metric("medha_disk_tier_skipped_bytes", "counter", "bytes", "KV that was not written, because the host tier had dropped it before the disk came to it, or had no place for it, or the disk tier has room for the beginning of its prompt only, on one rank of each lane."),
     Metric("medha_disk_tier_failures", "counter", "", "Files that a rank could not write or read, or that were damaged. Their KV is computed."),
     Metric("medha_peer_kv_hits", "counter", "sequences", "Prompts whose KV another replica has offered, so that sequences waited for it ([KV tiers](kv-tiers.md#kv-of-other-replicas))."),
     Metric("medha_peer_kv_loaded_bytes", "counter", "bytes", "KV read from other replicas into the host tier, on one rank of each lane."),

@@ -14,7 +14,7 @@ from medha.cost.tier_seconds import ReadSeconds
 from medha.kv.disk_tier import FILE_BLOCKS, MOST_CONSIDERED, DiskTier, OnDisk, file_name
 from medha.kv.host_tier import HostTier, Kept
 from medha.kv.pools import KvPools
-from medha.kv.prefix_cache import Branch, hash_count, hash_range
+from medha.kv.prefix_cache import Branch, each_hash, hash_count, hash_range
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.scheduler.controller import ReplicaController
 from medha.wire.messages import DiskFile, DiskReport, DiskTierFigures, DiskWrite, KvPart
@@ -442,11 +442,24 @@ def test_what_the_host_tier_drops_does_not_wait_any_longer_and_costs_no_memory()
         host.check()
         assert host.unwritten.blocks <= 40
         assert len(host.unwritten._turns) <= 100
-    assert host.unwritten.lost_blocks == host.counts.dropped_blocks > 3000
+    lost_blocks = host.unwritten.lost_blocks
+    assert lost_blocks == 200 * 20 - host.unwritten.blocks > 3000
     assert host.take_unwritten(15) is not None
-    dropped = host.counts.dropped_blocks
+    waiting = host.unwritten.blocks
     host.demote([Branch(chain(900, 40), 0, 40, [(0, 40)])])
-    assert 0 < host.unwritten.lost_blocks - dropped <= host.counts.dropped_blocks - dropped
+    assert host.unwritten.lost_blocks - lost_blocks == waiting + 40 - host.unwritten.blocks > 0
+
+
+def test_what_the_host_tier_has_no_place_for_is_lost_unless_a_file_has_it() -> None:
+    """Blocks that are worth less than all that the tier holds are turned away; five of them are in a file."""
+    host = HostTier(20, 16, Fixed())
+    text = chain(2, 20)
+    host.unwritten = UnwrittenBlocks(each_hash(hash_range(text, 0, 5)).__contains__)
+    kept = chain(1, 20)
+    host.begin_swap(kept)
+    host.demote([Branch(kept, 0, 20, [(0, 20)])])
+    assert host.demote([Branch(text, 0, 20, [(100, 20)])]) == ((), ())
+    assert host.unwritten.lost_blocks == 15
 
 
 def test_blocks_wait_again_where_they_are_now_but_not_while_they_are_read() -> None:

@@ -185,6 +185,66 @@ def test_what_is_used_stays() -> None:
     assert tier.counts.dropped_blocks > 4
 
 
+def load(tier: HostTier, seed: int, blocks: int, piece: int = 4) -> int:
+    """Load a text piece by piece, as from files; return how many of its blocks the tier takes."""
+    loading: list[int] = []
+    taken = 0
+    for at in range(0, blocks, piece):
+        began = tier.begin_load(hashes(seed, blocks), at, piece)
+        if began is None:
+            break
+        loading.append(began[0])
+        taken += began[1]
+        tier.check()
+    for extent in loading:
+        assert tier.end_load(extent, is_there=True) is None
+    tier.check()
+    return taken
+
+
+def test_a_text_that_a_request_waits_for_gets_a_place_in_a_tier_full_of_texts_as_costly() -> None:
+    """Five texts of which a tier holds two come in turn: each is loaded whole, and most of the one before it stays."""
+    tier = HostTier(40, SIZE, Prices())
+    tier.demote([branch(100, 0, 40)])
+    for turn in range(25):
+        assert load(tier, turn % 5, 20) == 20
+        assert held(tier, turn % 5, 20) == 20
+        assert turn == 0 or held(tier, (turn - 1) % 5, 20) >= 16
+
+
+def test_cheap_loads_get_a_place_again_and_again_and_costly_texts_lose_little_for_it() -> None:
+    """The first load drops the end of a costly text; those that follow take that place, until as much cost has been loaded."""
+    tier = HostTier(400, SIZE, Prices())
+    tier.demote([branch(1, 9600, 10000)])
+    cost = Prices().compute_seconds
+    loads = round(cost(9600 * SIZE, 10000 * SIZE) / cost(0, 8 * SIZE))
+    for name in range(loads // 2):
+        assert load(tier, 100 + name, 8) == 8
+        assert sum(one.count for one in tier.match(hashes(1, 10000), 9600, 10000)) == 392
+    for name in range(loads):
+        assert load(tier, 1000 + name, 8) == 8
+    assert not tier.match(hashes(1, 10000), 9700, 10000), "nobody has used it for a long time"
+
+
+def test_a_load_drops_nothing_that_is_kept() -> None:
+    tier = HostTier(8, SIZE, Prices())
+    tier.begin_swap(hashes(1, 6))
+    tier.demote([branch(1, 0, 6)])
+    assert load(tier, 2, 4) == 2
+    tier.pin(tier.match(hashes(2, 4), 0, 4))
+    assert tier.begin_load(hashes(3, 4), 0, 4) is None
+    tier.unpin()
+    assert load(tier, 3, 4) == 2
+    assert (held(tier, 1, 6), held(tier, 2, 4)) == (6, 0)
+
+
+def test_cached_blocks_for_another_replica_get_a_place_in_a_full_tier() -> None:
+    tier = HostTier(8, SIZE, Prices())
+    tier.demote([branch(1, 9000, 9008)])
+    assert tier.take_in(hashes(2, 4), 0, 4) == (1, 4, (HostDrop(0, 4),))
+    tier.check()
+
+
 def test_what_is_about_to_be_fetched_is_not_dropped_for_what_is_evicted() -> None:
     tier = HostTier(4, SIZE, Prices())
     tier.demote([branch(1, 0, 4)])

@@ -183,6 +183,10 @@ class DiskTier:
             start += count
         return found
 
+    def has_block(self, key: str) -> bool:
+        """Return whether a file holds the block of this hash."""
+        return key in self._places
+
     # --- loads ----------------------------------------------------------------------------------------
 
     def begin_load(self, found: OnDisk, extent: int, count: int) -> None:

@@ -14,6 +14,9 @@ what was dropped last. This is GreedyDual-Size (Cao and Irani, "Cost-aware WWW p
 costly stays longer, and what nobody uses ages, without a clock. An extent is worth at least as much as any behind it,
 because without its beginning a prefix is of no use.
 
+KV that a request waits for, because it is read from a file, a store or another replica, always gets a place, if not all that
+the tier holds is kept.
+
 The KV of a request that has stepped aside is *kept for it* until it comes back: the tier takes it before all else, drops
 anything for it that is not kept, and drops none of it.
 """
@@ -217,6 +220,7 @@ class _Candidate:
     block_seconds: float  # to compute one of them again
     worth: float
     is_swapped: bool = False  # kept for a request that has stepped aside
+    is_awaited: bool = False  # a request waits for them, here or on another replica
 
     @property
     def before(self) -> str:
@@ -376,7 +380,7 @@ class HostTier:
         """Give room to blocks `start .. start + count` of a prompt, which are copied from the device at once.
 
         Return the number of the new extent, of how many of these blocks it is, and what it drops; None if all that is
-        held is worth more.
+        held is kept.
         """
         made = self._make_extent(hashes, start, count)
         if made is not None:
@@ -460,8 +464,11 @@ class HostTier:
                 drops.append(dropped[0])
                 room += dropped[1]
             if room < one.blocks:
-                # Blocks that are turned away age the rest, else a tier of costly KV would never change.
-                self._aged += one.block_seconds * (one.blocks - room) / self.ledger.blocks
+                self._age(one, one.blocks - room)
+                if self.unwritten is not None:
+                    self.unwritten.turned_away(
+                        hash_range(one.hashes, one.start + room, one.start + one.blocks)
+                    )
                 one.blocks, one.runs = room, cut_runs(one.runs, 0, room)
             if room == 0:
                 continue
@@ -561,22 +568,34 @@ class HostTier:
         """Drop up to `missing` blocks of the extent that is worth least; return how many, or None if all are worth more.
 
         Only ends of prefixes are dropped; of those that are worth the same, the oldest one. For blocks that are kept for a
-        request, anything that is not kept makes room.
+        request, or that one waits for, anything that is not kept makes room.
         """
         while self._by_worth:
             worth, number = self._by_worth[0]
-            if worth >= one.worth and not one.is_swapped:
+            if worth >= one.worth and not (one.is_swapped or one.is_awaited):
                 break
             heappop(self._by_worth)
             extent = self._extents.get(number)
             if extent is None or extent.worth != worth or not self._may_drop(extent):
                 continue
-            self._aged = max(self._aged, worth)
             keep = max(extent.blocks - missing, 0)
             found = HostDrop(number, keep), extent.blocks - keep
+            if one.is_awaited and worth >= one.worth:
+                self._age(
+                    one, extent.blocks - keep
+                )  # else one cheap load would age all that is costly at once
+            else:
+                self._aged = max(self._aged, worth)
             self._forget(extent, keep)
             return found
         return self._drop_behind(one, missing) if one.is_swapped and self._orphans else None
+
+    def _age(self, one: _Candidate, blocks: int) -> None:
+        """Age what the tier holds by the cost of some blocks of a candidate that is worth less.
+
+        They are turned away, or they take the place of what is worth more. A tier of costly KV would else never change.
+        """
+        self._aged += one.block_seconds * blocks / self.ledger.blocks
 
     def _drop_behind(self, one: _Candidate, missing: int) -> tuple[HostDrop, int] | None:
         """Drop up to `missing` blocks from the end of what the tier holds behind a candidate; return how many.
@@ -682,7 +701,7 @@ class HostTier:
         return found is not None and found.blocks >= stop
 
     def begin_load(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
-        """Do the same for blocks that are read from a file or from another replica: they are there after `end_load`."""
+        """Do the same for blocks that are read from a file, a store or another replica: they are there after `end_load`."""
         made = self._make_extent(hashes, start, count)
         if made is not None:
             self._loading.add(made[0])
@@ -693,7 +712,8 @@ class HostTier:
         self, hashes: str, start: int, count: int
     ) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         block_seconds = self._block_seconds(start, start + count)
-        one = _Candidate(hashes, start, count, [], block_seconds, self._aged + block_seconds)
+        worth = self._aged + block_seconds
+        one = _Candidate(hashes, start, count, [], block_seconds, worth, is_awaited=True)
         self._raise_before(one)
         drops: list[HostDrop] = []
         while self.ledger.free_blocks < one.blocks:
@@ -704,6 +724,9 @@ class HostTier:
         one.blocks = min(one.blocks, self.ledger.free_blocks)
         if one.blocks == 0:
             return None
+        one.worth = max(
+            one.worth, self._aged + block_seconds
+        )  # as new as can be: the rest has aged by the drops
         return self._store(one), one.blocks, tuple(drops)
 
     @property

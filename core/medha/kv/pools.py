@@ -547,10 +547,10 @@ class KvPools:
         for number, lane in enumerate(self._lanes):
             lane.tier = HostTier(host_blocks, self.block_size_tokens, prices)
             if disk_blocks:
-                lane.tier.unwritten = UnwrittenBlocks()
                 lane.disk = DiskTier(
                     disk_blocks, lane_ranks[number], self.block_size_tokens, prices, most_writing, lane.tier
                 )
+                lane.tier.unwritten = UnwrittenBlocks(lane.disk.has_block)
             if self.has_peers:
                 lane.peer_loads = RankLoads(frozenset(lane_ranks[number]))
         if object_blocks:

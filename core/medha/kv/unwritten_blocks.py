@@ -10,9 +10,11 @@ continues it. If a prefix cannot be written whole, its beginning is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+
+from medha.kv.prefix_cache import each_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,11 @@ class _Waiting:
 class UnwrittenBlocks:
     """Extents of a host tier of which a disk tier has not taken all blocks yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_written: Callable[[str], bool] = lambda _: False) -> None:
+        """`is_written` returns whether a file holds the block of a hash."""
+        self._is_written = is_written
         self.lost_blocks = 0
-        """Blocks that the host tier has dropped before the disk tier took them."""
+        """Blocks that the host tier has dropped before the disk tier took them, or has not taken itself."""
         self._extents: dict[int, _Waiting] = {}
         # Heap of (-worth, start, extent); stale entries are skipped.
         self._turns: list[tuple[float, int, int]] = []
@@ -75,6 +79,10 @@ class UnwrittenBlocks:
         one.blocks = blocks
         if one.taken >= blocks:
             del self._extents[extent]
+
+    def turned_away(self, hashes: str) -> None:
+        """Note that the host tier has no place for blocks of these hashes, so that no file gets them either."""
+        self.lost_blocks += sum(not self._is_written(key) for key in each_hash(hashes))
 
     def take(self, most_blocks: int) -> Part | None:
         """Take up to `most_blocks` blocks of the extent that comes next; None if none waits."""
