@@ -17,6 +17,8 @@ from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import Branch, each_hash, hash_count, hash_range
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History
+from medha.scheduler.status_report import status
 from medha.wire.messages import DiskFile, DiskReport, DiskTierFigures, DiskWrite, KvPart
 
 from .test_store_kv import HASHER, Replica, ids
@@ -143,6 +145,97 @@ def test_a_rank_that_cannot_write_ends_the_file_for_all() -> None:
     assert disk.match(hashes, 0, 10) == []
     assert (disk.held_blocks, disk.counts.failed_writes) == (0, 1)
     disk.check()
+
+
+def no_space(disk: DiskTier, rank: int, one: DiskWrite) -> None:
+    name = (one.file.name,)
+    disk.report(DiskReport(rank, not_written=name, no_space=name))
+    disk.check()
+
+
+def test_a_tier_shrinks_to_what_it_holds_if_a_rank_has_no_space_for_a_file() -> None:
+    disk = tier(blocks=1000)
+    files = [write(disk, chain(name, 10)) for name in range(3)]
+    for one in files:
+        written(disk, one)
+    (lost,) = write(disk, chain(3, 8))
+    no_space(disk, 1, lost)
+    assert (disk.blocks, disk.held_blocks, disk.counts.failed_writes) == (30, 30, 1)
+    assert all(disk.match(chain(name, 10), 0, 10) for name in range(3)), "files that are there can be read"
+    assert [one.file for one in disk.take_deletes(0)] == [lost.file.name], "other ranks may have written it"
+    assert waiting(disk).again == [], "rank 0 may still write it"
+    disk.report(DiskReport(0, written=(lost.file.name,)))
+    assert waiting(disk).again == [lost.file.hashes]
+    assert disk.match(lost.file.hashes, 0, 8) == []
+    written(disk, write(disk, lost.file.hashes))
+    assert [one.file for one in disk.take_deletes(0)] == [files[0][0].file.name], "the oldest makes room"
+    assert len(disk.match(lost.file.hashes, 0, 8)) == 1
+    assert (disk.blocks, disk.held_blocks, disk.fault) == (30, 28, "")
+
+
+def test_a_file_without_space_is_written_again_once_no_rank_writes_it_any_more() -> None:
+    disk = tier(blocks=1000)
+    written(disk, write(disk, chain(1, 20)))
+    (lost,) = write(disk, chain(2, 10))
+    no_space(disk, 0, lost)
+    assert write(disk, lost.file.hashes) == ()
+    no_space(disk, 1, lost)
+    assert disk.blocks == 20, "both ranks mean the same file"
+    assert waiting(disk).again == [lost.file.hashes]
+    assert len(write(disk, lost.file.hashes)) == 1
+    disk.check()
+
+
+def test_each_file_without_space_lets_a_tier_shrink_and_an_empty_one_takes_no_file_any_more() -> None:
+    disk = tier(blocks=1000, ranks=1)
+    sizes = []
+    for name in range(6):
+        (one,) = write(disk, chain(name, 10))
+        if name < 3:
+            written(disk, (one,), ranks=1)
+        else:
+            no_space(disk, 0, one)
+        sizes.append(disk.blocks)
+    assert sizes == [1000, 1000, 1000, 30, 20, 10]
+    (last,) = write(disk, chain(6, 10))
+    no_space(disk, 0, last)
+    assert (disk.blocks, disk.held_blocks, disk.is_used, disk.has_place) == (0, 0, False, False)
+    assert write(disk, chain(7, 10)) == ()
+    assert len(waiting(disk).kept) == 1, "nothing is taken"
+    assert disk.fault == ""
+
+
+def test_a_volume_without_space_for_one_file_leaves_writes_that_go_on_alone() -> None:
+    disk = tier(blocks=1000, ranks=1)
+    first, second = write(disk, chain(1, FILE_BLOCKS + 5))
+    no_space(disk, 0, first)
+    assert (disk.blocks, disk.writing_blocks, disk.has_place) == (5, 5, False)
+    written(disk, (second,), ranks=1)
+    assert (disk.blocks, disk.held_blocks, disk.has_place) == (5, 5, True)
+    assert [hash_count(one.file.hashes) for one in write(disk, chain(2, 5))] == [5]
+    disk.check()
+
+
+def test_of_a_prompt_larger_than_a_tier_that_shrank_the_beginning_is_written() -> None:
+    disk, hashes = tier(100 * FILE_BLOCKS, ranks=1, most_writing=FILE_BLOCKS), chain(1, 5 * FILE_BLOCKS)
+    writes, count = write(disk, hashes), 0
+    while writes:
+        count += 1
+        if count > 3:
+            no_space(disk, 0, writes[0])
+        else:
+            written(disk, writes, ranks=1)
+        writes = disk.write(0)
+    assert (disk.blocks, count) == (3 * FILE_BLOCKS, 4), "what is behind has no place, and is not tried"
+    assert sum(one.count for one in disk.match(hashes, 0, 320)) == 3 * FILE_BLOCKS
+
+
+def test_a_file_without_space_that_the_host_tier_has_dropped_lets_a_tier_shrink_too() -> None:
+    disk = tier(blocks=1000, ranks=1)
+    (one,) = write(disk, chain(1, 10))
+    waiting(disk).dropped.add(one.extent)
+    no_space(disk, 0, one)
+    assert (disk.blocks, disk.counts.failed_writes, disk.counts.skipped_blocks) == (0, 1, 1)
 
 
 def test_after_a_restart_only_files_of_all_ranks_count_and_the_rest_is_deleted() -> None:
@@ -529,9 +622,17 @@ def test_an_idle_replica_goes_on_to_write_as_files_are_finished_until_nothing_wa
     assert counts.skipped_blocks == counts.failed_writes == 0
 
 
-def test_nothing_waits_for_a_disk_tier_that_is_off() -> None:
+@pytest.mark.parametrize("has_space", [False, True])
+def test_nothing_waits_for_a_disk_tier_that_is_off_or_whose_volume_is_full(has_space: bool) -> None:
     replica = busy_with_files()
-    replica.handle(DiskReport(0, fault="no space"))
+    if has_space:
+        replica.handle(DiskReport(0, fault="no answer"))
+    else:
+        lost = (replica.writes[0].file.name,)
+        replica.handle(DiskReport(0, not_written=lost, no_space=lost))
+        shown = status(replica.core, History(), 0.0).lanes[0].disk_tier
+        assert shown is not None
+        assert (shown.blocks, shown.held, shown.waiting, shown.failures, shown.fault) == (0, 0, 0, 1, "")
     assert replica.waiting_blocks == 0
     replica.submit("b", ids(9, 101))
     assert replica.waiting_blocks == 0

@@ -70,6 +70,8 @@ class Rank:
     ledger: HostLedger
     content: dict[int, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    space: int = 10**9
+    """Blocks that its disk has space for."""
     others: deque[Write | str] = field(default_factory=deque)
     reads: deque[Read] = field(default_factory=deque)
 
@@ -80,6 +82,10 @@ class Rank:
                 if isinstance(job, Write) and job.write.extent == drop.extent:
                     stop = job.write.first + hash_count(job.write.file.hashes)
                     job.is_off = job.is_off or stop > drop.keep
+
+    def has_space(self, hashes: str) -> bool:
+        held = sum(map(hash_count, self.files.values()))
+        return held + hash_count(hashes) <= self.space
 
     def fill(self, slots: Iterable[Run], hashes: str) -> None:
         for block, slot in enumerate(each(slots)):
@@ -99,6 +105,7 @@ class DiskMachine(RuleBasedStateMachine):
             st.tuples(st.integers(0, TEXTS - 1), st.integers(0, TEXT_BLOCKS - 10), st.sets(st.integers(0, 1)))
         ),
         pieces=st.lists(st.tuples(st.integers(1, 64), st.booleans())),
+        space=st.tuples(*[st.sampled_from([0, 7, 64, 150, *[10**9] * 4])] * 2),
     )
     def start(
         self,
@@ -107,11 +114,17 @@ class DiskMachine(RuleBasedStateMachine):
         most_writing: int,
         found: list[tuple[int, int, set[int]]],
         pieces: list[tuple[int, bool]],
+        space: tuple[int, int],
     ) -> None:
-        """`found` are files of a former epoch: the text, the first block, and the ranks; `pieces` those in which the last text comes."""
+        """Begin an epoch, with files of a former one.
+
+        `found` are these: the text, the first block, and the ranks. The last text comes in `pieces`. `space` is what else the
+        disk of each rank has space for, in blocks.
+        """
         self.host = HostTier(host_blocks, SIZE, Prices())
         self.host.unwritten = UnwrittenBlocks()
         self.disk = DiskTier(disk_blocks, range(2), SIZE, Prices(), most_writing, self.host)
+        self.disk_blocks = disk_blocks
         self.ranks = [Rank(number, HostLedger(host_blocks)) for number in range(2)]
         self.most_writing = max(most_writing, 64)
         self.has_failed = False
@@ -124,6 +137,7 @@ class DiskMachine(RuleBasedStateMachine):
                 if rank.number in ranks:
                     files.append(DiskFile(file_name(before, hashes), first, hashes, before))
             rank.files = {one.name: one.hashes for one in files}
+            rank.space = space[rank.number] + sum(map(hash_count, rank.files.values()))
             self.report(rank, found=tuple(files), found_all=True)
 
     # --- the controller -------------------------------------------------------------------------------
@@ -207,6 +221,12 @@ class DiskMachine(RuleBasedStateMachine):
                         self.has_failed |= not is_off
                         self.report(rank, not_written=(write.file.name,))
                         continue
+                    if not rank.has_space(write.file.hashes):
+                        before, lost = self.disk.blocks, (write.file.name,)
+                        is_first = write.file.name in self.disk._files
+                        self.report(rank, not_written=lost, no_space=lost)
+                        assert self.disk.blocks < before or not is_first, "else it would fail for ever"
+                        continue
                     found = "".join(rank.content[slot] for slot in each(slots))
                     assert found == write.file.hashes, "bytes of other owners reach a file"
                     rank.files[write.file.name] = found
@@ -242,6 +262,8 @@ class DiskMachine(RuleBasedStateMachine):
             dropped = self.host.end_load(ended.extent, is_there=ended.is_there)
             for one in self.ranks:
                 one.drop([] if dropped is None else [dropped])
+        if not self.disk.is_used:
+            self.host.unwritten = None  # as `KvPools` does
 
     # --- what always holds ----------------------------------------------------------------------------
 
@@ -272,7 +294,6 @@ class DiskMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "host"):
             return
-        assert self.host.unwritten is not None
         for _ in range(10_000):
             self.step()
             if not any(rank.others or rank.reads for rank in self.ranks):
@@ -281,7 +302,7 @@ class DiskMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("still busy")
         assert not self.host.unwritten
-        assert self.disk.has_place
+        assert self.disk.has_place == self.disk.is_used
         assert self.disk.writing_blocks == self.disk.loading_blocks == 0
         for rank in self.ranks:
             assert sum(map(hash_count, rank.files.values())) == self.disk.held_blocks
@@ -289,6 +310,10 @@ class DiskMachine(RuleBasedStateMachine):
             for key in self.host._places:
                 assert key in self.disk._places, "it is in no file"
         self.a_new_text_comes()
+        if not self.disk.is_used:
+            assert min(rank.space for rank in self.ranks) < FILE_BLOCKS
+            assert not self.disk.held_blocks
+            return
         held = sum(one.count for one in self.disk.match(TEXT[NEW], 0, TEXT_BLOCKS))
         most_blocks = min(FILE_BLOCKS, self.disk.blocks)
         assert held >= min(TEXT_BLOCKS, self.disk.blocks - most_blocks + 1)
@@ -296,7 +321,7 @@ class DiskMachine(RuleBasedStateMachine):
     def a_new_text_comes(self) -> None:
         """Evict a text piece by piece from its end to an empty host tier, and write it."""
         self.disk._source = self.host = HostTier(2 * TEXT_BLOCKS, SIZE, Prices())
-        self.host.unwritten = UnwrittenBlocks()
+        self.host.unwritten = UnwrittenBlocks() if self.disk.is_used else None
         for rank in self.ranks:
             rank.ledger = HostLedger(2 * TEXT_BLOCKS)
         stop = TEXT_BLOCKS

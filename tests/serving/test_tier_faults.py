@@ -126,6 +126,10 @@ class Site:
         store = status_of(self.controller)["store"]
         return bool(store["fault"]) or store["failures"] > before
 
+    def disk_tier(self) -> dict[str, Any]:
+        found: dict[str, Any] = status_of(self.controller)["lanes"][0]["disk_tier"]
+        return found
+
     def disk_failures(self) -> float:
         return self.counted("medha_disk_tier_failures_total")
 
@@ -332,6 +336,10 @@ def test_a_full_disk_costs_time_only(seed: int, maker: Maker, tmp_path: Path) ->
         site = with_files(maker, seed, folder / "files")
         site.ask_until("a full disk", lambda: site.disk_failures() > 0)
         site.check(None)
+        tier = site.disk_tier()
+        assert (tier["fault"], tier["held"] > 0) == ("", True)
+        block_bytes = site.counted("medha_disk_tier_bytes") / tier["held"]
+        assert tier["blocks"] * block_bytes <= 3 * 2**20, "it has shrunk to what fits"
         assert site.errors == 0
         stop(site.served)
 

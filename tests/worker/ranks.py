@@ -239,7 +239,10 @@ class Ranks:
                 directory = disk / f"rank-{rank}"
                 self.block_bytes[rank] = host[0].block_bytes
                 files = DiskBlocks(
-                    KvFiles(directory, f"rank {rank}", host[0].block_bytes), host[0], lambda: 0.0
+                    KvFiles(directory, f"rank {rank}", host[0].block_bytes),
+                    host[0],
+                    lambda: 0.0,
+                    size_bytes=2**30,
                 )
                 files.begin_epoch(DiskReport(rank, grid.lane), "00" * 32, self.disk_reports.append)
                 assert files.drain(60)

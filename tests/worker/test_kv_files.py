@@ -39,6 +39,7 @@ from medha_worker.model.kv_files import (
 from small_disk import small_disk
 
 BLOCK_BYTES, KEY = 64, "ab" * 32
+SIZE_BYTES = 2**30
 
 
 def described(name: int, blocks: int = 3) -> DiskFile:
@@ -265,7 +266,7 @@ class Disk:
         for slot in range(12):
             self.host.put_rows(slot, np.full((1, self.host.block_bytes), slot, dtype=np.uint8))
         self.files = KvFiles(directory, "model", self.host.block_bytes)
-        self.blocks = DiskBlocks(self.files, self.host, clock, fault)
+        self.blocks = DiskBlocks(self.files, self.host, clock, fault, size_bytes=SIZE_BYTES)
         self.reports: list[DiskReport] = []
         self.begin()
 
@@ -337,19 +338,56 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_costs_files_and_then_the_tier(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwrite", full)
+def broken(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_broken_disk_costs_files_and_then_the_tier(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", broken)
     for name in range(1, MOST_FAILURES):
         assert disk.write(name, 0) == [DiskReport(3, not_written=(described(name).name,))]
     reports = disk.write(50, 0)
     assert reports[0] == DiskReport(3, not_written=(described(50).name,))
-    assert "No space left on device" in reports[1].fault
+    assert "Input/output error" in reports[1].fault
     monkeypatch.undo()
     assert disk.write(51, 0) == [DiskReport(3, not_written=(described(51).name,))], "it stays off"
     assert disk.read(51, 6) == [DiskReport(3, not_loaded=(9,))]
     disk.begin(epoch=1)
-    assert "No space left" in disk.reports[-1].fault
+    assert "Input/output error" in disk.reports[-1].fault
     assert kept(disk.files) == []
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "fsync"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_lack_of_space_is_reported_as_such_is_logged_once_and_never_switches_the_tier_off(
+    disk: Disk,
+    call: str,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk.write(1, 0)
+    real = getattr(os, call)
+
+    def fails(*arguments: object) -> object:
+        if call != "open" or str(arguments[0]).endswith(".partial"):
+            raise OSError(number, "no space")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, call, fails)
+    for name in range(2, 3 * MOST_FAILURES):
+        lost = described(name).name
+        assert disk.write(name, 0) == [DiskReport(3, not_written=(lost,), no_space=(lost,))]
+    assert len(disk.read(1, 6)[0].loaded) == 1, "what is there can be read"
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    size = (disk.files.directory / f"{described(1).name}.kv").stat().st_size
+    for part in (str(disk.files.directory), f"{size} bytes", f"asks for {SIZE_BYTES} bytes", "larger"):
+        assert part in warning
+    disk.begin(epoch=1)
+    disk.write(2, 0)
+    assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 2, "once in each epoch"
+    monkeypatch.undo()
+    assert disk.write(2, 0) == [DiskReport(3, 0, 1, written=(described(2).name,))]
 
 
 def test_a_disk_that_is_really_full_keeps_what_is_written_and_no_remains(tmp_path: Path) -> None:
@@ -360,10 +398,10 @@ def test_a_disk_that_is_really_full_keeps_what_is_written_and_no_remains(tmp_pat
             told = {name: disk.write(name, 0) for name in names}
             written = [name for name in names if told[name][0].written]
             assert 0 < len(written) < len(names)
-            assert any("No space left" in report.fault for reports in told.values() for report in reports)
+            assert all(told[name][0].no_space for name in names if name not in written)
             assert kept(disk.files) == sorted(f"{described(name).name}.kv" for name in written)
             disk.begin(epoch=1)
-            assert "No space left" in disk.reports[-1].fault
+            assert disk.reports[-1].fault == ""
         finally:
             disk.blocks.close()
         again = Disk(folder / "rank-3")  # as when a rank starts

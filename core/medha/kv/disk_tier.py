@@ -10,6 +10,9 @@ of the lane have reported that the blocks are there and are what was written.
 the file that holds it: when the epoch began, or once it was written. Files are deleted in the order in which prompts
 last used them. A prompt uses the beginning last, so a file is deleted before those that it continues.
 
+A disk may have less space than the tier's size. Once a rank finds no space for a file, the tier is as large as what it holds
+without that file, for the rest of the epoch. So from then on, files that were used least recently make room there, too.
+
 A long prompt is written file by file, and each file uses all files before it. To put all of these in order each time would
 take quadratic time. So files that were used are only noted, and are put in order when no other file can make room.
 """
@@ -132,6 +135,7 @@ class DiskTier:
         The others wait there: it may drop them, but seldom drops what is being written.
         """
         self.blocks = blocks
+        """Most blocks that it holds: its size, or fewer if a rank's disk has no space for so many."""
         self.held_blocks = 0
         self.counts = DiskCounts()
         self.fault = ""
@@ -155,6 +159,13 @@ class DiskTier:
         self._being_written: dict[str, _File] = {}  # by the hash of the last block
         self._most_in_use = blocks  # blocks; with more in use, the next file had no room
         self._deletes: list[str] = []
+        # Files for which a rank had no space: their hashes, and the ranks that may still be writing them.
+        self._no_space: dict[str, tuple[str, set[int]]] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """False if nothing will be written any more: the tier is off, or a rank's disk has no space for any file."""
+        return not self.fault and self.blocks > 0
 
     @property
     def loading_blocks(self) -> int:
@@ -210,7 +221,7 @@ class DiskTier:
 
         Ranks have reported what they have, the writes that go on leave a place, and the files that are read or written leave room.
         """
-        if self.fault or self._to_report:
+        if not self.is_used or self._to_report:
             return False
         has_room = self._in_use <= min(self.blocks - self._most_blocks, self._most_in_use)
         return has_room and (not self._writing or self._writing + FILE_BLOCKS <= self._most_writing)
@@ -238,7 +249,9 @@ class DiskTier:
         place in the tier beside all of its prompt before it would be of no use, and is not written.
         """
         blocks = hash_count(file.hashes)
-        if file.name in self._files:
+        if (
+            file.name in self._files or file.name in self._no_space
+        ):  # the latter wait again, once no rank writes them
             return False
         keys = each_hash(file.hashes)
         if all(key in self._places for key in keys):
@@ -409,8 +422,12 @@ class DiskTier:
             file = self._files.get(name)
             if file is not None:
                 self._remove(file)
-                if file.is_writing and name in report.not_written:
+                if file.is_writing and name in report.no_space:
+                    self._found_no_space(file)
+                elif file.is_writing and name in report.not_written:
                     self._was_not_written(file)
+        for name in (*report.written, *report.not_written):
+            self._ended_writing(name, report.rank)
         ended = self._loads.report(report)
         for one in ended:
             self._end_load(one)
@@ -422,6 +439,25 @@ class DiskTier:
             self.counts.failed_writes += 1
         else:
             self.counts.skipped_blocks += self._source.wait_again(file.hashes)
+
+    def _found_no_space(self, file: _File) -> None:
+        """Note that a disk has no space for a file, which was removed: the tier holds no more than it does without it.
+
+        Its blocks wait again once all ranks have reported this write: their reports of the next one have the same name.
+        """
+        self.blocks = self.held_blocks
+        self.counts.failed_writes += 1
+        self._no_space[file.name] = file.hashes, set(self._ranks - file.ranks)
+
+    def _ended_writing(self, name: str, rank: int) -> None:
+        """Note that a rank no longer writes a file; does nothing unless a rank had no space for it."""
+        if name not in self._no_space:
+            return
+        hashes, writing = self._no_space[name]
+        writing.discard(rank)
+        if not writing:
+            del self._no_space[name]
+            self.counts.skipped_blocks += self._source.wait_again(hashes)
 
     def _found(self, rank: int, found: DiskFile) -> None:
         is_sound = (
@@ -484,6 +520,7 @@ class DiskTier:
         self._places.clear()
         self._deletes.clear()
         self._being_written.clear()
+        self._no_space.clear()
         self.held_blocks = self._writing = self._in_use = 0
 
     def check(self) -> None:
@@ -491,6 +528,7 @@ class DiskTier:
         assert self.held_blocks == sum(file.blocks for file in self._files.values()) <= self.blocks
         assert self._writing == sum(file.blocks for file in self._files.values() if file.is_writing)
         assert all(file.is_writing for file in self._being_written.values())
+        assert self._files.keys().isdisjoint(self._no_space)
         assert self._in_use == sum(file.blocks for file in self._files.values() if file.is_in_use)
         for key, (file, block) in self._places.items():
             assert self._files[file.name] is file

@@ -270,8 +270,8 @@ class _Lane:
         return self.disk.has_changes or (self.disk.has_place and bool(self.tier.unwritten))
 
     def stop_writing(self) -> None:
-        """Let no blocks wait for the disk tier if that is off."""
-        if self.disk is None or self.tier is None or self.tier.unwritten is None or not self.disk.fault:
+        """Let no blocks wait for the disk tier if nothing will be written to it any more."""
+        if self.disk is None or self.tier is None or self.tier.unwritten is None or self.disk.is_used:
             return
         self.disk.counts.skipped_blocks += self.tier.unwritten.lost_blocks
         self.tier.unwritten = None

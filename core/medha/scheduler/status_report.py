@@ -78,6 +78,7 @@ class DiskTierStatus(_Model):
     """The disk tier of one lane (docs/kv-tiers.md); counts are of this epoch."""
 
     blocks: int
+    """Most blocks that it holds: fewer than at first once a rank's disk has had no space for more."""
     held: int
     """Blocks that are in files."""
     hits: int

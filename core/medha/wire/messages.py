@@ -967,6 +967,8 @@ class DiskReport:
     found_all: bool = False
     written: tuple[str, ...] = ()  # files
     not_written: tuple[str, ...] = ()
+    no_space: tuple[str, ...] = ()
+    """Those of `not_written` for which the rank's disk had no space."""
     loaded: tuple[tuple[int, float], ...] = ()  # (extent, seconds that reading took)
     not_loaded: tuple[int, ...] = ()  # extents
     damaged: tuple[str, ...] = ()

@@ -8,6 +8,9 @@ Steps and threads share host blocks. A thread takes the lock to copy a few block
 host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
 a file, and no bytes of a file reach later owners.
 
+A disk may have less space than the tier's size. Then the core lets the tier shrink, so this is no failure of the disk, and is
+logged once in an epoch.
+
 A disk may hang. A third thread watches the others: if some work makes no progress for long, the tier is off, and all work
 is reported as not done.
 """
@@ -27,7 +30,7 @@ from medha.kv.lane_replay import HostTierWork, ReadBlocks, WriteBlocks
 from medha.kv.prefix_cache import hash_count
 from medha.wire.messages import DiskFile, DiskReport, HostDrop
 from medha_worker.model.host_blocks import HostBlocks
-from medha_worker.model.kv_files import FileDamaged, KvFiles, Rows
+from medha_worker.model.kv_files import NO_SPACE, FileDamaged, KvFiles, Rows
 
 MOST_FAILURES = 8
 """Failures in a row after which the disk is no longer used: each costs a write, or a request a wait."""
@@ -64,11 +67,19 @@ class DiskBlocks:
         clock: Callable[[], float],
         fault: str = "",
         *,
+        size_bytes: int,
         hung_seconds: float = _HUNG_SECONDS,
     ) -> None:
-        """`clock` returns seconds. `fault` is the reason why the disk cannot be used, if it cannot."""
+        """`clock` returns seconds. `fault` is the reason why the disk cannot be used, if it cannot.
+
+        `size_bytes` is the size that the manifest asks for, which a warning names.
+        """
         self._files, self.host, self._clock = files, host, clock
         self.fault, self._hung_seconds = fault, hung_seconds
+        self._size_bytes, self._has_warned = (
+            size_bytes,
+            False,
+        )  # the latter: of a lack of space, in this epoch
         self._piece_blocks = max(1, _PIECE_BYTES // host.block_bytes)
         self._failures = 0  # in a row
         self._condition = threading.Condition()
@@ -103,6 +114,7 @@ class DiskBlocks:
             self._report, self._send = report, send
             self._others.append(_Job(None, report))
             self._key = key
+            self._has_warned = False
             self._condition.notify_all()
 
     def end_epoch(self) -> None:
@@ -206,6 +218,24 @@ class DiskBlocks:
             if self._failures >= MOST_FAILURES:
                 self._switch_off(f"{self._failures} failures in a row; the last one: {detail}")
 
+    def _found_no_space(self, detail: str) -> None:
+        """Warn once that the disk has less space than the tier's size."""
+        if self._has_warned:
+            _log.debug("no space: %s", detail)
+            return
+        self._has_warned = True
+        folder = self._files.directory
+        try:
+            held = f"{self._files.held_bytes()} bytes"
+        except OSError as error:
+            held = f"an unknown size ({error})"
+        _log.warning(
+            "the disk tier shrinks to what fits: %s has no space for another file beside this rank's files of %s, and "
+            "kvCache.tiers.disk.size asks for %d bytes of each rank; from now on, the files make room there that were used least "
+            "recently. Make the volume larger, or the size smaller (%s)",
+            folder, held, self._size_bytes, detail,
+        )  # fmt: skip
+
     def _switch_off(self, reason: str) -> None:
         """Use the disk no longer, and report that in this epoch, even if work of an earlier one shows it."""
         with self._condition:
@@ -288,8 +318,13 @@ class DiskBlocks:
         except CalledOff:
             self._tell(job, not_written=(name,))
         except OSError as error:
-            self._tell(job, not_written=(name,))
-            self._failed(f"{name} cannot be written: {error}")
+            detail = f"{name} cannot be written: {error}"
+            if error.errno in NO_SPACE:
+                self._tell(job, not_written=(name,), no_space=(name,))
+                self._found_no_space(detail)
+            else:
+                self._tell(job, not_written=(name,))
+                self._failed(detail)
         else:
             self._failures = 0
             self._tell(job, written=(name,))

@@ -49,6 +49,8 @@ _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
 _NAME_CHARACTERS = 32
 _PROBE_BYTES = 8 * 2**20
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors of a disk that has no space, or none for this user."""
 
 
 class FileDamaged(Exception):
@@ -83,7 +85,7 @@ def measured_seconds(directory: Path, block_bytes: int, clock: Callable[[], floa
             read += len(os.pread(descriptor, 2**20, read)) or size
         return small_seconds, (clock() - started) * block_bytes / size
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_SPACE:
             raise
         return 0.0, 0.0
     finally:
@@ -244,6 +246,17 @@ class KvFiles:
             OSError: it cannot be deleted.
         """
         self._path(name).unlink(missing_ok=True)
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all files.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        with os.scandir(self.directory) as entries:
+            return sum(
+                entry.stat(follow_symlinks=False).st_size for entry in entries if entry.name.endswith(_SUFFIX)
+            )
 
     def delete_ranks_from(self, ranks: int) -> None:
         """Delete the directories of ranks, beside this one, that a grid of so many ranks lacks."""

@@ -515,7 +515,7 @@ class Loaded:
             except OSError as error:
                 fault = f"{place} cannot be used: {error}"
                 _log.warning("the disk tier is off: %s", fault)
-            self._disk = DiskBlocks(files, host, time.perf_counter, fault)
+            self._disk = DiskBlocks(files, host, time.perf_counter, fault, size_bytes=size_bytes)
         access_seconds, block_seconds = self._disk_seconds
         if not self._disk.fault:
             _log.info(
