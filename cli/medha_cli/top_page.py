@@ -122,7 +122,7 @@ def store_line(store: StoreStatus | None) -> list[Text]:
         return []
     what: list[str | tuple[str, str]] = [
         ("Store ", "bold"),
-        f"{store.hits:,} hits, {store.loaded:,} blocks loaded, {store.written:,} written, {store.failures:,} failures",
+        f"{store.hits:,} hits, blocks: {store.loaded:,} loaded, {store.written:,} written; {store.failures:,} failures",
     ]
     if store.rests:
         what.append((f"   rests: {store.fault}", "yellow"))
