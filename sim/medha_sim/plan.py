@@ -21,7 +21,7 @@ import numpy as np
 
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.replica import SchedulingSpec
-from medha.config_fields import TEXT_CONFIGS, text_fields
+from medha.config_fields import TEXT_CONFIGS, same_model_type, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.cost.tier_seconds import TierSeconds
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
@@ -486,6 +486,7 @@ def read_shape(config: Path) -> ModelShape:
             f"{path}: is a JSON {type(values).__name__}, expected an object with the model's sizes"
         )
 
+    values["model_type"] = same_model_type(values.get("model_type"))
     _refuse_unserved(path, values)
     values = text_fields(values)
 

@@ -430,6 +430,8 @@ def test_deepseek_v3_takes_the_bytes_of_its_published_fp8_blocks(tmp_path: Path)
     plain = replace(shape, name=DEEPSEEK_V3.name, layer_weight_bytes=None, expert_weight_bytes=None)
     assert plain == DEEPSEEK_V3
     assert shape.expert_weight_bytes == 1 + 4 / 128**2
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "kimi_k2"}))
+    assert read_shape(tmp_path) == shape
     heads_up = 61 * 128 * (128 + 128) * 512
     blocks = DEEPSEEK_V3.parameters + heads_up + 2 * 129280 * 7168 + 58 * 256 * 7168
     assert shape.weights_bytes == pytest.approx(blocks * (1 + 4 / 128**2), rel=1e-3)
