@@ -24,6 +24,7 @@ from medha_cli.result_files import require_writable, write_page
 from medha_cli.simulate_command import require_plotly
 from medha_sim.head_shape import HeadShape, mtp_shape, read_eagle3_shape
 from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
+from medha_worker.model.model_config import ModelConfig, read_json
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
 _MOST_TOKENS = 10**9
@@ -175,6 +176,17 @@ def command(
         raise ConfigInvalid(
             f"--disk-bandwidth is {disk_bytes_per_second}, and there is no disk tier; give its size (--disk-tier), or leave it out"
         )
+    for option, value in (("--disk-tier", disk_bytes), ("--store", store_bytes_per_second)):
+        if value and not host_bytes:
+            raise ConfigInvalid(
+                f"{option} is {value:,}, and there is no host tier, through which all KV of disks and stores passes; give its "
+                f"size, too (--host-tier 64Gi), or leave {option} out"
+            )
+    if host_bytes and not prefix_caching:
+        raise ConfigInvalid(
+            f"--host-tier is {host_bytes:,}, and it keeps cached prefixes, of which --no-prefix-caching leaves none; leave one "
+            "of them out"
+        )
     model = _model("--model", model_name)
     if kv_dtype != "auto":
         model = replace(model, kv_dtype_bytes=kv_element_bytes(kv_dtype, model.dtype_bytes))
@@ -238,7 +250,20 @@ def _model(option: str, name: str) -> ModelShape:
         raise ConfigInvalid(
             f"{option} {name}: neither a preset ({', '.join(MODELS)}) nor a file or folder that exists"
         )
+    _require_served(Path(name))
     return read_shape(Path(name))
+
+
+def _require_served(path: Path) -> None:
+    """Refuse the models that `medha up` refuses, in the same words.
+
+    Raises:
+        MedhaError: the model is not supported, or its configuration is wrong.
+    """
+    if path.is_dir():
+        ModelConfig.from_directory(path)
+    else:
+        ModelConfig.from_values(read_json(path))
 
 
 def _hardware(name: str) -> Hardware:
@@ -378,6 +403,8 @@ def _seconds(value: float | None) -> str:
 
 
 def _short(tokens: int) -> str:
+    if tokens < 1000:
+        return str(tokens)
     return f"{tokens / 1e6:.1f}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}K"
 
 

@@ -122,7 +122,7 @@ def store_line(store: StoreStatus | None) -> list[Text]:
         return []
     what: list[str | tuple[str, str]] = [
         ("Store ", "bold"),
-        f"{store.hits:,} hits, {store.loaded:,} blocks loaded, {store.written:,} written, {store.failures:,} failures",
+        f"{store.hits:,} hits, blocks: {store.loaded:,} loaded, {store.written:,} written; {store.failures:,} failures",
     ]
     if store.rests:
         what.append((f"   rests: {store.fault}", "yellow"))
@@ -150,7 +150,7 @@ def lanes_listing(core: CoreStatus) -> Listing:
         Column("LANE"), Column("FIRST STAGE", 5), Column("LATER STAGES", 4), Column("KV", 6),
         Column("USED", 8, right=True), Column("RESERVED", 7, right=True), Column("CACHED", 3, right=True),
         Column("PREFILL", 6, right=True), Column("DECODE", 6, right=True), Column("HOST TIER", 3, right=True, optional=True),
-        Column("DISK TIER", 3, right=True, optional=True),
+        Column("DISK TIER", 3, right=True, optional=True), Column("STREAMED", 3, right=True, optional=True),
         Column("LOCK STEP", 2, optional=True),
     ]  # fmt: skip
     rows: list[list[RenderableType]] = []
@@ -162,7 +162,9 @@ def lanes_listing(core: CoreStatus) -> Listing:
             *(f"{100 * part / blocks:.1f} %" for part in (kv.used, kv.reserved, kv.cached)),
             f"{lane.prefilling:,}", f"{lane.decoding:,}",
             "" if (tier := lane.host_tier) is None else f"{100 * tier.held / max(1, tier.blocks):.1f} %",
-            _disk_tier(lane), others,
+            _disk_tier(lane),
+            "" if (streaming := lane.streaming) is None else f"{100 * streaming.held / max(1, streaming.blocks):.1f} %",
+            others,
         ])  # fmt: skip
     return Listing(columns, rows)
 
@@ -236,6 +238,7 @@ def requests_listing(requests: Sequence[RequestStatus]) -> Listing:
         Column("", 8, right=True), Column("DUE IN", 7, right=True), Column("SLACK", 6, right=True),
         Column("TTFT", 5, right=True), Column("OUTPUT", 8, right=True), Column("TPOT", 6, right=True),
         Column("REVISED DUE", 7, right=True, optional=True), Column("CACHED", 2, right=True, optional=True),
+        Column("STREAMED", 3, right=True, optional=True),
     ]  # fmt: skip
     rows: list[list[RenderableType]] = []
     for request in requests:
@@ -255,6 +258,7 @@ def requests_listing(requests: Sequence[RequestStatus]) -> Listing:
             _held(request.tpot_seconds, request.tpot_target_seconds),
             "" if request.revised_deadline_in_seconds is None else _signed(request.revised_deadline_in_seconds, "magenta"),
             f"{request.cached_tokens:,}" if request.cached_tokens else "",
+            f"{request.streamed_tokens:,}" if request.streamed_tokens else "",
         ])  # fmt: skip
     return Listing(columns, rows)
 

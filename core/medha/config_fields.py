@@ -28,7 +28,15 @@ CONFIG_DEFAULTS: Mapping[str, Mapping[str, int | bool]] = MappingProxyType(
 TEXT_CONFIGS: Mapping[str, tuple[str, str]] = MappingProxyType({"gemma3": ("text_config", "gemma3_text")})
 """The field with the text model's configuration, and the type of that model, by the type of models that also see images."""
 
+_SAME_MODELS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+"""Model types whose fields and tensors are those of another type: Kimi K2 has the code of DeepSeek-V3 under a name of its own."""
+
 _OF_WHOLE_MODEL = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "compression_config")
+
+
+def same_model_type(kind: object) -> object:
+    """Return the type whose fields and tensors a model of type `kind` has: its own, but for a few."""
+    return _SAME_MODELS.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def text_fields(values: Mapping[str, Any]) -> dict[str, Any]:

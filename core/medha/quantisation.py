@@ -222,6 +222,7 @@ class Quantisation:
         formats: Formats, each with the layers that it is for: names, `re:` and an expression, or `Linear` for all.
         ignored: Layers that are not quantised, named in the same way.
         ignores_parts: True if an ignored layer may also be named by whole parts of its name, between dots.
+        ignores_any_part: True if it may be named by any piece of its name: AutoAWQ leaves `gate_proj` as it is for `gate`.
         kv_scales: Whether the checkpoint stores scales for K and V in FP8, for each layer or for each head; None: it does not.
     """
 
@@ -229,12 +230,15 @@ class Quantisation:
     formats: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     ignored: tuple[str, ...] = ()
     ignores_parts: bool = False
+    ignores_any_part: bool = False
     kv_scales: Literal["tensor", "attn_head"] | None = None
 
     def format_of(self, layer: str) -> WeightFormat | None:
         """Return the format of a linear layer such as `model.layers.0.mlp.up_proj`; None if it is not quantised."""
         inside = f".{layer}."
         if self.ignores_parts and any(f".{entry}." in inside for entry in self.ignored):
+            return None
+        if self.ignores_any_part and any(entry in layer for entry in self.ignored):
             return None
         if any(_names(entry, layer) for entry in self.ignored):
             return None
@@ -330,7 +334,10 @@ class _Settings:
         return value
 
     def boolean(self, name: str, default: bool) -> bool:
+        """Return a truth value; null is false, as in transformers, where that is the default."""
         value = self.values.get(name, default)
+        if value is None and not default:
+            return False
         if not isinstance(value, bool):
             raise self.invalid(name, "true or false")
         return value
@@ -536,7 +543,8 @@ def _awq(fields: _Settings) -> Quantisation:
     fields.choice("zero_point", True)
     group = fields.group_size("group_size" if "q_group_size" not in fields.values else "q_group_size")
     form = WeightFormat("AWQ", "awq", bits=bits, has_zero_points=True, scale_bytes=2, group_size=group)
-    return _of_every_layer("awq", form, fields)
+    ignored = ("lm_head", *fields.names("modules_to_not_convert"))
+    return Quantisation("awq", (((_EVERY_LINEAR,), form),), ignored, ignores_any_part=True)
 
 
 def _gptq(fields: _Settings) -> Quantisation:

@@ -56,6 +56,10 @@ class CheckQueue:
             if not job.waiting and not job.answered.done():
                 self._withdraw(job)
 
+    def begin_with(self, prepare: Callable[[], None]) -> None:
+        """Call `prepare` on the thread that makes checks, before those that are asked for from now on."""
+        self._thread.submit(prepare)
+
     def close(self) -> None:
         self._waiting.clear()
         self._thread.shutdown(cancel_futures=True)

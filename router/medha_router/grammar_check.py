@@ -30,6 +30,7 @@ KEPT_ANSWERS = 1024
 """Answers that are kept: the requests of an application have few grammars."""
 
 _CHECK, _CONVERT = "?", "="
+_FIRST_QUESTION = f'{_CHECK}start: "a"'.encode()
 
 
 class Unchecked(Exception):
@@ -41,15 +42,31 @@ class Unchecked(Exception):
 
 
 class GrammarCheck:
-    """Checks grammars; threads may share it. Its process starts with the first check."""
+    """Checks grammars; threads may share it. Its process starts with `start`, or else with the first check."""
 
     def __init__(self, *, waits: bool = True) -> None:
         """Unless it `waits`, it answers only what is known, and raises `Unchecked` otherwise."""
         self._waits = waits
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
         self._answers: dict[bytes, str] = {}  # by digest of the question, the oldest one first
         self._given = local()  # `answers` that this thread has besides
+
+    def start(self) -> None:
+        """Start the process that checks and wait for it, so that the first check need not."""
+        with suppress(PartFailed):  # the first check then reports it
+            self.learn(_FIRST_QUESTION)
+
+    def close(self) -> None:
+        """End the process that checks, and a check that it is making."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()  # so that no thread waits for it
+        with self._lock:
+            if self._process is not None:
+                end_child(self._process)
+                self._process = None
 
     def fault(self, grammar: str) -> str | None:
         """Return why ranks cannot follow a grammar, or None.
@@ -112,6 +129,8 @@ class GrammarCheck:
 
     def _asked(self, content: bytes) -> str:
         for _ in range(2):
+            if self._closed:
+                raise PartFailed("the router is stopping, and checks no more grammars")
             process = self._process = self._process or self._started()
             assert process.stdin is not None
             assert process.stdout is not None

@@ -214,6 +214,7 @@ class _Router:
             asyncio.create_task(metrics_server.serve(sockets=[metrics_listener])),
         ]
         _announce_bound(settings, listener, metrics_listener, link)
+        self._tokenizing.start()
 
     def _connections_of_clients(self) -> Connections:
         settings = self._settings

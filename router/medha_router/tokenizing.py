@@ -115,6 +115,10 @@ class Tokenizing:
         """Number of large bodies that wait for a process."""
         return self._queue.waiting
 
+    def start(self) -> None:
+        """Start the process that checks grammars, on a thread: the first request with a grammar then waits for the check alone."""
+        self._checks.begin_with(self._grammar_check.start)
+
     async def add_bundle(self, files: Mapping[str, bytes]) -> str:
         """Load a bundle and return its digest.
 
@@ -364,6 +368,7 @@ class Tokenizing:
         for process in list(self._started):
             process.kill()  # so that no thread waits for a busy one
         self._threads.shutdown(cancel_futures=True)
+        self._grammar_check.close()
         self._checks.close()
         self._large_threads.shutdown(cancel_futures=True)
         for process in self._started:

@@ -21,7 +21,7 @@ import numpy as np
 
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.replica import SchedulingSpec
-from medha.config_fields import TEXT_CONFIGS, text_fields
+from medha.config_fields import TEXT_CONFIGS, same_model_type, text_fields
 from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.cost.tier_seconds import TierSeconds
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
@@ -221,8 +221,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     """Rate how `topology` serves `wish`. Bytes are those of the GPU that samples, which also holds a draft model or head."""
     pace = _Pace(model, hardware, Topology(topology.tensor, topology.stream, topology.kv))
     ranks_of_lane = topology.tensor * topology.stream
-    copies = max(1, topology.tensor // model.kv_heads)  # KV heads are replicated if there are more ranks
-    token_bytes = model.kv_bytes_per_token * copies / (ranks_of_lane * topology.kv)
+    token_bytes = _token_bytes(model, topology)
     in_windows_bytes = model.window_share * token_bytes  # a draft model or head keeps all of its KV
     copied = model.copied_bytes * (topology.tensor - 1)
     weights = (model.weights_bytes + copied) / ranks_of_lane
@@ -236,7 +235,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     kv_tokens, kv = _kv_pool(model, topology, wish, room, token_bytes, in_windows_bytes)
     offload = max(0.0, kv - beside_weights) * topology.ranks
     kept_tokens = int((1 - SchedulingSpec().short_headroom) * kv_tokens)
-    streaming_tokens = int(wish.streaming_bytes / token_bytes)
+    streaming_tokens = _in_whole_blocks(wish.streaming_bytes, token_bytes, topology)
     longest_tokens = max(kv_tokens, kept_tokens + streaming_tokens if kept_tokens else 0)
 
     ttft = pace.prefill_seconds(wish.context_tokens, wish.tpot_seconds)
@@ -273,8 +272,8 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         kv_bytes=kv,
         kv_room_bytes=room,
         kv_tokens=kv_tokens,
-        host_tokens=int(wish.host_bytes / token_bytes),
-        disk_tokens=int(wish.disk_bytes / token_bytes),
+        host_tokens=_in_whole_blocks(wish.host_bytes, token_bytes, topology),
+        disk_tokens=_in_whole_blocks(wish.disk_bytes, token_bytes, topology),
         host_seconds=fetched.host_seconds,
         disk_seconds=fetched.disk_seconds,
         store_seconds=fetched.store_seconds,
@@ -289,6 +288,37 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         * 1e6,
         misses=tuple(misses),
     )
+
+
+def _token_bytes(model: ModelShape, topology: Topology) -> float:
+    """Return the bytes of a token's KV on each GPU, averaged over the lanes."""
+    copies = max(1, topology.tensor // model.kv_heads)  # KV heads are replicated if there are more ranks
+    return model.kv_bytes_per_token * copies / topology.ranks
+
+
+def _in_whole_blocks(size_bytes: int, token_bytes: float, topology: Topology) -> int:
+    """Return the tokens of the whole blocks that memory of this size on each GPU holds, of all lanes."""
+    lane_block_tokens = _BLOCK_TOKENS * topology.kv
+    return int(size_bytes / (token_bytes * lane_block_tokens)) * lane_block_tokens
+
+
+def _require_blocks(model: ModelShape, topologies: Sequence[Topology], wish: Wish) -> None:
+    """Check that what is kept beside the pools holds a block of KV on some grid.
+
+    Raises:
+        ConfigInvalid: names the option that is too small.
+    """
+    least = min(ceil(_token_bytes(model, grid) * _BLOCK_TOKENS * grid.kv) for grid in topologies)
+    for option, size_bytes in (
+        ("--host-tier", wish.host_bytes),
+        ("--disk-tier", wish.disk_bytes),
+        ("--streaming", wish.streaming_bytes),
+    ):
+        if 0 < size_bytes < least:
+            raise ConfigInvalid(
+                f"{option} is {size_bytes:,} bytes, and a block of {_BLOCK_TOKENS} tokens takes {least:,} bytes or more of a GPU "
+                f"on grids of up to {wish.max_gpus} GPUs; raise it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +409,9 @@ def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
     """Rate every grid and sort them, best first.
 
     Grids that serve the wish come first, by GPUs and cost; then the others, those that come closest first.
+
+    Raises:
+        ConfigInvalid: what is to be kept beside the pools does not hold a block of KV on any grid.
     """
 
     def place(rating: Rating) -> tuple[int, float, float]:
@@ -389,7 +422,8 @@ def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
         times = rating.ttft_seconds / wish.ttft_seconds, rating.tpot_seconds / wish.tpot_seconds
         return 1, max(times), rating.gpus
 
-    allowed = filter(wish.allows, grids(model, hardware, wish.max_gpus))
+    allowed = list(filter(wish.allows, grids(model, hardware, wish.max_gpus)))
+    _require_blocks(model, allowed, wish)
     ratings = (rate(model, hardware, topology, wish) for topology in allowed)
     return sorted(ratings, key=place)
 
@@ -452,6 +486,7 @@ def read_shape(config: Path) -> ModelShape:
             f"{path}: is a JSON {type(values).__name__}, expected an object with the model's sizes"
         )
 
+    values["model_type"] = same_model_type(values.get("model_type"))
     _refuse_unserved(path, values)
     values = text_fields(values)
 

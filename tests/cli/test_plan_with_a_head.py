@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from medha.errors import ModelUnsupported
 from medha_cli.main import main
 from medha_sim.head_shape import mtp_shape, read_eagle3_shape
 from medha_sim.plan import read_shape
@@ -33,6 +35,29 @@ def test_an_mtp_layer_counts_with_its_embedding_and_output_head(tmp_path: Path) 
     config = ModelConfig.from_directory(tmp_path / "mtp")
     assert layer.weights_bytes == pytest.approx(config.head_weights_bytes(4), rel=0.01)
     assert layer.kv_bytes_per_token == 4 * config.head_dim
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        {"index_topk": 8},
+        {"use_qk_norm": True},
+        {"architectures": ["FooForCausalLM"]},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+    ],
+)
+def test_a_model_that_is_not_served_is_not_planned(tmp_path: Path, fields: dict[str, object]) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    config = tmp_path / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    with pytest.raises(ModelUnsupported) as refused:
+        ModelConfig.from_directory(tmp_path / "tiny")
+    for option in ("--model", "--draft-model"):
+        for named in (config, config.parent):
+            planned = CliRunner().invoke(main, ["plan", "--context", "4K", option, str(named)])
+            assert planned.exit_code == 2
+            assert str(refused.value) in planned.stderr
 
 
 def test_the_command_counts_a_prediction_head(tmp_path: Path) -> None:

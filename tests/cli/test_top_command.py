@@ -24,6 +24,7 @@ from medha.scheduler.status_report import (
     ReplicaStatus,
     RequestStatus,
     StepStatus,
+    StreamingStatus,
 )
 from medha_cli.replica_snapshot import RouterStatus, Snapshot, router_status
 from medha_cli.top_command import _Shown, press
@@ -143,6 +144,22 @@ def test_a_wide_terminal_shows_everything_that_is_known() -> None:
         "4,500 of 10,000", "REVISED DUE",
     ):  # fmt: skip
         assert expected in text
+
+
+def test_what_is_streamed_is_shown_where_there_is_streaming() -> None:
+    snapshot = new_snapshot()
+    assert not any("STREAMED" in line for line in render(snapshot))
+    core = snapshot.status.core
+    assert core is not None
+    streaming = StreamingStatus(blocks=400, held=100)
+    lanes = tuple(lane.model_copy(update={"streaming": streaming}) for lane in core.lanes)
+    requests = (BOOK.model_copy(update={"streamed_tokens": 4_321}), CHAT)
+    core = core.model_copy(update={"lanes": lanes, "requests": requests})
+    status = snapshot.status.model_copy(update={"core": core})
+    lines = render(Snapshot(status=status, router=None), 200)
+    assert sum("STREAMED" in line for line in lines) == 2
+    assert "25.0 %" in row(lines, "0 ")
+    assert row(lines, short(BOOK.id)).split()[-1] == "4,321"
 
 
 def test_the_role_of_a_replica_is_shown_unless_it_does_both() -> None:

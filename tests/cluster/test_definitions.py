@@ -134,6 +134,15 @@ REFUSED = [
     ),
     ({"kvCache": {"memoryFraction": 0.99}}, "must be at most 0.98"),
     ({"kvCache": {"size": "0"}}, "must be above 0"),
+    ({"kvCache": {"size": "16GB"}}, "must be a size; write a number with Ki, Mi, Gi or Ti, such as 16Gi"),
+    (
+        {"kvCache": {"tiers": {}}},
+        "kvCache.tiers names no tier, so it would do nothing; add kvCache.tiers.host",
+    ),
+    (
+        {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "store": {"url": "file://x/y"}}}},
+        "must be the address of a store; write s3://BUCKET/PREFIX, or file:// with an absolute path",
+    ),
     ({"router": {"maxBodyBytes": "0Mi"}}, "must be above 0"),
     ({"scheduling": {"demotedShare": 0}}, "must be at least 0.01"),
     ({"scheduling": {"maxStepSeconds": 0}}, "must be at least 0.001"),

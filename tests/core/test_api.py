@@ -80,6 +80,13 @@ def test_metadata_of_kubernetes_is_ignored_where_it_means_nothing_here() -> None
 
 
 _MODEL: dict[str, Any] = {"name": "m", "source": {"path": "checkpoint"}}
+
+
+def _behind_a_host_tier(**tiers: Any) -> dict[str, Any]:
+    """Return the fields of these tiers beside a host tier."""
+    return {"kvCache": {"tiers": {"host": {"size": "1Gi"}, **tiers}}}
+
+
 BAD = [
     # the spec's fields, and everything that the message must name: field, value or limit, fix
     ({"parallelism": {"tensor": 0}}, ["spec.parallelism.tensor", "greater than or equal to 1", "found 0"]),
@@ -95,17 +102,23 @@ BAD = [
     ({"parallelism": {"tesnor": 2}}, ["spec.parallelism.tesnor", "remove it or correct its spelling"]),
     ({"paralellism": {}}, ["spec.paralellism", "remove it or correct its spelling"]),
     ({"parallelism": []}, ["spec.parallelism", "valid dictionary", "found []"]),
-    ({"kvCache": {"size": "2GB"}}, ["spec.kvCache.size", "pattern", "found '2GB'"]),
-    ({"kvCache": {"size": "-1Gi"}}, ["spec.kvCache.size", "pattern", "found '-1Gi'"]),
+    (
+        {"kvCache": {"size": "2GB"}},
+        ["spec.kvCache.size", "write a number with Ki, Mi, Gi or Ti, such as 16Gi", "found '2GB'"],
+    ),
+    ({"kvCache": {"size": "-1Gi"}}, ["spec.kvCache.size", "such as 16Gi", "found '-1Gi'"]),
     ({"kvCache": {"size": "9" * 400}}, ["spec.kvCache.size", "at most 24 characters", "99999"]),
-    ({"kvCache": {"size": "0Gi"}}, ["spec.kvCache.size", "above 0", "found 0Gi"]),
-    ({"router": {"maxBodyBytes": "0"}}, ["spec.router.maxBodyBytes", "above 0", "found 0"]),
-    ({"kvCache": {"size": 2147483648}}, ["spec.kvCache.size", "valid string", "found 2147483648"]),
+    ({"kvCache": {"size": "0Gi"}}, ["spec.kvCache.size", "above 0", "found '0Gi'"]),
+    ({"router": {"maxBodyBytes": "0"}}, ["spec.router.maxBodyBytes", "above 0", "found '0'"]),
+    (
+        {"kvCache": {"size": 2147483648}},
+        ["spec.kvCache.size", "a plain number of bytes in quotes", "found 2147483648"],
+    ),
     ({"kvCache": {"tiers": {"host": {}}}}, ["spec.kvCache.tiers.host.size: is missing; add it"]),
     ({"kvCache": {"tiers": {"host": {"size": "16GB"}}}}, ["spec.kvCache.tiers.host.size", "found '16GB'"]),
     (
         {"kvCache": {"tiers": {"host": {"size": "0"}}}},
-        ["spec.kvCache.tiers.host.size", "found 0", "leave out what it is for"],
+        ["spec.kvCache.tiers.host.size", "found '0'", "leave out what it is for"],
     ),
     (
         {"kvCache": {"tiers": {"disk": {"size": "1Ti"}}}},
@@ -113,7 +126,7 @@ BAD = [
     ),
     (
         {"kvCache": {"tiers": {"host": {"size": "1Gi"}, "disk": {"size": "0"}}}},
-        ["spec.kvCache.tiers.disk.size", "found 0", "leave out what it is for"],
+        ["spec.kvCache.tiers.disk.size", "found '0'", "leave out what it is for"],
     ),
     (
         {
@@ -165,7 +178,10 @@ BAD = [
         ["serviceClasses names ['a'] twice", "give each class its own name"],
     ),
     ({"serviceClasses": [{"name": "a"}, {"name": "default"}]}, ["`default` after the first", "move it up"]),
-    ({"serviceClasses": [{"name": "A b"}]}, ["spec.serviceClasses.0.name", "pattern", "found 'A b'"]),
+    (
+        {"serviceClasses": [{"name": "A b"}]},
+        ["spec.serviceClasses.0.name", "lower-case letters, digits", "found 'A b'"],
+    ),
     (
         {"serviceClasses": [{"name": "a", "tpotTargetSeconds": 0.005}]},
         ["spec.serviceClasses.0", "tpotTargetSeconds 0.005", "tpotFloorSeconds 0.01", "lower the other"],
@@ -248,7 +264,10 @@ BAD = [
         },
         ["spec.model.source.huggingFace.cache", "exactly one of claimName and hostPath", "found neither"],
     ),
-    ({"resources": {"accelerator": "gpu"}}, ["spec.resources.accelerator", "pattern", "found 'gpu'"]),
+    (
+        {"resources": {"accelerator": "gpu"}},
+        ["spec.resources.accelerator", "such as nvidia.com/gpu", "found 'gpu'"],
+    ),
     (
         {"resources": {"devices": {"hca": 1}}},
         ["spec.resources", "no device resource", "e.g. rdma/hca", "found 'hca'"],
@@ -270,7 +289,7 @@ BAD = [
         {"resources": {"accelerator": "none", "nccl": {"NCCL_DEBUG": "INFO"}}},
         ["spec.resources", "read with an accelerator only; remove it", "found 'NCCL_DEBUG'"],
     ),
-    ({"resources": {"sharedMemory": "0Gi"}}, ["spec.resources.sharedMemory", "pattern", "found '0Gi'"]),
+    ({"resources": {"sharedMemory": "0Gi"}}, ["spec.resources.sharedMemory", "such as 8Gi", "found '0Gi'"]),
     ({"resources": {"runtimeClassName": "NVIDIA"}}, ["spec.resources.runtimeClassName", "found 'NVIDIA'"]),
     (
         {"resources": {"accelerator": "nvidia.com/mig-1g.10gb"}, "parallelism": {"tensor": 2}},
@@ -305,12 +324,48 @@ BAD = [
     ),
     ({"role": "draft"}, ["spec.role", "'both', 'prefill' or 'decode'", "found 'draft'"]),
     ({"determinism": "exact"}, ["spec.determinism", "'bestEffort' or 'batchInvariant'", "found 'exact'"]),
-    ({"resources": {"limits": {"cpu": "two"}}}, ["spec.resources.limits.cpu", "pattern", "found 'two'"]),
+    (
+        {"resources": {"limits": {"cpu": "two"}}},
+        ["spec.resources.limits.cpu", "such as 2, 500m or 32Gi", "found 'two'"],
+    ),
     (
         {"lifecycle": {"restart": {"backoffSeconds": 60, "backoffLimitSeconds": 30}}},
         ["spec.lifecycle.restart", "backoffLimitSeconds is below backoffSeconds"],
     ),
     ({"routerRef": {}}, ["spec.routerRef.name: is missing; add it"]),
+    ({"kvCache": {"tiers": {"host": {"size": 0}}}}, ["tiers.host.size", "such as 16Gi", "found 0"]),
+    (
+        {"kvCache": {"tiers": {}}},
+        ["spec.kvCache.tiers", "names no tier", "add kvCache.tiers.host, or leave tiers out"],
+    ),
+    (
+        _behind_a_host_tier(disk={"size": "1Gi", "hostPath": "kv"}),
+        ["disk.hostPath", "begin it with /", "found 'kv'"],
+    ),
+    (_behind_a_host_tier(disk={"size": "1Gi", "hostPath": ""}), ["disk.hostPath", "begin it with /"]),
+    (
+        _behind_a_host_tier(disk={"size": "1Gi", "claimName": "A_b"}),
+        ["disk.claimName", "must be the name of a Kubernetes object", "found 'A_b'"],
+    ),
+    (
+        _behind_a_host_tier(store={"url": "/srv/x"}),
+        ["store.url", "file:// with an absolute path", "found '/srv/x'"],
+    ),
+    (_behind_a_host_tier(store={"url": "file://x/y"}), ["store.url", "file:// with an absolute path"]),
+    (
+        _behind_a_host_tier(store={"url": "s3://bucket", "endpoint": "minio:9000", "region": "EU"}),
+        ["store.endpoint", "such as https://minio.example:9000", "store.region", "such as eu-central-1"],
+    ),
+    (
+        {"traces": {"endpoint": "collector"}},
+        ["spec.traces.endpoint", "such as http://collector.monitoring:4318"],
+    ),
+    ({"router": {"allowedHosts": ["a b"]}}, ["spec.router.allowedHosts.0", "such as chat.example"]),
+    (
+        {"router": {"allowedOrigins": ["a"]}},
+        ["spec.router.allowedOrigins.0", "such as https://chat.example:8443"],
+    ),
+    ({"model": {"name": 7, "source": {"path": "c"}}}, ["spec.model.name", "write it in quotes", "found 7"]),
 ]
 
 
@@ -322,6 +377,8 @@ def test_a_wrong_field_is_refused_with_its_name_its_value_and_the_fix(
         parse_replica(manifest(**spec))
     for part in told:
         assert part in str(error.value)
+    for bare in ("should match pattern", "valid string", "(found {"):
+        assert bare not in str(error.value)
 
 
 @pytest.mark.parametrize(

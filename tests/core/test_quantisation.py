@@ -154,18 +154,26 @@ def test_ignored_layers_are_named_whole_by_expression_or_by_a_part() -> None:
     assert compressed.format_of("lm_head") is None
     assert compressed.format_of("model.layers.0.mlp.up_proj") is None
     assert compressed.format_of("model.layers.10.mlp.up_proj") is not None
-    awq = decode(AWQ | {"modules_to_not_convert": ["mlp.down_proj", "mlp.gate", "layers.1."]})
     fp8 = decode(DEEPSEEK | {"modules_to_not_convert": ["mlp.gate"], "ignored_layers": ["mlp.down_proj"]})
     assert fp8.format_of("model.layers.5.mlp.gate") is None
     assert fp8.format_of("model.layers.5.mlp.down_proj") is None
+    assert fp8.format_of("model.layers.5.mlp.gate_proj") is not None, "parts end at dots"
     assert fp8.format_of(UP) is not None
+
+
+def test_layers_that_awq_ignores_are_named_by_any_piece_as_its_writers_compare_them() -> None:
+    awq = decode(AWQ | {"modules_to_not_convert": ["down", "mlp.gate", "layers.1."]})
     assert awq.format_of("model.layers.5.mlp.gate") is None
-    assert awq.format_of("model.layers.5.mlp.gate_proj") is not None, "parts end at dots"
+    assert awq.format_of("model.layers.5.mlp.gate_proj") is None
+    assert awq.format_of("model.layers.5.mlp.experts.3.gate_proj") is not None
     assert awq.format_of("model.layers.1.mlp.up_proj") is None
     assert awq.format_of("model.layers.11.mlp.up_proj") is not None
     assert awq.format_of("model.layers.5.mlp.down_proj") is None
     assert awq.format_of(UP) is not None
     assert awq.format_of("lm_head") is None
+    dotted = decode(AWQ | {"modules_to_not_convert": ["mlp.gate."]})
+    assert dotted.format_of("model.layers.5.mlp.gate_proj") is not None
+    assert decode(GPTQ | {"desc_act": None}) == decode(GPTQ | {"desc_act": False})
 
 
 def test_gptq_may_list_the_layers_that_are_quantised() -> None:

@@ -14,7 +14,9 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.lane_replay import LaneReplay
 from medha.scheduler import validation
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History
 from medha.scheduler.replica_config import ReplicaConfig
+from medha.scheduler.status_report import CoreStatus, StreamingStatus, status
 from medha.topology import Topology
 from medha.wire.messages import (
     Cancel,
@@ -115,6 +117,32 @@ def test_the_first_blocks_of_a_table_are_streamed_and_the_last_are_of_the_pool()
     ledger.release("a")
     ledger.check()
     assert (ledger.held_blocks, ledger.free_streamed_blocks, ledger.streamed_blocks_of("a")) == (1, 6, 0)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_status_shows_the_tokens_that_each_step_streams(lanes: int) -> None:
+    served, history = Served(config_of(lanes)), History()
+
+    def shown() -> CoreStatus:
+        return status(served.controller, history, served.now)
+
+    assert all(lane.streaming == StreamingStatus(blocks=STREAMED, held=0) for lane in shown().lanes)
+    served.handle(submit("long", 150 * lanes))
+    served.handle(submit("short", 8))
+    tokens, random = [0], Random(1)
+    while served.steps:
+        if found := [one for one in shown().requests if one.id == "long"]:
+            tokens.append(found[0].streamed_tokens)
+            held = sum(lane.streaming.held for lane in shown().lanes if lane.streaming is not None)
+            assert tokens[-1] <= held * SIZE
+            assert tokens[-1] <= found[0].computed_tokens
+        assert [one.streamed_tokens for one in shown().requests if one.id == "short"] in ([], [0])
+        served.move(random)
+    assert max(tokens) > 80
+    assert served.ends["long"] == "length"
+    assert all(lane.streaming == StreamingStatus(blocks=STREAMED, held=0) for lane in shown().lanes)
+    without = ReplicaController(config_of(streams=False), PROFILE)
+    assert status(without, History(), 0.0).lanes[0].streaming is None
 
 
 def test_a_request_larger_than_the_pool_is_served_whole_and_one_larger_than_both_is_refused() -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
 from medha.errors import PartFailed
+from medha_process.router_settings import RouterSettings
+from medha_router import grammar_check
 from medha_router.api_error import ApiError
 from medha_router.check_queue import MOST_WAITING, MOST_WAITING_OF_OWNER, CheckQueue
+from medha_router.grammar_check import GrammarCheck
+from medha_router.tokenizing import Tokenizing
 
 
 class Checks:
@@ -113,3 +119,47 @@ def test_a_check_that_cannot_be_made_fails_its_own_requests_alone() -> None:
         await queue.learn(b"found", "a")
 
     assert run(scenario).made == [b"lost", b"found"]
+
+
+def _children() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
+
+
+def test_the_process_that_checks_starts_with_the_router_and_ends_with_it(tmp_path: Path) -> None:
+    settings = RouterSettings(
+        key_file=tmp_path, enrolment_file=tmp_path, scratch_directory=str(tmp_path), tokenize_threads=1
+    )
+    others = _children()
+
+    async def main() -> None:
+        tokenizing = Tokenizing(settings, lambda *_: None)
+        try:
+            tokenizing.start()
+            deadline = time.monotonic() + 60
+            while not _children() - others:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+        finally:
+            tokenizing.close()  # also while it starts
+
+    asyncio.run(main())
+    assert not _children() - others
+
+
+def test_no_grammar_is_checked_once_the_router_ends() -> None:
+    check = GrammarCheck()
+    check.start()
+    check.close()
+    with pytest.raises(PartFailed, match="is stopping"):
+        check.fault('start: "b"')
+
+
+def test_the_first_check_starts_no_process_where_one_was_started_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = GrammarCheck()
+    check.start()
+    monkeypatch.setattr(grammar_check.subprocess, "Popen", None)
+    assert check.fault('start: "b"') is None
+    check.close()

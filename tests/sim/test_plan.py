@@ -430,6 +430,8 @@ def test_deepseek_v3_takes_the_bytes_of_its_published_fp8_blocks(tmp_path: Path)
     plain = replace(shape, name=DEEPSEEK_V3.name, layer_weight_bytes=None, expert_weight_bytes=None)
     assert plain == DEEPSEEK_V3
     assert shape.expert_weight_bytes == 1 + 4 / 128**2
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "kimi_k2"}))
+    assert read_shape(tmp_path) == shape
     heads_up = 61 * 128 * (128 + 128) * 512
     blocks = DEEPSEEK_V3.parameters + heads_up + 2 * 129280 * 7168 + 58 * 256 * 7168
     assert shape.weights_bytes == pytest.approx(blocks * (1 + 4 / 128**2), rel=1e-3)
@@ -600,6 +602,17 @@ def test_the_command_refuses_what_it_does_not_know() -> None:
         (["--concurrent", "0"], "Invalid value for '--concurrent'"),
         (["--max-gpus", "0"], "Invalid value for '--max-gpus'"),
         (["--context", "10M", "--ttft", "2", "--max-gpus", "8"], "no grid of up to 8 H100"),
+        (["--disk-tier", "64Gi"], "--disk-tier is 68,719,476,736, and there is no host tier"),
+        (["--store", "64Mi"], "--store is 67,108,864, and there is no host tier"),
+        (["--host-tier", "1Gi", "--no-prefix-caching"], "--no-prefix-caching leaves none; leave one of them"),
+        (
+            ["--host-tier", "1Ki", "--max-gpus", "1"],
+            "--host-tier is 1,024 bytes, and a block of 16 tokens takes 2,097,152",
+        ),
+        (
+            ["--streaming", "1Ki", "--max-gpus", "1"],
+            "--streaming is 1,024 bytes, and a block of 16 tokens takes 2,097,152",
+        ),
     ):
         result = runner.invoke(main, ["plan", *arguments])
         assert result.exit_code == 2
@@ -687,6 +700,14 @@ def test_a_tier_that_does_not_hold_a_whole_prompt_shows_no_time_for_it() -> None
     assert small_disk.disk_seconds is None
     assert (small_disk.host_seconds, small_disk.store_seconds) == (found.host_seconds, found.store_seconds)
     assert (small_host.host_seconds, small_host.disk_seconds, small_host.store_seconds) == (None, None, None)
+
+
+def test_tiers_hold_whole_blocks() -> None:
+    block_bytes = 16 * LLAMA3_8B.kv_bytes_per_token
+    wish = replace(WISH, host_bytes=3 * block_bytes - 1, disk_bytes=5 * block_bytes)
+    found = rate(LLAMA3_8B, H100, Topology(1, 1, 1), wish)
+    assert (found.host_tokens, found.disk_tokens) == (32, 80)
+    assert rate(LLAMA3_8B, H100, Topology(1, 1, 2), wish).host_tokens == 64
 
 
 def test_a_streamed_request_comes_from_no_tier() -> None:

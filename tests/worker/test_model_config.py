@@ -762,3 +762,34 @@ def test_a_config_that_cannot_be_read_is_named(
         (tmp_path / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(CheckpointInvalid, match=rf"config\.json: {named}"):
         ModelConfig.from_directory(tmp_path)
+
+
+def test_kimi_k2_is_a_deepseek_v3_under_a_name_of_its_own() -> None:
+    fields = {
+        "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 163_840, "hidden_size": 7168, "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64,
+        "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu",
+        "attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 50_000.0, "max_position_embeddings": 131_072,
+        "rope_scaling": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+    }  # fmt: skip
+    config = ModelConfig.from_values(fields | {"model_type": "kimi_k2"})
+    assert config == ModelConfig.from_values(fields | {"model_type": "deepseek_v3"})
+    assert config.rope_is_interleaved
+    assert config.max_model_len == 131_072
+    with pytest.raises(CheckpointInvalid, match="model_type is 'kimi_k2', but must be 'llama'"):
+        ModelConfig.from_values(LLAMA | {"model_type": "kimi_k2"})
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN2])
+@pytest.mark.parametrize(
+    "name", ["tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "norm_topk_prob"]
+)
+def test_null_is_false_where_that_is_the_default(model: dict[str, Any], name: str) -> None:
+    fields = LLAMA | model | {name: None}
+    assert ModelConfig.from_values(fields) == ModelConfig.from_values(fields | {name: False})

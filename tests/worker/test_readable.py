@@ -93,3 +93,10 @@ def test_a_file_that_is_missing_is_still_reported_as_missing(model: Path) -> Non
     shutil.rmtree(model)
     with pytest.raises(CheckpointInvalid, match=r"tokenizer\.json is missing"):
         read_bundle(model)
+
+
+@pytest.mark.parametrize("other", ["tiktoken.model", "tokenizer.model"])
+def test_a_tokenizer_in_another_form_is_named(model: Path, other: str) -> None:
+    (model / "tokenizer.json").rename(model / other)
+    with pytest.raises(CheckpointInvalid, match=f"tokenizer.json is missing, and {other} is not read"):
+        read_bundle(model)

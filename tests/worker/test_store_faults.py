@@ -18,6 +18,7 @@ from cluster.binaries import CannotBuild
 from faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from medha.api.kv_cache_spec import StoreSpec
 from medha_worker.rank import kv_objects
+from medha_worker.rank.kv_objects import KvObjects, StoreFailed
 from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectStore, object_store
 from small_disk import small_disk
 
@@ -202,3 +203,22 @@ def test_a_full_disk_is_a_fault_of_the_store_and_no_loss(tmp_path: Path) -> None
             assert [one.stored for one in rank.told()] == [(content_of(39).name,)], (
                 "it goes on once there is space"
             )
+
+
+@pytest.mark.parametrize("found", [{}, {"AWS_ACCESS_KEY_ID": "a"}, {"AWS_SECRET_ACCESS_KEY": "a"}])
+def test_a_store_without_credentials_names_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    where = StoreSpec(url="s3://bucket/kv", endpoint="http://127.0.0.1:9")
+    with pytest.raises(StoreFailed) as failed:
+        KvObjects(where, "identity", 64).shared_key()
+    for part in (
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        "kvCache.tiers.store.secretName",
+        "`medha up`",
+    ):
+        assert part in str(failed.value)

@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from medha.api.fields import Label, Model, Name, ResourceQuantity, live, restart, rules
+from medha.api.fields import (
+    AbsolutePath,
+    Label,
+    Model,
+    Name,
+    ResourceQuantity,
+    live,
+    restart,
+    rules,
+    written_as,
+)
 
 
 class SecretKey(Model):
@@ -33,7 +43,7 @@ class HubCache(Model):
     claim_name: Name | None = None
     """Name of a PersistentVolumeClaim in the replica's namespace. Its volume must be writable from every node
     that pods run on (`ReadWriteMany`, if they are several)."""
-    host_path: str | None = Field(default=None, min_length=1, max_length=1024, pattern=r"^/")
+    host_path: AbsolutePath | None = None
     """Absolute path of a directory, the same on every node; the pods of one node share it. It must exist, and
     belong to the pods' user (65532). The chart's `admission.writableHostPaths` lists the paths that are allowed;
     by default, none is."""
@@ -58,7 +68,11 @@ class HuggingFaceSource(Model):
     """A repository of the Hugging Face Hub. An init container of each pod fetches the files that the ranks of its
     stage read."""
 
-    repository: str = Field(max_length=200, pattern=f"^{_HUB_NAME}(/{_HUB_NAME})?$")
+    repository: Annotated[
+        str,
+        Field(max_length=200, pattern=f"^{_HUB_NAME}(/{_HUB_NAME})?$"),
+        written_as("must be the id of a repository of the Hub, such as Qwen/Qwen3-8B"),
+    ]
     """Id of the repository, `owner/name`."""
     revision: str = Field(default="main", min_length=1, max_length=200)
     """Branch, tag or commit. Name a commit to be sure that every restart loads the same weights."""
@@ -92,7 +106,7 @@ class PersistentVolumeSource(Model):
 class HostPathSource(Model):
     """A checkpoint that is present on every node that pods may run on; mounted read-only."""
 
-    path: str = Field(min_length=1, max_length=1024, pattern=r"^/")
+    path: AbsolutePath
     """Absolute path of the checkpoint's directory, the same on every node. The chart's
     `admission.hostPaths` limits which paths are allowed."""
 
@@ -141,12 +155,11 @@ class ResourcesSpec(Model):
         )
     )
 
-    accelerator: str = Field(
-        default=NVIDIA_GPU,
-        max_length=253,
-        pattern=r"^(none|[a-z0-9.-]+/[A-Za-z0-9_.-]+)$",
-        json_schema_extra=restart(),
-    )
+    accelerator: Annotated[
+        str,
+        Field(max_length=253, pattern=r"^(none|[a-z0-9.-]+/[A-Za-z0-9_.-]+)$"),
+        written_as("must be `none`, or a device resource written as DOMAIN/NAME, such as nvidia.com/gpu"),
+    ] = Field(default=NVIDIA_GPU, json_schema_extra=restart())
     """Name of the device resource. Each pod requests as many devices as it has ranks
     (`parallelism.tensor`), and does not start without them. A replica that finds no GPU, or one that it cannot
     use, does not become Ready. docs/gpu.md says which GPU has run what. `none` runs on the CPU. If a manifest
@@ -159,12 +172,13 @@ class ResourcesSpec(Model):
     runtime_class_name: Name | None = Field(default=None, json_schema_extra=restart())
     """Name of the RuntimeClass of the pods, e.g. `nvidia` where the nodes' default runtime does not pass
     GPUs on. Default: the nodes' default runtime."""
-    shared_memory: str = Field(
-        default="8Gi",
-        pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$",
-        max_length=8,
-        json_schema_extra=restart(),
-    )
+    shared_memory: Annotated[
+        str,
+        Field(max_length=8, pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$"),
+        written_as(
+            "must be a size; write a whole number of at most six digits with Mi, Gi or Ti, such as 8Gi"
+        ),
+    ] = Field(default="8Gi", json_schema_extra=restart())
     """Largest size of `/dev/shm` of each pod, in bytes, for libraries such as NCCL. Memory is taken only as it
     is written, and counts towards the pod's memory limit."""
     nccl: dict[str, Annotated[str, Field(min_length=1, max_length=1024)]] = Field(

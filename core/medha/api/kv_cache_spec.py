@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from medha.api.fields import (
-    ABOVE_ZERO,
+    SIZE_RULES,
+    AbsolutePath,
     Model,
     Name,
     QuantityAboveZero,
     quantity_bytes,
     restart,
     rules,
+    written_as,
 )
 from medha.kv_dtype import KvDtype
 
@@ -21,7 +23,7 @@ from medha.kv_dtype import KvDtype
 class HostTierSpec(Model):
     """Host memory for KV that is evicted from the device."""
 
-    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(ABOVE_ZERO))
+    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(*SIZE_RULES))
     """Bytes per rank, e.g. `16Gi`: the `kvCache.size` of each rank several times over."""
 
 
@@ -37,14 +39,12 @@ class DiskTierSpec(Model):
         json_schema_extra=rules(("!(has(self.claimName) && has(self.hostPath))", _ONE_DISK))
     )
 
-    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(ABOVE_ZERO))
+    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(*SIZE_RULES))
     """Bytes per rank, e.g. `200Gi`: several times the size of the host tier."""
     claim_name: Name | None = Field(default=None, json_schema_extra=restart())
     """Name of a PersistentVolumeClaim in the replica's namespace, whose files outlive pods. Its volume must be writable
     from every node that pods run on (`ReadWriteMany`, if they are several). `medha up` ignores it."""
-    host_path: str | None = Field(
-        default=None, min_length=1, max_length=1024, pattern=r"^/", json_schema_extra=restart()
-    )
+    host_path: AbsolutePath | None = Field(default=None, json_schema_extra=restart())
     """Absolute path of a directory, whose files outlive pods that come back to their node. It must exist on every node, and
     belong to the pods' user (65532). The chart's `admission.writableHostPaths` lists the paths that are allowed. `medha
     up` keeps the files there, too."""
@@ -66,7 +66,7 @@ class PeersSpec(Model):
     """KV of other replicas of the model, which is read over the network instead of being computed again, if that is faster.
     Both replicas must have this. `medha up` runs one replica, and ignores it."""
 
-    bandwidth: QuantityAboveZero = Field(default="256Mi", json_schema_extra=restart() | rules(ABOVE_ZERO))
+    bandwidth: QuantityAboveZero = Field(default="256Mi", json_schema_extra=restart() | rules(*SIZE_RULES))
     """Bytes per second that a rank reads of a rank of another replica, encrypted, e.g. `256Mi`: by this the first reads are
     predicted. Measured reads correct it."""
 
@@ -82,6 +82,10 @@ _ONLY_FILES = (
     "kvCache.tiers.store: claimName is of a file:// url; remove it, or give a url such as file:///mnt/kv"
 )
 _STORE_URL = r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._=-]+)*/?|file://(/[A-Za-z0-9._=-]+)+/?)$"
+_A_STORE = (
+    "must be the address of a store; write s3://BUCKET/PREFIX, or file:// with an absolute path, such as file:///mnt/kv, of "
+    "letters, digits and . _ = - alone"
+)
 
 
 class StoreSpec(Model):
@@ -98,17 +102,29 @@ class StoreSpec(Model):
         )
     )
 
-    url: str = Field(min_length=8, max_length=1024, pattern=_STORE_URL, json_schema_extra=restart())
+    url: Annotated[str, Field(min_length=8, max_length=1024, pattern=_STORE_URL), written_as(_A_STORE)] = (
+        Field(json_schema_extra=restart() | rules((f"self.matches(r'{_STORE_URL}')", _A_STORE)))
+    )
     """Place of the objects: `s3://bucket/prefix`, or `file:///path`. In pods, a path is a directory of each node, which must
     exist there and belong to the pods' user (65532), unless `claimName` is given. The chart's `admission.writableHostPaths`
     lists the paths that are allowed."""
-    endpoint: str | None = Field(
-        default=None, max_length=1024, pattern=r"^https?://[^/@?#\s]+/?$", json_schema_extra=restart()
-    )
+    endpoint: (
+        Annotated[
+            str,
+            Field(max_length=1024, pattern=r"^https?://[^/@?#\s]+/?$"),
+            written_as("must be http:// or https:// and a host, such as https://minio.example:9000"),
+        ]
+        | None
+    ) = Field(default=None, json_schema_extra=restart())
     """Address of an S3-compatible service, e.g. `https://minio.example:9000`. Default: that of AWS."""
-    region: str | None = Field(
-        default=None, min_length=1, max_length=64, pattern=r"^[a-z0-9-]+$", json_schema_extra=restart()
-    )
+    region: (
+        Annotated[
+            str,
+            Field(min_length=1, max_length=64, pattern=r"^[a-z0-9-]+$"),
+            written_as("must be the name of a region, such as eu-central-1"),
+        ]
+        | None
+    ) = Field(default=None, json_schema_extra=restart())
     """Region of the bucket. Default: that of the variable `AWS_REGION`, else `us-east-1`."""
     secret_name: Name | None = Field(default=None, json_schema_extra=restart())
     """Secret in the replica's namespace with the keys `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and, if needed,
@@ -117,7 +133,7 @@ class StoreSpec(Model):
     claim_name: Name | None = Field(default=None, json_schema_extra=restart())
     """PersistentVolumeClaim in the replica's namespace that holds the files of a `file://` url. All pods of all replicas that
     share the store must be able to write to its volume (`ReadWriteMany`). `medha up` ignores it."""
-    bandwidth: QuantityAboveZero = Field(default="256Mi", json_schema_extra=restart() | rules(ABOVE_ZERO))
+    bandwidth: QuantityAboveZero = Field(default="256Mi", json_schema_extra=restart() | rules(*SIZE_RULES))
     """Bytes per second that a rank reads from the store, e.g. `256Mi`: by this the first reads are predicted. Measured reads
     correct it."""
 
@@ -142,12 +158,16 @@ class StoreSpec(Model):
         return self
 
 
+_NO_TIER = "kvCache.tiers names no tier, so it would do nothing; add kvCache.tiers.host, or leave tiers out"
+
+
 class KvTiersSpec(Model):
     """Places for KV that is evicted from the device, and fetched from there instead of being computed again
     (docs/kv-tiers.md)."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
+            ("has(self.host) || has(self.disk) || has(self.peers) || has(self.store)", _NO_TIER),
             ("!has(self.disk) || has(self.host)", _DISK_NEEDS_HOST),
             ("!has(self.peers) || has(self.host)", _PEERS_NEED_HOST),
             ("!has(self.store) || has(self.host)", _STORE_NEEDS_HOST),
@@ -165,6 +185,8 @@ class KvTiersSpec(Model):
 
     @model_validator(mode="after")
     def _others_have_a_host_tier(self) -> KvTiersSpec:
+        if all(tier is None for tier in (self.host, self.disk, self.peers, self.store)):
+            raise ValueError(_NO_TIER)
         if self.disk is not None and self.host is None:
             raise ValueError(_DISK_NEEDS_HOST)
         if self.peers is not None and self.host is None:
@@ -178,7 +200,7 @@ class StreamingSpec(Model):
     """Host memory for requests that are larger than the KV pools: attention reads the first part of their KV from there in
     every step (docs/kv-tiers.md)."""
 
-    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(ABOVE_ZERO))
+    size: QuantityAboveZero = Field(json_schema_extra=restart() | rules(*SIZE_RULES))
     """Bytes per rank, e.g. `64Gi`, beside those of `tiers.host`: the KV of the largest request on this rank, without the part
     that the pool keeps."""
 
@@ -200,7 +222,7 @@ class KvCacheSpec(Model):
         )
     )
 
-    size: QuantityAboveZero | None = Field(default=None, json_schema_extra=restart() | rules(ABOVE_ZERO))
+    size: QuantityAboveZero | None = Field(default=None, json_schema_extra=restart() | rules(*SIZE_RULES))
     """Bytes per rank, e.g. `2Gi`. Default: `memoryFraction` of the free memory."""
     memory_fraction: float = Field(default=0.8, gt=0, le=0.98, json_schema_extra=restart())
     """Share of the memory that is free after weights and a warm-up step. 0.8 leaves room for the overhead

@@ -6,7 +6,7 @@ them. Unknown fields are refused: a typing error must not become a silent defaul
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,8 +20,8 @@ from medha.api.cluster import (
     SecretKey,
 )
 from medha.api.fields import (
-    ABOVE_ZERO,
     ENDPOINT_PATTERN,
+    SIZE_RULES,
     HostName,
     Model,
     Origin,
@@ -30,6 +30,7 @@ from medha.api.fields import (
     live,
     restart,
     rules,
+    written_as,
 )
 from medha.api.kv_cache_spec import KvCacheSpec
 from medha.api.model_spec import ModelSpec
@@ -151,9 +152,11 @@ class ServiceClass(Model):
         )
     )
 
-    name: str = Field(
-        min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", json_schema_extra=epoch()
-    )
+    name: Annotated[
+        str,
+        Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"),
+        written_as("must be lower-case letters, digits and `-`, with a letter or digit at each end"),
+    ] = Field(json_schema_extra=epoch())
     """Name that requests give in `service_tier`."""
     ttft_floor_seconds: float = Field(default=2.0, gt=0, le=86400, json_schema_extra=epoch())
     """Time to first token that even the shortest prompt is given, in seconds."""
@@ -196,7 +199,7 @@ class RouterSpec(Model):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port that serves the router's metrics. 0 takes any free port; the table that `medha up` prints names
     it."""
-    max_body_bytes: QuantityAboveZero = Field(default="64Mi", json_schema_extra=rules(ABOVE_ZERO))
+    max_body_bytes: QuantityAboveZero = Field(default="64Mi", json_schema_extra=rules(*SIZE_RULES))
     """Largest request body in bytes, e.g. `64Mi`; larger ones get status 413."""
     max_waiting: int = Field(default=4096, ge=1, le=1_000_000)
     """Largest number of sequences that wait for a replica; more get status 429 with Retry-After."""
@@ -226,9 +229,16 @@ class TracesSpec(Model):
     """Traces of requests by OpenTelemetry (docs/traces.md). Without an endpoint there are none, unless OpenTelemetry's own
     variables (`OTEL_EXPORTER_OTLP_ENDPOINT`) name one."""
 
-    endpoint: str | None = Field(
-        default=None, max_length=1024, pattern=ENDPOINT_PATTERN, json_schema_extra=restart()
-    )
+    endpoint: (
+        Annotated[
+            str,
+            Field(max_length=1024, pattern=ENDPOINT_PATTERN),
+            written_as(
+                "must be a URL without credentials, query and fragment, such as http://collector.monitoring:4318"
+            ),
+        ]
+        | None
+    ) = Field(default=None, json_schema_extra=restart())
     """Base URL of a collector, which gets spans by OTLP over HTTP, such as `http://collector.monitoring:4318`. Default
     in a cluster: that of the operator's installation."""
     headers_secret: SecretKey | None = Field(default=None, json_schema_extra=restart())
@@ -454,7 +464,11 @@ class ObjectMeta(BaseModel):
     """The part of Kubernetes' metadata that matters outside a cluster; the rest is ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    name: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    name: Annotated[
+        str,
+        Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"),
+        written_as("must be lower-case letters, digits, `-` and `.`, with a letter or digit at each end"),
+    ]
     namespace: str = "default"
 
 
@@ -498,6 +512,10 @@ def parsed(model: type[Parsed], document: object) -> Parsed:
                 lines.append(f"{where}: is missing; add it")
             elif problem["type"] == "extra_forbidden":
                 lines.append(f"{where}: is no field of {kind}; remove it or correct its spelling")
+            elif problem["type"] == "value_error" and isinstance(problem["input"], dict):
+                lines.append(f"{where}: {problem['ctx']['error']}")  # it names the fields and what it found
+            elif problem["type"] == "string_type" and isinstance(problem["input"], int | float):
+                lines.append(f"{where}: must be a text; write it in quotes (found {problem['input']!r:.80})")
             else:
                 lines.append(
                     f"{where}: {problem['msg'].removeprefix('Value error, ')} (found {problem['input']!r:.80})"

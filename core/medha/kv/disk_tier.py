@@ -249,9 +249,8 @@ class DiskTier:
         place in the tier beside all of its prompt before it would be of no use, and is not written.
         """
         blocks = hash_count(file.hashes)
-        if (
-            file.name in self._files or file.name in self._no_space
-        ):  # the latter wait again, once no rank writes them
+        # Blocks of a file without space wait again once no rank writes them.
+        if file.name in self._files or file.name in self._no_space:
             return False
         keys = each_hash(file.hashes)
         if all(key in self._places for key in keys):

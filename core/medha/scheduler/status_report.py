@@ -120,6 +120,14 @@ class StoreStatus(_Model):
     """Blocks that wait to be written."""
 
 
+class StreamingStatus(_Model):
+    """Host memory of one lane for KV of requests that are larger than the pools (docs/kv-tiers.md)."""
+
+    blocks: int
+    held: int
+    """Blocks that belong to running requests, and that their steps read."""
+
+
 class LaneStatus(_Model):
     lane: int
     coupled_with: tuple[int, ...]
@@ -135,6 +143,8 @@ class LaneStatus(_Model):
     """None: there is no host tier, so evicted KV is lost."""
     disk_tier: DiskTierStatus | None = None
     """None: there is no disk tier, so KV of the host tier ends with the epoch."""
+    streaming: StreamingStatus | None = None
+    """None: requests larger than the pools are refused."""
 
 
 class ChunkStatus(_Model):
@@ -212,6 +222,8 @@ class RequestStatus(_Model):
     tpot_target_seconds: float
     tpot_seconds: float | None
     """Mean time per output token after the first; none before the second."""
+    streamed_tokens: int = 0
+    """Computed positions whose KV lies in host memory, from which each of its steps reads it."""
 
 
 class CoreStatus(_Model):
@@ -346,6 +358,24 @@ def _disk_tier(core: ReplicaController, lane: int) -> DiskTierStatus | None:
     )
 
 
+def _streaming(core: ReplicaController, lane: int) -> StreamingStatus | None:
+    ledger = core.pools.ledger(lane)
+    if core.config.streaming is None:
+        return None
+    blocks = ledger.streamed_blocks
+    return StreamingStatus(blocks=blocks, held=blocks - ledger.free_streamed_blocks)
+
+
+def _streamed_tokens(core: ReplicaController, request: Request) -> int:
+    """Return the computed positions whose KV is streamed: on each lane, the first ones of its part."""
+    if request.shard_map is None or not request.streams:
+        return 0
+    return sum(
+        min(tokens, core.pools.ledger(lane).streamed_blocks_of(request.id) * core.config.block_size_tokens)
+        for lane, tokens in request.shard_map.local_lengths(request.computed).items()
+    )
+
+
 def _store(core: ReplicaController) -> StoreStatus | None:
     store = core.pools.store
     if store is None:
@@ -376,6 +406,7 @@ def _lanes(core: ReplicaController, requests: Sequence[Request]) -> tuple[LaneSt
             kv=kv,
             host_tier=_host_tier(core, lane.index),
             disk_tier=_disk_tier(core, lane.index),
+            streaming=_streaming(core, lane.index),
         )
         for lane, kv in zip(core.lanes, kv_by_lane(core, requests), strict=True)
     )
@@ -461,6 +492,7 @@ def _request(core: ReplicaController, request: Request, history: History, now: f
         ttft_seconds=seen.first_token_at - request.arrival if seen is not None and seen.emitted else None,
         tpot_target_seconds=request.targets.tpot_seconds,
         tpot_seconds=None if seen is None else seen.tpot_seconds,
+        streamed_tokens=_streamed_tokens(core, request),
     )
 
 

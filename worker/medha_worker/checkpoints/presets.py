@@ -259,7 +259,7 @@ def init_checkpoint(
             if quantisation in EXPERT_QUANTISATIONS:
                 weights, _ = quantise_experts(weights)
             elif quantisation != "none":
-                weights, _ = quantise(weights, QUANTISATIONS[quantisation], seed)
+                weights, _ = quantise(weights, config["quantization_config"], seed)
         write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, dialect))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         save_weights(made, weights)

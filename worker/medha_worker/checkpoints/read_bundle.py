@@ -11,6 +11,9 @@ from medha_worker.checkpoints.end_of_text import eos_token_ids
 from medha_worker.checkpoints.tokenizer_files import whole_tokenizer
 from medha_worker.readable import require_readable
 
+_OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
+"""Files with tokenizers in other forms, as published checkpoints have them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
@@ -31,6 +34,12 @@ def read_bundle(directory: Path) -> Bundle:
         require_readable(directory / name)
     files = {name: (directory / name).read_bytes() for name in BUNDLE_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files:
+        for other in _OTHER_TOKENIZERS:
+            if (directory / other).is_file():
+                raise CheckpointInvalid(
+                    f"{directory / 'tokenizer.json'} is missing, and {other} is not read; fetch a checkpoint that has the first, or "
+                    "make it from the other (for most models, save_pretrained of the fast tokenizer of transformers writes it)"
+                )
         raise CheckpointInvalid(
             f"{directory / 'tokenizer.json'} is missing; fetch the checkpoint with its tokenizer"
         )

@@ -76,10 +76,8 @@ class DiskBlocks:
         """
         self._files, self.host, self._clock = files, host, clock
         self.fault, self._hung_seconds = fault, hung_seconds
-        self._size_bytes, self._has_warned = (
-            size_bytes,
-            False,
-        )  # the latter: of a lack of space, in this epoch
+        self._size_bytes = size_bytes
+        self._has_warned = False  # of a lack of space, in this epoch
         self._piece_blocks = max(1, _PIECE_BYTES // host.block_bytes)
         self._failures = 0  # in a row
         self._condition = threading.Condition()

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from medha.config_fields import TEXT_CONFIGS, text_fields
+from medha.config_fields import TEXT_CONFIGS, same_model_type, text_fields
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha.kv_dtype import KvDtype
 from medha.latent_shape import LatentShape
@@ -534,7 +534,10 @@ class _Fields:
         return None if value is None or value == 0 else self.positive_number(name)
 
     def boolean(self, name: str, default: bool) -> bool:
+        """Return a truth value; null is false, as in transformers, where that is the default."""
         value = self.values.get(name, default)
+        if value is None and not default:
+            return False
         if not isinstance(value, bool):
             raise self.invalid(name, "true or false")
         return value
@@ -586,7 +589,8 @@ def _family(fields: _Fields) -> Family:
     family = FAMILIES[name]
     # transformers picks the model class by model_type, so on a contradiction it would serve another model
     # than we do.
-    if fields.get("model_type") not in (None, family.model_type):
+    kind = fields.get("model_type")
+    if kind is not None and same_model_type(kind) != family.model_type:
         raise fields.invalid("model_type", f"{family.model_type!r}, as architectures says {name}")
     return family
 

@@ -463,8 +463,8 @@ class Loaded:
         rates = [one.seconds_per_block(time.perf_counter) for one in self._host_blocks]
         fetch_seconds, demote_seconds = (sum(each) for each in zip(*rates, strict=True))
         _log.info(
-            "the host tier holds %d blocks, %d tokens; a block of %.1f KiB is fetched in %.3g ms and demoted in %.3g ms",
-            blocks, blocks * kv_cache.block_tokens, block_bytes / 1024, 1e3 * fetch_seconds, 1e3 * demote_seconds,
+            "the host tier holds %d tokens, in blocks of %d; a block of %.1f KiB is fetched in %.3g ms and demoted in %.3g ms",
+            blocks * kv_cache.block_tokens, kv_cache.block_tokens, block_bytes / 1024, 1e3 * fetch_seconds, 1e3 * demote_seconds,
         )  # fmt: skip
         return HostTierFigures(blocks, block_bytes, fetch_seconds, demote_seconds)
 
@@ -478,9 +478,9 @@ class Loaded:
             kv_cache.streamed = StreamedBlocks(kv_cache, blocks)
         seconds = kv_cache.streamed.read_seconds_per_block(time.perf_counter)
         _log.info(
-            "%d blocks, %d tokens, of requests that are larger than the KV pool can be streamed from host memory, %s",
-            blocks, blocks * kv_cache.block_tokens,
-            f"each in {1e3 * seconds:.3g} ms" if seconds else "which is read in place",
+            "%d tokens of requests that are larger than the KV pool can be streamed from host memory, in blocks of %d, %s",
+            blocks * kv_cache.block_tokens, kv_cache.block_tokens,
+            f"each in {1e3 * seconds:.3g} ms" if seconds else "which are read in place",
         )  # fmt: skip
         return StreamingFigures(blocks, block_bytes, seconds)
 
@@ -519,8 +519,8 @@ class Loaded:
         access_seconds, block_seconds = self._disk_seconds
         if not self._disk.fault:
             _log.info(
-                "the disk tier in %s holds %d blocks, %d tokens; a read takes %.3g ms, and %.3g ms for each block",
-                place, blocks, blocks * host.kv_cache.block_tokens, 1e3 * access_seconds, 1e3 * block_seconds,
+                "the disk tier in %s holds %d tokens, in blocks of %d; a read takes %.3g ms, and %.3g ms for each block",
+                place, blocks * host.kv_cache.block_tokens, host.kv_cache.block_tokens, 1e3 * access_seconds, 1e3 * block_seconds,
             )  # fmt: skip
         return DiskTierFigures(blocks, access_seconds, block_seconds, self._disk.kept_key())
 

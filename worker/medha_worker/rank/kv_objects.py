@@ -174,6 +174,14 @@ class KvObjects:
         _asking(lambda: obstore.put(self._opened, path, data, mode=mode, use_multipart=False))
 
 
+_LACKS_CREDENTIALS = ("//169.254.169.254/", "Missing SecretAccessKey", "Missing AccessKeyId")
+"""Signs of errors without credentials: the library then asks the address at which machines of a cloud find their own."""
+_NO_CREDENTIALS = (
+    "there are no credentials for the store: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, in a cluster as keys of the Secret "
+    "that kvCache.tiers.store.secretName names, for `medha up` in its environment"
+)
+
+
 def _open(spec: StoreSpec) -> ObjectStore:
     from obstore.store import LocalStore, from_url
 
@@ -217,7 +225,10 @@ def _asking(ask: Callable[[], Answer]) -> Answer:
     except FileNotFoundError as error:
         raise ObjectMissing(str(error)[:200]) from error
     except (BaseError, OSError, ValueError) as error:
-        raise StoreFailed(f"{type(error).__name__}: {_first_line(error)}") from error
+        first_line = _first_line(error)
+        if any(sign in first_line for sign in _LACKS_CREDENTIALS):
+            raise StoreFailed(f"{_NO_CREDENTIALS} ({first_line})") from error
+        raise StoreFailed(f"{type(error).__name__}: {first_line}") from error
 
 
 def _first_line(error: BaseException) -> str:
