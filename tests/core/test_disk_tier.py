@@ -19,7 +19,7 @@ from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
 from medha.scheduler.status_report import status
-from medha.wire.messages import DiskFile, DiskReport, DiskTierFigures, DiskWrite, KvPart
+from medha.wire.messages import DiskFile, DiskReport, DiskTierFigures, DiskWrite, KvPart, Tick
 
 from .test_store_kv import HASHER, Replica, ids
 
@@ -638,6 +638,23 @@ def test_nothing_waits_for_a_disk_tier_that_is_off_or_whose_volume_is_full(has_s
     assert replica.waiting_blocks == 0
     assert len(replica.writes) == 1
     assert replica.core.idle
+
+
+@pytest.mark.parametrize(("seconds", "cached_tokens"), [(0.45, 100), (0.55, 0)])
+def test_a_request_waits_for_slow_reads_for_a_part_of_the_time_that_they_save(
+    seconds: float, cached_tokens: int
+) -> None:
+    """To compute the prompt takes 1 s, and no time was measured yet in which a read would take so long."""
+    replica = ReplicaWithFiles(host_blocks=160)
+    hashes = hash_range(HASHER.hashes(ids(0, 101)), 0, 25)
+    replica.report(found=(DiskFile(file_name("", hashes), 0, hashes),), found_all=True)
+    replica.submit("a", ids(0, 101))
+    (load,) = [one for step in replica.steps for one in step.loads]
+    assert (load.count, replica.admitted) == (25, {})
+    replica.now = seconds
+    replica.handle(Tick())
+    replica.report(loaded=((0, seconds),))
+    assert replica.admitted == {"a": cached_tokens}
 
 
 def test_kv_that_was_read_from_another_replica_waits_to_be_written_once_it_is_there() -> None:

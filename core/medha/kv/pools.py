@@ -125,10 +125,14 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """Extents, each with its lane, that a request waits for, and the predicted time until they are loaded, in seconds."""
+    """Extents, each with its lane, that a request waits for, and the predicted time until they are loaded, in seconds.
+
+    `saved_seconds` is the predicted time of computing what they hold.
+    """
 
     extents: frozenset[tuple[int, int]]
     seconds: float
+    saved_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -850,7 +854,7 @@ class KvPools:
             loads, awaits = self._lanes[lane].load(one, lane)
             self._loads += loads
             extents |= awaits
-        return Awaited(frozenset(extents), load_seconds) if extents else None
+        return Awaited(frozenset(extents), load_seconds, saved_seconds) if extents else None
 
     def _found_best(
         self, prompt_tokens: int, hashes: str, *, is_long: bool, reach: Reach

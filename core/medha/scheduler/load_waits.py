@@ -1,7 +1,8 @@
 """Requests that wait until blocks of their prompt are loaded from files (`medha.kv.disk_tier`) or from another replica.
 
 They get no KV meanwhile, and others pass them. No request waits for a load that takes much longer than predicted: it
-computes its prompt instead.
+computes its prompt instead. But where computing takes far longer than loading, it waits for a part of the time that this saves:
+the first reads after a start, or those beside other work, may take several times as long as what was measured before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from medha.scheduler.request import Request
 
 _PATIENCE = 2.0
 """Longest wait, as a multiple of the predicted one."""
+_SAVED_PART = 0.25
+"""Longest wait, as a part of the time that loads save, if that is longer: more of it would cost much if the disk hangs."""
 _LEAST_SECONDS = 0.25
 """Time that each wait may take beyond that, because ranks report between their steps."""
 
@@ -43,7 +46,8 @@ class LoadWaits:
 
     def begin(self, request: Request, awaited: Awaited, now: float) -> None:
         """Let a request wait for loads."""
-        due = now + _LEAST_SECONDS + _PATIENCE * awaited.seconds
+        most_seconds = max(_PATIENCE * awaited.seconds, _SAVED_PART * awaited.saved_seconds)
+        due = now + _LEAST_SECONDS + most_seconds
         self._waits[request.id] = _Wait(request, set(awaited.extents), due)
         request.awaits_load = True
 
