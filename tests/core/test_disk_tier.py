@@ -173,6 +173,22 @@ def test_a_tier_shrinks_to_what_it_holds_if_a_rank_has_no_space_for_a_file() -> 
     assert (disk.blocks, disk.held_blocks, disk.fault) == (30, 28, "")
 
 
+def test_files_that_fail_together_let_the_tier_shrink_once() -> None:
+    """All of them were begun before the first one failed, so the others say nothing about the size that it has since."""
+    disk = tier(blocks=1000)
+    under_way = [one for name in range(4) for one in write(disk, chain(name, 10))]
+    assert len(under_way) == 4
+    for one in under_way:
+        no_space(disk, 1, one)
+    assert (disk.blocks, disk.held_blocks) == (30, 0)
+    for one in under_way:
+        disk.report(DiskReport(0, written=(one.file.name,)))
+    written(disk, write(disk, chain(10, 10)))
+    (lost,) = write(disk, chain(11, 10))
+    no_space(disk, 1, lost)
+    assert (disk.blocks, disk.held_blocks) == (10, 10), "it was begun since"
+
+
 def test_a_file_without_space_is_written_again_once_no_rank_writes_it_any_more() -> None:
     disk = tier(blocks=1000)
     written(disk, write(disk, chain(1, 20)))

@@ -186,7 +186,7 @@ def test_what_is_used_stays() -> None:
 
 
 def load(tier: HostTier, seed: int, blocks: int, piece: int = 4) -> int:
-    """Load a text piece by piece, as from files; return how many of its blocks the tier takes."""
+    """Load a text piece by piece, as from files, and fetch it; return how many of its blocks the tier takes."""
     loading: list[int] = []
     taken = 0
     for at in range(0, blocks, piece):
@@ -198,6 +198,8 @@ def load(tier: HostTier, seed: int, blocks: int, piece: int = 4) -> int:
         tier.check()
     for extent in loading:
         assert tier.end_load(extent, is_there=True) is None
+    tier.fetch("a", tier.match(hashes(seed, blocks), 0, taken), 0)
+    tier.fetched("a")
     tier.check()
     return taken
 
@@ -226,6 +228,26 @@ def test_cheap_loads_get_a_place_again_and_again_and_costly_texts_lose_little_fo
     assert not tier.match(hashes(1, 10000), 9700, 10000), "nobody has used it for a long time"
 
 
+def test_a_load_drops_nothing_that_was_loaded_for_a_request_that_still_waits_for_a_place() -> None:
+    """Once the rest has aged by what was turned away, nothing keeps it: its request may have been cancelled."""
+    tier = HostTier(30, SIZE, Prices())
+    tier.demote([branch(1, 0, 30)])
+    began = tier.begin_load(hashes(2, 25), 0, 25)
+    assert began is not None
+    assert began[1] == 25
+    tier.end_load(began[0], is_there=True)
+    other = tier.begin_load(hashes(3, 25), 0, 25)
+    assert other is not None
+    assert (other[1], held(tier, 2, 25)) == (5, 25)
+    tier.end_load(other[0], is_there=True)
+    assert tier.begin_load(hashes(4, 25), 0, 25) is None
+    tier.check()
+    for seed in range(100, 110):
+        tier.demote([branch(seed, 0, 25)])
+        tier.check()
+    assert held(tier, 2, 25) == 0
+
+
 def test_a_load_drops_nothing_that_is_kept() -> None:
     tier = HostTier(8, SIZE, Prices())
     tier.begin_swap(hashes(1, 6))
@@ -241,7 +263,8 @@ def test_a_load_drops_nothing_that_is_kept() -> None:
 def test_cached_blocks_for_another_replica_get_a_place_in_a_full_tier() -> None:
     tier = HostTier(8, SIZE, Prices())
     tier.demote([branch(1, 9000, 9008)])
-    assert tier.take_in(hashes(2, 4), 0, 4) == (1, 4, (HostDrop(0, 4),))
+    assert tier.take_in(hashes(3, 4), 0, 4, is_awaited=False) is None, "a store takes it later"
+    assert tier.take_in(hashes(2, 4), 0, 4, is_awaited=True) == (1, 4, (HostDrop(0, 4),))
     tier.check()
 
 
@@ -400,7 +423,7 @@ def test_a_long_text_that_comes_in_small_extents_costs_a_time_that_grows_with_it
         tier, text = HostTier(4 * extents, SIZE, Prices()), hashes(1, 4 * extents)
         offers = 0
         for first in range(0, 4 * extents, 4):
-            assert tier.take_in(text, first, 4) is not None
+            assert tier.take_in(text, first, 4, is_awaited=False) is not None
         tier.check()
         return offers
 

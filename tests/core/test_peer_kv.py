@@ -425,7 +425,7 @@ def test_blocks_that_several_tickets_keep_count_once(
 ) -> None:
     tier = HostTier(40, SIZE, Fixed())
     for seed in range(2):
-        tier.take_in(HASHER.hashes(ids(seed, 40)), 0, 10)
+        tier.take_in(HASHER.hashes(ids(seed, 40)), 0, 10, is_awaited=False)
     for number, one in enumerate(served):
         tier.serve(f"t{number}", [Held(*one)])
     blocks = {(extent, block) for extent, start, count in served for block in range(start, start + count)}

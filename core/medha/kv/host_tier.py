@@ -14,8 +14,8 @@ what was dropped last. This is GreedyDual-Size (Cao and Irani, "Cost-aware WWW p
 costly stays longer, and what nobody uses ages, without a clock. An extent is worth at least as much as any behind it,
 because without its beginning a prefix is of no use.
 
-KV that a request waits for, because it is read from a file, a store or another replica, always gets a place, if not all that
-the tier holds is kept.
+KV that a request waits for, because it is read from a file, a store or another replica, also takes the place of what is worth
+more, but not of what was read for others that have not fetched it yet.
 
 The KV of a request that has stepped aside is *kept for it* until it comes back: the tier takes it before all else, drops
 anything for it that is not kept, and drops none of it.
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from itertools import repeat
-from math import ceil, frexp, ldexp
+from math import ceil, frexp, inf, ldexp
 from typing import Protocol
 
 from medha.errors import LedgerMismatch
@@ -204,6 +204,7 @@ class _Extent:
     start: int
     blocks: int
     worth: float
+    is_unfetched: bool = False  # it was read for a request, and none has fetched it since
     swapped: int = 0  # blocks of it that are kept for requests that have stepped aside
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
@@ -260,8 +261,9 @@ class HostTier:
         self._orphans: dict[
             str, dict[int, _Extent]
         ] = {}  # hash of the block before -> extents without a parent
-        # Heap of (worth, number) of all that may be dropped: nothing continues it, and nothing keeps it. Stale ones are skipped.
+        # Heaps of (worth, number) of all that may be dropped: nothing continues it, and nothing keeps it. Stale ones are skipped.
         self._by_worth: list[tuple[float, int]] = []
+        self._unfetched_by_worth: list[tuple[float, int]] = []  # those that were read, and not fetched since
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()  # until `unpin`
         self._kept = Counter[int]()  # extent -> parts of it that tickets and fetches keep
@@ -376,13 +378,15 @@ class HostTier:
         self._let_go(held)
         self._count_served(held, -1)
 
-    def take_in(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
+    def take_in(
+        self, hashes: str, start: int, count: int, *, is_awaited: bool
+    ) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         """Give room to blocks `start .. start + count` of a prompt, which are copied from the device at once.
 
-        Return the number of the new extent, of how many of these blocks it is, and what it drops; None if all that is
-        held is kept.
+        `is_awaited`: another replica waits for them. Return the number of the new extent, of how many of these blocks it is,
+        and what it drops; None if all that is held is kept, or worth more.
         """
-        made = self._make_extent(hashes, start, count)
+        made = self._make_extent(hashes, start, count, is_awaited=is_awaited)
         if made is not None:
             self._await_write(made[0])
         return made
@@ -425,6 +429,7 @@ class HostTier:
         self.unpin()
         for one in held:
             extent = self._extents[one.extent]
+            extent.is_unfetched = False
             stop = extent.start + one.start + one.count
             self._raise(extent, self._aged + self._block_seconds(extent.start + one.start, stop))
             self.counts.fetched_blocks += one.count
@@ -551,12 +556,32 @@ class HostTier:
         """Let an extent be dropped if it may. Whatever ends a reason why it may not calls this again."""
         if not self._may_drop(extent):
             return
-        heappush(self._by_worth, (extent.worth, extent.number))
-        if len(self._by_worth) > 4 * len(self._extents) + 64:  # drop stale entries
-            self._by_worth = [
-                (one.worth, one.number) for one in self._extents.values() if self._may_drop(one)
+        heap = self._heap_of(extent)
+        heappush(heap, (extent.worth, extent.number))
+        if len(heap) > 4 * len(self._extents) + 64:  # drop stale entries
+            heap[:] = [
+                (one.worth, one.number)
+                for one in self._extents.values()
+                if self._heap_of(one) is heap and self._may_drop(one)
             ]
-            heapify(self._by_worth)
+            heapify(heap)
+
+    def _heap_of(self, extent: _Extent) -> list[tuple[float, int]]:
+        return self._unfetched_by_worth if extent.is_unfetched else self._by_worth
+
+    def _next_heap(self, one: _Candidate) -> list[tuple[float, int]] | None:
+        """Return the heap whose first extent makes room for a candidate; None if neither's does.
+
+        What was read for a request makes room for another read only once the rest has aged by as much as it costs: by then,
+        its request has mostly been admitted, or has ended.
+        """
+        found: list[tuple[float, int]] | None = None
+        most_worth = inf if one.is_swapped or one.is_awaited else one.worth
+        most_worth_unfetched = self._aged if one.is_awaited else inf if one.is_swapped else one.worth
+        for heap, most in (self._by_worth, most_worth), (self._unfetched_by_worth, most_worth_unfetched):
+            if heap and heap[0][0] < most and (found is None or heap[0] < found[0]):
+                found = heap
+        return found
 
     def _offer_again(self, number: int) -> None:
         """Do the same for an extent that may be gone."""
@@ -568,15 +593,14 @@ class HostTier:
         """Drop up to `missing` blocks of the extent that is worth least; return how many, or None if all are worth more.
 
         Only ends of prefixes are dropped; of those that are worth the same, the oldest one. For blocks that are kept for a
-        request, or that one waits for, anything that is not kept makes room.
+        request, anything that is not kept makes room; for those that one waits for, anything but what others wait for.
         """
-        while self._by_worth:
-            worth, number = self._by_worth[0]
-            if worth >= one.worth and not (one.is_swapped or one.is_awaited):
-                break
-            heappop(self._by_worth)
+        while (heap := self._next_heap(one)) is not None:
+            worth, number = heappop(heap)
             extent = self._extents.get(number)
-            if extent is None or extent.worth != worth or not self._may_drop(extent):
+            if extent is None or extent.worth != worth or self._heap_of(extent) is not heap:
+                continue  # stale
+            if not self._may_drop(extent):
                 continue
             keep = max(extent.blocks - missing, 0)
             found = HostDrop(number, keep), extent.blocks - keep
@@ -702,18 +726,19 @@ class HostTier:
 
     def begin_load(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         """Do the same for blocks that are read from a file, a store or another replica: they are there after `end_load`."""
-        made = self._make_extent(hashes, start, count)
+        made = self._make_extent(hashes, start, count, is_awaited=True)
         if made is not None:
             self._loading.add(made[0])
+            self._extents[made[0]].is_unfetched = True
             self._asked = None
         return made
 
     def _make_extent(
-        self, hashes: str, start: int, count: int
+        self, hashes: str, start: int, count: int, *, is_awaited: bool
     ) -> tuple[int, int, tuple[HostDrop, ...]] | None:
         block_seconds = self._block_seconds(start, start + count)
         worth = self._aged + block_seconds
-        one = _Candidate(hashes, start, count, [], block_seconds, worth, is_awaited=True)
+        one = _Candidate(hashes, start, count, [], block_seconds, worth, is_awaited=is_awaited)
         self._raise_before(one)
         drops: list[HostDrop] = []
         while self.ledger.free_blocks < one.blocks:
@@ -724,9 +749,8 @@ class HostTier:
         one.blocks = min(one.blocks, self.ledger.free_blocks)
         if one.blocks == 0:
             return None
-        one.worth = max(
-            one.worth, self._aged + block_seconds
-        )  # as new as can be: the rest has aged by the drops
+        if is_awaited:
+            one.worth = max(one.worth, self._aged + block_seconds)  # the drops have aged the rest
         return self._store(one), one.blocks, tuple(drops)
 
     @property
@@ -746,6 +770,10 @@ class HostTier:
 
     def is_loading(self, extent: int) -> bool:
         return extent in self._loading
+
+    def blocks_of(self, extent: int) -> int:
+        """Return the number of blocks of an extent that is here."""
+        return self._extents[extent].blocks
 
     def end_load(self, extent: int, *, is_there: bool, is_in_no_file: bool = False) -> HostDrop | None:
         """Let requests fetch an extent that was loaded, or forget it; return what ranks must drop.
@@ -777,9 +805,9 @@ class HostTier:
             assert hash_at(extent.hashes, block) == key
         if self.unwritten is not None:
             self.unwritten.check({number: (one.worth, one.blocks) for number, one in self._extents.items()})
-        valid = set(self._by_worth)
+        valid = set(self._by_worth), set(self._unfetched_by_worth)
         for number, extent in self._extents.items():
-            assert (extent.worth, number) in valid or not self._may_drop(extent)
+            assert (extent.worth, number) in valid[extent.is_unfetched] or not self._may_drop(extent)
             keys = each_hash(hash_range(extent.hashes, 0, extent.blocks))
             assert extent.swapped == sum(key in self._swapped for key in keys)
             assert self.ledger.runs(number, 0, extent.blocks)

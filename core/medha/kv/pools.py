@@ -290,17 +290,29 @@ class _Lane:
         assert self.tier is not None
         kept = self.tier.served_of(self.tier.match(found.chain, 0, found.all_blocks))
         stop = min(found.all_blocks, kept + max(most_blocks - self.tier.served_blocks, 0))
-        loads, held = self.take_in(found, 0, stop, lane)
+        self._pin_held(found.chain, found.blocks, stop)
+        loads, held = self.take_in(found, 0, stop, lane, is_awaited=True)
         if held:
             self.tier.serve(ticket, held)
         else:
             self.tier.unpin()
         return loads, held
 
-    def take_in(self, found: _Found, start: int, stop: int, lane: int) -> tuple[list[HostLoad], list[Held]]:
+    def _pin_held(self, chain: str, start: int, stop: int) -> None:
+        """Keep all that the host tier holds of the blocks `start .. stop` of a prompt until `unpin`, also behind gaps."""
+        assert self.tier is not None
+        while start < stop:
+            there = self.tier.match(chain, start, stop, with_loading=True)
+            self.tier.pin(there)
+            start += sum(one.count for one in there)
+            start += self.tier.lacks(chain, start, stop)
+
+    def take_in(
+        self, found: _Found, start: int, stop: int, lane: int, *, is_awaited: bool = False
+    ) -> tuple[list[HostLoad], list[Held]]:
         """Copy the found blocks `start .. stop` that the host tier lacks to it; return the same as `share`.
 
-        The blocks are pinned there. They end at the first one for which the tier has no place.
+        `is_awaited`: another replica waits for them. The blocks are pinned there. They end at the first one for which the tier has no place.
         """
         assert self.tier is not None
         loads: list[HostLoad] = []
@@ -310,7 +322,7 @@ class _Lane:
             there = self.tier.match(found.chain, at, stop)
             if not there:
                 count = min(self.tier.lacks(found.chain, at, stop), found.blocks - at)
-                made = self.tier.take_in(found.chain, at, count) if count > 0 else None
+                made = self.tier.take_in(found.chain, at, count, is_awaited=is_awaited) if count > 0 else None
                 if made is None:
                     break
                 extent, taken, drops = made
@@ -369,10 +381,10 @@ class _Lane:
         awaited: set[tuple[int, int]] = set()
         read: set[tuple[int, int]] = set()
         at = self.cache.match(chain, stop).blocks
+        self._pin_held(chain, at, stop)
         while at < stop:
             there = self.tier.match(chain, at, stop, with_loading=True)
             if there:
-                self.tier.pin(there)
                 awaited |= {(lane, one.extent) for one in there if self.tier.is_loading(one.extent)}
                 at += sum(one.count for one in there)
                 continue
@@ -854,7 +866,12 @@ class KvPools:
             loads, awaits = self._lanes[lane].load(one, lane)
             self._loads += loads
             extents |= awaits
-        return Awaited(frozenset(extents), load_seconds, saved_seconds) if extents else None
+        if not extents:
+            return None
+        # The host tier may have had no place for all of it.
+        got = sum(self.tiers[lane].blocks_of(extent) for lane, extent in extents)
+        part = min(1.0, got / sum(one.awaited for _, one in found))
+        return Awaited(frozenset(extents), part * load_seconds, part * saved_seconds)
 
     def _found_best(
         self, prompt_tokens: int, hashes: str, *, is_long: bool, reach: Reach
