@@ -92,7 +92,7 @@ class _File:
     blocks: int
     ranks: set[int] = field(default_factory=set)  # that have it
     is_writing: bool = False
-    size: int = 0  # most blocks of the tier when it was begun to be written
+    tier_blocks: int = 0  # most blocks of the tier when this file was begun to be written
     extent: int = -1  # of the host tier, from which it is written
     stop: int = 0  # block of that extent behind the last one of the file
     loads: int = 0  # that read it
@@ -271,7 +271,7 @@ class DiskTier:
         self._most_in_use = self.blocks
         added = self._add(file)
         added.is_writing, added.extent, added.stop = True, kept.extent, kept.first + blocks
-        added.size = self.blocks
+        added.tier_blocks = self.blocks
         self._being_written[keys[-1]] = added
         self._writing += blocks
         self._in_use += blocks
@@ -447,7 +447,7 @@ class DiskTier:
         Of files that were begun before the tier shrank last, this says nothing about its size now: many may be under way at once.
         Its blocks wait again once all ranks have reported this write: their reports of the next one have the same name.
         """
-        if file.size == self.blocks:
+        if file.tier_blocks == self.blocks:
             self.blocks = self.held_blocks
         self.counts.failed_writes += 1
         self._no_space[file.name] = file.hashes, set(self._ranks - file.ranks)

@@ -576,8 +576,9 @@ class HostTier:
         its request has mostly been admitted, or has ended.
         """
         found: list[tuple[float, int]] | None = None
-        most_worth = inf if one.is_swapped or one.is_awaited else one.worth
-        most_worth_unfetched = self._aged if one.is_awaited else inf if one.is_swapped else one.worth
+        most_worth = most_worth_unfetched = inf if one.is_swapped else one.worth
+        if one.is_awaited:
+            most_worth, most_worth_unfetched = inf, self._aged
         for heap, most in (self._by_worth, most_worth), (self._unfetched_by_worth, most_worth_unfetched):
             if heap and heap[0][0] < most and (found is None or heap[0] < found[0]):
                 found = heap
@@ -598,16 +599,14 @@ class HostTier:
         while (heap := self._next_heap(one)) is not None:
             worth, number = heappop(heap)
             extent = self._extents.get(number)
-            if extent is None or extent.worth != worth or self._heap_of(extent) is not heap:
-                continue  # stale
-            if not self._may_drop(extent):
+            is_stale = extent is None or extent.worth != worth or self._heap_of(extent) is not heap
+            if extent is None or is_stale or not self._may_drop(extent):
                 continue
             keep = max(extent.blocks - missing, 0)
             found = HostDrop(number, keep), extent.blocks - keep
             if one.is_awaited and worth >= one.worth:
-                self._age(
-                    one, extent.blocks - keep
-                )  # else one cheap load would age all that is costly at once
+                # By `worth`, one cheap load would age all that is costly at once.
+                self._age(one, extent.blocks - keep)
             else:
                 self._aged = max(self._aged, worth)
             self._forget(extent, keep)

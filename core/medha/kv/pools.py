@@ -312,7 +312,8 @@ class _Lane:
     ) -> tuple[list[HostLoad], list[Held]]:
         """Copy the found blocks `start .. stop` that the host tier lacks to it; return the same as `share`.
 
-        `is_awaited`: another replica waits for them. The blocks are pinned there. They end at the first one for which the tier has no place.
+        `is_awaited`: another replica waits for them. The blocks are pinned there. They end at the first one for which the
+        tier has no place.
         """
         assert self.tier is not None
         loads: list[HostLoad] = []
