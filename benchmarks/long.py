@@ -9,7 +9,7 @@ time, but never two that start a Kubernetes. Both share the machine, so rows tha
 after the other; a row that passes there has the field `alone`.
 
     python benchmarks/long.py --list
-    python benchmarks/long.py --match tests/core --seeds 1
+    python benchmarks/long.py --match tests/core tests/router --seeds 1
     python benchmarks/long.py --jobs 2
 """
 
@@ -85,7 +85,9 @@ def main() -> int:
     options.add_argument(
         "--seeds", type=int, default=5, help="campaigns to run, seeds 0 up to this (default 5)"
     )
-    options.add_argument("--match", default="", help="only rows whose name contains this")
+    options.add_argument(
+        "--match", nargs="+", default=[""], help="only rows whose name contains one of these"
+    )
     options.add_argument(
         "--jobs", type=int, choices=(1, 2), default=1, help="files to run at a time (default 1)"
     )
@@ -97,7 +99,7 @@ def main() -> int:
     for seed in range(arguments.seeds):
         for folder in folders:
             rows[f"properties of {folder}, seed {seed}"] = (folder, *PROPERTIES, f"--hypothesis-seed={seed}")
-    chosen = {name: argv for name, argv in rows.items() if arguments.match in name}
+    chosen = {name: argv for name, argv in rows.items() if any(part in name for part in arguments.match)}
     results = Results(rows)
     left = {name: argv for name, argv in chosen.items() if not _holds(results.kept.get(name), argv)}
     print(

@@ -320,6 +320,20 @@ def test_the_beginning_of_what_is_kept_drops_its_end() -> None:
     tier.check()
 
 
+def test_the_beginning_of_what_is_kept_drops_no_end_that_another_replica_reads() -> None:
+    tier = HostTier(6, SIZE, Prices())
+    tier.begin_swap(hashes(1, 10))
+    tier.demote([branch(1, 5, 10)])
+    tier.serve("ticket", tier.match(hashes(1, 10), 5, 10))
+    drops, demotions = tier.demote([branch(1, 0, 5, first_block=20)])
+    assert (drops, demotions) == ((), (Demotion(20, 1),)), "one block is free"
+    assert held(tier, 1, 10, start=5) == 5
+    tier.unserve("ticket")
+    drops, demotions = tier.demote([branch(1, 1, 5, first_block=21)])
+    assert (drops, demotions) == ((HostDrop(0, 1),), (Demotion(24, 4),))
+    tier.check()
+
+
 def test_only_the_blocks_that_a_request_computed_are_kept_of_a_longer_branch() -> None:
     tier = HostTier(6, SIZE, Prices())
     tier.demote([branch(9, 9000, 9006)])

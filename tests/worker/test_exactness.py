@@ -177,32 +177,32 @@ CASES = (
     ]
     + [
         pytest.param(
-            (shape, name + ROUNDED_KV, 15),
+            (shape, name + ROUNDED_KV, 5),
             id=f"{Topology(*shape)} {name}{ROUNDED_KV} long",
             marks=pytest.mark.long,
         )
         for shape, name in product(SHAPES, ("llama", "mistral-window", "deepseek_v3"))
     ]
     + [
-        pytest.param((shape, name, 10), id=f"{Topology(*shape)} {name} long", marks=pytest.mark.long)
+        pytest.param((shape, name, 3), id=f"{Topology(*shape)} {name} long", marks=pytest.mark.long)
         for shape, name in product(SHAPES, (*QUANTISED, *QUANTISED_EXPERTS))
     ]
     + [
         pytest.param(
-            (shape, architecture, 40), id=f"{Topology(*shape)} {architecture} long", marks=pytest.mark.long
+            (shape, architecture, 5), id=f"{Topology(*shape)} {architecture} long", marks=pytest.mark.long
         )
         for index, shape in enumerate(SHAPES)
         for architecture in [("mistral-window", "qwen2-window")[index % 2]]
     ]
     + [
         pytest.param(
-            (shape, "gemma3_text-window", 15), id=f"{Topology(*shape)} gemma3 long", marks=pytest.mark.long
+            (shape, "gemma3_text-window", 10), id=f"{Topology(*shape)} gemma3 long", marks=pytest.mark.long
         )
         for shape in SHAPES
     ]
     + [
         pytest.param(
-            (shape, ARCHITECTURES[index % len(ARCHITECTURES)], 40),
+            (shape, ARCHITECTURES[index % len(ARCHITECTURES)], 15),
             id=f"{Topology(*shape)} long",
             marks=pytest.mark.long,
         )
@@ -210,7 +210,7 @@ CASES = (
     ]
     + [
         pytest.param(
-            (shape, architecture, 15), id=f"{Topology(*shape)} {architecture} long", marks=pytest.mark.long
+            (shape, architecture, 5), id=f"{Topology(*shape)} {architecture} long", marks=pytest.mark.long
         )
         for shape, architecture in product(SHAPES, (*SPARSE, *LATENT, *GPT_OSS))
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from medha.kv.lane_replay import HostTierWork, ReadBlocks, WriteBlocks
 from medha.wire.messages import DiskFile, DiskReport, HostDrop
 from medha_worker.checkpoints.weights_identity import weights_identity
 from medha_worker.device import host_device
+from medha_worker.model import kv_files
 from medha_worker.model.disk_blocks import MOST_FAILURES, DiskBlocks
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
@@ -34,7 +36,6 @@ from medha_worker.model.kv_files import (
     KvFiles,
     Rows,
     blocks_within,
-    measured_seconds,
 )
 from small_disk import small_disk
 
@@ -145,9 +146,26 @@ def test_a_disk_that_is_full_at_the_start_can_still_be_read(
 ) -> None:
     files.write(described(1), iter([content(1)]))
     monkeypatch.setattr(os, "pwrite", full)
-    assert measured_seconds(files.directory, BLOCK_BYTES, perf_counter) == (0.0, 0.0)
+    assert files.measured_seconds(perf_counter) == (0.0, 0.0)
     assert list(files.scan()) == [described(1)]
     assert kept(files) == [f"{described(1).name}.kv"]
+
+
+def test_the_probe_of_a_disk_leaves_no_file(files: KvFiles) -> None:
+    files.write(described(1), iter([content(1)]))
+    access_seconds, block_seconds = files.measured_seconds(perf_counter)
+    assert access_seconds + block_seconds > 0
+    assert kept(files) == [f"{described(1).name}.kv"]
+
+
+def test_a_disk_that_returns_other_bytes_than_were_written_is_not_used(
+    files: KvFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_files, "crc32", lambda _: next(numbers))
+    numbers = itertools.count()
+    with pytest.raises(OSError, match="what was written is not what is read"):
+        files.measured_seconds(perf_counter)
+    assert kept(files) == []
 
 
 def test_a_file_under_another_name_is_not_used(files: KvFiles) -> None:

@@ -548,9 +548,11 @@ class HostTier:
 
     def _may_drop(self, extent: _Extent) -> bool:
         """Return whether an extent may be dropped: it ends a prefix, and nothing needs it."""
-        number = extent.number
-        is_kept = number in self._pinned or number in self._kept or number in self._loading
-        return not (extent.children or extent.swapped or is_kept)
+        return not (extent.children or extent.swapped or self._is_in_use(extent.number))
+
+    def _is_in_use(self, number: int) -> bool:
+        """Return whether blocks of an extent are being read or copied, or are about to be."""
+        return number in self._pinned or number in self._kept or number in self._loading
 
     def _offer(self, extent: _Extent) -> None:
         """Let an extent be dropped if it may. Whatever ends a reason why it may not calls this again."""
@@ -629,7 +631,7 @@ class HostTier:
             for leaf in self._orphans.get(hash_at(one.hashes, block), {}).values():
                 while leaf.children:
                     leaf = next(iter(leaf.children.values()))
-                if leaf.number in self._pinned or leaf.number in self._loading:
+                if self._is_in_use(leaf.number):
                     continue
                 keep = max(leaf.blocks - missing, 0)
                 found = HostDrop(leaf.number, keep), leaf.blocks - keep

@@ -30,12 +30,10 @@ from medha.kv.lane_replay import HostTierWork, ReadBlocks, WriteBlocks
 from medha.kv.prefix_cache import hash_count
 from medha.wire.messages import DiskFile, DiskReport, HostDrop
 from medha_worker.model.host_blocks import HostBlocks
-from medha_worker.model.kv_files import NO_SPACE, FileDamaged, KvFiles, Rows
+from medha_worker.model.kv_files import NO_SPACE, FileDamaged, KvFiles, Rows, blocks_at_once
 
 MOST_FAILURES = 8
 """Failures in a row after which the disk is no longer used: each costs a write, or a request a wait."""
-_PIECE_BYTES = 4 * 2**20
-"""Bytes that are copied at once: for so long a step may wait that drops host blocks."""
 _HUNG_SECONDS = 30.0
 """Time without any progress after which the disk counts as hung."""
 _WATCH_SECONDS = 0.5
@@ -78,7 +76,7 @@ class DiskBlocks:
         self.fault, self._hung_seconds = fault, hung_seconds
         self._size_bytes = size_bytes
         self._has_warned = False  # of a lack of space, in this epoch
-        self._piece_blocks = max(1, _PIECE_BYTES // host.block_bytes)
+        self._piece_blocks = blocks_at_once(host.block_bytes)
         self._failures = 0  # in a row
         self._condition = threading.Condition()
         self._reads: deque[_Job] = deque()

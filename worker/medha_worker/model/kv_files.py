@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from medha.kv.disk_tier import file_name
-from medha.kv.prefix_cache import hash_count
+from medha.kv.prefix_cache import HASH_CHARACTERS, hash_count
 from medha.wire.messages import DiskFile
 
 Rows = npt.NDArray[np.uint8]
@@ -48,7 +48,9 @@ _MOST_HEADER_BYTES = 2**20
 _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
 _NAME_CHARACTERS = 32
-_PROBE_BYTES = 8 * 2**20
+_PROBE_BYTES, _PROBE_BLOCKS = 8 * 2**20, 1024
+PIECE_BYTES = 4 * 2**20
+"""Bytes that are copied at once: for so long a step may wait that drops host blocks."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the errors of a disk that has no space, or none for this user."""
 
@@ -62,36 +64,9 @@ def blocks_within(size_bytes: int, block_bytes: int) -> int:
     return size_bytes // (block_bytes + PAGE_BYTES)
 
 
-def measured_seconds(directory: Path, block_bytes: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Measure how long a small read of a new file takes, and each further block; in seconds.
-
-    Both are 0 if the disk is full: the files that fill it can still be read, and their reads show how long they take.
-
-    Raises:
-        OSError: the file cannot be written or read.
-    """
-    size = max(block_bytes, _PROBE_BYTES)
-    probe = directory / f"probe{_PARTIAL}"
-    descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        _write_all(descriptor, memoryview(os.urandom(size)), 0)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # else memory is read, not the disk
-        started = clock()
-        os.pread(descriptor, PAGE_BYTES, 0)
-        small_seconds = clock() - started
-        read, started = 0, clock()
-        while read < size:
-            read += len(os.pread(descriptor, 2**20, read)) or size
-        return small_seconds, (clock() - started) * block_bytes / size
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        return 0.0, 0.0
-    finally:
-        os.close(descriptor)
-        with suppress(OSError):
-            probe.unlink()
+def blocks_at_once(block_bytes: int) -> int:
+    """Return how many blocks are copied at once."""
+    return max(1, PIECE_BYTES // block_bytes)
 
 
 class KvFiles:
@@ -238,6 +213,38 @@ class KvFiles:
                 file.read_into(rows, file.begin + first * self._block_bytes)
                 verify(rows, file.checksums[first : first + blocks])
                 yield rows
+
+    def measured_seconds(self, clock: Callable[[], float]) -> tuple[float, float]:
+        """Measure how long the first block of a file of KV takes to read without its bytes, and each block; in seconds.
+
+        Both are 0 if the disk is full: the files that fill it can still be read, and their reads show how long they take.
+
+        Raises:
+            OSError: a file cannot be written or read.
+        """
+        blocks = min(max(_PROBE_BYTES // self._block_bytes, 2), _PROBE_BLOCKS)
+        hashes = os.urandom(blocks * HASH_CHARACTERS // 2).hex()
+        probe = DiskFile(file_name("", hashes), 0, hashes)
+        rows = np.random.default_rng().integers(0, 256, (blocks, self._block_bytes), dtype=np.uint8)
+        try:
+            self.write(probe, [rows])
+            started = clock()
+            list(self.read(probe.name, 0, 1, 1))
+            first_seconds, started = clock() - started, clock()
+            list(self.read(probe.name, 0, blocks, blocks_at_once(self._block_bytes)))
+            block_seconds = max(clock() - started - first_seconds, 0.0) / (blocks - 1)
+        except FileDamaged as error:
+            raise OSError(
+                errno.EIO, f"what was written is not what is read: {error}", str(self.directory)
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            return 0.0, 0.0
+        finally:
+            with suppress(OSError):
+                self.delete(probe.name)
+        return max(first_seconds - block_seconds, 0.0), block_seconds
 
     def delete(self, name: str) -> None:
         """Delete a file, if it is there.

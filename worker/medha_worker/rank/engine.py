@@ -52,7 +52,7 @@ from medha_worker.model.eagle3_config import Eagle3Config
 from medha_worker.model.eagle3_head import Eagle3Head
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.kv_files import PAGE_BYTES, KvFiles, blocks_within, measured_seconds
+from medha_worker.model.kv_files import PAGE_BYTES, KvFiles, blocks_within
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.mtp_head import MtpHead
 from medha_worker.model.prediction_head import PredictionHead
@@ -511,7 +511,7 @@ class Loaded:
                     raise OSError(f"the checkpoint in {settings.model_directory} cannot be told from others")
                 files.acquire()
                 files.delete_ranks_from(settings.topology.ranks)
-                self._disk_seconds = measured_seconds(place, host.block_bytes, time.perf_counter)
+                self._disk_seconds = files.measured_seconds(time.perf_counter)
             except OSError as error:
                 fault = f"{place} cannot be used: {error}"
                 _log.warning("the disk tier is off: %s", fault)

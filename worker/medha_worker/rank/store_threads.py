@@ -24,12 +24,10 @@ from medha.kv.lane_replay import HostTierWork, ReadBlocks, StoreBlocks
 from medha.wire.messages import DiskReport, HostDrop, StoreLook
 from medha_worker.model.disk_blocks import CalledOff, place_rows, run_pieces
 from medha_worker.model.host_blocks import HostBlocks
-from medha_worker.model.kv_files import FileDamaged
+from medha_worker.model.kv_files import FileDamaged, blocks_at_once
 from medha_worker.rank.kv_objects import KvObjects, ObjectMissing, StoreFailed
 
 _WRITERS = 2
-_PIECE_BYTES = 4 * 2**20
-"""Bytes that are copied at once: for so long a step may wait that drops host blocks."""
 _REST_SECONDS = 2.0
 """Time after an error in which nothing is asked of the store; the controller leaves it alone for longer."""
 _HUNG_SECONDS = 30.0
@@ -67,7 +65,7 @@ class StoreThreads:
         """`clock` returns seconds."""
         self._objects, self.host, self._clock = objects, host, clock
         self._hung_seconds, self._rest_seconds = hung_seconds, rest_seconds
-        self._piece_blocks = max(1, _PIECE_BYTES // host.block_bytes)
+        self._piece_blocks = blocks_at_once(host.block_bytes)
         self._condition = threading.Condition()
         self._reads: deque[_Job] = deque()  # and looks
         self._writes: deque[_Job] = deque()
