@@ -94,10 +94,9 @@ def main() -> int:
     options.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
     arguments = options.parse_args()
 
-    rows = {node: (node, "-m", "long", "--timeout=3600") for node in _tests("long")}
-    folders = sorted({str(Path(node).parent) for node in _tests("hypothesis and not long")})
+    rows = {node: (node, "-m", "long", "--timeout=3600") for node in _long_tests()}
     for seed in range(arguments.seeds):
-        for folder in folders:
+        for folder in folders_of_properties():
             rows[f"properties of {folder}, seed {seed}"] = (folder, *PROPERTIES, f"--hypothesis-seed={seed}")
     chosen = {name: argv for name, argv in rows.items() if any(part in name for part in arguments.match)}
     results = Results(rows)
@@ -174,11 +173,22 @@ class Results:
                     write(RESULTS, self.kept)
 
 
-def _tests(marks: str) -> Iterator[str]:
-    done = _pytest("--collect-only", "-q", "-m", marks)
+def _long_tests() -> Iterator[str]:
+    done = _pytest("--collect-only", "-q", "-m", "long")
     if done.returncode not in (0, 5):  # 5: no test was found
         sys.exit(f"collecting tests failed:\n{done.stdout}{done.stderr}")
     return (line for line in done.stdout.splitlines() if "::" in line)
+
+
+def folders_of_properties() -> list[str]:
+    """Return the folders that have property tests."""
+    tests = (ROOT / "tests").glob("*/test_*.py")
+    return sorted({str(path.parent.relative_to(ROOT)) for path in tests if _has_properties(path)})
+
+
+def _has_properties(path: Path) -> bool:
+    """Return whether a file of tests imports Hypothesis, which the collection of all tests takes a minute to say."""
+    return re.search(r"^(from|import) hypothesis\b", path.read_text(), re.MULTILINE) is not None
 
 
 def _holds(row: dict[str, Any] | None, argv: tuple[str, ...]) -> bool:
@@ -208,7 +218,7 @@ def read_by(test: str) -> list[str]:
     folder = name if name == test else str(Path(name).parent)
     files = set((ROOT / folder).glob("test_*.py"))
     # A row that is a folder runs its property tests.
-    own = {ROOT / name} if name != test else {path for path in files if "hypothesis" in path.read_text()}
+    own = {ROOT / name} if name != test else {path for path in files if _has_properties(path)}
     others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(files - _named(own))]
     texts = [path.read_text() for path in _named(own)]
     benchmarks = [
