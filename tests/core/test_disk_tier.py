@@ -14,12 +14,12 @@ from medha.cost.tier_seconds import ReadSeconds
 from medha.kv.disk_tier import FILE_BLOCKS, MOST_CONSIDERED, DiskTier, OnDisk, file_name
 from medha.kv.host_tier import HostTier, Kept
 from medha.kv.pools import KvPools
-from medha.kv.prefix_cache import Branch, each_hash, hash_count, hash_range
+from medha.kv.prefix_cache import Branch, hash_count, hash_range
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
 from medha.scheduler.status_report import status
-from medha.wire.messages import DiskFile, DiskReport, DiskTierFigures, DiskWrite, KvPart, Tick
+from medha.wire.messages import DiskFile, DiskReport, DiskTierFigures, DiskWrite, HostDrop, KvPart, Tick
 
 from .test_store_kv import HASHER, Replica, ids
 
@@ -55,12 +55,14 @@ class Waiting:
 
     kept: deque[Kept] = field(default_factory=deque)
     again: list[str] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)  # hashes of each extent
     dropped: set[int] = field(default_factory=set)  # extents
     numbers: count[int] = field(default_factory=count)
 
     def add(self, hashes: str, start: int = 0, before: str = "") -> int:
         """Let blocks wait, and return the number of their extent."""
         extent = next(self.numbers)
+        self.texts[extent] = hashes
         for first in range(0, hash_count(hashes), FILE_BLOCKS):
             part = hash_range(hashes, first, min(first + FILE_BLOCKS, hash_count(hashes)))
             behind = hash_range(hashes, first - 1, first) if first else before
@@ -71,8 +73,8 @@ class Waiting:
         assert all(hash_count(one.hashes) <= most_blocks for one in self.kept)
         return self.kept.popleft() if self.kept else None
 
-    def wait_again(self, hashes: str) -> int:
-        self.again.append(hashes)
+    def wait_again(self, extent: int, first: int, stop: int) -> int:
+        self.again.append(hash_range(self.texts[extent], first, stop))
         return 1
 
     def holds(self, extent: int, stop: int) -> bool:
@@ -352,6 +354,7 @@ def test_a_file_waits_if_others_that_are_read_would_have_to_make_room_for_it() -
         written(disk, write(disk, text))
     for extent, found in enumerate(disk.match(other, 0, 2 * FILE_BLOCKS)):
         disk.begin_load(found, extent, FILE_BLOCKS)
+    waiting(disk).texts[end.extent] = hashes
     waiting(disk).kept.append(end)
     assert disk.write(0) == ()
     assert (waiting(disk).again, disk.has_place) == ([end.hashes], False), (
@@ -563,7 +566,9 @@ def test_what_the_host_tier_has_no_place_for_is_lost_unless_a_file_has_it() -> N
     """Blocks that are worth less than all that the tier holds are turned away; five of them are in a file."""
     host = HostTier(20, 16, Fixed())
     text = chain(2, 20)
-    host.unwritten = UnwrittenBlocks(each_hash(hash_range(text, 0, 5)).__contains__)
+    host.unwritten = UnwrittenBlocks(
+        lambda hashes, start, stop: 5 if (hashes, start, stop) == (text, 0, 20) else 0
+    )
     kept = chain(1, 20)
     host.begin_swap(kept)
     host.demote([Branch(kept, 0, 20, [(0, 20)])])
@@ -571,19 +576,22 @@ def test_what_the_host_tier_has_no_place_for_is_lost_unless_a_file_has_it() -> N
     assert host.unwritten.lost_blocks == 15
 
 
-def test_blocks_wait_again_where_they_are_now_but_not_while_they_are_read() -> None:
+def test_blocks_wait_again_if_they_are_still_there() -> None:
     host = HostTier(40, 16, Fixed())
     host.unwritten = UnwrittenBlocks()
     hashes = chain(1, 20)
     host.demote([Branch(hashes, 0, 10, [(0, 10)])])
-    made = host.begin_load(hashes, 10, 5)
-    assert made is not None
     assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 0, 10), "", 0)
-    assert host.wait_again(hash_range(hashes, 4, 20)) == 5
+    assert host.wait_again(0, 4, 10) == 0
     assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 4, 10), hash_range(hashes, 3, 4), 4, 4)
     assert host.take_unwritten(64) is None
-    assert host.end_load(made[0], is_there=True, is_in_no_file=True) is None
-    assert host.take_unwritten(64) == Kept(1, hash_range(hashes, 10, 15), hash_range(hashes, 9, 10), 10)
+    host.begin_swap(chain(2, 36))
+    drops, _ = host.demote([Branch(chain(2, 36), 0, 36, [(100, 36)])])
+    assert drops == (HostDrop(0, 4),)
+    assert host.wait_again(0, 2, 10) == 6
+    assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 2, 4), hash_range(hashes, 1, 2), 2, 2)
+    assert host.take_unwritten(64) == Kept(1, chain(2, 36), "", 0)
+    assert host.wait_again(5, 0, 3) == 3, "there is no such extent"
     host.check()
 
 

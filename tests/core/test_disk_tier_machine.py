@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from medha.kv.blocks import Run
 from medha.kv.disk_tier import FILE_BLOCKS, DiskTier, file_name
 from medha.kv.host_tier import HostLedger, HostTier
-from medha.kv.prefix_cache import Branch, hash_at, hash_count, hash_range
+from medha.kv.prefix_cache import Branch, each_hash, hash_at, hash_count, hash_range
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.wire.messages import DiskFile, DiskReport, DiskWrite, HostDrop
 
@@ -310,8 +310,9 @@ class DiskMachine(RuleBasedStateMachine):
         for rank in self.ranks:
             assert sum(map(hash_count, rank.files.values())) == self.disk.held_blocks
         if self.disk.blocks == 10_000 and not self.has_failed:
-            for key in self.host._places:
-                assert key in self.disk._places, "it is in no file"
+            for extent in self.host._extents.values():
+                for key in each_hash(hash_range(extent.hashes, 0, extent.blocks)):
+                    assert key in self.disk._places, "it is in no file"
         self.a_new_text_comes()
         if not self.disk.is_used:
             assert min(rank.space for rank in self.ranks) < FILE_BLOCKS

@@ -334,6 +334,29 @@ def test_the_beginning_of_what_is_kept_drops_no_end_that_another_replica_reads()
     tier.check()
 
 
+def test_each_piece_of_a_long_text_is_kept_for_a_request_that_stepped_aside() -> None:
+    """Pieces of three blocks come from the end; most have no block that is in the index of a long text."""
+    tier = HostTier(3000, SIZE, Prices())
+    tier.begin_swap(hashes(1, 3000))
+    for start in range(2997, -1, -3):
+        tier.demote([branch(1, start, start + 3)])
+    assert (tier.swapped_blocks, tier.wanted_blocks, held(tier, 1, 3000)) == (3000, 3000, 3000)
+    assert tier.demote([branch(2, 5000, 5010)]) == ((), ())
+    tier.begin_swap(hashes(1, 1000))
+    tier.end_swap(hashes(1, 3000))
+    assert (tier.swapped_blocks, tier.wanted_blocks) == (1000, 1000)
+    tier.check()
+
+
+def test_what_the_tier_holds_of_a_long_text_is_found_from_each_block_on_and_not_copied_again() -> None:
+    tier = HostTier(5000, SIZE, Prices())
+    tier.demote([branch(1, 0, 4000)])
+    assert [held(tier, 1, 4000, start) for start in range(0, 4000, 7)] == list(range(4000, 0, -7))
+    assert tier.demote([branch(1, 1003, 4000), branch(1, 17, 1003)]) == ((), ())
+    assert tier.demote([branch(1, 2000, 4200)])[1] == (Demotion(2199, 200),)
+    tier.check()
+
+
 def test_only_the_blocks_that_a_request_computed_are_kept_of_a_longer_branch() -> None:
     tier = HostTier(6, SIZE, Prices())
     tier.demote([branch(9, 9000, 9006)])

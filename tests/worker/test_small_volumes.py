@@ -82,9 +82,8 @@ class Tier:
             self.waiting.appendleft(waits(one.extent, cut, stop))
         return waits(one.extent, one.first, min(cut, stop))
 
-    def wait_again(self, hashes: str) -> int:
-        prompt, first = divmod(int(hash_at(hashes, 0), 16), 1000)
-        self.waiting.appendleft(waits(prompt, first, first + hash_count(hashes)))
+    def wait_again(self, extent: int, first: int, stop: int) -> int:
+        self.waiting.appendleft(waits(extent, first, stop))
         return 0
 
     def holds(self, extent: int, stop: int) -> bool:

@@ -25,9 +25,10 @@ from hashlib import blake2b
 from itertools import repeat, takewhile
 from typing import Protocol
 
-from medha.kv.host_tier import Kept, common_blocks
+from medha.kv.host_tier import Kept
 from medha.kv.prefix_cache import HASH_CHARACTERS, each_hash, hash_at, hash_count
 from medha.kv.rank_loads import Loaded, RankLoads
+from medha.kv.span_index import common_blocks
 from medha.wire.messages import DiskDelete, DiskFile, DiskReport, DiskWrite
 
 FILE_BLOCKS = 64
@@ -61,8 +62,8 @@ class Source(Protocol):
         """Take up to `most_blocks` blocks that wait to be written, those that come next; None if none waits."""
         ...
 
-    def wait_again(self, hashes: str) -> int:
-        """Let those of these blocks that are there wait again; return how many are not."""
+    def wait_again(self, extent: int, first: int, stop: int) -> int:
+        """Let the blocks `first .. stop` of an extent wait again; return how many are not there."""
         ...
 
     def holds(self, extent: int, stop: int) -> bool:
@@ -101,6 +102,11 @@ class _File:
     @property
     def is_in_use(self) -> bool:
         return self.is_writing or self.loads > 0
+
+    @property
+    def source(self) -> tuple[int, int, int]:
+        """The extent of the host tier from which it is written, and its blocks there: the first one, and the one behind the last."""
+        return self.extent, self.stop - self.blocks, self.stop
 
     def block_hashes(self) -> list[str]:
         return each_hash(self.hashes)
@@ -160,8 +166,8 @@ class DiskTier:
         self._being_written: dict[str, _File] = {}  # by the hash of the last block
         self._most_in_use = blocks  # blocks; with more in use, the next file had no room
         self._deletes: list[str] = []
-        # Files for which a rank had no space: their hashes, and the ranks that may still be writing them.
-        self._no_space: dict[str, tuple[str, set[int]]] = {}
+        # Files for which a rank had no space, and the ranks that may still be writing them.
+        self._no_space: dict[str, tuple[_File, set[int]]] = {}
 
     @property
     def is_used(self) -> bool:
@@ -195,9 +201,9 @@ class DiskTier:
             start += count
         return found
 
-    def has_block(self, key: str) -> bool:
-        """Return whether a file holds the block of this hash."""
-        return key in self._places
+    def held_from(self, hashes: str, start: int, stop: int) -> int:
+        """Return how many of the blocks `start .. stop` (exclusive) of a prompt files hold, from the first one on."""
+        return sum(one.count for one in self.match(hashes, start, stop))
 
     # --- loads ----------------------------------------------------------------------------------------
 
@@ -264,7 +270,7 @@ class DiskTier:
         if not can_fit or not self._make_room(blocks, file.before):
             if can_fit and self._in_use:
                 self._most_in_use = self._in_use - 1
-                self._source.wait_again(file.hashes)
+                self._source.wait_again(kept.extent, kept.first, kept.first + blocks)
             else:
                 self.counts.skipped_blocks += blocks
             return False
@@ -439,7 +445,7 @@ class DiskTier:
         if self._source.holds(file.extent, file.stop):
             self.counts.failed_writes += 1
         else:
-            self.counts.skipped_blocks += self._source.wait_again(file.hashes)
+            self.counts.skipped_blocks += self._source.wait_again(*file.source)
 
     def _found_no_space(self, file: _File) -> None:
         """Note that a disk has no space for a file, which was removed: the tier holds no more than it does without it.
@@ -450,17 +456,17 @@ class DiskTier:
         if file.tier_blocks == self.blocks:
             self.blocks = self.held_blocks
         self.counts.failed_writes += 1
-        self._no_space[file.name] = file.hashes, set(self._ranks - file.ranks)
+        self._no_space[file.name] = file, set(self._ranks - file.ranks)
 
     def _ended_writing(self, name: str, rank: int) -> None:
         """Note that a rank no longer writes a file; does nothing unless a rank had no space for it."""
         if name not in self._no_space:
             return
-        hashes, writing = self._no_space[name]
+        file, writing = self._no_space[name]
         writing.discard(rank)
         if not writing:
             del self._no_space[name]
-            self.counts.skipped_blocks += self._source.wait_again(hashes)
+            self.counts.skipped_blocks += self._source.wait_again(*file.source)
 
     def _found(self, rank: int, found: DiskFile) -> None:
         is_sound = (

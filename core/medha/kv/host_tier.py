@@ -24,17 +24,18 @@ anything for it that is not kept, and drops none of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
-from itertools import repeat
+from itertools import groupby
 from math import ceil, frexp, inf, ldexp
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import FreeRuns, Run, append_run, cut_runs
-from medha.kv.prefix_cache import HASH_CHARACTERS, Branch, each_hash, hash_at, hash_range
+from medha.kv.prefix_cache import Branch, each_hash, hash_at, hash_count, hash_range
+from medha.kv.span_index import SHORT_BLOCKS, SpanIndex, common_blocks
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.wire.messages import Demotion, Fetch, HostDrop
 
@@ -184,11 +185,15 @@ class Kept:
     first: int = 0
 
 
-class BlockRun(Protocol):
-    """Blocks that follow each other in a prompt, with their hashes."""
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Blocks from the beginning of a prompt, or a part of it."""
 
     hashes: str
-    blocks: int
+
+    @property
+    def blocks(self) -> int:
+        return hash_count(self.hashes)
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +210,7 @@ class _Extent:
     blocks: int
     worth: float
     is_unfetched: bool = False  # it was read for a request, and none has fetched it since
-    swapped: int = 0  # blocks of it that are kept for requests that have stepped aside
+    swapped: int = 0  # blocks from its first one on that are kept for requests that have stepped aside
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
 
@@ -257,7 +262,7 @@ class HostTier:
         self._size = block_size_tokens
         self._prices = prices
         self._extents: dict[int, _Extent] = {}
-        self._places: dict[str, tuple[_Extent, int]] = {}  # hash -> extent, and block of it
+        self._index = SpanIndex[_Extent]()
         self._orphans: dict[
             str, dict[int, _Extent]
         ] = {}  # hash of the block before -> extents without a parent
@@ -277,7 +282,10 @@ class HostTier:
         self._fetching: dict[
             str, tuple[Held, ...]
         ] = {}  # sequence -> blocks of which some are still to be copied
-        self._swapped = Counter[str]()  # hash -> requests that have stepped aside and will need its block
+        self._swapped: list[_Blocks] = []  # those that requests which have stepped aside will need
+        self._swapped_index = SpanIndex[_Blocks]()
+        self.wanted_blocks = 0
+        """Blocks that requests which have stepped aside will need: those that are kept, and those that may yet come."""
         # The last question of `match` with a long answer: a long request that waits for KV asks it with each step.
         self._asked: tuple[str, int, bool, int] | None = None
         self._answer: tuple[Held, ...] = ()
@@ -296,10 +304,7 @@ class HostTier:
             return list(self._answer) if stop == asked[3] else _cut(self._answer, stop - start)
         first = start
         found: list[Held] = []
-        while start < stop:
-            place = self._places.get(hash_at(hashes, start))
-            if place is None:
-                break
+        while start < stop and (place := self._index.at(hashes, start)) is not None:
             extent, block = place
             if extent.number in self._loading and not with_loading:
                 break
@@ -312,11 +317,7 @@ class HostTier:
 
     def lacks(self, hashes: str, start: int, stop: int) -> int:
         """Return how many of the blocks from `start` on, and before `stop`, the tier lacks until the first that it holds."""
-        places = range(start * HASH_CHARACTERS, stop * HASH_CHARACTERS, HASH_CHARACTERS)
-        for count, at in enumerate(places):
-            if hashes[at : at + HASH_CHARACTERS] in self._places:
-                return count
-        return stop - start
+        return self._index.lacks(hashes, start, stop)
 
     def pin(self, held: Iterable[Held]) -> None:
         """Keep extents until `unpin`: a request is about to fetch them."""
@@ -392,34 +393,37 @@ class HostTier:
         return made
 
     def begin_swap(self, hashes: str) -> None:
-        """Keep the blocks of these hashes, those that come and those that are here, for a request that stepped aside."""
-        keys = each_hash(hashes)
-        self._swapped.update(keys)
-        for key in keys:
-            if self._swapped[key] == 1 and key in self._places:
-                self._places[key][0].swapped += 1
+        """Keep these blocks from the beginning of a prompt, those that come and those that are here, for a request that stepped aside."""
+        blocks = _Blocks(hashes)
+        self._swapped.append(blocks)
+        self._want(blocks)
+
+    def _want(self, blocks: _Blocks) -> None:
+        """Count those of these blocks that nobody wanted before, and keep those that are here."""
+        runs = self._swapped_index.runs(blocks.hashes, 0, blocks.blocks)
+        self.wanted_blocks += sum(count for other, _, count in runs if other is None)
+        self._swapped_index.add(blocks)
+        for extent, first, count in self._index.runs(blocks.hashes, 0, blocks.blocks):
+            if extent is not None:
+                extent.swapped = max(extent.swapped, first + count)
 
     def end_swap(self, hashes: str) -> None:
-        """End what `begin_swap` began with these hashes."""
-        for key in each_hash(hashes):
-            self._swapped[key] -= 1
-            if self._swapped[key] == 0:
-                del self._swapped[key]
-                if key in self._places:
-                    extent, _ = self._places[key]
-                    extent.swapped -= 1
-                    if not extent.swapped:
-                        self._offer(extent)
+        """End what `begin_swap` began with these blocks."""
+        blocks = _Blocks(hashes)
+        self._swapped.remove(blocks)
+        here = [extent for extent, _, _ in self._index.runs(hashes, 0, blocks.blocks) if extent is not None]
+        for extent in here:
+            extent.swapped = 0
+        self._swapped_index, self.wanted_blocks = SpanIndex(), 0
+        for other in self._swapped:
+            self._want(other)
+        for extent in here:
+            self._offer(extent)
 
     @property
     def swapped_blocks(self) -> int:
         """Blocks that are kept for requests that have stepped aside."""
         return sum(extent.swapped for extent in self._extents.values())
-
-    @property
-    def wanted_blocks(self) -> int:
-        """Blocks that requests which have stepped aside will need: those that are kept, and those that may yet come."""
-        return len(self._swapped)
 
     def fetch(self, sequence: str, held: Sequence[Held], lane: int) -> tuple[Fetch, ...]:
         """Count a sequence's fetch of `held`, which makes it worth as much as if it were new, and keep it until `fetched`."""
@@ -442,19 +446,24 @@ class HostTier:
 
     # --- demotion -------------------------------------------------------------------------------------
 
-    def demote(self, branches: Iterable[Branch]) -> tuple[tuple[HostDrop, ...], tuple[Demotion, ...]]:
+    def demote(self, branches: Sequence[Branch]) -> tuple[tuple[HostDrop, ...], tuple[Demotion, ...]]:
         """Choose which evicted blocks the tier takes and what it drops for them.
 
         The most valuable ones come first. Each takes free blocks, then those of extents that are worth less than it is;
         if these do not suffice, only its beginning is kept.
         """
         candidates: list[_Candidate] = []
-        behind: dict[str, float] = {}  # hash of the block before a candidate -> its worth
-        known: set[str] = set()  # hashes of branches: one lane may hold a block behind several beginnings
+        behind: dict[
+            str, _Candidate
+        ] = {}  # hash of the block before candidates -> the one that is worth most
+        known = SpanIndex[_Blocks]()  # one lane may hold a block behind several beginnings
         for branch in branches:
             for one in self._candidates(branch, behind, known):
                 candidates.append(one)
-                behind[one.before] = max(behind.get(one.before, 0.0), one.worth)
+                if one.before not in behind or behind[one.before].worth < one.worth:
+                    behind[one.before] = one
+            if len(branches) > 1:
+                known.add(_Blocks(hash_range(branch.hashes, branch.start, branch.start + branch.blocks)))
         candidates.reverse()  # of those that are worth the same, the beginning of a prefix comes first
         candidates.sort(key=lambda one: (not one.is_swapped, -one.worth))
         drops: list[HostDrop] = []
@@ -471,9 +480,7 @@ class HostTier:
             if room < one.blocks:
                 self._age(one, one.blocks - room)
                 if self.unwritten is not None:
-                    self.unwritten.turned_away(
-                        hash_range(one.hashes, one.start + room, one.start + one.blocks)
-                    )
+                    self.unwritten.turned_away(one.hashes, one.start + room, one.start + one.blocks)
                 one.blocks, one.runs = room, cut_runs(one.runs, 0, room)
             if room == 0:
                 continue
@@ -487,38 +494,43 @@ class HostTier:
         return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
 
     def _candidates(
-        self, branch: Branch, behind: Mapping[str, float], known: set[str]
+        self, branch: Branch, behind: Mapping[str, _Candidate], known: SpanIndex[_Blocks]
     ) -> Iterable[_Candidate]:
         """Yield the parts of a branch that the tier lacks, and that would be fetched rather than computed.
 
-        `behind` has the worth of what follows a block and is about to be demoted. `known` has the hashes of other
-        branches, which are not taken twice; those of this branch are added.
+        `behind` has what follows a block and is about to be demoted. `known` has other branches, whose blocks are not taken twice.
         """
-        start = branch.start
-        keys = each_hash(hash_range(branch.hashes, start, start + branch.blocks))
-        lacks = [key not in self._places and key not in known for key in keys]
-        known.update(keys)
-        first = 0
-        while first < branch.blocks:
-            if not lacks[first]:
-                first += 1
+        hashes, at = branch.hashes, branch.start
+        for start, count, is_swapped in self._lacking(branch, known):
+            block_seconds = self._block_seconds(start, start + count)
+            if self._prices.fetch_seconds(count) >= block_seconds * count:
                 continue
-            last, is_swapped = first + 1, keys[first] in self._swapped
-            while last < branch.blocks and lacks[last] and (keys[last] in self._swapped) == is_swapped:
-                last += 1
-            block_seconds = self._block_seconds(start + first, start + last)
-            if self._prices.fetch_seconds(last - first) < block_seconds * (last - first):
-                worth = self._aged + block_seconds
-                part = set(keys[first:last]) if self._orphans or behind else set()
-                for key in behind.keys() & part:
-                    worth = max(worth, behind[key])
-                for key in self._orphans.keys() & part:
-                    worth = max(worth, *(orphan.worth for orphan in self._orphans[key].values()))
-                runs = cut_runs(branch.runs, first, last)
-                yield _Candidate(
-                    branch.hashes, start + first, last - first, runs, block_seconds, worth, is_swapped
-                )
-            first = last
+            worth = self._aged + block_seconds
+            for key in _within(behind, hashes, start, start + count, lambda one: one.start - 1):
+                worth = max(worth, behind[key].worth)
+            for key in _within(self._orphans, hashes, start, start + count, _block_before):
+                worth = max(worth, *(orphan.worth for orphan in self._orphans[key].values()))
+            runs = cut_runs(branch.runs, start - at, start + count - at)
+            yield _Candidate(hashes, start, count, runs, block_seconds, worth, is_swapped)
+
+    def _lacking(self, branch: Branch, known: SpanIndex[_Blocks]) -> Iterator[tuple[int, int, bool]]:
+        """Yield the parts of a branch that neither the tier nor other branches have: their first block and their length.
+
+        True with those that are kept for requests that have stepped aside: they begin and end parts.
+        """
+        hashes, at, stop = branch.hashes, branch.start, branch.start + branch.blocks
+        while at < stop:
+            place = self._index.at(hashes, at) or known.at(hashes, at)
+            if place is not None:
+                at += common_blocks(hashes, at, stop, *place)
+                continue
+            end = at + self._index.lacks(hashes, at, stop)
+            end = at + known.lacks(hashes, at, end)
+            runs = self._swapped_index.runs(hashes, at, end)
+            for is_swapped, alike in groupby(runs, key=lambda run: run[0] is not None):
+                count = sum(run[2] for run in alike)
+                yield at, count, is_swapped
+                at += count
 
     def _block_seconds(self, start: int, stop: int) -> float:
         """Return the mean time to compute one of the blocks `start .. stop` of a prompt again."""
@@ -527,9 +539,14 @@ class HostTier:
 
     def _raise_before(self, one: _Candidate) -> None:
         """Make what the tier holds of the prefix before a candidate worth at least as much."""
-        place = self._places.get(one.before)
+        place = self._before(one)
         if place is not None:
-            self._raise(place[0], one.worth)
+            self._raise(place, one.worth)
+
+    def _before(self, one: _Candidate) -> _Extent | None:
+        """Return the extent that holds the block before a candidate."""
+        place = self._index.at(one.hashes, one.start - 1) if one.start else None
+        return None if place is None else place[0]
 
     def _raise(self, extent: _Extent | None, worth: float) -> None:
         """Make an extent, and those that it continues, worth at least so much.
@@ -627,8 +644,8 @@ class HostTier:
 
         Without the candidate they are of no use, whoever they are kept for.
         """
-        for block in range(one.start, one.start + one.blocks):
-            for leaf in self._orphans.get(hash_at(one.hashes, block), {}).values():
+        for key in _within(self._orphans, one.hashes, one.start, one.start + one.blocks, _block_before):
+            for leaf in self._orphans[key].values():
                 while leaf.children:
                     leaf = next(iter(leaf.children.values()))
                 if self._is_in_use(leaf.number):
@@ -644,11 +661,8 @@ class HostTier:
         self._asked = None
         self.ledger.drop(extent.number, keep)
         self.counts.dropped_blocks += extent.blocks - keep
-        keys = each_hash(hash_range(extent.hashes, keep, extent.blocks))
-        for key in keys:
-            del self._places[key]
-        if extent.swapped:
-            extent.swapped -= sum(key in self._swapped for key in keys)
+        self._index.cut(extent, keep)
+        extent.swapped = min(extent.swapped, keep)
         extent.blocks = keep
         if self.unwritten is not None:
             self.unwritten.cut(extent.number, keep)
@@ -672,17 +686,18 @@ class HostTier:
         hashes = hash_range(one.hashes, one.start, one.start + one.blocks)
         extent = _Extent(number, hashes, one.before, one.start, one.blocks, one.worth)
         self._extents[number] = extent
-        place = self._places.get(extent.before)
-        if place is not None:
-            extent.parent = place[0]
-            place[0].children[number] = extent
+        parent = self._before(one)
+        if parent is not None:
+            extent.parent = parent
+            parent.children[number] = extent
         elif extent.before:
             self._orphans.setdefault(extent.before, {})[number] = extent
-        keys = each_hash(hashes)
-        if self._swapped:
-            extent.swapped = sum(key in self._swapped for key in keys)
-        self._places.update(zip(keys, zip(repeat(extent), range(one.blocks), strict=False), strict=True))
-        for key in sorted(self._orphans.keys() & set(keys)) if self._orphans else ():
+        end = 0
+        for wanted, _, count in self._swapped_index.runs(one.hashes, one.start, one.start + one.blocks):
+            end += count
+            extent.swapped = extent.swapped if wanted is None else end
+        self._index.add(extent)
+        for key in _within(self._orphans, one.hashes, one.start, one.start + one.blocks, _block_before):
             for behind in self._orphans.pop(key).values():
                 behind.parent = extent
                 extent.children[behind.number] = behind
@@ -709,16 +724,14 @@ class HostTier:
         before = hash_at(extent.hashes, part.first - 1) if part.first else extent.before
         return Kept(extent.number, hashes, before, extent.start + part.first, part.first)
 
-    def wait_again(self, hashes: str) -> int:
-        """Let those of these blocks that are here wait for the disk tier again; return how many are not."""
-        lacks = 0
-        for key in each_hash(hashes):
-            extent, block = self._places.get(key, (None, 0))
-            if extent is None:
-                lacks += 1
-            elif self.unwritten is not None and extent.number not in self._loading:
-                self.unwritten.add(extent.number, extent.worth, extent.start, extent.blocks, block)
-        return lacks
+    def wait_again(self, extent: int, first: int, stop: int) -> int:
+        """Let the blocks `first .. stop` of an extent wait for the disk tier again; return how many are not here any more."""
+        found = self._extents.get(extent)
+        blocks = 0 if found is None else max(min(found.blocks, stop) - first, 0)
+        if blocks and self.unwritten is not None:
+            assert found is not None
+            self.unwritten.add(extent, found.worth, found.start, found.blocks, first)
+        return stop - first - blocks
 
     def holds(self, extent: int, stop: int) -> bool:
         """Return whether the first `stop` blocks of an extent are here."""
@@ -800,23 +813,25 @@ class HostTier:
         """Assert that extents, places, parents and the ledger agree; O(blocks), for tests."""
         self.ledger.check()
         assert sum(one.blocks for one in self._extents.values()) == self.ledger.held_blocks
-        assert len(self._places) == self.ledger.held_blocks
-        for key, (extent, block) in self._places.items():
-            assert self._extents[extent.number] is extent
-            assert hash_at(extent.hashes, block) == key
+        keys = {
+            key for one in self._extents.values() for key in each_hash(hash_range(one.hashes, 0, one.blocks))
+        }
+        self._index.check(self._extents.values())
+        wanted = {key for one in self._swapped for key in each_hash(one.hashes)}
+        assert self.wanted_blocks == len(wanted)
         if self.unwritten is not None:
             self.unwritten.check({number: (one.worth, one.blocks) for number, one in self._extents.items()})
         valid = set(self._by_worth), set(self._unfetched_by_worth)
         for number, extent in self._extents.items():
             assert (extent.worth, number) in valid[extent.is_unfetched] or not self._may_drop(extent)
-            keys = each_hash(hash_range(extent.hashes, 0, extent.blocks))
-            assert extent.swapped == sum(key in self._swapped for key in keys)
+            own = each_hash(hash_range(extent.hashes, 0, extent.blocks))
+            assert extent.swapped == max((at + 1 for at, key in enumerate(own) if key in wanted), default=0)
             assert self.ledger.runs(number, 0, extent.blocks)
             if extent.parent is not None:
                 assert extent.parent.worth >= extent.worth
                 assert extent.parent.children[number] is extent
             elif extent.before:
-                assert extent.before not in self._places
+                assert extent.before not in keys
                 assert self._orphans[extent.before][number] is extent
 
 
@@ -848,19 +863,24 @@ def _joined(parts: Iterable[Held]) -> list[tuple[int, int]]:
     return runs
 
 
-def common_blocks(hashes: str, start: int, stop: int, extent: BlockRun, block: int) -> int:
-    """Return how many blocks from `start` on are those of a run from `block` on; the first one must be.
+def _block_before(orphans: Mapping[int, _Extent]) -> int:
+    """Return the place in the prompt of the block before some orphans, which lies before all of them."""
+    return next(iter(orphans.values())).start - 1
 
-    A hash covers everything before it, so equality at a block means equality up to it.
+
+Value = TypeVar("Value")
+
+
+def _within(
+    keys: Mapping[str, Value], hashes: str, start: int, stop: int, place: Callable[[Value], int]
+) -> list[str]:
+    """Return those of the hashes `keys` that the blocks `start .. stop` of a prompt have, in the order of these blocks.
+
+    `place` returns the place of a key's block in its own prompt. This looks at all blocks, or at all keys if they are fewer.
     """
-    most = min(stop - start, extent.blocks - block)
-    if hash_at(hashes, start + most - 1) == hash_at(extent.hashes, block + most - 1):
-        return most
-    low, high = 1, most  # equal up to low
-    while high - low > 1:
-        middle = (low + high) // 2
-        if hash_at(hashes, start + middle - 1) == hash_at(extent.hashes, block + middle - 1):
-            low = middle
-        else:
-            high = middle
-    return low
+    if not keys:
+        return []
+    if stop - start <= max(len(keys), SHORT_BLOCKS):
+        return [key for block in range(start, stop) if (key := hash_at(hashes, block)) in keys]
+    places = [(place(value), key) for key, value in keys.items()]
+    return [key for at, key in sorted(places) if start <= at < stop and hash_at(hashes, at) == key]

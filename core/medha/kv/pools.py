@@ -567,7 +567,7 @@ class KvPools:
                 lane.disk = DiskTier(
                     disk_blocks, lane_ranks[number], self.block_size_tokens, prices, most_writing, lane.tier
                 )
-                lane.tier.unwritten = UnwrittenBlocks(lane.disk.has_block)
+                lane.tier.unwritten = UnwrittenBlocks(lane.disk.held_from)
             if self.has_peers:
                 lane.peer_loads = RankLoads(frozenset(lane_ranks[number]))
         if object_blocks:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from medha.kv.prefix_cache import each_hash
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -37,9 +35,9 @@ class _Waiting:
 class UnwrittenBlocks:
     """Extents of a host tier of which a disk tier has not taken all blocks yet."""
 
-    def __init__(self, is_written: Callable[[str], bool] = lambda _: False) -> None:
-        """`is_written` returns whether a file holds the block of a hash."""
-        self._is_written = is_written
+    def __init__(self, written_blocks: Callable[[str, int, int], int] = lambda *_: 0) -> None:
+        """`written_blocks` returns how many of the blocks `start .. stop` of a prompt files hold, from the first one on."""
+        self._written_blocks = written_blocks
         self.lost_blocks = 0
         """Blocks that the host tier has dropped before the disk tier took them, or has not taken itself."""
         self._extents: dict[int, _Waiting] = {}
@@ -80,9 +78,9 @@ class UnwrittenBlocks:
         if one.taken >= blocks:
             del self._extents[extent]
 
-    def turned_away(self, hashes: str) -> None:
-        """Note that the host tier has no place for blocks of these hashes, so that no file gets them either."""
-        self.lost_blocks += sum(not self._is_written(key) for key in each_hash(hashes))
+    def turned_away(self, hashes: str, start: int, stop: int) -> None:
+        """Note that the host tier has no place for the blocks `start .. stop` of a prompt, so that no file gets them either."""
+        self.lost_blocks += stop - start - self._written_blocks(hashes, start, stop)
 
     def take(self, most_blocks: int) -> Part | None:
         """Take up to `most_blocks` blocks of the extent that comes next; None if none waits."""
