@@ -55,14 +55,12 @@ class Waiting:
 
     kept: deque[Kept] = field(default_factory=deque)
     again: list[str] = field(default_factory=list)
-    texts: dict[int, str] = field(default_factory=dict)  # hashes of each extent
     dropped: set[int] = field(default_factory=set)  # extents
     numbers: count[int] = field(default_factory=count)
 
     def add(self, hashes: str, start: int = 0, before: str = "") -> int:
         """Let blocks wait, and return the number of their extent."""
         extent = next(self.numbers)
-        self.texts[extent] = hashes
         for first in range(0, hash_count(hashes), FILE_BLOCKS):
             part = hash_range(hashes, first, min(first + FILE_BLOCKS, hash_count(hashes)))
             behind = hash_range(hashes, first - 1, first) if first else before
@@ -73,8 +71,8 @@ class Waiting:
         assert all(hash_count(one.hashes) <= most_blocks for one in self.kept)
         return self.kept.popleft() if self.kept else None
 
-    def wait_again(self, extent: int, first: int, stop: int) -> int:
-        self.again.append(hash_range(self.texts[extent], first, stop))
+    def wait_again(self, kept: Kept) -> int:
+        self.again.append(kept.hashes)
         return 1
 
     def holds(self, extent: int, stop: int) -> bool:
@@ -354,7 +352,6 @@ def test_a_file_waits_if_others_that_are_read_would_have_to_make_room_for_it() -
         written(disk, write(disk, text))
     for extent, found in enumerate(disk.match(other, 0, 2 * FILE_BLOCKS)):
         disk.begin_load(found, extent, FILE_BLOCKS)
-    waiting(disk).texts[end.extent] = hashes
     waiting(disk).kept.append(end)
     assert disk.write(0) == ()
     assert (waiting(disk).again, disk.has_place) == ([end.hashes], False), (
@@ -581,17 +578,39 @@ def test_blocks_wait_again_if_they_are_still_there() -> None:
     host.unwritten = UnwrittenBlocks()
     hashes = chain(1, 20)
     host.demote([Branch(hashes, 0, 10, [(0, 10)])])
-    assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 0, 10), "", 0)
-    assert host.wait_again(0, 4, 10) == 0
-    assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 4, 10), hash_range(hashes, 3, 4), 4, 4)
+    whole, end = (
+        Kept(0, hash_range(hashes, 0, 10), "", 0),
+        Kept(0, hash_range(hashes, 4, 10), hash_range(hashes, 3, 4), 4, 4),
+    )
+    assert host.take_unwritten(64) == whole
+    assert host.wait_again(end) == 0
+    assert host.take_unwritten(64) == end
     assert host.take_unwritten(64) is None
     host.begin_swap(chain(2, 36))
     drops, _ = host.demote([Branch(chain(2, 36), 0, 36, [(100, 36)])])
     assert drops == (HostDrop(0, 4),)
-    assert host.wait_again(0, 2, 10) == 6
+    assert host.wait_again(Kept(0, hash_range(hashes, 2, 10), hash_range(hashes, 1, 2), 2, 2)) == 6
     assert host.take_unwritten(64) == Kept(0, hash_range(hashes, 2, 4), hash_range(hashes, 1, 2), 2, 2)
     assert host.take_unwritten(64) == Kept(1, chain(2, 36), "", 0)
-    assert host.wait_again(5, 0, 3) == 3, "there is no such extent"
+
+
+def test_blocks_wait_again_where_they_have_come_back_but_not_while_they_are_read() -> None:
+    host = HostTier(40, 16, Fixed())
+    host.unwritten = UnwrittenBlocks()
+    hashes = chain(1, 20)
+    host.demote([Branch(hashes, 0, 10, [(0, 10)])])
+    gone = host.take_unwritten(64)
+    assert gone == Kept(0, hash_range(hashes, 0, 10), "", 0)
+    made = host.begin_load(chain(2, 40), 0, 40)
+    assert made is not None
+    assert made[2] == (HostDrop(0),)
+    assert host.wait_again(gone) == 10
+    assert host.end_load(made[0], is_there=False) == HostDrop(1)
+    host.demote([Branch(hashes, 0, 6, [(0, 6)])])
+    assert host.take_unwritten(64) == Kept(2, hash_range(hashes, 0, 6), "", 0)
+    made = host.begin_load(hashes, 6, 4)
+    assert host.wait_again(gone) == 4, "these are being read"
+    assert host.take_unwritten(64) == Kept(2, hash_range(hashes, 0, 6), "", 0)
     host.check()
 
 

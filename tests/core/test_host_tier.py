@@ -345,7 +345,30 @@ def test_each_piece_of_a_long_text_is_kept_for_a_request_that_stepped_aside() ->
     tier.begin_swap(hashes(1, 1000))
     tier.end_swap(hashes(1, 3000))
     assert (tier.swapped_blocks, tier.wanted_blocks) == (1000, 1000)
+    tier.end_swap(hashes(1, 1000))
+    assert (tier.swapped_blocks, tier.wanted_blocks) == (0, 0)
     tier.check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_end_of_a_long_text_that_another_one_begins_is_kept_as_long_as_it_is_needed(seed: int) -> None:
+    """The end that one of two has alone is short, and has no block that is in the index of a long text."""
+    text = hashes(seed, 2012)
+    first, both = hash_range(text, 0, 2000), text
+    for order in ((first, both), (both, first)):
+        tier = HostTier(100, SIZE, Prices())
+        tier.begin_swap(order[0])
+        tier.begin_swap(order[1])
+        tier.demote([branch(seed, 2003, 2012), branch(seed, 1997, 2003)])
+        assert (tier.swapped_blocks, tier.wanted_blocks) == (15, 2012)
+        tier.end_swap(first)
+        assert (tier.swapped_blocks, tier.wanted_blocks) == (15, 2012)
+        tier.begin_swap(first)
+        tier.end_swap(both)
+        assert (tier.swapped_blocks, tier.wanted_blocks) == (3, 2000)
+        tier.end_swap(first)
+        assert (tier.swapped_blocks, tier.wanted_blocks) == (0, 0)
+        tier.check()
 
 
 def test_what_the_tier_holds_of_a_long_text_is_found_from_each_block_on_and_not_copied_again() -> None:

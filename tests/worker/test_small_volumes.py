@@ -82,8 +82,8 @@ class Tier:
             self.waiting.appendleft(waits(one.extent, cut, stop))
         return waits(one.extent, one.first, min(cut, stop))
 
-    def wait_again(self, extent: int, first: int, stop: int) -> int:
-        self.waiting.appendleft(waits(extent, first, stop))
+    def wait_again(self, kept: Kept) -> int:
+        self.waiting.appendleft(kept)
         return 0
 
     def holds(self, extent: int, stop: int) -> bool:

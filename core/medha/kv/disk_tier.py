@@ -62,8 +62,8 @@ class Source(Protocol):
         """Take up to `most_blocks` blocks that wait to be written, those that come next; None if none waits."""
         ...
 
-    def wait_again(self, extent: int, first: int, stop: int) -> int:
-        """Let the blocks `first .. stop` of an extent wait again; return how many are not there."""
+    def wait_again(self, kept: Kept) -> int:
+        """Let blocks that were taken wait again; return how many are not there."""
         ...
 
     def holds(self, extent: int, stop: int) -> bool:
@@ -94,19 +94,13 @@ class _File:
     ranks: set[int] = field(default_factory=set)  # that have it
     is_writing: bool = False
     tier_blocks: int = 0  # most blocks of the tier when this file was begun to be written
-    extent: int = -1  # of the host tier, from which it is written
-    stop: int = 0  # block of that extent behind the last one of the file
+    source: Kept | None = None  # of the host tier, from which it is written
     loads: int = 0  # that read it
     used_at: int = 0  # when a prompt last used it as the last one of its files, by the tier's count of uses
 
     @property
     def is_in_use(self) -> bool:
         return self.is_writing or self.loads > 0
-
-    @property
-    def source(self) -> tuple[int, int, int]:
-        """The extent of the host tier from which it is written, and its blocks there: the first one, and the one behind the last."""
-        return self.extent, self.stop - self.blocks, self.stop
 
     def block_hashes(self) -> list[str]:
         return each_hash(self.hashes)
@@ -166,8 +160,8 @@ class DiskTier:
         self._being_written: dict[str, _File] = {}  # by the hash of the last block
         self._most_in_use = blocks  # blocks; with more in use, the next file had no room
         self._deletes: list[str] = []
-        # Files for which a rank had no space, and the ranks that may still be writing them.
-        self._no_space: dict[str, tuple[_File, set[int]]] = {}
+        # Files for which a rank had no space: their source, and the ranks that may still be writing them.
+        self._no_space: dict[str, tuple[Kept, set[int]]] = {}
 
     @property
     def is_used(self) -> bool:
@@ -270,13 +264,13 @@ class DiskTier:
         if not can_fit or not self._make_room(blocks, file.before):
             if can_fit and self._in_use:
                 self._most_in_use = self._in_use - 1
-                self._source.wait_again(kept.extent, kept.first, kept.first + blocks)
+                self._source.wait_again(kept)
             else:
                 self.counts.skipped_blocks += blocks
             return False
         self._most_in_use = self.blocks
         added = self._add(file)
-        added.is_writing, added.extent, added.stop = True, kept.extent, kept.first + blocks
+        added.is_writing, added.source = True, kept
         added.tier_blocks = self.blocks
         self._being_written[keys[-1]] = added
         self._writing += blocks
@@ -442,10 +436,12 @@ class DiskTier:
 
     def _was_not_written(self, file: _File) -> None:
         """Count a write that came to nothing: it has failed, or was called off because the host tier has dropped blocks of it."""
-        if self._source.holds(file.extent, file.stop):
+        source = file.source
+        assert source is not None
+        if self._source.holds(source.extent, source.first + file.blocks):
             self.counts.failed_writes += 1
         else:
-            self.counts.skipped_blocks += self._source.wait_again(*file.source)
+            self.counts.skipped_blocks += self._source.wait_again(source)
 
     def _found_no_space(self, file: _File) -> None:
         """Note that a disk has no space for a file, which was removed: the tier holds no more than it does without it.
@@ -456,17 +452,18 @@ class DiskTier:
         if file.tier_blocks == self.blocks:
             self.blocks = self.held_blocks
         self.counts.failed_writes += 1
-        self._no_space[file.name] = file, set(self._ranks - file.ranks)
+        assert file.source is not None
+        self._no_space[file.name] = file.source, set(self._ranks - file.ranks)
 
     def _ended_writing(self, name: str, rank: int) -> None:
         """Note that a rank no longer writes a file; does nothing unless a rank had no space for it."""
         if name not in self._no_space:
             return
-        file, writing = self._no_space[name]
+        source, writing = self._no_space[name]
         writing.discard(rank)
         if not writing:
             del self._no_space[name]
-            self.counts.skipped_blocks += self._source.wait_again(*file.source)
+            self.counts.skipped_blocks += self._source.wait_again(source)
 
     def _found(self, rank: int, found: DiskFile) -> None:
         is_sound = (

@@ -185,17 +185,6 @@ class Kept:
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Blocks from the beginning of a prompt, or a part of it."""
-
-    hashes: str
-
-    @property
-    def blocks(self) -> int:
-        return hash_count(self.hashes)
-
-
 @dataclass(slots=True, eq=False)
 class _Extent:
     """Blocks of the tier, the `start`-th of a prompt and those behind it.
@@ -210,9 +199,48 @@ class _Extent:
     blocks: int
     worth: float
     is_unfetched: bool = False  # it was read for a request, and none has fetched it since
-    swapped: int = 0  # blocks from its first one on that are kept for requests that have stepped aside
+    wanted: dict[_Wanted, int] = field(default_factory=dict)  # and behind which block of it each ends
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
+
+    @property
+    def swapped(self) -> int:
+        """Blocks from its first one on that are kept for requests that have stepped aside."""
+        return min(max(self.wanted.values()), self.blocks) if self.wanted else 0
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """Blocks that a request which has stepped aside will need, and the extents that hold some of them.
+
+    No two have a block in common: what several requests need is one's alone.
+    """
+
+    hashes: str
+    extents: list[_Extent] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> int:
+        return hash_count(self.hashes)
+
+
+@dataclass(slots=True, eq=False)
+class _Swapped:
+    """The blocks of a request that has stepped aside, and those of them that are its alone."""
+
+    hashes: str
+    wanted: list[_Wanted] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """Blocks of a branch that is demoted together with others."""
+
+    hashes: str
+
+    @property
+    def blocks(self) -> int:
+        return hash_count(self.hashes)
 
 
 @dataclass(slots=True)
@@ -282,8 +310,8 @@ class HostTier:
         self._fetching: dict[
             str, tuple[Held, ...]
         ] = {}  # sequence -> blocks of which some are still to be copied
-        self._swapped: list[_Blocks] = []  # those that requests which have stepped aside will need
-        self._swapped_index = SpanIndex[_Blocks]()
+        self._swapped: list[_Swapped] = []
+        self._wanted = SpanIndex[_Wanted]()
         self.wanted_blocks = 0
         """Blocks that requests which have stepped aside will need: those that are kept, and those that may yet come."""
         # The last question of `match` with a long answer: a long request that waits for KV asks it with each step.
@@ -394,31 +422,43 @@ class HostTier:
 
     def begin_swap(self, hashes: str) -> None:
         """Keep these blocks from the beginning of a prompt, those that come and those that are here, for a request that stepped aside."""
-        blocks = _Blocks(hashes)
-        self._swapped.append(blocks)
-        self._want(blocks)
+        one = _Swapped(hashes)
+        self._swapped.append(one)
+        self._want(one)
 
-    def _want(self, blocks: _Blocks) -> None:
-        """Count those of these blocks that nobody wanted before, and keep those that are here."""
-        runs = self._swapped_index.runs(blocks.hashes, 0, blocks.blocks)
-        self.wanted_blocks += sum(count for other, _, count in runs if other is None)
-        self._swapped_index.add(blocks)
-        for extent, first, count in self._index.runs(blocks.hashes, 0, blocks.blocks):
-            if extent is not None:
-                extent.swapped = max(extent.swapped, first + count)
+    def _want(self, one: _Swapped) -> None:
+        """Let a request have those of its blocks that no other one has, and keep what is here of them."""
+        at = 0
+        for other, _, count in list(self._wanted.runs(one.hashes, 0, hash_count(one.hashes))):
+            if other is None:
+                wanted = _Wanted(hash_range(one.hashes, at, at + count))
+                one.wanted.append(wanted)
+                self._wanted.add(wanted)
+                self.wanted_blocks += count
+                for extent, first, blocks in self._index.runs(one.hashes, at, at + count):
+                    if extent is not None:
+                        self._keep_for(wanted, extent, first + blocks)
+            at += count
+
+    def _keep_for(self, wanted: _Wanted, extent: _Extent, end: int) -> None:
+        extent.wanted[wanted] = end
+        wanted.extents.append(extent)
 
     def end_swap(self, hashes: str) -> None:
         """End what `begin_swap` began with these blocks."""
-        blocks = _Blocks(hashes)
-        self._swapped.remove(blocks)
-        here = [extent for extent, _, _ in self._index.runs(hashes, 0, blocks.blocks) if extent is not None]
-        for extent in here:
-            extent.swapped = 0
-        self._swapped_index, self.wanted_blocks = SpanIndex(), 0
-        for other in self._swapped:
-            self._want(other)
-        for extent in here:
-            self._offer(extent)
+        one = next(each for each in self._swapped if each.hashes == hashes)
+        self._swapped.remove(one)
+        for wanted in one.wanted:
+            self._wanted.cut(wanted, 0)
+            self.wanted_blocks -= wanted.blocks
+            for extent in wanted.extents:
+                extent.wanted.pop(wanted, None)
+        for other in self._swapped:  # those that begin alike need some of these blocks, too
+            if hash_at(other.hashes, 0) == hash_at(hashes, 0):
+                self._want(other)
+        for wanted in one.wanted:
+            for extent in wanted.extents:
+                self._offer_again(extent.number)
 
     @property
     def swapped_blocks(self) -> int:
@@ -456,14 +496,14 @@ class HostTier:
         behind: dict[
             str, _Candidate
         ] = {}  # hash of the block before candidates -> the one that is worth most
-        known = SpanIndex[_Blocks]()  # one lane may hold a block behind several beginnings
+        known = SpanIndex[_Known]()  # one lane may hold a block behind several beginnings
         for branch in branches:
             for one in self._candidates(branch, behind, known):
                 candidates.append(one)
                 if one.before not in behind or behind[one.before].worth < one.worth:
                     behind[one.before] = one
             if len(branches) > 1:
-                known.add(_Blocks(hash_range(branch.hashes, branch.start, branch.start + branch.blocks)))
+                known.add(_Known(hash_range(branch.hashes, branch.start, branch.start + branch.blocks)))
         candidates.reverse()  # of those that are worth the same, the beginning of a prefix comes first
         candidates.sort(key=lambda one: (not one.is_swapped, -one.worth))
         drops: list[HostDrop] = []
@@ -494,7 +534,7 @@ class HostTier:
         return tuple(drops), tuple(Demotion(one.last, one.blocks) for one in taken)
 
     def _candidates(
-        self, branch: Branch, behind: Mapping[str, _Candidate], known: SpanIndex[_Blocks]
+        self, branch: Branch, behind: Mapping[str, _Candidate], known: SpanIndex[_Known]
     ) -> Iterable[_Candidate]:
         """Yield the parts of a branch that the tier lacks, and that would be fetched rather than computed.
 
@@ -513,7 +553,7 @@ class HostTier:
             runs = cut_runs(branch.runs, start - at, start + count - at)
             yield _Candidate(hashes, start, count, runs, block_seconds, worth, is_swapped)
 
-    def _lacking(self, branch: Branch, known: SpanIndex[_Blocks]) -> Iterator[tuple[int, int, bool]]:
+    def _lacking(self, branch: Branch, known: SpanIndex[_Known]) -> Iterator[tuple[int, int, bool]]:
         """Yield the parts of a branch that neither the tier nor other branches have: their first block and their length.
 
         True with those that are kept for requests that have stepped aside: they begin and end parts.
@@ -526,7 +566,7 @@ class HostTier:
                 continue
             end = at + self._index.lacks(hashes, at, stop)
             end = at + known.lacks(hashes, at, end)
-            runs = self._swapped_index.runs(hashes, at, end)
+            runs = self._wanted.runs(hashes, at, end)
             for is_swapped, alike in groupby(runs, key=lambda run: run[0] is not None):
                 count = sum(run[2] for run in alike)
                 yield at, count, is_swapped
@@ -662,7 +702,6 @@ class HostTier:
         self.ledger.drop(extent.number, keep)
         self.counts.dropped_blocks += extent.blocks - keep
         self._index.cut(extent, keep)
-        extent.swapped = min(extent.swapped, keep)
         extent.blocks = keep
         if self.unwritten is not None:
             self.unwritten.cut(extent.number, keep)
@@ -693,9 +732,10 @@ class HostTier:
         elif extent.before:
             self._orphans.setdefault(extent.before, {})[number] = extent
         end = 0
-        for wanted, _, count in self._swapped_index.runs(one.hashes, one.start, one.start + one.blocks):
+        for wanted, _, count in self._wanted.runs(one.hashes, one.start, one.start + one.blocks):
             end += count
-            extent.swapped = extent.swapped if wanted is None else end
+            if wanted is not None:
+                self._keep_for(wanted, extent, end)
         self._index.add(extent)
         for key in _within(self._orphans, one.hashes, one.start, one.start + one.blocks, _block_before):
             for behind in self._orphans.pop(key).values():
@@ -724,14 +764,24 @@ class HostTier:
         before = hash_at(extent.hashes, part.first - 1) if part.first else extent.before
         return Kept(extent.number, hashes, before, extent.start + part.first, part.first)
 
-    def wait_again(self, extent: int, first: int, stop: int) -> int:
-        """Let the blocks `first .. stop` of an extent wait for the disk tier again; return how many are not here any more."""
-        found = self._extents.get(extent)
-        blocks = 0 if found is None else max(min(found.blocks, stop) - first, 0)
-        if blocks and self.unwritten is not None:
-            assert found is not None
-            self.unwritten.add(extent, found.worth, found.start, found.blocks, first)
-        return stop - first - blocks
+    def wait_again(self, kept: Kept) -> int:
+        """Let blocks that were taken wait for the disk tier again; return how many are not here any more."""
+        blocks = hash_count(kept.hashes)
+        extent = self._extents.get(kept.extent)
+        if extent is not None and extent.blocks > kept.first:
+            found = min(extent.blocks - kept.first, blocks)
+            self._wait_from(extent, kept.first)
+        else:  # they may have been dropped, and have come back in another extent
+            found = 0
+            for other, first, count in self._index.runs(kept.hashes, 0, blocks):
+                if other is not None and other.number not in self._loading:
+                    self._wait_from(other, first)
+                    found += count
+        return blocks - found
+
+    def _wait_from(self, extent: _Extent, first: int) -> None:
+        if self.unwritten is not None:
+            self.unwritten.add(extent.number, extent.worth, extent.start, extent.blocks, first)
 
     def holds(self, extent: int, stop: int) -> bool:
         """Return whether the first `stop` blocks of an extent are here."""
@@ -818,6 +868,7 @@ class HostTier:
         }
         self._index.check(self._extents.values())
         wanted = {key for one in self._swapped for key in each_hash(one.hashes)}
+        self._wanted.check([each for one in self._swapped for each in one.wanted])
         assert self.wanted_blocks == len(wanted)
         if self.unwritten is not None:
             self.unwritten.check({number: (one.worth, one.blocks) for number, one in self._extents.items()})

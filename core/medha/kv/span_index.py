@@ -1,11 +1,12 @@
 """An index of spans of KV blocks by the hashes of their blocks, whose cost does not grow with each block of a long span.
 
 A hash covers everything before its block in the prompt. So two prompts that have one block in common also have those before it, and
-a few blocks of a long span suffice to find all others: its first one, and those whose hash ends with a 0, every sixteenth on
-average. To find another block, one looks at those near it in the prompt that is asked for.
+a few blocks of a long span suffice to find all others: its first one, and those that are *marked*, because their hash ends with a 0,
+one of sixteen on average. To find another block, one looks at those near it in the prompt that is asked for.
 
-Of a short span, all blocks are in the index. Of a long one, a few may not be found if prompts are cut among lanes at several places,
-so that a prompt has other blocks of it on this lane beside them. Then a block counts as missing. It is never taken for another one.
+Of a short span, all blocks are in the index. Of a long one, a few may not be found by a lane that has other blocks of the prompt
+beside them, or once a span that has some of the same blocks is removed. Then a block counts as missing. It is never taken for
+another one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from medha.kv.prefix_cache import HASH_CHARACTERS, hash_at, hash_count
 SHORT_BLOCKS = 1024
 """Most blocks of a span that are all in the index."""
 _MARK = "0"
-"""Last character of the hashes that are in the index for a long span."""
+"""Last character of the hash of a marked block."""
+_WINDOW_BLOCKS = 4096
+"""Blocks among which marked ones are looked for at a time."""
 
 
 class BlockRun(Protocol):
@@ -40,16 +43,20 @@ class SpanIndex(Generic[Span]):
     def __init__(self) -> None:
         self._places: dict[str, tuple[Span, int]] = {}  # hash -> span, and block of it
         self._long_spans = 0
+        self._unmarked_spans = 0
 
     def add(self, span: Span) -> None:
         """Add the blocks of a span. Its `hashes` must be theirs, without any other."""
         self._long_spans += _is_long(span)
+        self._unmarked_spans += not _has_mark(span, span.blocks)
         for block in _indexed(span, 0, span.blocks):
             self._places.setdefault(hash_at(span.hashes, block), (span, block))
 
     def cut(self, span: Span, keep: int) -> None:
         """Remove the blocks of a span from the `keep`-th on; its `blocks` still count them."""
         self._long_spans -= _is_long(span) and not keep
+        self._unmarked_spans -= not _has_mark(span, span.blocks)
+        self._unmarked_spans += keep > 0 and not _has_mark(span, keep)
         for block in _indexed(span, keep, span.blocks):
             key = hash_at(span.hashes, block)
             place = self._places.get(key)
@@ -64,7 +71,7 @@ class SpanIndex(Generic[Span]):
         return self._near(hashes, block, -1) or self._near(hashes, block, 1)
 
     def _near(self, hashes: str, block: int, step: int) -> tuple[Span, int] | None:
-        """Do the same as `at`, by the next block before it (`step` -1) or behind it (1) that is in the index."""
+        """Return the same by the nearest block in the index that comes before it (`step` -1) or behind it (1)."""
         wanted = hash_at(hashes, block)
         near = block + step
         while 0 <= near < hash_count(hashes):
@@ -100,7 +107,8 @@ class SpanIndex(Generic[Span]):
             return stop - start
         if start < stop and self.at(hashes, start) is not None:
             return 0
-        blocks = range(start, stop) if stop - start <= SHORT_BLOCKS else _marked(hashes, start, stop)
+        looks_at_all = self._unmarked_spans or stop - start <= SHORT_BLOCKS
+        blocks = range(start, stop) if looks_at_all else _marked(hashes, start, stop)
         for block in blocks:
             place = self._places.get(hash_at(hashes, block))
             if place is not None:
@@ -116,6 +124,7 @@ class SpanIndex(Generic[Span]):
         }
         assert self._places == there
         assert self._long_spans == sum(map(_is_long, spans))
+        assert self._unmarked_spans == sum(not _has_mark(span, span.blocks) for span in spans)
         assert sum(len(list(_indexed(span, 0, span.blocks))) for span in spans) == len(there)
         for span in spans:
             for block in range(span.blocks):
@@ -148,14 +157,20 @@ def _indexed(span: BlockRun, start: int, stop: int) -> Iterator[int]:
     yield from _marked(span.hashes, start, stop)
 
 
+def _has_mark(span: BlockRun, blocks: int) -> bool:
+    """Return whether one of the first blocks of a span is marked."""
+    return next(_marked(span.hashes, 0, blocks), None) is not None
+
+
 def _marked(hashes: str, start: int, stop: int) -> Iterator[int]:
-    """Yield those of the blocks `start .. stop` of a prompt whose hash ends with the mark."""
-    first = start * HASH_CHARACTERS + HASH_CHARACTERS - 1
-    ends = hashes[first : stop * HASH_CHARACTERS : HASH_CHARACTERS]
-    at = ends.find(_MARK)
-    while at >= 0:
-        yield start + at
-        at = ends.find(_MARK, at + 1)
+    """Yield those of the blocks `start .. stop` of a prompt that are marked."""
+    for first in range(start, stop, _WINDOW_BLOCKS):  # the caller may need the first few only
+        last = min(first + _WINDOW_BLOCKS, stop)
+        ends = hashes[(first + 1) * HASH_CHARACTERS - 1 : last * HASH_CHARACTERS : HASH_CHARACTERS]
+        at = ends.find(_MARK)
+        while at >= 0:
+            yield first + at
+            at = ends.find(_MARK, at + 1)
 
 
 def common_blocks(hashes: str, start: int, stop: int, span: BlockRun, block: int) -> int:

@@ -231,8 +231,8 @@ class KvFiles:
             started = clock()
             list(self.read(probe.name, 0, 1, 1))
             first_seconds, started = clock() - started, clock()
-            list(self.read(probe.name, 0, blocks, blocks_at_once(self._block_bytes)))
-            block_seconds = max(clock() - started - first_seconds, 0.0) / (blocks - 1)
+            list(self.read(probe.name, 1, blocks - 1, blocks_at_once(self._block_bytes)))
+            block_seconds = (clock() - started) / (blocks - 1)
         except FileDamaged as error:
             raise OSError(
                 errno.EIO, f"what was written is not what is read: {error}", str(self.directory)
