@@ -199,7 +199,9 @@ class _Extent:
     blocks: int
     worth: float
     is_unfetched: bool = False  # it was read for a request, and none has fetched it since
-    wanted: dict[_Wanted, int] = field(default_factory=dict)  # and behind which block of it each ends
+    wanted: dict[_Wanted, int] = field(
+        default_factory=dict
+    )  # and how many blocks there are up to the end of each
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
 
@@ -213,7 +215,7 @@ class _Extent:
 class _Wanted:
     """Blocks that a request which has stepped aside will need, and the extents that hold some of them.
 
-    No two have a block in common: what several requests need is one's alone.
+    No two of them have a block in common: blocks that several requests need belong to one of these requests.
     """
 
     hashes: str
@@ -226,7 +228,7 @@ class _Wanted:
 
 @dataclass(slots=True, eq=False)
 class _Swapped:
-    """The blocks of a request that has stepped aside, and those of them that are its alone."""
+    """The blocks that a request which has stepped aside will need, and those of them that belong to it."""
 
     hashes: str
     wanted: list[_Wanted] = field(default_factory=list)
@@ -427,7 +429,7 @@ class HostTier:
         self._want(one)
 
     def _want(self, one: _Swapped) -> None:
-        """Let a request have those of its blocks that no other one has, and keep what is here of them."""
+        """Let those of a request's blocks that belong to no other one belong to it, and keep what is here of them."""
         at = 0
         for other, _, count in list(self._wanted.runs(one.hashes, 0, hash_count(one.hashes))):
             if other is None:
@@ -493,9 +495,7 @@ class HostTier:
         if these do not suffice, only its beginning is kept.
         """
         candidates: list[_Candidate] = []
-        behind: dict[
-            str, _Candidate
-        ] = {}  # hash of the block before candidates -> the one that is worth most
+        behind: dict[str, _Candidate] = {}  # of those behind a block, by its hash, the one that is worth most
         known = SpanIndex[_Known]()  # one lane may hold a block behind several beginnings
         for branch in branches:
             for one in self._candidates(branch, behind, known):
@@ -554,9 +554,9 @@ class HostTier:
             yield _Candidate(hashes, start, count, runs, block_seconds, worth, is_swapped)
 
     def _lacking(self, branch: Branch, known: SpanIndex[_Known]) -> Iterator[tuple[int, int, bool]]:
-        """Yield the parts of a branch that neither the tier nor other branches have: their first block and their length.
+        """Yield the parts of a branch that neither the tier nor other branches have.
 
-        True with those that are kept for requests that have stepped aside: they begin and end parts.
+        Each comes with its first block, its length, and whether requests that have stepped aside need all of it, or nothing.
         """
         hashes, at, stop = branch.hashes, branch.start, branch.start + branch.blocks
         while at < stop:
@@ -927,7 +927,8 @@ def _within(
 ) -> list[str]:
     """Return those of the hashes `keys` that the blocks `start .. stop` of a prompt have, in the order of these blocks.
 
-    `place` returns the place of a key's block in its own prompt. This looks at all blocks, or at all keys if they are fewer.
+    Where the blocks are many, this looks at the keys, and finds those whose block has the same place in the prompt. `place`
+    returns that of a key's block.
     """
     if not keys:
         return []

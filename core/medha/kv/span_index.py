@@ -71,7 +71,7 @@ class SpanIndex(Generic[Span]):
         return self._near(hashes, block, -1) or self._near(hashes, block, 1)
 
     def _near(self, hashes: str, block: int, step: int) -> tuple[Span, int] | None:
-        """Return the same by the nearest block in the index that comes before it (`step` -1) or behind it (1)."""
+        """Find a block by the nearest one in the index that comes before it in the prompt (`step` -1), or behind it (1)."""
         wanted = hash_at(hashes, block)
         near = block + step
         while 0 <= near < hash_count(hashes):
