@@ -187,7 +187,7 @@ def folders_of_properties() -> list[str]:
 
 
 def _has_properties(path: Path) -> bool:
-    """Return whether a file of tests imports Hypothesis, which the collection of all tests takes a minute to say."""
+    """Return whether a file has property tests, by its imports: to collect all tests would take a minute."""
     return re.search(r"^(from|import) hypothesis\b", path.read_text(), re.MULTILINE) is not None
 
 

@@ -199,9 +199,7 @@ class _Extent:
     blocks: int
     worth: float
     is_unfetched: bool = False  # it was read for a request, and none has fetched it since
-    wanted: dict[_Wanted, int] = field(
-        default_factory=dict
-    )  # and how many blocks there are up to the end of each
+    wanted: dict[_Wanted, int] = field(default_factory=dict)  # and its blocks up to the end of each
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
 

@@ -42,8 +42,8 @@ class SpanIndex(Generic[Span]):
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[Span, int]] = {}  # hash -> span, and block of it
-        self._long_spans = 0
-        self._unmarked_spans = 0
+        self._long_spans = 0  # without any, each block is in the index
+        self._unmarked_spans = 0  # without any, a span can be found by its marked blocks alone
 
     def add(self, span: Span) -> None:
         """Add the blocks of a span. Its `hashes` must be theirs, without any other."""

@@ -49,7 +49,8 @@ _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
 _NAME_CHARACTERS = 32
 _PROBE_BYTES, _PROBE_BLOCKS = 8 * 2**20, 1024
-PIECE_BYTES = 4 * 2**20
+"""Size of the file by which a disk is measured, and the most blocks of it; it has at least two."""
+_PIECE_BYTES = 4 * 2**20
 """Bytes that are copied at once: for so long a step may wait that drops host blocks."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the errors of a disk that has no space, or none for this user."""
@@ -65,8 +66,8 @@ def blocks_within(size_bytes: int, block_bytes: int) -> int:
 
 
 def blocks_at_once(block_bytes: int) -> int:
-    """Return how many blocks are copied at once."""
-    return max(1, PIECE_BYTES // block_bytes)
+    """Return how many blocks of this size are copied between files, or objects, and host memory at once."""
+    return max(1, _PIECE_BYTES // block_bytes)
 
 
 class KvFiles:
@@ -215,7 +216,7 @@ class KvFiles:
                 yield rows
 
     def measured_seconds(self, clock: Callable[[], float]) -> tuple[float, float]:
-        """Measure how long the first block of a file of KV takes to read without its bytes, and each block; in seconds.
+        """Measure how long a read of a new file takes beside its blocks, and how long each block takes, in seconds.
 
         Both are 0 if the disk is full: the files that fill it can still be read, and their reads show how long they take.
 
