@@ -181,6 +181,8 @@ class HttpApi:
             prepared = await self._prepare(request, endpoint, account)
             plan = prepared.plan
             assert plan is not None
+            cache_salt = account.cache_salt(plan.cache_salt)
+            prefixes = await self._link.prefixes(plan.model, prepared.prompts, cache_salt)
             terms = self._service_class(plan, account, request)
             bundle = self._tokenizing.bundle(plan.digest)
             account.charge_prompts(sum(len(prompt) for prompt in prepared.prompts), plan.model)
@@ -196,6 +198,7 @@ class HttpApi:
         generation = Generation(
             request_id,
             prepared,
+            prefixes,
             terms,
             ttft_target,
             tpot_target,

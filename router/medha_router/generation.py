@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import isfinite
 
+from medha.routing.prefix_memory import Prefix
 from medha.routing.router_events import Arrive, Deliver, Fail, NewSequence
 from medha.timeline import Began
 from medha.wire.frames import TokenIds
@@ -297,6 +298,7 @@ class Generation:
         self,
         request_id: str,
         prepared: Prepared,
+        prefixes: Sequence[Prefix],
         terms: ServiceClassTerms,
         ttft_target_seconds: float | None,
         tpot_target_seconds: float | None,
@@ -308,7 +310,7 @@ class Generation:
     ) -> None:
         """Submit the sequences.
 
-        `arrived_at` is of the loop's clock. Targets are the client's own; None: it gave none. `account` has been charged
+        `prefixes` are the marks of each prompt (`ReplicaLink.prefixes`). `arrived_at` is of the loop's clock. Targets are the client's own; None: it gave none. `account` has been charged
         for the prompts.
         """
         plan = prepared.plan
@@ -334,7 +336,7 @@ class Generation:
         self._slowest_per_token_seconds: float | None = None
         self._scoring: dict[str, int] = {}
         """Sequences whose prompt's log-probabilities are to come, with the number of the prompt."""
-        sequences, prompts = self._new_sequences(request_id, prepared.prompts, bundle)
+        sequences, prompts = self._new_sequences(request_id, prepared.prompts, prefixes, bundle)
         self.scored_prompts: dict[int, ScoredPrompt] = {}
         """Log-probabilities of the prompts' tokens by number of the prompt, if they are asked for and have come."""
         self._prompts = prepared.prompts if self._scoring else ()
@@ -354,7 +356,7 @@ class Generation:
         self._outcomes = link.submit(self._arrive, prompts)
 
     def _new_sequences(
-        self, request_id: str, prompts: tuple[TokenIds, ...], bundle: Bundle
+        self, request_id: str, prompts: tuple[TokenIds, ...], prefixes: Sequence[Prefix], bundle: Bundle
     ) -> tuple[list[NewSequence], dict[str, TokenIds]]:
         """Return the sequences and the prompts by name; each sequence gets its choice."""
         plan = self.plan
@@ -362,7 +364,7 @@ class Generation:
         unscored = replace(plan.sampling, prompt_logprobs=None)
         sequences = []
         named = {}
-        for prompt_index, ids in enumerate(prompts):
+        for prompt_index, (ids, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
             own_seed = prompt_seed(seed, prompt_index)
             for sample in range(plan.samples):
                 index = prompt_index * plan.samples + sample
@@ -375,7 +377,7 @@ class Generation:
                 if scores:
                     self._scoring[name] = prompt_index
                 sampling = plan.sampling if scores else unscored
-                sequences.append(NewSequence(name, prompt, len(ids), own_seed, sampling, sample))
+                sequences.append(NewSequence(name, prompt, len(ids), own_seed, sampling, sample, prefix))
                 self._choices[name] = ChoiceOutput(index, plan, bundle)
         return sequences, named
 

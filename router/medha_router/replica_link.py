@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from medha.errors import CheckpointInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
-from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, marks
+from medha.routing.prefix_memory import MARK_BLOCK_TOKENS, Prefix, marks
 from medha.routing.replica_demand import DemandTerms
 from medha.routing.router_core import RouterCore
 from medha.routing.router_events import (
@@ -96,6 +96,8 @@ _WATCH_SECONDS = 4.0
 """Time for which replicas report the progress of requests after the page `/ui` was last open."""
 _PASSED_ON_BY = 2
 """Replicas that get each report for other routers; the next report goes to others, in case one has lost a router."""
+HASHED_AT_ONCE_TOKENS = 65_536
+"""Tokens of a prompt that are hashed while other tasks wait, which takes a millisecond or two."""
 _Received = TypeVar("_Received")
 
 
@@ -122,6 +124,16 @@ def frames_at_hand(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
         return socket.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
+
+
+async def prefix_of(hasher: PrefixHasher, ids: TokenIds, cache_salt: str) -> Prefix:
+    """Return the marks of a prompt, int32 [n]; other tasks run while it is hashed."""
+    prompt = hasher.start(cache_salt)
+    for start in range(0, len(ids), HASHED_AT_ONCE_TOKENS):
+        if start > 0:
+            await asyncio.sleep(0)
+        prompt.update(ids[start : start + HASHED_AT_ONCE_TOKENS])
+    return marks(prompt.hashes)
 
 
 class ReplicaLink:
@@ -250,19 +262,20 @@ class ReplicaLink:
         """
         outcomes = OutcomeQueue()
         self._prompts.update(prompts)
-        if len(self.core.fleet.cards(arrive.model)) > 1:  # else there is no choice
-            arrive = self._marked(arrive, prompts)
         for new in arrive.sequences:
             self._outcomes[new.id] = outcomes
         self._handle(arrive)
         return outcomes
 
-    def _marked(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> Arrive:
-        """Return the same sequences with the marks of their prompts, by which the core finds a cached prefix."""
-        salt = arrive.cache_salt
-        prefixes = {name: marks(self._hasher.hashes(ids, salt)) for name, ids in prompts.items()}
-        sequences = tuple(replace(new, prefix=prefixes[new.prompt]) for new in arrive.sequences)
-        return replace(arrive, sequences=sequences)
+    async def prefixes(self, model: str, prompts: Sequence[TokenIds], cache_salt: str) -> list[Prefix]:
+        """Return the marks of each prompt, by which the core finds a replica that has a prefix of it cached.
+
+        They are empty if the model has at most one replica: there is no choice. Other tasks run while a long prompt is
+        hashed.
+        """
+        if len(self.core.fleet.cards(model)) <= 1:
+            return [()] * len(prompts)
+        return [await prefix_of(self._hasher, ids, cache_salt) for ids in prompts]
 
     def abandon(self, sequence_id: str, outcome: Literal["cancelled", "stop"] = "cancelled") -> None:
         """Cancel a sequence whose rest is not needed; no more results of it arrive."""
