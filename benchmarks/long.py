@@ -2,7 +2,8 @@
 
 A row is a test marked `long`, or a seeded campaign: the property tests of a folder with 1,000 examples each and another
 seed. `benchmarks/results/long.json` is written after each row, with the commit that the row ran on. A row that has passed
-is not run again until a file that it reads has changed. If such a file has uncommitted changes, the row always runs.
+is not run again until a file that it reads has changed; comments and docstrings of Python files do not count. If such a file
+has uncommitted changes, the row always runs.
 
 The tests of a file run in one process, which is started again if it ends in one of them. With `--jobs 2`, two files run at a
 time, but never two that start a Kubernetes. Both share the machine, so rows that fail then run once more at the end, one
@@ -15,6 +16,7 @@ after the other; a row that passes there has the field `alone`.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import re
@@ -26,6 +28,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from threading import Event, Lock
 from typing import IO, Any
@@ -65,7 +68,7 @@ READ = {
 }  # fmt: skip
 """The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
 ANYTHING = (
-    "benchmarks/*.py", "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md", "examples", "operator", "papers",
+    "benchmarks/*.py", ":(exclude)benchmarks/long*.py", "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md", "examples", "operator", "papers",
     "release", "router", "sim", "tests/cluster", "worker",
 )  # fmt: skip
 _IMPORT = re.compile(r"^ *(from \S+ import (?:\([^)]*\)|.*))", re.MULTILINE)
@@ -198,8 +201,43 @@ def _holds(row: dict[str, Any] | None, argv: tuple[str, ...]) -> bool:
     paths = read_by(argv[0])
     if row["commit"] == UNCOMMITTED or _git("status", "--porcelain", "--", *paths):
         return False
-    unchanged = ["git", "diff", "--quiet", row["commit"], "HEAD", "--", *paths]
-    return subprocess.run(unchanged, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    argv = ("diff", "--name-only", "--no-renames", row["commit"], "HEAD", "--", *paths)
+    changed = subprocess.run(["git", *argv], cwd=ROOT, capture_output=True, text=True, check=False)
+    return changed.returncode == 0 and all(
+        _has_same_code(path, row["commit"]) for path in changed.stdout.splitlines()
+    )
+
+
+@cache
+def _has_same_code(path: str, commit: str) -> bool:
+    """Return whether a file is Python that differs from a commit's in comments, docstrings and layout alone."""
+    if not path.endswith(".py"):
+        return False
+    texts = [
+        subprocess.run(
+            ["git", "show", f"{at}:{path}"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout
+        for at in (commit, "HEAD")
+    ]
+    return all(texts) and len({code_of(text) for text in texts}) == 1
+
+
+def code_of(source: str) -> str:
+    """Return the syntax tree of Python source as text, without docstrings; so comments and layout are no part of it."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [one for one in body if not _is_docstring(one)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    """Return whether a statement is a string alone, as docstrings of attributes are, too."""
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return True
+    return False
 
 
 def _commit(test: str) -> str:

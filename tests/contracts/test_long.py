@@ -111,16 +111,19 @@ def test_a_row_reads_no_tests_beside_its_own_but_those_that_they_name(
 
 
 @pytest.mark.parametrize(
-    ("edited", "holds"),
+    ("edited", "text", "holds_until_commit", "holds"),
     [
-        ("README.md", True),
-        ("tests/worker/test_rank.py", False),
-        ("tests/worker/test_plain.py", True),
-        ("core/medha/wire/frames.py", False),
+        ("README.md", "two\n", True, True),
+        ("tests/worker/test_rank.py", "TWO = 2\n", False, False),
+        ("tests/worker/test_plain.py", "TWO = 2\n", True, True),
+        ("core/medha/wire/frames.py", "TWO = 2\n", False, False),
+        ("core/medha/wire/frames.py", "# a comment\n\n", False, True),
+        ("core/medha/wire/frames.py", '"""What was the last."""\n', False, True),
+        ("core/medha/wire/frames.txt", "# a comment\n", False, False),
     ],
 )
 def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
-    edited: str, holds: bool, tmp_path: Path
+    edited: str, text: str, holds_until_commit: bool, holds: bool, tmp_path: Path
 ) -> None:
     def git(*argv: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -132,26 +135,45 @@ def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
         "README.md": "one\n",
         "tests/worker/test_rank.py": "import hypothesis\n",
         "tests/worker/test_plain.py": "import pytest\n",
-        "core/medha/wire/frames.py": "one\n",
+        "core/medha/wire/frames.py": "ONE = 1\n",
+        "core/medha/wire/frames.txt": "one\n",
         "benchmarks/long.py": "",
     }
     git("init", "-q")
-    for path, text in paths.items():
+    for path, first in paths.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
+        (tmp_path / path).write_text(first)
     (tmp_path / "benchmarks" / "long.py").write_text((ROOT / "benchmarks" / "long.py").read_text())
     git("add", "-A")
     git("commit", "-qm", "one")
-    held = runpy.run_path(str(tmp_path / "benchmarks" / "long.py"))["_holds"]
+
+    def held(row: dict[str, object], argv: tuple[str, ...]) -> bool:
+        found: bool = runpy.run_path(str(tmp_path / "benchmarks" / "long.py"))["_holds"](row, argv)
+        return found
+
     row = {"outcome": "passed", "argv": list(argv), "commit": git("rev-parse", "HEAD")}
     assert held(row, argv)
     assert not held(row, (*argv, "--hypothesis-seed=1"))
     assert not held(row | {"commit": "0123456789ab"}, argv)
     with (tmp_path / edited).open("a") as file:
-        file.write("two\n")
-    assert held(row, argv) is holds
+        file.write(text)
+    assert held(row, argv) is holds_until_commit
     git("commit", "-qam", "two")
     assert held(row, argv) is holds
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_same"),
+    [
+        ('def f(x):\n    """Other."""\n    return  x  # so\n', True),
+        ("def f(x):\n    return x\n", True),
+        ('def f(x):\n    """One."""\n    return x + 1\n', False),
+        ('"""A module."""\ndef f(x):\n    """One."""\n    return "x"\n', False),
+    ],
+)
+def test_comments_docstrings_and_layout_are_no_part_of_code(changed: str, is_same: bool) -> None:
+    first = 'def f(x):\n    """One."""\n    return x\n'
+    assert (LONG["code_of"](first) == LONG["code_of"](changed)) is is_same
 
 
 def test_rows_of_a_file_run_together_and_a_campaign_alone() -> None:
