@@ -311,6 +311,7 @@ def _run_tests(tests: Sequence[str], options: Sequence[str], stopped: Event) -> 
         reports.touch()
         command = [
             sys.executable,
+            "-P",  # else modules of this folder hide folders of tests of the same name
             str(Path(__file__).with_name("long_rows.py")),
             str(reports),
             *tests,

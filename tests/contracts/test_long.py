@@ -209,6 +209,17 @@ def test_each_test_of_a_process_has_its_own_outcome_also_the_one_that_ends_the_p
     assert "ended with status 7" in by_name["test_fatal"]["output"]
 
 
+def test_a_process_of_rows_finds_the_folders_of_tests_before_benchmarks_of_the_same_name(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "test_folder.py"
+    path.write_text("def test_right():\n    import campaign.runner\n")
+    [(_, row)] = LONG["_run_tests"](
+        [str(path), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")], (), Event()
+    )
+    assert row["outcome"] == "passed", row
+
+
 def files_read_by(test: str) -> list[str]:
     listed = ["git", "ls-files", "--", *LONG["read_by"](test)]
     return subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
