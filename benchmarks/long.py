@@ -68,8 +68,8 @@ READ = {
 }  # fmt: skip
 """The further files that the rows of a folder read, as git's pathspecs; rows of other folders may read `ANYTHING`."""
 ANYTHING = (
-    "benchmarks/*.py", ":(exclude)benchmarks/long*.py", "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md", "examples", "operator", "papers",
-    "release", "router", "sim", "tests/cluster", "worker",
+    "benchmarks/*.py", ":(exclude)benchmarks/long*.py", "charts", "cli", "core", "crds", "dashboards", "docs/chart-findings.md",
+    "examples", "operator", "papers", "release", "router", "sim", "tests/cluster", "worker",
 )  # fmt: skip
 _IMPORT = re.compile(r"^ *(from \S+ import (?:\([^)]*\)|.*))", re.MULTILINE)
 
@@ -201,8 +201,8 @@ def _holds(row: dict[str, Any] | None, argv: tuple[str, ...]) -> bool:
     paths = read_by(argv[0])
     if row["commit"] == UNCOMMITTED or _git("status", "--porcelain", "--", *paths):
         return False
-    argv = ("diff", "--name-only", "--no-renames", row["commit"], "HEAD", "--", *paths)
-    changed = subprocess.run(["git", *argv], cwd=ROOT, capture_output=True, text=True, check=False)
+    differ = ["git", "diff", "--name-only", "--no-renames", row["commit"], "HEAD", "--", *paths]
+    changed = subprocess.run(differ, cwd=ROOT, capture_output=True, text=True, check=False)
     return changed.returncode == 0 and all(
         _has_same_code(path, row["commit"]) for path in changed.stdout.splitlines()
     )
@@ -223,7 +223,7 @@ def _has_same_code(path: str, commit: str) -> bool:
 
 
 def code_of(source: str) -> str:
-    """Return the syntax tree of Python source as text, without docstrings; so comments and layout are no part of it."""
+    """Return the syntax tree of Python source as text, which has no comments and no layout; docstrings are left out."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

@@ -310,8 +310,8 @@ class Generation:
     ) -> None:
         """Submit the sequences.
 
-        `prefixes` are the marks of each prompt (`ReplicaLink.prefixes`). `arrived_at` is of the loop's clock. Targets are the client's own; None: it gave none. `account` has been charged
-        for the prompts.
+        `prefixes` are the marks of each prompt (`ReplicaLink.prefixes`). `arrived_at` is of the loop's clock. Targets are the
+        client's own; None: it gave none. `account` has been charged for the prompts.
         """
         plan = prepared.plan
         assert plan is not None

@@ -126,14 +126,17 @@ def frames_at_hand(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
         return None
 
 
-async def prefix_of(hasher: PrefixHasher, ids: TokenIds, cache_salt: str) -> Prefix:
-    """Return the marks of a prompt, int32 [n]; other tasks run while it is hashed."""
-    prompt = hasher.start(cache_salt)
-    for start in range(0, len(ids), HASHED_AT_ONCE_TOKENS):
-        if start > 0:
-            await asyncio.sleep(0)
-        prompt.update(ids[start : start + HASHED_AT_ONCE_TOKENS])
-    return marks(prompt.hashes)
+async def prefixes_of(hasher: PrefixHasher, prompts: Sequence[TokenIds], cache_salt: str) -> list[Prefix]:
+    """Return the marks of each prompt, int32 [n]; other tasks run between prompts, and between pieces of long ones."""
+    prefixes: list[Prefix] = []
+    for ids in prompts:
+        prompt = hasher.start(cache_salt)
+        for start in range(0, len(ids), HASHED_AT_ONCE_TOKENS):
+            if prefixes or start:  # a short request does not wait
+                await asyncio.sleep(0)
+            prompt.update(ids[start : start + HASHED_AT_ONCE_TOKENS])
+        prefixes.append(marks(prompt.hashes))
+    return prefixes
 
 
 class ReplicaLink:
@@ -268,14 +271,13 @@ class ReplicaLink:
         return outcomes
 
     async def prefixes(self, model: str, prompts: Sequence[TokenIds], cache_salt: str) -> list[Prefix]:
-        """Return the marks of each prompt, by which the core finds a replica that has a prefix of it cached.
+        """Return the marks of each prompt, int32 [n], by which the core finds a replica that has a prefix of it cached.
 
-        They are empty if the model has at most one replica: there is no choice. Other tasks run while a long prompt is
-        hashed.
+        They are empty if the model has at most one replica, because then there is no choice.
         """
         if len(self.core.fleet.cards(model)) <= 1:
             return [()] * len(prompts)
-        return [await prefix_of(self._hasher, ids, cache_salt) for ids in prompts]
+        return await prefixes_of(self._hasher, prompts, cache_salt)
 
     def abandon(self, sequence_id: str, outcome: Literal["cancelled", "stop"] = "cancelled") -> None:
         """Cancel a sequence whose rest is not needed; no more results of it arrive."""

@@ -118,7 +118,7 @@ def test_a_row_reads_no_tests_beside_its_own_but_those_that_they_name(
         ("tests/worker/test_plain.py", "TWO = 2\n", True, True),
         ("core/medha/wire/frames.py", "TWO = 2\n", False, False),
         ("core/medha/wire/frames.py", "# a comment\n\n", False, True),
-        ("core/medha/wire/frames.py", '"""What was the last."""\n', False, True),
+        ("core/medha/wire/frames.py", '"""The last number."""\n', False, True),
         ("core/medha/wire/frames.txt", "# a comment\n", False, False),
     ],
 )
