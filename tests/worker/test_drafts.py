@@ -143,7 +143,7 @@ def assert_same(found: dict[str, Text], plain: dict[str, Text]) -> None:
                 assert len(sample.logprob.top) == len(expected.logprob.top)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), chunks=st.booleans(), masked=st.booleans())
 def test_texts_are_those_of_steps_without_drafts(
     model: Transformer, seed: int, chunks: bool, masked: bool

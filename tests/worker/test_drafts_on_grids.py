@@ -40,8 +40,8 @@ MOST_TOKENS = 130
 READS_WEIGHTS = StepProfile(0.01, 1e-6, 1e-9, 1e-6)
 """A device on which verifying guesses costs next to nothing."""
 SHAPES = [
-    pytest.param(((1, 1, 1), "llama", 3), id="one rank"),
-    pytest.param(((2, 2, 1), "qwen3", 2), id="TP2 x SPP2"),
+    pytest.param(((1, 1, 1), "llama", 3), id="one rank", marks=pytest.mark.long),
+    pytest.param(((2, 2, 1), "qwen3", 2), id="TP2 x SPP2", marks=pytest.mark.long),
     pytest.param(((1, 1, 2), "llama-biased", 2), id="KVP2"),
     pytest.param(((1, 1, 1), "gemma3_text-window", 3), id="one rank, windows", marks=pytest.mark.long),
 ] + [

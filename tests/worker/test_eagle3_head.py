@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -470,11 +471,11 @@ def test_a_head_that_does_not_fit_is_refused_with_the_field_and_the_fix(
     kind: type[MedhaError],
     said: str,
 ) -> None:
-    folder = make(tmp_path)
-    change_head(folder / "head", fields, tensors or (lambda _: None))
+    head = copytree(random_head.head_directory, tmp_path / "head")
+    change_head(head, fields, tensors or (lambda _: None))
     with pytest.raises(kind) as raised:
-        eagle3_config(folder / "head", random_head.config)
-    assert f"{FIELD}.source ({folder / 'head'}): " in str(raised.value)
+        eagle3_config(head, random_head.config)
+    assert f"{FIELD}.source ({head}): " in str(raised.value)
     assert said in str(raised.value)
 
 

@@ -162,7 +162,7 @@ ENDS = (RankHello, RankFault)
 
 
 @pytest.mark.parametrize("link", list(ACCEPTS))
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(batch=st.lists(frames(without=ENDS), min_size=1, max_size=12))
 def test_the_controller_drops_and_counts_whatever_does_not_belong_on_a_link(
     watched: Watched, link: str, batch: list[list[bytes]]

@@ -60,8 +60,15 @@ def eagle3(folder: Path) -> tuple[Transformer, PredictionHead]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("host_blocks", [0, 100])
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "host_blocks"),
+    [
+        ("mtp", 0),
+        pytest.param("mtp", 100, marks=pytest.mark.long),
+        pytest.param("eagle3", 0, marks=pytest.mark.long),
+        ("eagle3", 100),
+    ],
+)
 def test_the_heads_kv_is_that_of_the_same_texts_alone(tmp_path: Path, kind: str, host_blocks: int) -> None:
     model, head = (mtp if kind == "mtp" else eagle3)(tmp_path)
     replica = Watched(model, host_blocks, head)

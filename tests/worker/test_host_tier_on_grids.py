@@ -114,8 +114,8 @@ def run(
     [
         pytest.param((1, 1, 1), "llama", "auto", False, id="one rank"),
         pytest.param((2, 1, 1), "llama-biased", "auto", False, id="TP2", marks=pytest.mark.long),
-        pytest.param((1, 2, 1), "mistral", "auto", False, id="SPP2"),
-        pytest.param((1, 1, 2), "qwen3", "auto", False, id="KVP2"),
+        pytest.param((1, 2, 1), "mistral", "auto", False, id="SPP2", marks=pytest.mark.long),
+        pytest.param((1, 1, 2), "qwen3", "auto", False, id="KVP2", marks=pytest.mark.long),
         pytest.param((1, 1, 2), "qwen3", "auto", True, id="KVP2, striped"),
         pytest.param((1, 1, 1), "deepseek_v2", "auto", False, id="one rank, latents"),
         pytest.param(

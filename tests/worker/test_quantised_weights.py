@@ -45,7 +45,7 @@ def rows_of(
     return read_rows(WeightSlice(LAYER, rows, columns, *shape), form, read, lambda tensor: tensor)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_slice_is_the_numbers_that_were_written(data: st.DataObject) -> None:
     """Slices begin and end within groups, blocks and packed words; the last group may be shorter."""
