@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import pytest
 
-OUTPUT_CHARACTERS = 8000  # of a failure: its end
+OUTPUT_CHARACTERS = 4000
+"""Characters kept of the end of a failure, and as many of what the test has printed."""
 
 
 class Reports:
@@ -29,16 +30,17 @@ class Reports:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write how a phase of a test has ended."""
-        text = "" if report.outcome == "passed" else report.longreprtext
+        text = "" if report.outcome == "passed" else report.longreprtext[-OUTPUT_CHARACTERS:]
         if report.outcome == "failed":
-            text = "\n".join([text, *(f"--- {title}\n{content}" for title, content in report.sections)])
+            printed = "\n".join(f"--- {title}\n{content}" for title, content in report.sections)
+            text = f"{text}\n{printed[-OUTPUT_CHARACTERS:]}"
         self._write(
             {
                 "test": report.nodeid,
                 "phase": report.when,
                 "outcome": report.outcome,
                 "seconds": report.duration,
-                "output": text[-OUTPUT_CHARACTERS:],
+                "output": text,
             }
         )
 

@@ -36,13 +36,18 @@ class Kind:
     head_dim: int
     group: int
     dtype: torch.dtype
-    tolerance: float  # of outputs near 1; the formats round K, V and each partial result to 2^-8 and 2^-11
+    tolerance: float
+    """Largest error of outputs near 1 and of logarithms of sums near 10.
+
+    bfloat16 and float16 round K, V and each partial result to 2^-8 and 2^-11. float32 rounds numbers near 10 to 2^-20, and a
+    score is a sum of 10 to 64 products: ten times that is allowed.
+    """
 
 
 KINDS = (
-    Kind("float32, compiled", lambda: compiled(16, 2), 16, 2, torch.float32, 5e-6),
+    Kind("float32, compiled", lambda: compiled(16, 2), 16, 2, torch.float32, 1e-5),
     Kind(
-        "float32, compiled, without a decode of its own", lambda: compiled(32, 6), 32, 6, torch.float32, 5e-6
+        "float32, compiled, without a decode of its own", lambda: compiled(32, 6), 32, 6, torch.float32, 1e-5
     ),
     Kind(
         "float32, heads that do not fill registers",
@@ -50,9 +55,9 @@ KINDS = (
         10,
         2,
         torch.float32,
-        5e-6,
+        1e-5,
     ),
-    Kind("float32, torch", partial(TorchAttention, host_device(torch.float32)), 64, 1, torch.float32, 5e-6),
+    Kind("float32, torch", partial(TorchAttention, host_device(torch.float32)), 64, 1, torch.float32, 1e-5),
     Kind("bfloat16", partial(TorchAttention, host_device(torch.bfloat16)), 64, 2, torch.bfloat16, 3e-2),
     Kind("float16", partial(TorchAttention, host_device(torch.float16)), 80, 2, torch.float16, 4e-3),
 )
