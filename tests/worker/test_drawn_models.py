@@ -157,10 +157,12 @@ def drawn_models(draw: st.DrawFn, most_ranks: int) -> Drawn:
         groups, in_group = whole(1, 3), whole(2, 3)
         kept = whole(1, groups)
         width = head_dim if scheme else 1
+        # transformers views pairs of numbers behind the latent of DeepSeek-V2 as complex, which must begin at an even place.
+        unit_of_latents = 2 if family == "deepseek_v2" else 1
         sizes |= {
             "num_key_value_heads": heads,
             "q_lora_rank": draw(st.sampled_from([None, 8, 24])),
-            "kv_lora_rank": 8 * whole(1, 4) if scheme else whole(3, 33),
+            "kv_lora_rank": 8 * whole(1, 4) if scheme else unit_of_latents * whole(2, 33 // unit_of_latents),
             "qk_nope_head_dim": width * whole(1, 2) if scheme else whole(2, 20),
             "qk_rope_head_dim": 8 if scheme else 2 * whole(1, 9),
             "v_head_dim": width * whole(1, 2) if scheme else whole(2, 20),
