@@ -204,7 +204,6 @@ def examine(one: Drawn, *, compiles: bool) -> None:
 
     `compiles`: with the kernels that a rank chooses, which are compiled for these sizes; else in plain torch.
     """
-    plain = torch_kernels(host_device(torch.float32))
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
         directory = Path(scratch)
         sizes = dict(one.sizes)
@@ -221,6 +220,7 @@ def examine(one: Drawn, *, compiles: bool) -> None:
         patch.setattr(activation_rounding, "_nearest", bend)
         patch.setattr(fast_forms, "_names", lambda _: ())  # integers cannot be bent
         if not compiles:
+            plain = torch_kernels(host_device(torch.float32))
             patch.setattr(ranks_module, "kernels_of_a_rank", lambda *_: plain)
         config = ModelConfig.from_directory(directory)
         refusal = refusal_of(config, one.topology)
