@@ -54,6 +54,9 @@ def rounding_of(form: ActivationFormat, *, is_smooth: bool = False) -> Rounding:
 
     def dynamic(x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().amax(-1, keepdim=True) / (127.5 if form.kind == "int8" else 448)
+        scale = scale.masked_fill(
+            scale == 0, torch.finfo(scale.dtype).eps
+        )  # a row may be zero, as that of a pad token
         if form.has_power_scales:
             scale = torch.exp2(scale.double().log2().ceil()).float()
         return nearest(x / scale) * scale
