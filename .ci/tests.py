@@ -68,17 +68,17 @@ def main() -> int:
 
 
 def first_side() -> None:
-    """Run the engine's tests, then those on nodes."""
+    """Run the tests of the engine and of commands, then those on nodes."""
     tests("engine")
+    tests("commands")
     for needed, options in NEEDED.items():
         row(needed, f"tests/cluster/{needed}.py", *options)
     tests("nodes")
 
 
 def second_side() -> None:
-    """Run all tests that need neither the engine nor nodes; those on an API server come last."""
+    """Run all other tests; those on an API server come last."""
     tests("decisions")
-    tests("commands")
     row("programs", "tests/cluster/binaries.py")
     tests("campaign")
     tests("servers")
