@@ -250,15 +250,20 @@ def _commit(test: str) -> str:
 def read_by(test: str) -> list[str]:
     """Return pathspecs of the files that a row may read.
 
-    Of the tests in its folder, these are its own and those from which they import; of the benchmarks, those that it names.
+    Of the Python files in its folder, these are its own tests and what they need; of the benchmarks, those that they name.
     """
     name = test.partition("::")[0]
     folder = name if name == test else str(Path(name).parent)
-    files = set((ROOT / folder).glob("test_*.py"))
+    beside = set((ROOT / folder).glob("*.py"))
     # A row that is a folder runs its property tests.
-    own = {ROOT / name} if name != test else {path for path in files if _has_properties(path)}
-    others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(files - _named(own))]
-    texts = [path.read_text() for path in _named(own)]
+    own = (
+        {ROOT / name}
+        if name != test
+        else {path for path in beside if _is_test(path) and _has_properties(path)}
+    )
+    needed = _needed(own, beside)
+    others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(beside - needed)]
+    texts = [path.read_text() for path in needed if _is_test(path)]
     benchmarks = [
         f"benchmarks/{path.name}"
         for path in sorted((ROOT / "benchmarks").glob("*.py"))
@@ -268,19 +273,24 @@ def read_by(test: str) -> list[str]:
     return [*SHARED, folder, *others, *benchmarks, *helpers, *READ.get(folder, ANYTHING)]
 
 
-def _named(tests: set[Path]) -> set[Path]:
-    """Return the files of `tests`, the tests from which they import, and so on."""
-    found = new = set(tests)
+def _needed(tests: set[Path], beside: set[Path]) -> set[Path]:
+    """Return tests and what they need of the files `beside` them, directly or not.
+
+    A test is needed where something is imported from it. Any other module is needed where its name occurs.
+    """
+    found = new = tests | {path for path in beside if path.name in ("__init__.py", "conftest.py")}
     while new:
-        named = {
-            test.with_name(f"{name}.py")
-            for test in new
-            for statement in _IMPORT.findall(test.read_text())
-            for name in re.findall(r"\btest_\w+", statement)
-        }
-        new = {path for path in named - found if path.exists()}
+        texts = [path.read_text() for path in new]
+        imports = " ".join(statement for text in texts for statement in _IMPORT.findall(text))
+        words = {word for text in texts for word in re.findall(r"\w+", text)}
+        tests_named = set(re.findall(r"\btest_\w+", imports))
+        new = {path for path in beside - found if path.stem in (tests_named if _is_test(path) else words)}
         found = found | new
     return found
+
+
+def _is_test(path: Path) -> bool:
+    return path.name.startswith("test_")
 
 
 def _git(*argv: str) -> str:

@@ -100,9 +100,19 @@ def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_no
         ("tests/worker/test_foreign.py::test", ["test_controller.py", "test_rank.py"], ["test_mesh.py"]),
         ("tests/worker", ["test_exactness.py", "test_model_transformer.py"], ["test_engine_load.py"]),
         ("tests/core", ["test_replica_controller_machine.py", "replayed.py"], ["test_run_ahead.py"]),
+        (
+            "tests/worker/test_controlled.py::test",
+            ["ranks.py", "quantised_models.py"],
+            ["eagle3_reference.py"],
+        ),
+        (
+            "tests/worker/test_drawn_models.py::test",
+            ["quantised_models.py", "test_exactness.py"],
+            ["eagle3_reference.py"],
+        ),
     ],
 )
-def test_a_row_reads_no_tests_beside_its_own_but_those_that_they_name(
+def test_a_row_reads_of_its_folder_what_its_own_tests_need(
     test: str, reads: list[str], leaves: list[str]
 ) -> None:
     names = {Path(path).name for path in files_read_by(test)}
