@@ -20,8 +20,10 @@ _WARM_RUNS = 2
 
 
 class CudaRuntime:
-    """`Runtime` of one GPU. Work of `ahead` has a stream of its own, and so have that of `copying` and copies `beside`; everything
-    else is on the default one.
+    """`Runtime` of one GPU.
+
+    Work given `ahead`, work given in `copying`, and copies `beside` have a stream each. All else is on the default
+    stream.
     """
 
     captures = True
@@ -118,8 +120,8 @@ class CudaTimedMark:
 class CudaMemory:
     """`DeviceMemory` of one GPU, which one rank has to itself.
 
-    What is free is the driver's figure, so that memory of libraries and of other processes counts; blocks that
-    torch caches are returned first.
+    Free memory is the driver's figure, so that memory of libraries and of other processes counts. `free_bytes` first
+    returns the blocks that torch caches.
     """
 
     def __init__(self, torch_device: torch.device) -> None:

@@ -4,8 +4,8 @@ Tensors are in one of two memories. Token ids, positions, tables, frames and wha
 memory; weights, activations and the KV pool are in the device's. On a CPU both are the same.
 
 A device runs what it is given in order, possibly after the call has returned. Everything that depends on that is
-behind `Runtime`: a second stream, points to wait for, captured work, and copies that nobody waits for. No other
-module of the engine names a device.
+behind `Runtime`: a second stream, points to wait for, captured work, and copies that nobody waits for. Only the
+modules that choose a device or kernels, `cuda_device`, and the kernels themselves name a kind of device.
 """
 
 from __future__ import annotations

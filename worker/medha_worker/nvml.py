@@ -27,7 +27,7 @@ THROTTLE_REASONS = {
     0x40: "hardware_thermal",
     0x80: "power_brake",
 }
-"""Bits of NVML's reasons for lower clocks, and what metrics name them; idle clocks and settings are no throttling."""
+"""Bits of NVML's reasons for lower clocks, and their names in metrics; idle clocks and settings are no throttling."""
 
 XID_MEANINGS = {
     13: "an exception in a kernel",
@@ -57,7 +57,7 @@ XID_MEANINGS = {
 PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 69, 137})
 """Errors for which NVIDIA's catalogue resets no GPU: as a rule a program causes them, and it is started again."""
 NOTICE_XIDS = frozenset({63, 154})
-"""What the catalogue asks nobody to act on: memory that was remapped, and a summary of other errors."""
+"""Errors for which the catalogue asks for no action: memory that was remapped, and a summary of other errors."""
 
 _Figure = TypeVar("_Figure")
 _log = logging.getLogger("medha.device")
@@ -75,7 +75,7 @@ def xid_cause(xid: int) -> str:
 
 
 class LatestXid:
-    """The error of a GPU that explains most of what happens now: the latest one, but one of the device before others.
+    """The error of a GPU that explains most of what happens now: the latest one of the device, or else the latest one.
 
     Where a device fails, it reports soon after that it has ended a process (45), remapped memory (63), and so on.
     """

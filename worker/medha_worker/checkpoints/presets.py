@@ -3,7 +3,8 @@
 They have the exact form of a Hugging Face directory (config, weights, tokenizer, chat template, generation
 config), so that the whole system can be run, tested and measured without downloading a model. `tiny` and
 `small` are random: their text is meaningless, but it depends on the whole prompt, so that a wrong KV block
-becomes visible. `needle` finds passkeys in contexts of any length, and `needle-fp8` does with keys and values in FP8.
+becomes visible. `needle` finds passkeys in contexts of up to 1,048,576 tokens, and `needle-fp8` does so with keys and
+values in FP8.
 """
 
 import math

@@ -115,7 +115,7 @@ EXPERT_QUANTISATIONS: Mapping[str, dict[str, Any]] = MappingProxyType(
         }
     }
 )
-"""Likewise, of formats for experts."""
+"""The `quantization_config` of each format that experts are made in."""
 
 _FLOAT4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOAT4_EXPONENT = 2  # of the largest size

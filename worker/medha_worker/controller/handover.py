@@ -1,8 +1,8 @@
 """The messages by which this replica and others of its model agree to hand KV over (`medha.scheduler.peer_kv`).
 
-A router passes them on. A question names the asking replica's identity, a hash of all that the content of KV depends on, at
-every rank; only replicas of the same identity hand KV over. Names of tickets are random, so they are made here: decisions
-use no random numbers.
+A router passes them on. A question names the identity of the replica that asks: a hash of everything that the content
+of KV depends on, at every rank. Only replicas of the same identity hand KV over. Names of tickets are random. They are
+made here, because decisions use no random numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Handover:
                 return done
 
     def send(self, message: KvMessage, routers: RouterFleet) -> None:
-        """Send a message to another replica; if the router has gone it is lost, and time limits of both sides apply."""
+        """Send a message to another replica.
+
+        If the router has gone, the message is lost, and the time limits of both sides apply.
+        """
         match message:
             case KvAsk() as ask:
                 links = routers.links_of(ask.id)

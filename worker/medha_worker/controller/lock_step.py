@@ -1,4 +1,4 @@
-"""Joins the reports of the lanes of a coupled step into one event."""
+"""Joins the reports of the lanes that run a step together into one event."""
 
 from __future__ import annotations
 

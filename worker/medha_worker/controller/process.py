@@ -185,7 +185,8 @@ class Controller:
         """Serve until SIGTERM, then drain.
 
         Raises:
-            PartFailed: a rank failed before anything was served, or ranks did not come back in time.
+            PartFailed: a rank failed before anything was served, ranks did not come back in time, or the thread that
+                sends heartbeats to routers has ended.
         """
         while self._drain_until is None or not self._drained(self._drain_until):
             watchdog.allow(STUCK_SECONDS, "one iteration of its loop")
@@ -217,9 +218,10 @@ class Controller:
         self._ranks.shut_down()
 
     def _apply_changed_settings(self) -> None:
-        """Read changed settings; they take effect with a new epoch.
+        """Read changed settings.
 
-        It begins when no request is open, or after LIVE_SECONDS.
+        Routers and the limits of `lifecycle` take effect at once. Changed scheduling or service classes take effect
+        with a new epoch, which begins when no request is open, or after LIVE_SECONDS.
         """
         now = time.monotonic()
         changed = self._live.changed(now)
@@ -388,7 +390,7 @@ class Controller:
         """Stop serving in this epoch, and hand all open requests back to their routers.
 
         `suspects` may have made the ranks fail: their routers get `Failed` for them and count the loss.
-        Requests that only waited are refused as `not_ready`, without blame.
+        All other open requests, begun or not, are refused as `not_ready`, without blame.
         """
         self._core = None
         if self._traces is not None:
@@ -430,8 +432,9 @@ class Controller:
         self._core = core
         hasher = None
         if spec.kv_cache.prefix_caching:
-            # The key is a secret of this process: without it nobody can make two prompts share a hash.
-            # Ranks keep it with files of KV that outlive this process, if there is a disk tier.
+            # The key is secret: without it nobody can make two prompts share a hash. Ranks keep it with files of KV
+            # that outlive this process, and a store keeps it for all replicas. Replicas that hand KV over derive it
+            # from their enrolment token.
             hasher = PrefixHasher(config.block_size_tokens, bytes.fromhex(hash_key))
         self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
         speculation = config.scheduling.speculation

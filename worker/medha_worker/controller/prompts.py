@@ -154,9 +154,9 @@ class PromptStore:
                 return
 
     def abandon(self, sender: bytes = b"") -> None:
-        """Drop a sender's held requests, and its prompts that are not on the ranks; it awaits no more requests.
+        """Drop a sender's held requests, and its prompts that are not on the ranks.
 
-        Prompts on the ranks stay until the controller forgets them (`forgotten`).
+        Its prompts on the ranks await no further requests, and stay until the controller forgets them (`forgotten`).
         """
         for name, prompt in list(self._prompts.items()):
             if prompt.sender != sender:

@@ -31,7 +31,8 @@ def replica_card(
 ) -> Announce:
     """Return the announcement of a replica that serves.
 
-    `drain_until` is the end of its drain, if it has begun, on the clock of `now`; `routers` are those that are connected.
+    `drain_until` is the end of its drain, if that has begun, on the clock of `now`. `routers` is the number of routers
+    that are connected.
     """
     longest = config.max_model_len  # as the last point, so that routers never extrapolate
     lengths = np.array([*(tokens for tokens in PREFILL_POINTS if tokens < longest), longest], np.int64)

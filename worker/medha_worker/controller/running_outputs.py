@@ -17,11 +17,11 @@ class RunningOutputs:
     """The outputs of one epoch."""
 
     def __init__(self, prompts: PromptStore, most_looked_up: int | None) -> None:
-        """`most_looked_up` is the longest guess that prompt lookup makes, in tokens; None: there is no prompt lookup."""
+        """`most_looked_up` is the length of the longest draft of prompt lookup; None: there is no prompt lookup."""
         self._prompts = prompts
         self._hashes = OutputHasher()
         self._ids = OutputIds()
-        # One more, because a step in flight may be sampling the first token of a guess.
+        # One more, because a step in flight may be sampling the first token of a draft.
         self._lookup = None if most_looked_up is None else PromptLookup(1 + most_looked_up)
 
     def completed(self, done: Done, core: ReplicaController) -> Done:
@@ -87,6 +87,6 @@ class RunningOutputs:
 
 
 def _without_output(core: ReplicaController, request_id: str) -> Request | None:
-    """Return a running request that has emitted nothing; None if it has, so that its first tokens are not known here."""
+    """Return a running request that has emitted nothing; None otherwise: what was emitted before is not known here."""
     request = core.find(request_id)
     return None if request is None or request.ended or request.emitted else request

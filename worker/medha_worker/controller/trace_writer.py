@@ -1,9 +1,9 @@
 """Traces for Perfetto and chrome://tracing: what every rank did, step by step, and which requests waited.
 
 The format is Trace Event JSON ("Trace Event Format", the Chromium project) in its array form. The array needs
-no closing bracket, so a file that a crash has cut off after a line can be read up to there. Each lane is a
-process of the trace, and each of its ranks a thread; process 0 is the controller, with counters, the steps in
-flight and the requests.
+no closing bracket, so a file that a crash has cut off after a line can be read up to there. Each lane is a process of
+the trace. Each of its ranks has a thread for its steps, and one for the steps that it prepares ahead. Process 0 is the
+controller, with counters, the steps in flight and the requests.
 
 Times are the controller's monotonic clock, relative to the beginning of the trace. Ranks on the same machine
 read the same clock. The clock offset of a rank elsewhere is estimated as the smallest difference seen between

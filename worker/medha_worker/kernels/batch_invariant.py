@@ -19,7 +19,7 @@ from medha_worker.kernels.sequence_span import SequenceSpan
 
 _ROWS = 70
 _PARTS = (slice(0, 1), slice(5, 6), slice(69, 70), slice(1, 4), slice(3, 36), slice(2, 66))
-"""Rows that are computed apart: one, few, and more than a tile, at several places."""
+"""Rows that are computed apart: one, a few, and as many as a tile of Triton's kernels has, at several places."""
 _BLOCK_TOKENS = 16
 _MOST_COLUMNS = 2048  # of the weights that are tried: enough for every thread, little memory
 
@@ -33,7 +33,8 @@ def batch_invariant_kernels(sizes: KernelSizes, device: Device, others: Kernels)
         KernelsUnavailable: there are none for this model here.
     """
     make = _on_host if device.is_host else _on_gpu
-    # Libraries choose how they multiply quantised weights by the number of rows. Products of their numbers are ours.
+    # By the number of rows, libraries choose how they multiply with quantised weights. So these weights are made
+    # numbers here, whose products our kernels compute.
     kernels = replace(make(sizes, device, others), name="batch-invariant", pack_rows=None)
     differing = differences(kernels, sizes, device)
     if differing:

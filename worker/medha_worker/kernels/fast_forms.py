@@ -217,7 +217,7 @@ def _fits_int4(part: QuantisedRows) -> bool:
 
 
 def _has_row_scales(part: QuantisedRows, kind: str, dtype: torch.dtype) -> bool:
-    """Return True if values have no zero points, and rows a scale each or one for all; so have activations of the same kind."""
+    """Return True if values have no zero points, and values and activations are of this kind and without groups."""
     return (
         part.values.dtype == dtype
         and not part.has_pairs

@@ -116,7 +116,7 @@ class Float8Blocks(_ScaledRows):
 
 
 class Int8Rows(_ScaledRows):
-    """Rows of INT8, each with a scale of its own. Their sums are exact, so that they are scaled behind them."""
+    """Rows of INT8, each with a scale of its own. Sums of products are exact integers, and are scaled afterwards."""
 
     @classmethod
     def of(cls, part: QuantisedRows) -> Int8Rows:

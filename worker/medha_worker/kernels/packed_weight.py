@@ -1,4 +1,4 @@
-"""A weight in panels: a few columns of all its rows after the other, in which compiled products read memory in one run."""
+"""A weight in panels, each of which holds a few columns of all rows: compiled products read its memory in one run."""
 
 from __future__ import annotations
 

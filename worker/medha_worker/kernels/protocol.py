@@ -245,7 +245,8 @@ class Kernels:
     made_heads: AttentionBackend | None = None
     """Attention to keys and values that were made of latents for each head, [heads, tokens, `made_head_dim`].
 
-    None: it would not give a row the same bits as attention to latents does, which are then never made keys and values.
+    None: keys and values are never made of latents, because a row would not get the same bits as by attention to
+    latents.
     """
     pack: Callable[[torch.Tensor], MatrixWeight] | None = None
     """Returns a weight in the form in which its products are fastest, or as it is. None: weights stay as they are read."""

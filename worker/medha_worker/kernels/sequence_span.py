@@ -23,8 +23,8 @@ class SequenceSpan:
         stride: If rows are causal, the number of keys by which each row sees more than the row before it;
             above one if other lanes compute the positions between them.
         first_key: First token in this pool that the first row sees; below zero, the row sees all from the start.
-        first_stride: The number of tokens by which each row's first one lies behind that of the row before it.
-            Every row sees a token at least.
+        first_stride: The number of tokens by which the first token that a row sees comes after that of the row before
+            it. Every row sees at least one token.
     """
 
     row_start: int

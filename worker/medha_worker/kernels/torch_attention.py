@@ -4,9 +4,9 @@ Per sequence, K and V come as *segments*: contiguous runs of the pool, read in p
 are short. The query heads that share a KV head are folded into rows of one product: the same arithmetic with
 larger matrices. A decode (one row) attends to each segment through torch's flash kernel. A chunk attends to each
 segment of its context without a mask, and causally to its own tokens, which are one segment. Partial results
-over disjoint keys are merged exactly by their log-sum-exp. Of a pool of FP8, a segment is made numbers before it is used.
-With a window, a chunk attends to all that it sees, its
-context too, as one masked segment. Blocks before every row's window are not read.
+over disjoint keys are merged exactly by their log-sum-exp. A segment of a pool in FP8 is converted to the type of the
+queries before it is used. With a window, a chunk attends to all that it sees, its context too, as one masked segment.
+Blocks before every row's window are not read.
 
 The causal mask counts keys, so that segment holds them in the order of their positions. Keys that every row
 sees may come in any order.

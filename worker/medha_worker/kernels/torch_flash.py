@@ -45,8 +45,8 @@ def flash_attention(
         scale: Factor on the scores.
         causal: If not 0, each row sees as many keys more than the row before it, and the last row sees the last
             key. Without a window, the first row sees key 0 alone.
-        window: If given, the first key that the first row sees, and the number of keys by which each row's first
-            one lies behind that of the row before it. Every row sees a key.
+        window: If given, the first key that the first row sees, and the number of keys by which the first key that a
+            row sees comes after that of the row before it. Every row sees a key.
 
     Returns:
         Output like `q`, and the log-sum-exp, float32 [batch, heads, rows].

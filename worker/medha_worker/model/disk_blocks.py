@@ -1,8 +1,8 @@
 """The disk tier of one rank: threads that copy KV blocks between the host tier and files.
 
 The core decides which blocks go where (`medha.kv.disk_tier`), and `kv_files` has the files. Nothing here blocks a step: steps
-hand over work, and the threads report what came of it. One of them reads, and another one writes and deletes, so that requests,
-which wait for reads, do not wait for writes. The core has no file deleted that is being read.
+hand over work, and the threads report what came of it. One thread reads, and another one writes and deletes. So
+requests wait for reads, but not for writes. The core does not have a file deleted while it is read.
 
 Steps and threads share host blocks. A thread takes the lock to copy a few blocks from or to them. A step that drops
 host blocks, to give them to others, takes it to call off the work that concerns them. So no bytes of later owners reach
@@ -148,7 +148,7 @@ class DiskBlocks:
             self._condition.notify_all()
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait until all work is done; return False if it takes longer. For tests and the end of a process."""
+        """Wait until all work is done; return False if it takes longer. For tests."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._all_jobs(), timeout_seconds)
 

@@ -4,9 +4,10 @@ The ledger in the core decides which block goes where (`medha.kv.host_tier`); th
 keeps its own layers and heads of a block, in the pool's data type, so FP8 and latents are copied as they are.
 
 Copies to host memory are given to the device in order, on the stream that computes steps, and so are fetches that come
-before one of them. The other fetches of a step are made beside it, layer by layer. If the step reads what comes, the attention
-of a layer waits for the copies of its own tensors alone (`KVCache.await_layer`); the step ends when all are made. So a block is read before it is
-written again, a fetched block is complete before attention reads it, and a host block is written before it is read back.
+before one of them. The other fetches of a step are made beside it. If the step reads the fetched blocks, they are
+fetched layer by layer, and the attention of a layer waits for the copies of its own tensors alone
+(`KVCache.await_layer`). The step ends when all copies are made. So a block is read before it is written again, a
+fetched block is complete before attention reads it, and a host block is written before it is read back.
 Host memory is pinned where that makes copies fast. `make gpu-check` copies to and from a GPU (docs/gpu.md).
 """
 
@@ -143,7 +144,8 @@ class HostBlocks:
     def fetch_beside(self, copies: Sequence[TierCopy], arrivals: Arrivals, *, reads: bool = True) -> None:
         """Let fetches be made beside what the calling thread gives next.
 
-        If that `reads` what comes, each layer of the pool waits for its own part. Else it has to be there only at the end of the step.
+        If the step `reads` the fetched blocks, each layer of the pool waits for its own part. If not, the fetches only
+        have to be complete at the end of the step.
         """
         runtime = self._device.runtime
         if reads:

@@ -110,7 +110,8 @@ class KVCache:
     def expect(self, arriving: Mapping[int, Mark]) -> None:
         """Let each layer wait for copies into the pool that are made beside the layers before it.
 
-        What comes as that of the layer after the last one only has to be there before the next step (`await_all`).
+        The number after the last layer stands for copies that only have to be complete before the next step
+        (`await_all`).
         """
         self._arriving.update(arriving)
 

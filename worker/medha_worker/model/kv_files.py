@@ -51,7 +51,7 @@ _NAME_CHARACTERS = 32
 _PROBE_BYTES, _PROBE_BLOCKS = 8 * 2**20, 1024
 """Size of the file by which a disk is measured, and the most blocks of it; it has at least two."""
 _PIECE_BYTES = 4 * 2**20
-"""Bytes that are copied at once: for so long a step may wait that drops host blocks."""
+"""Bytes that are copied at once. A step that drops host blocks may wait while so many are copied."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of the errors of a disk that has no space, or none for this user."""
 

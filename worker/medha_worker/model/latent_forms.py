@@ -3,7 +3,7 @@
 **Absorbed form.** A key of head h is K_h c, for a token's latent c, and so the score of a query q is (K_h^T q) c. Likewise, a
 sum of values V_h c is V_h times the sum of the latents. So a head's queries absorb its key matrix, and its value matrix is
 applied after attention. Attention itself is that of a single KV head whose values are its keys, by any implementation.
-A decode reads least like this.
+A decode reads the least memory in this form.
 
 **Plain form.** Latents are made keys and values of every head, which are attended to as those of other models. A pair
 then takes a third of the FLOPs in DeepSeek-V3, which pays for a chunk of many rows (`LatentShape.makes_heads`). The
@@ -77,7 +77,7 @@ class LatentForms:
         return max(MADE_BYTES // token_bytes // _LEAST_TILE_TOKENS, 1) * _LEAST_TILE_TOKENS
 
     def made_bytes(self, context_tokens: int) -> int:
-        """Return the memory of keys and values that are made at a time, with the product that either is taken from."""
+        """Return the memory of keys and values that are made at a time, and of the product that makes one of them."""
         if self.kernels.made_heads is None:
             return 0
         width = 3 * self.latent.made_dim

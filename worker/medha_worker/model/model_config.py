@@ -49,7 +49,7 @@ class ExpertsConfig:
 
     Attributes:
         count: Experts of a layer.
-        per_token: Experts that a token passes: those of the highest probability.
+        per_token: Experts that a token passes; `routing` has the way in which they are chosen.
         intermediate_size: Width of one expert.
         renormalises: Whether the probabilities of a token's experts are scaled to a sum of 1.
         layers: Indexes of the sparse layers; the others are dense.
@@ -265,7 +265,7 @@ class ModelConfig:
         return self.linear_sizes.mean_expert_bytes(self.quantisation, element_bytes)
 
     def shared_weight_bytes(self, element_bytes: int) -> float | None:
-        """Return likewise the mean bytes of a weight of the layers that every token passes."""
+        """Return the mean bytes of a weight that every token passes, scales included; None if nothing is quantised."""
         return self.linear_sizes.mean_bytes(self.quantisation, element_bytes)
 
     def _parameters_of_experts(self, count: int) -> int:
@@ -319,7 +319,7 @@ class ModelConfig:
     def linear_flops_per_token(self) -> float:
         """2 x the parameters of the matrices that a token passes: all layers' linears and the output head.
 
-        Of a sparse layer these are the router and the experts of one token.
+        In a sparse layer, a token passes the router, its own experts, and the MLP beside them if there is one.
         """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_query_heads + self.num_kv_heads)
         if self.latent is not None:

@@ -30,7 +30,7 @@ from medha_worker.model.pool_attention import (
 from medha_worker.model.rope_config import RopeConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of RoPE for each row of a step, each [rows, head_dim / 2]."""
+"""Cosines and sines of RoPE for each row of a step, each [rows, rope_dim / 2] (`ModelConfig.rope_dim`)."""
 Rotations = Mapping[RopeConfig, Rotation]
 """The rotation by each RoPE that layers of the rank have."""
 

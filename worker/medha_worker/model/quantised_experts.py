@@ -22,7 +22,8 @@ _LEAST_COLUMNS = 32
 class QuantisedExperts:
     """The weights of all experts of a layer, each [in, out].
 
-    On a GPU, parts of one form in all experts lie behind each other, so that some experts' are found by an index on the device.
+    On a GPU, parts of one form in all experts are adjacent in memory, so that an index on the device finds those of
+    some experts.
     """
 
     def __init__(self, each: Sequence[QuantisedWeight]) -> None:
@@ -87,7 +88,7 @@ def products_of_stacked(
     row_ends: torch.Tensor,
     largest: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the products of rows without a look at their ends, which stay on the device.
+    """Return the products of rows without reading `row_ends` on the host: they stay on the device.
 
     Numbers are made of all experts, or, if there are fewer rows than experts, of each row's own expert: a few columns of each
     at a time. `largest` is what `LinearProducts.largest_in_rows` returned.
@@ -121,7 +122,10 @@ def products_of_each(
     row_ends: torch.Tensor,
     largest: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the same of experts in several forms: each multiplies every row, and the results of its own rows are kept."""
+    """Return the products of rows with experts in several forms.
+
+    Each expert multiplies every row, and the results of its own rows are kept.
+    """
     of_rows = experts_of_rows(row_ends, x.shape[0])[:, None]
     out = x.new_zeros(x.shape[0], weights.each[0].shape[1])
     for expert, weight in enumerate(weights.each):

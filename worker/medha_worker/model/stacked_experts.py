@@ -1,4 +1,4 @@
-"""The weights of a layer's quantised experts behind each other in memory, and the numbers of those that an index on the device names."""
+"""A layer's quantised experts, adjacent in memory: an index on the device names the experts whose numbers are made."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class StackedExperts:
 
     @classmethod
     def of(cls, each: Sequence[QuantisedWeight]) -> StackedExperts | None:
-        """Copy the weights of experts behind each other; None if their forms differ."""
+        """Copy the weights of experts to adjacent memory; None if their forms differ."""
         if len({tuple(map(_form, weight.parts)) for weight in each}) > 1:
             return None
         parts = tuple(_stacked(of_all) for of_all in zip(*(weight.parts for weight in each), strict=True))

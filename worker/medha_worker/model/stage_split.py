@@ -29,7 +29,7 @@ def split_layers(
 ) -> list[range]:
     """Return the layers of each stage.
 
-    `guessing_layers` is the time that a prediction head takes the last stage, in that of a layer of the model.
+    `guessing_layers` is the time that a prediction head takes on the last stage, in units of the time of one layer.
 
     Stages are balanced for a prefill chunk of `chunk_tokens`, which is what the pipeline is for. A chunk
     samples from one row at most, so the output head is a negligible part of the last stage. A decode passes
@@ -45,7 +45,7 @@ def split_layers(
 
 
 def guessing_layers(spec: MedhaReplicaSpec) -> int:
-    """Return the time of a replica's prediction head, in that of a layer of the model: one rank computes the whole of it."""
+    """Return the time of a replica's prediction head, in units of one layer's time: one rank computes all of it."""
     return 0 if spec.scheduling.speculation.prediction_head is None else spec.parallelism.tensor
 
 

@@ -19,7 +19,7 @@ _PUBLISHED_NAMES = (
 
 
 class StoredKvScales:
-    """The scales of all layers, of the names that the files have, and of the first ones if they have none."""
+    """The scales of all layers, under the names that the files use; if they have none, under the first of the names."""
 
     def __init__(self, names: Collection[str], kv_heads: int, *, per_head: bool) -> None:
         """`names` are those of all tensors of the checkpoint; `per_head`: each of the `kv_heads` has a scale."""

@@ -39,8 +39,8 @@ class RankOrder:
     """A group whose sums are the same to the bit whatever the shape: each adds the ranks' values in rank order.
 
     A library's all-reduce splits a tensor among the ranks, and each part is added in an order of its own. So here every
-    rank puts its values into a tensor of zeros for all ranks. The sum of those is exact in any order, and is `size` times
-    as large.
+    rank puts its values into a tensor of zeros for all ranks. The sum of these tensors is exact in any order, but each
+    is `size` times as large as the values.
     """
 
     def __init__(self, group: TensorGroup, rank: int, size: int) -> None:

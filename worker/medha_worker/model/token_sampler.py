@@ -35,7 +35,7 @@ from medha_worker.model.sampling_plan import (
 _NEGATIVE_INFINITY = float("-inf")
 _FIRST_NUCLEUS_WIDTH = 1024  # tokens among which the CPU searches for a nucleus first
 _BATCHES = 4  # plans that are kept: with several stages, as many batches take turns
-_WIDER = 8  # factor by which that is widened
+_WIDER = 8  # factor by which the CPU widens its search for a nucleus
 
 
 class TokenSampler:

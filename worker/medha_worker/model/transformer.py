@@ -647,9 +647,9 @@ class Transformer:
     ) -> torch.Tensor | None:
         """Compute hidden[rows] += compute(rows) @ weight + bias, summed over the ranks; without a weight, += compute(rows).
 
-        What is added passes a norm by the weight `result_norm` first, if that is given. Without one, a rank alone does this
-        in one pass over memory. If rows are those of a single sequence, `compute` is given a step of their own. `shares`:
-        tensor ranks exchange scales of rows in this.
+        If `result_norm` is given, the summand passes a norm by this weight first. If not, a rank that is alone needs
+        one pass over memory. If rows are those of a single sequence, `compute` is given a step of their own. `shares`:
+        tensor ranks exchange the scales of rows in these products.
 
         Returns:
             The rows normed by the weight `norm` if one kernel adds a sum over ranks and norms, else None.

@@ -44,7 +44,7 @@ from medha_worker.pod.termination_log import TERMINATION_LOG, leave_reason
 
 INDEX, _CONFIG, _SINGLE = "model.safetensors.index.json", "config.json", "model.safetensors"
 SMALL_FILES = frozenset((_CONFIG, INDEX, KV_SCALES, *BUNDLE_FILES, *TOKENIZER_FILES))
-"""What ranks, the controller and routers read beside the weights, of what repositories may hold."""
+"""Files that ranks, the controller and routers read beside the weights, if a repository has them."""
 _FIELD = "spec.model.source.huggingFace"
 _AT_ONCE = 8
 """Files that a pod downloads at the same time: one connection rarely fills a network."""
@@ -217,7 +217,7 @@ def _asked(repository: str, revision: str) -> Listing:
 
 
 def _complete(repository: str, files: FetchedFiles, listing: Listing, names: Sequence[str]) -> None:
-    """Fetch those of the named files that are not there as the Hub has them."""
+    """Fetch the named files that are missing, or are other than those of the Hub."""
     for name in names:
         if Path(name).name != name or name in ("", ".."):
             raise CheckpointInvalid(

@@ -56,7 +56,7 @@ class Listing(BaseModel):
 
 
 class Proof(BaseModel):
-    """What was found of a file when it was compared."""
+    """The digest, size and time of a file at its comparison with the Hub."""
 
     digest: Digest | None
     size_bytes: int

@@ -1,8 +1,9 @@
 """State of a pod, from the states of its parts: started, ready, live, and able to continue. No I/O, no clock.
 
 A pod ends with EX_TEMPFAIL to ask the operator to restart all pods of the replica, when that can help: the rendezvous
-of the ranks has failed three times within ten minutes, there was none within `lifecycle.readySeconds`, or the
-controller refuses the pod's ranks as those of an earlier set of pods.
+of the ranks has failed three times within ten minutes, there was none within `lifecycle.readySeconds` although all
+parts of the pod had loaded, or the controller refuses the pod's ranks as those of an earlier set of pods. A pod that
+still loads after that time ends with status 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`python -m medha_worker.pod`: the supervisor of one pod of a replica, which is one (lane, stage) of its grid.
 
-It runs the pod's ranks and, in the first pod, the replica's controller. A part that dies is restarted here,
-and the others keep their weights: the operator replaces pods only when this process asks for it with exit
-status 75. On SIGTERM the leader's controller finishes the open requests; the other pods wait until it
-notifies them.
+It runs the pod's ranks and, in the first pod, the replica's controller. A part that dies is restarted here, and the
+others keep their weights. If a part dies again and again, this process ends. The operator replaces all pods of the
+replica when this process asks for it with exit status 75, and also when a pod is gone, was replaced or has ended for
+good. On SIGTERM the leader's controller finishes the open requests; the other pods wait until it notifies them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--router", envvar="MEDHA_ROUTER", default="")
 @click.option("--revision", envvar="MEDHA_REVISION", default="")
 def main(replica_file: Path, termination_log: Path, **place: object) -> None:
-    """Run one pod of a replica; the operator sets the options in the pod's environment."""
+    """Run one pod of a replica; the operator sets the options, as arguments or in the pod's environment."""
     configure_logging("info")
     raise_file_limit()  # the parts inherit it
     try:

@@ -78,7 +78,8 @@ def blocks_of(works: Shape) -> int:
 def grid(*, max_context: int, max_chunk: int, max_decodes: int, quick: bool) -> Grid:
     """Return a grid up to the largest context, chunk and number of decodes.
 
-    Chunks and decodes are powers of four; contexts are powers of two, or of four if `quick`.
+    Chunks and decodes are powers of four. Contexts are 0, and 512 times powers of two, or of four if `quick`. Each list
+    ends with the largest value.
     """
     factor = 4 if quick else 2
 

@@ -130,7 +130,7 @@ def pod_ranks(topology: Topology, here: Coordinates) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlaneSite:
-    """What a plane is made of, on a rank that has rendezvoused with the others."""
+    """The parts from which a rank makes its plane, once it has rendezvoused with the others."""
 
     neighbours: Neighbours
     device: Device

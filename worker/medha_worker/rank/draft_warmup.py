@@ -43,7 +43,8 @@ def warm_up_draft(
 ) -> DraftWarmUp:
     """Run the largest step of a draft model, and time guesses for one sequence and for several, and a prompt's tokens.
 
-    `followed_steps` are steps that it is timed on, too, because it computes whatever the served model computes.
+    `followed_steps` are further steps to time: those of the served model, which a prediction head computes along with
+    it.
 
     Raises:
         OutOfMemory: the largest step does not fit.

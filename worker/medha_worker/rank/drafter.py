@@ -1,8 +1,8 @@
 """Guesses of a draft model: a smaller model that writes a few tokens ahead of the sequences that a step names.
 
-Only the rank that samples has one. It knows the ids of all tokens, so the draft model can compute those of a sequence
-later than the served model does. It follows a sequence only if an entry asks for it; other sequences cost nothing. It
-keeps all KV that it has computed, also that of guesses that have turned out right.
+Only the rank that samples has a draft model. That rank knows the ids of all tokens, so the draft model can compute the
+tokens of a sequence later than the served model does. The draft model follows a sequence only if an entry asks for it;
+other sequences cost nothing. It keeps all KV that it has computed, also that of guesses that have turned out right.
 
 The draft model's KV lies in a pool of its own, in blocks of the same numbers as the served model's. So if the ledger
 shares, copies or frees a block, that holds for both. For each block it is noted how many of its tokens the draft model
@@ -214,7 +214,7 @@ class Drafter:
         following.settle(one.sequence, known - 1)  # a guess needs the hidden state of the token before it
         draws = 0
         if may_draw and sampler.mask is None and following.computed + one.entry.follows >= start:
-            # Each guess needs the KV of the token before it, and the last block of the sequence ends somewhere.
+            # Each guess needs the KV of the token before it, for which the sequence's blocks must have room.
             room = len(one.table) * self._kv_cache.block_tokens - known + 1
             draws = max(min(one.entry.draws, room), 0)
         stop = known if draws else min(following.computed + one.entry.follows, start)

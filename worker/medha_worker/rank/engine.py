@@ -107,7 +107,10 @@ class Engine:
     store: StoreThreads | None = None
 
     def leave(self) -> None:
-        """Release the captured steps, then the groups with which these were captured."""
+        """Call off the epoch's work of the disk tier, of peers and of the store; release captured steps and groups.
+
+        The captured steps are released before the groups with which they were captured.
+        """
         if self.disk is not None:
             self.disk.end_epoch()
         if self.peers is not None:
@@ -135,8 +138,8 @@ class Loaded:
     ) -> None:
         """`draft` is the draft model or the prediction head, if this rank has one.
 
-        `weights` identifies the checkpoint that was read, and `content` all copies of it. If they are empty, the disk tier is
-        off, and no KV is handed over.
+        `weights` identifies the checkpoint that was read, and `content` identifies all copies of it. If `weights` is
+        empty, the disk tier is off. If `content` is empty, no KV is handed over, and no store is used.
         """
         self._weights, self._content = weights, content
         self._settings, self._config, self._model, self._draft = settings, config, model, draft
@@ -191,6 +194,7 @@ class Loaded:
 
         Raises:
             PartFailed: not all ranks arrived.
+            OutOfMemory: the largest step, the KV pool or a tier does not fit.
         """
         settings = self._settings
         topology = settings.topology
@@ -452,7 +456,7 @@ class Loaded:
         return held
 
     def _host_tier(self, kv_cache: KVCache, grid: Mesh | None) -> HostTierFigures | None:
-        """Make the host tier, of as many blocks on all ranks, and measure its copies; None if there is to be none."""
+        """Make the host tier, with equally many blocks on all ranks, and measure its copies; None if none is wanted."""
         size_bytes, block_bytes = self._settings.spec.kv_cache.host_bytes, self._block_bytes()
         if size_bytes == 0:
             return None
@@ -469,7 +473,10 @@ class Loaded:
         return HostTierFigures(blocks, block_bytes, fetch_seconds, demote_seconds)
 
     def _streaming(self, kv_cache: KVCache, grid: Mesh | None) -> StreamingFigures | None:
-        """Take the memory from which KV is streamed, of as many blocks on all ranks, and measure that; None if there is none."""
+        """Take the memory from which KV is streamed, and measure its reads; None if none is wanted.
+
+        It has the same number of blocks on all ranks.
+        """
         size_bytes, block_bytes = self._settings.spec.kv_cache.streaming_bytes, self._block_bytes()
         if size_bytes == 0:
             return None
@@ -485,7 +492,7 @@ class Loaded:
         return StreamingFigures(blocks, block_bytes, seconds)
 
     def _disk_tier(self, model: Transformer, grid: Mesh | None) -> DiskTierFigures | None:
-        """Begin the disk tier, of as many blocks on all ranks, and measure how it is read; None if there is to be none."""
+        """Begin the disk tier, with equally many blocks on all ranks, and measure its reads; None if none is wanted."""
         settings = self._settings
         size_bytes, directory = settings.spec.kv_cache.disk_bytes, settings.disk_directory
         if size_bytes == 0 or directory is None or not self._host_blocks:
@@ -618,7 +625,7 @@ class Loaded:
         """Return the memory that this rank may still take for its KV pool.
 
         Raises:
-            OutOfMemory: the host tier does not fit beside what is in host memory already.
+            OutOfMemory: the host tier and the memory for streamed KV do not fit beside what is in host memory already.
         """
         device, neighbours = self._model.device, self._settings.neighbours
         free_bytes = device.memory.free_bytes(neighbours)
@@ -677,7 +684,7 @@ class Loaded:
 
 
 def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> Loaded:
-    """Read this rank's weights; `progress` is called with the share that has been read.
+    """Read this rank's weights; `progress` is called every few seconds with a text, the bytes read, and their total.
 
     Raises:
         MedhaError: the model cannot be served as the manifest asks.
@@ -738,7 +745,7 @@ def _content_of(settings: RankSettings) -> str:
 
 
 def _weights_of(settings: RankSettings) -> str:
-    """Return the identity of the checkpoint, if a tier needs it; empty if not, or if it cannot be read."""
+    """Return the identity of the checkpoint, if a tier or peers need it; empty if not, or if it cannot be read."""
     has_store = settings.spec.kv_cache.store is not None
     if settings.disk_directory is None and not settings.peer_endpoint and not has_store:
         return ""

@@ -234,7 +234,8 @@ class GrammarMasks:
     def drop(self, name: str) -> None:
         """Forget a grammar that no further sequence needs; if its compilation has not begun, it never does.
 
-        One that has begun is kept for a while. If it is asked for again, its report counts for the second time, too.
+        A compilation that has begun is kept for a while. If its grammar is asked for again, it is not compiled a
+        second time, and the report of that compilation serves both.
         """
         compiled = self._compiled.pop(name, None)
         if compiled is not None and not compiled.cancel():

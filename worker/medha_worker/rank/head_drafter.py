@@ -144,7 +144,7 @@ class HeadDrafter:
         if row is None or sampler is None or sampler.mask is not None or not goes_on(result):
             return None
         known = known_tokens(planned, result)
-        # All but the first need the KV of a guess, and the last block of the sequence ends somewhere.
+        # Each guess but the first needs the KV of the guess before it, for which the sequence's blocks must have room.
         room = len(planned.table) * self._kv_cache.block_tokens - known + 2
         draws = min(computed.entry.draws, room)
         if draws < 1:

@@ -4,7 +4,7 @@ An object has the form of a file of the disk tier (`medha_worker.model.kv_files`
 read: the identity of the KV, the key of the hashes, the hashes themselves, and a CRC-32 of each block. Its path follows from
 identity and hashes, so replicas of another model or grid never find it. Puts are atomic: of files, by renaming.
 
-The store also has the key of the hashes, which whoever comes first makes.
+The store also has the key of the hashes. The first rank that finds none makes it.
 
 The library is imported when a store is opened: only ranks with a store need it.
 """
@@ -101,7 +101,7 @@ class KvObjects:
         """Return whether there is an object of this name.
 
         Raises:
-            StoreFailed: nobody knows.
+            StoreFailed: the store does not answer that.
         """
         import obstore
 

@@ -106,7 +106,8 @@ class LanePlan:
     prepared: PreparedStep | None = None  # the batch, if the model could prepare it ahead
     work: StepWork = field(default_factory=StepWork)  # of all entries, as it counts in estimates
     tier_copies: tuple[TierCopy, ...] = ()  # between KV pool and host tier, made in order before `copies`
-    # Work of the disk tier: its drops come before those copies, the rest after them.
+    # Work of the disk tier, of peers and of the store: drops and voided tickets come before those copies, the rest
+    # after them.
     host_tier_work: HostTierWork = field(default_factory=HostTierWork)
 
 

@@ -190,7 +190,9 @@ class LaneState:
             self.prompts.pop(name, None)  # absent if its requests were cancelled before admission
 
     def reserve(self, step: Step) -> tuple[BlockCopy, ...]:
-        """Apply the step's loads, serves, grows, admits, fetches and writes; return the KV blocks to copy before it runs.
+        """Apply a step's changes to ledger and tiers; return the KV blocks to copy before it runs.
+
+        The changes are its loads, serves, grows, admits, fetches, deletes, writes and stores.
 
         Drafts of earlier steps are settled first. If layers free KV before their windows, the step's entries get blocks there.
 

@@ -43,7 +43,10 @@ from medha_worker.rank.gloo_groups import GlooGroups, Sent
 from medha_worker.rank.plane_choice import choose_plane
 
 WAIT_SECONDS = 10.0
-"""Bound of each receive and collective after the rendezvous; a rank that is silent for longer is lost."""
+"""Least bound of each receive and collective after the rendezvous; a rank that is silent for longer is lost.
+
+Waits in a step that is predicted to take long have a longer bound (`PATIENCE`).
+"""
 PATIENCE = 10.0
 """Longest silence of a stage whose steps take seconds, as a multiple of the predicted time.
 

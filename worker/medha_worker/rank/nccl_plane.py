@@ -3,7 +3,7 @@
 All-reduces and gathers of a pod run on the stream of the calling thread, so that a step can be captured with them.
 Transfers of hidden states, and between lanes, run on a stream of their group, beside other computation. A transfer begins
 after the work that the calling thread has launched so far, and work that is launched after `finish` begins after the
-transfer. Torch's groups bring these streams; the host never waits.
+transfer. Torch's groups create these streams; the host never waits.
 
 Each group has one communicator, made when the ranks rendezvous: steps make none, and captures must not. All sends and
 receives of a lane in one exchange are a single operation, because separate ones would wait for each other in a circle.

@@ -120,7 +120,7 @@ class NixlTaking:
     def take(self, offered: Mapping[str, Any], size_bytes: int, /) -> memoryview:
         """Read the bytes of an answer, which are good until the next call.
 
-        After an error, bytes are to come with the answers: what NIXL may still write reaches nobody.
+        After an error, all further bytes come with the answers, so nobody reads what NIXL may still write.
 
         Raises:
             PlaneFailed: they do not come within some seconds, or the answer makes no sense.

@@ -1,9 +1,10 @@
 """Reads KV blocks of other replicas into the host tier of a rank, on a thread of its own.
 
 Steps hand over which blocks of a ticket go to which host blocks (`medha.kv.lane_replay`), and each rank reads its part from
-the same rank of the other replica (`peer_server`). The thread reports what came of it, in the form of reads from files.
-Bytes reach a host block only after their checksum, or the tag of their encryption, was verified. Host blocks that are being read into keep their owner
-until all ranks have reported.
+the same rank of the other replica (`peer_server`). The thread reports its results in the form of those of reads from
+files.
+Bytes reach a host block only after their checksum, or the tag of their encryption, was verified. Host blocks that are
+being read into keep their owner until all ranks have reported.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from medha_worker.rank.sealed_bytes import NotSealed, SealedTaking
 SILENT_SECONDS = 3.0
 """Time without an answer after which the other replica counts as lost."""
 UNKNOWN_SECONDS = 10.0
-"""Time until which a ticket must be good: the step that says so may stand behind others."""
+"""Time within which the other rank must know a ticket: there, the step that serves it may wait behind other steps."""
 _AGAIN_SECONDS = 0.02
 _IN_FLIGHT = 4
 """Questions that wait for an answer at a time, so that the network is never idle."""

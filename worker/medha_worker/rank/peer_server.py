@@ -34,7 +34,7 @@ from medha_worker.rank.peer_plane import plane
 from medha_worker.rank.sealed_bytes import SealedGiving
 
 PIECE_BYTES = 4 * 2**20
-"""Most bytes of one answer, unless a block is larger: for so long a step may wait that voids a ticket."""
+"""Most bytes of one answer, unless a block is larger. A step that voids a ticket may wait while so many are copied."""
 UNKNOWN = "unknown"
 """Error of an answer to a ticket that is not good yet, or no longer."""
 _REQUEST_BYTES = 4096

@@ -1,8 +1,8 @@
 """Sampling of a step's tokens, and how the ranks that embed them learn of tokens that another rank samples.
 
 Sampled token ids matter only on the rank that samples them and on the first stage, which embeds them; elsewhere
-zeros stand for them. The tokens of a step carry a digest of all tokens sampled before and the sequences they
-belong to, so that two of those ranks never continue with different tokens.
+zeros stand for them. The tokens of a step carry a digest of all tokens sampled so far, these included, and of the
+sequences they belong to, so that two of those ranks never continue with different tokens.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 CURVE encrypts some 400 MiB a second on one core, and AES-GCM thousands. So questions and answers go over CURVE, and an answer
 brings the key of its bytes: a new one for each answer, which encrypts once. The bytes themselves come over a plain socket.
-Who knows no key can neither read them nor replace them unnoticed, and bytes of another answer do not fit the key.
+Without the key, nobody can read them, or replace them unnoticed. Bytes of another answer do not fit the key.
 
 A rank that takes bytes connects to the plain socket under a random identity, and names it in its questions. While nobody has
 connected under it, for example because a firewall admits nobody, bytes go with the answers.
@@ -44,7 +44,7 @@ class SealedGiving:
         self.endpoint = self._opened.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, identity: str, rows: Rows) -> str | None:
-        """Send blocks to who has connected as `identity`, hexadecimal; return their key, or None if nobody has."""
+        """Send blocks to the peer of this `identity`, hexadecimal; return their key, or None if it is not connected."""
         if not identity:
             return None
         self._opened.connections.take()  # nobody else reads them

@@ -24,7 +24,7 @@ MOST_STEPS = 2048
 SEND_SECONDS = 0.25
 _SEND_STEPS = 256
 PREPARED = "prepare"
-"""Name of the span that a step spent on another thread before it began."""
+"""Name of a step's planning: a part of the step, or a span if another thread planned it before the step began."""
 FORWARD, SAMPLE = "forward", "sample"
 _PART_OF = {"receive tokens": "receive", "send tokens": "send"}
 """Part of a step for names in a trace; the others are parts themselves (`medha.metric_catalogue.STEP_PARTS`)."""

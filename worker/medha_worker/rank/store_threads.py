@@ -121,7 +121,7 @@ class StoreThreads:
                     job.is_off = job.is_off or any(stop > keep.get(extent, stop) for extent, stop in ends)
 
     def look(self, look: StoreLook) -> None:
-        """Look which objects are there."""
+        """Let a thread find out which objects are there."""
         with self._condition:
             if self._report is None or look.epoch > self._report.epoch:
                 self._early = [*self._early, look][-_MOST_EARLY:]
@@ -204,8 +204,9 @@ class StoreThreads:
     def _there(self, objects: Sequence[str]) -> int:
         """Return how many objects there are from the first on.
 
-        Stores lose what is old, and the beginning of a prompt is used most: so if the last one is there, all count, and else
-        the end is sought by halving. What is missing all the same shows when it is read.
+        A store deletes old objects first, and the beginning of a prompt is used most. So if the last object is there,
+        all count. If it is not, bisection finds the first one that is missing. An object that is missing before that
+        is noticed when it is read.
         """
         if not objects or not self._objects.has(objects[0]):
             return 0

@@ -1,1 +1,1 @@
-"""Attention and row operators in float32, compiled for this machine's CPU when a rank starts."""
+"""Attention, matrix products and row operators in float32, compiled for this machine's CPU when a rank starts."""

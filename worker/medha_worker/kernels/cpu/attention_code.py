@@ -43,8 +43,8 @@ TILE_KEYS = 64
 # Largest head dimension at which a decode's products of one key are unrolled; beyond it they are too many.
 _MOST_DIRECT_HEAD_DIM = 256
 # Distance, in keys, at which a decode prefetches K and V. The processor's own prefetch ends with each page and
-# knows no block table; a load alone waits for memory. Two tiles, 32 KiB of each, are in flight while one is
-# computed.
+# knows no block table; a load alone waits for memory. Two tiles, 32 KiB of each at head dimension 64, are in flight
+# while one is computed.
 _KEYS_AHEAD = 2 * TILE_KEYS
 _CACHE_LINE_BYTES = 64
 

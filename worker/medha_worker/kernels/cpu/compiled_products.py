@@ -1,4 +1,4 @@
-"""The compiled matrix products as an operator: one call of torch's threads for each product."""
+"""The compiled matrix products as an operator: one call of the helper team for each product."""
 
 from __future__ import annotations
 

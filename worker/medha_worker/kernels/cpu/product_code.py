@@ -33,8 +33,9 @@ _LINE_FLOATS = 2048  # most of a line that is read before the next ones: its sum
 _CACHE_LINE_FLOATS = 16
 _PAGE_FLOATS = 1024
 
-# Fields of a call, in order, int64 each. Strides are in floats; that of a packed weight is between panels. What is added to the products begins at `base`: its
-# element for a row and a column is `base_row_step` and `base_column_step` floats further for each of them.
+# Fields of a call, in order, int64 each. Strides are in floats; that of a packed weight is between panels. What is
+# added to the products begins at `base`: its element is `base_row_step` floats further for each row, and
+# `base_column_step` floats further for each column.
 CALL_FIELDS = (
     "rows", "inner", "columns", "x", "x_stride", "weight", "weight_stride", "base", "base_row_step",
     "base_column_step", "out", "out_stride", "scratch", "scratch_stride",
@@ -274,7 +275,7 @@ class _Emitter:
                     start, end = _share(code, code.sub(last_row, first_row), group.index, groups)
                     row, count = code.plus(first_row, start), code.sub(end, start)
                     old, new = before.part(code, row, column), out.part(code, row, column)
-                    # The columns of the last panel that are not there must not be written.
+                    # The last panel may have columns that the result lacks: these must not be written.
                     read, written = _chosen(code, is_whole, old, zeros), _chosen(code, is_whole, new, tile)
                     fetched = self._fetched_before(code, group.index, lines)
                     has_more = code.icmp_signed("<", fetched, code.number(self.sizes.block_inner))

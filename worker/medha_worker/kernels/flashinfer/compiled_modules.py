@@ -76,7 +76,7 @@ def described(part: str, loader: str, *given: Any) -> Any:
     """Return FlashInfer's description of the module that its own function `loader`, of its part `part`, loads.
 
     FlashInfer has several modules for the same attention, whose names and sources change from one version to another.
-    What is compiled so is what is loaded later. Nothing is compiled or loaded here.
+    So the module that is compiled is the one that is loaded later. Nothing is compiled or loaded here.
     """
     found: list[Any] = []
 

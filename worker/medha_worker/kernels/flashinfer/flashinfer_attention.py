@@ -3,9 +3,9 @@
 The pool's [kv_heads, slots, head_dim] is a view of FlashInfer's HND layout, [pages, kv_heads, page, head_dim]: it reads
 strides. A step is planned once, as up to four kinds of batches (`page_tables`), and each layer runs them into one result.
 
-Its log-sum-exps have base 2, here and in its merge; they become natural in one place, at the end of `attend`,
-and only if something needs them. Its own
-argument for sinks is ignored by the implementations used here, so sinks are added to the result.
+FlashInfer's log-sum-exps have base 2, here and in its merge. They become natural in one place, at the end of `attend`,
+and only if something needs them. The implementations that are used here ignore FlashInfer's own argument for sinks, so
+sinks are added to the result.
 
 `make gpu-check` runs it on a GPU; docs/gpu.md has the results.
 """

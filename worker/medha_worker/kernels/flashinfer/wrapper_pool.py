@@ -2,8 +2,8 @@
 
 A wrapper stages its plan in pinned memory and copies it to its workspace on the device. The next plan would overwrite
 both, whether or not the copy or the kernels that read it have run. Therefore a wrapper is planned again only when the
-device has passed two marks: one behind its last plan, and one behind the step that used it. While steps are planned ahead,
-two sets of wrappers so take turns.
+device has passed two marks: one behind its last plan, and one behind the step that used it. So two sets of wrappers
+take turns while steps are planned ahead.
 
 All wrappers share the memory for partial results of split keys, because only a running kernel uses it: all attention has
 to run on one stream.
@@ -21,7 +21,8 @@ from medha_worker.kernels.protocol import KernelSizes
 
 # FlashInfer recommends at least as much. A plan that needs more raises.
 _LEAST_PARTIALS_BYTES = 128 << 20
-# FlashInfer splits keys until there are two parts for each processor of a GPU, and no GPU has more processors.
+# FlashInfer splits keys until there are two parts for each processor of a GPU. The GPUs that images have modules for
+# (`compiled_modules.ARCHITECTURES`) have no more processors than this.
 # A part holds a tile of rows, each of one head: so many rows of a chunk, and fewer of decodes.
 _MOST_PROCESSORS, _CHUNK_TILE, _DECODE_TILE = 160, 128, 16
 # The plan of captured decodes takes some bytes for each row and part. FlashInfer's own buffer is eight times as large, and

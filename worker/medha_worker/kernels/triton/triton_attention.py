@@ -228,7 +228,7 @@ class _Tile:
     first_first: int
     """First key that the first row sees."""
     first_step: int
-    """Keys by which each row's first one lies behind that of the row before it."""
+    """Keys by which the first key that a row sees comes after that of the row before it."""
 
 
 def _tiles(span: SequenceSpan, table: int, rows_per_tile: int) -> Iterator[_Tile]:

@@ -31,7 +31,7 @@ def norm_kernel(x, weight, out, row_stride, member_stride, size, eps, tile: tl.c
 
 
 class TritonRows:
-    """`RowOperators` on a GPU; `others` are operators on single values, so that no norm is theirs."""
+    """`RowOperators` on a GPU: norms are computed here, and the operators on single values are those of `others`."""
 
     def __init__(self, others: RowOperators) -> None:
         self.rotate = others.rotate

@@ -33,8 +33,8 @@ class ExpertBlock:
             first layers are dense (`first_k_dense_replace`); None for other blocks.
         is_interleaved: Whether experts are those of gpt-oss, which `interleaved_experts` reads: one tensor for all, whose
             columns are gates and ups in turn, with biases, as has the router, and a clamped activation.
-        names: Name of the MLP within a layer, whose router is `gate.weight`, and of the three linears of an expert, which
-            `is_interleaved` has none of.
+        names: Names of the MLP within a layer, whose router is `gate.weight`, and of the three linears of an expert.
+            They are not used if `is_interleaved`.
         quantised_as: Values of `quant_method` in which the model may be quantised.
     """
 
