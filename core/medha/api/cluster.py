@@ -132,7 +132,7 @@ class ImagePullSecret(Model):
 
 NO_ACCELERATOR = "none"
 NVIDIA_GPU = "nvidia.com/gpu"
-"""Value of `resources.accelerator` that asks for no device."""
+"""Values of `resources.accelerator`: the first asks for no device, the second is the default."""
 _DEVICE = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 _NOT_A_DEVICE = (
     "resources.devices has a name that is no device resource; write it as DOMAIN/NAME, e.g. rdma/hca"
