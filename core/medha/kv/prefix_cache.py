@@ -5,9 +5,9 @@ so that equal hashes mean equal prefixes. It is a keyed universal hash: multilin
 then over the blocks (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). The chain is
 therefore one cumulative sum, which numpy computes in one pass. For anyone who does not know the key, two
 different prefixes collide with a probability of about 2^-120. The key is secret, and leaves the process only
-where KV does, so nobody can craft a prompt that is answered from another prompt's KV. A prompt with a *cache salt* starts its sums at a
-point that the key and the salt determine. Equal prompts share a prefix under one salt; under two salts they
-collide no more often than different prompts.
+where KV does, so nobody can craft a prompt that is answered from another prompt's KV. A prompt with a *cache
+salt* starts its sums at a point that the key and the salt determine. Equal prompts share a prefix under one
+salt; under two salts they collide no more often than different prompts.
 
 **Cache.** `PrefixCache` records, for one lane, which block holds the KV of which hash. It is a radix tree
 whose nodes are spans of blocks, so its costs grow with the number of branches on a prompt's path and not with
