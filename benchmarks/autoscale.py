@@ -119,7 +119,7 @@ def simulate(workload: str, signal: Signal, seed: int) -> Result:
 def earlier(target: Path | None, settings: Row, renewed: str = "") -> dict[str, Row]:
     """Return the rows of an earlier run of the same code with the same settings; exit if they are others.
 
-    With `renewed`, the name of a signal, the other signals' rows may be of other code, and its own are left out if they are.
+    With `renewed`, the name of a signal, rows of other code are returned, too, except those of that signal.
     """
     if target is None or not target.exists():
         return {}

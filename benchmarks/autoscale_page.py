@@ -66,7 +66,7 @@ def means(
 
 
 def groups(figures: Row) -> dict[str, dict[tuple[str, str], list[Result]]]:
-    """Return the results of a file by workload, and by signal and target; of what was simulated."""
+    """Return the results of a file by workload, then by signal and target; workloads without results are left out."""
     found: dict[str, dict[tuple[str, str], list[Result]]] = {name: {} for name in WORKLOADS}
     names = list(SIGNALS)
     rows = [(*name.split(", "), row) for name, row in figures["rows"].items()]

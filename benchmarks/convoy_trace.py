@@ -74,7 +74,7 @@ class Prompt:
 def trace(scale: Scale, capacity: Capacity, block: int, seed: int) -> list[Prompt]:
     """Return the prompts of a block, by arrival: every system gets the same.
 
-    Shorts arrive as a Poisson process of which their number is known: uniformly over the window. The window is so long
+    Shorts arrive as a Poisson process with a known number of arrivals: uniformly over the window. The window is so long
     that all work of the block, done one prompt after the other, takes `scale.load` of it. The stream counts with
     `STREAM_TOKENS_PER_SECOND`.
     """

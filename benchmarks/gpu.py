@@ -335,7 +335,7 @@ def quantised(place: Place) -> Row:
 
 
 def _products_of_form(place: Place, name: str) -> list[Row]:
-    """Compare the product of a form of weights with that of their numbers, made for each product, and of numbers that are kept.
+    """Compare the product of a form of weights with those of its numbers, which are made for each product, or kept.
 
     The weight is that of gate and up of an MLP, too large for a GPU's cache. Products are captured, as those of decodes are.
     """

@@ -83,7 +83,10 @@ def in_turn(rounds: int, measured: Mapping[str, Callable[[], Any]]) -> dict[str,
 def in_processes(
     call: Callable[..., Any], runs: Sequence[tuple[Any, ...]], processes: int, *, every: int = 20
 ) -> list[Any]:
-    """Return what `call` returns for the arguments of each run, in order; after Ctrl-C, of the first ones that are complete."""
+    """Return the results of `call` for the arguments of each run, in order.
+
+    After Ctrl-C, return those of the first runs, as far as they are complete.
+    """
     found: list[Any] = []
     with ProcessPoolExecutor(processes) as pool:
         try:

@@ -32,7 +32,7 @@ from medha_sim.plan import Wish, rate
 
 CONTEXTS = (16_384, 65_536, 262_144, 1_048_576)
 BYTES_FP8 = 1 + 4 / 128**2
-"""Of a weight in blocks of 128 x 128 with a scale in float32, as DeepSeek-V3 is published."""
+"""Bytes of a weight in FP8, in blocks of 128 x 128 with a scale in float32, as DeepSeek-V3 is published."""
 LATENT_GRIDS: Sequence[tuple[ModelShape, Sequence[Hardware], Sequence[Topology]]] = (
     (
         DEEPSEEK_V2_LITE,
@@ -180,7 +180,7 @@ def _experts_on_gpus() -> str:
 
 
 def family_lines() -> dict[str, list[str]]:
-    """Return the lines that name the family, by file: all of its own file, and of those that a family's author edits."""
+    """Return lines by file: all lines of the family's own file, and those of other sources and tests that name it."""
     found = {DECLARED_IN: (ROOT / DECLARED_IN).read_text(encoding="utf-8").splitlines()}
     files = [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
     for path in [*files, *(ROOT / name for name in TESTS)]:

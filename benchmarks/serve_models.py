@@ -153,7 +153,7 @@ def claims(rows: list[Row]) -> list[Row]:
         name = f"{one['model']}: tokens/s at {one['streams']} streams, ratio"
         found.append(claim(name, one["ratio"], "ratio", 1.0, "more", peer))
         if one["streams"] == rows[0]["streams"]:
-            # A layer with windows has fewer blocks than others, so that a token of such a model has no bytes of its own.
+            # Layers with windows have fewer blocks than others, so that a token of such a model has no fixed bytes.
             compared = ("weights_bytes",) if one["has_windows"] else ("weights_bytes", "kv_bytes_per_token")
             for what in compared:
                 value = 100 * abs(one[what] / one[f"planned_{what}"] - 1)

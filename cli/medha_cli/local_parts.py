@@ -198,7 +198,7 @@ def _rank_settings(
 
 
 def _disk_directory(replica: MedhaReplica, files: RunFiles) -> Path | None:
-    """Return where ranks keep the files of their disk tiers: below the manifest's path, or for this run only."""
+    """Return where ranks keep the files of their disk tiers: below the manifest's path, else in the run's directory."""
     disk = replica.spec.kv_cache.disk
     if disk is None:
         return None

@@ -1,7 +1,7 @@
 """The `medha` command. Each subcommand is imported when it is called, so that `medha --help` is instant.
 
 Exit status: 0 on success, 1 when something failed, 2 when a manifest, a flag, a setting or a checkpoint is
-wrong, or no grid of `medha plan` meets the targets.
+wrong, or no grid of `medha plan` meets the targets. It is 130 if Ctrl-C ends `medha simulate` or `medha profile`.
 """
 
 from __future__ import annotations

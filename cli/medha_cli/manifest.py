@@ -28,7 +28,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_manifest(path: Path) -> MedhaReplica:
-    """Return the replica of `path`; relative paths of model and profile are resolved from the manifest's folder.
+    """Return the replica of `path`; relative paths of checkpoints and profile are resolved from the manifest's folder.
 
     The directory of a checkpoint stands for a manifest that names it and nothing else.
 

@@ -28,7 +28,7 @@ class RouterStatus(BaseModel):
     sequences_waiting: int
     """Sequences that wait there for a replica with room."""
     ttft_met: int
-    """Requests whose first token reached the client within its target, since the router began."""
+    """Requests whose first token reached the router within its target, since the router began."""
     ttft_missed: int
     tpot_met: int
     tpot_missed: int

@@ -1,6 +1,6 @@
 """The output of `medha up`: progress, one table, examples, and the parts' logs with a prefix.
 
-It has colours and a progress bar in a terminal; elsewhere, and with NO_COLOR, it is plain lines.
+It has colours and a progress bar in a terminal; NO_COLOR removes the colours alone. Elsewhere it is plain lines.
 """
 
 from __future__ import annotations

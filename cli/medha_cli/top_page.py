@@ -283,7 +283,7 @@ def share(met: int, missed: int) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a duration in at most seven characters: `250 us`, `12.3 ms`, `4.56 s`, `12:34`, `1:02:03`."""
+    """Return a duration in at most eight characters (below 100 hours): `250 us`, `12.3 ms`, `4.56 s`, `12:34`, `1:02:03`."""
     if seconds >= 3600:
         return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{int(seconds % 60):02d}"
     if seconds >= 60:

@@ -279,7 +279,10 @@ def _require_private(directory: Path) -> None:
 
 @contextmanager
 def _run_directory(wanted: Path | None) -> Iterator[Path]:
-    """Provide a directory of mode 0700. At the end, remove it if it is temporary, else only its keys."""
+    """Provide a directory in which only this user can write.
+
+    At the end, remove it if it is temporary, else only its keys.
+    """
     remove_ended()
     if wanted is None:
         run = Path(tempfile.mkdtemp(prefix=PREFIX))

@@ -456,8 +456,8 @@ def _latent_points(
 ) -> tuple[tuple[int, float], ...]:
     """Return the seconds per key of many counts of queries: in absorbed form, and from some count on in plain form.
 
-    The slope is that of a long context. Latents of a chunk's own tokens are made keys and values there, too, though its
-    rows' linear layers count as much work for it.
+    The slope is that of a long context. In plain form, the latents of a chunk's own tokens are made keys and values,
+    too. The linear layers of these tokens count the same work once more.
     """
     least = latent.least_made_rows
     if least is None:

@@ -1,8 +1,9 @@
 """Placement of a request's KV: which lane holds which token positions.
 
 A short request lies on one lane. A long one is cut into shards: lanes are taken in the order of their free
-KV, each holds at most `tokens_per_lane` of the prompt, and the next lane joins only when the one before is
-full. The reservation for the output is striped: each stripe goes to the lane that holds the fewest tokens, so
+KV, each holds at most `tokens_per_lane` of the prompt, or an equal part of it if that is more, and the next lane
+joins only when the one before is full.
+The reservation for the output is striped: each stripe goes to the lane that holds the fewest tokens, so
 that no shard fills first and the attention of a decode takes equally long everywhere
 (docs/design.md#placement-of-kv).
 

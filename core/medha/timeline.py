@@ -18,7 +18,7 @@ from typing import Any, Literal
 MOST_BARS = 2000
 """Bars that a timeline keeps."""
 MOST_DROPPED = 10_000
-"""Bars that it has dropped, of which it still knows that; readers look more often."""
+"""Dropped bars that it still reports as dropped; readers ask often enough to miss none."""
 MOST_SEGMENTS = 96
 """Segments of one bar."""
 STALL_TARGETS = 4.0

@@ -1,8 +1,8 @@
 """Ask the API server whether the pods of a replica would find room elsewhere.
 
-Each room is granted to one replica. Pods of others are not watched: when a replica has to leave its node, the
-pods of the nodes that may take it are listed. The answer "no" may rest on lists that are some seconds old,
-which all replicas share; "yes" rests on new lists alone.
+The same capacity is granted to one replica only. The operator does not watch the pods of other workloads: when a
+replica has to leave its node, it lists the pods of the nodes that may take the replica. The answer "no" may rest on
+lists that are some seconds old, which all replicas share; "yes" rests on new lists alone.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from medha_operator.replica.manifests import router_labels
 from medha_operator.replica.observed import seconds
 
 NAME_CONFLICT = "NameConflict"
-"""Reason of a resource or a router one of whose objects would have the name of somebody else's object."""
+"""Reason of a resource or a router that needs an object of a name that somebody else's object has."""
 ALIAS_CONFLICT = "AliasConflict"
 """Reason of the event at a router for which two models claim one name."""
 _RETRY_SECONDS = 2.0

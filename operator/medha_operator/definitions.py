@@ -3,7 +3,7 @@
 Definitions and operator are upgraded one after the other. With older definitions, the API server would silently drop
 what users and the operator write to new fields, so a new operator first waits until none of its fields is missing. With
 newer definitions, the API server adds the defaults of new fields to every resource that it shows. Nobody has set these, as
-`managedFields` says, so an older operator may ignore them; a new field that somebody has set it still refuses by name.
+`managedFields` says, so an older operator may ignore them. It still refuses a new field that somebody has set, by name.
 """
 
 from __future__ import annotations

@@ -204,8 +204,8 @@ class Index:
     def to_be_placed(self, key: Key, leaving: Set[Key]) -> Iterator[Document]:
         """Yield the templates of pods that are yet to find a node, of replicas other than `key`.
 
-        They come in the order of the replicas' names. Of a replica that leaves its node, all pods are
-        included: it is one of `leaving`, or its budget is open.
+        They come in the order of the replicas' names. For a replica that leaves its node (it is one of `leaving`, or
+        its budget is open), all pods are included.
         """
         for other, _ in sorted(self.resources(REPLICA)):
             if other == key:
@@ -297,8 +297,7 @@ def _resource(document: Document) -> Entry:
 def _child(document: Document) -> Entry:
     """Return the entry of a StatefulSet or the like, without its status, which pods report better.
 
-    Of a changed StatefulSet, the observed generation is kept: it shows whether its controller has seen the
-    change.
+    The observed generation of a changed StatefulSet is kept: it shows whether its controller has seen the change.
     """
     metadata = document["metadata"]
     kept = {name: value for name, value in _stored(document).items() if name != "status"}

@@ -2,7 +2,7 @@
 
 The chart's roles say the same; a test compares the two. The operator can read what it watches, and events,
 which say why pods are not created or do not start. It can create Secrets, and never read those of replicas.
-Of a MedhaDeployment it can write only the status and finalizers. RBAC cannot distinguish the replicas of
+It can write only the status and finalizers of a MedhaDeployment. RBAC cannot distinguish the replicas of
 deployments, which the operator manages, from those of users.
 """
 

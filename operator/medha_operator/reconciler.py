@@ -152,8 +152,8 @@ class Reconciler:
     async def reconcile(self, key: Key) -> ReconcileResult:
         """Reconcile `key` once.
 
-        Until a reconcile succeeds, the status shows the trouble of the failed ones over what is planned. So the
-        two never alternate.
+        Until a reconcile succeeds, the conditions of the failure are laid over the planned status. So the status does
+        not alternate between the two.
 
         Raises:
             ApiError: an action was refused or not answered; the rest was not carried out.

@@ -156,7 +156,7 @@ def _grid_runs(scale: Scale) -> Iterator[Run]:
 
 
 def _paper_runs(scale: Scale) -> Iterator[Run]:
-    """Yield the runs of T1 to T9, exactly those that `medha_papers.simulated_rows` looks up."""
+    """Yield exactly the runs that `medha_papers.simulated_rows` looks up for T1 to T9, and those of `_lone_runs`."""
     low, high = min(scale.rates), max(scale.rates)
     for seed in range(scale.paper_seeds):
         mixed = Run("", 0.05, seed, scale.window_seconds)

@@ -4,9 +4,11 @@
 come from `medha.hardware`. FLOP counts are causal unless a row states otherwise; "1M" is 1e6 tokens, and H100
 is the SXM model.
 
-Three constants are our own. They hold for all rows of this module:
+Some constants are our own. They hold for all rows of this module:
 
 * `ATTENTION_EFFICIENCY` and `GEMM_EFFICIENCY`, shares of peak, used only where a row needs a time, not a ratio;
+* `BANDWIDTH_EFFICIENCY` and `MEMORY_FRACTION`, shares of a GPU's memory bandwidth and of its memory;
+* `STEP_LAUNCH_SECONDS`, `HOP_LATENCY_SECONDS` and `HOP_BYTES_PER_SECOND`, the costs of a launch and of a hop;
 * `DECODE_FLOOR_SECONDS`, the time of a decode step of Llama-3 8B on TP8 SPP4 besides attention, fitted to one
   cell (A Fig. 11: KVP2 takes 40 % off at 10M) and then used for all others.
 """

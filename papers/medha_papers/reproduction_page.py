@@ -1,7 +1,8 @@
 """Generator of docs/reproduction.md from a campaign's file: each claim, our figure, its band, the verdict.
 
-One section comes from the file of `benchmarks/roles.py`. `report` turns outcomes into plain data once, when a campaign ends. `page` is a pure function of that data, so
-the committed page can be checked against the committed file.
+One section comes from the file of `benchmarks/roles.py`. `report` turns outcomes into plain data once, when a campaign
+ends. `page` is a pure function of that data and of that file, so the committed page can be checked against the
+committed files.
 """
 
 from __future__ import annotations

@@ -63,11 +63,12 @@ TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 """Headers in which a gateway names an objective, which counts if a service class has that name."""
 _MOST_TTFT_TARGET_SECONDS = 86400.0
-"""Largest TTFT target that a request may ask for. If KV is short, smaller requests overtake it until it is late."""
+"""Largest TTFT target of a request: a larger one in its header is reduced to this. If KV is short, smaller requests
+overtake a request until it is late."""
 VERSION = version("medha")
 _NO_OTHER_SITE = "default-src 'none'; style-src 'unsafe-inline'"
 _EARLY_ERROR_SECONDS = 0.5
-"""Longest time until a stream's status is sent; an error before then still gets its own status."""
+"""Longest wait for a stream's first output before its status 200 is sent; an error before then gets its own status."""
 
 
 class HttpApi:

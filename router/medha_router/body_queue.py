@@ -6,8 +6,8 @@ byte of its owner's unfinished bodies that are no larger. So
 - a body can only be overtaken by bodies that arrive before it is due;
 - many bodies of one owner delay each other, and not those of others.
 
-A body at work is not interrupted. So long bodies never take the last place, and a short body waits only for other
-short ones.
+A body at work is not interrupted. So, if there is more than one place, long bodies never take the last one, and a short
+body waits only for other short ones.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def chat_for_template(messages: Sequence[ChatMessage]) -> list[Message]:
     """Return a conversation as chat templates expect it.
 
     Raises:
-        RequestInvalid: a message is about a call that no message before it has.
+        RequestInvalid: a message is about a call that no message before it has, or has calls and another role than
+            `assistant`.
     """
     names: dict[str, str] = {}  # function by id of its call
     found = []

@@ -369,8 +369,8 @@ class Generation:
             for sample in range(plan.samples):
                 index = prompt_index * plan.samples + sample
                 name = f"{request_id}-{index}"
-                # The first sample's are those of all, but in a stream none can wait for them. A sequence that asks for
-                # them shares no KV, so its prompt has a name of its own.
+                # All samples of a prompt have the log-probabilities of the first one, but in a stream none can wait for
+                # them. A sequence that asks for log-probabilities shares no KV, so its prompt has a name of its own.
                 scores = plan.sampling.prompt_logprobs is not None and (sample == 0 or plan.stream)
                 prompt = f"{request_id}/{prompt_index}" + (f"/scored-{sample}" if scores else "")
                 named[prompt] = ids

@@ -1,10 +1,11 @@
 """Checks and conversions of grammars in processes of their own: no grammar may crash the router, or occupy it.
 
 llguidance recurses as deep as a grammar is nested, until the stack ends, and may compute for minutes before its own
-limits hold. Its conversion of GBNF takes half a minute for 100,000 blank lines. So every check is made in a fork of a small process. The kernel ends that fork when it takes too much.
+limits hold. Its conversion of GBNF takes half a minute for 100,000 blank lines. So every check is made in a fork of a
+small process. The kernel ends that fork when it takes too much.
 
-The two ends of a pipe exchange texts. The first character says what is wanted, or what an answer is: `_CONVERT` and a
-converted grammar, or `_CHECK` and what is wrong, which may be nothing.
+The two ends of a pipe exchange texts. A question begins with `_CHECK` or `_CONVERT`, and a grammar follows. An answer
+is `_CONVERT` and the converted grammar, or `_CHECK` and the fault, which is empty if there is none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The OpenAI request fields that are served, their bounds, and clear errors for those that are not.
 
-Unknown fields are ignored, as in vLLM and SGLang. Fields known to OpenAI, vLLM or SGLang are never ignored: a
-field that asks for something that is not served gets a 400 that names it, its value and what to do. A client
-that asks for images must not get plain text.
+Unknown fields are ignored, as in vLLM and SGLang. So are labels (`_HINTS`), and fields that are known at other paths
+only (`fate_of`). Other fields that OpenAI, vLLM or SGLang know are never ignored: one that asks for something that is
+not served gets a 400 that names it, its value and what to do. A client that asks for images must not get plain text.
 """
 
 from __future__ import annotations

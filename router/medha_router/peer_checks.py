@@ -36,7 +36,8 @@ _ABOVE_ZERO = frozenset(
 """Fields of an announcement whose numbers are above 0; those of others may be 0."""
 REMEMBERED_TOKENS = 8  # connections of one replica that are remembered
 REMEMBERED = 1000
-"""Number of identities that were replaced, or have ended, that are remembered; messages of a closed connection may still arrive for a moment."""
+"""Most identities that are remembered after they were replaced or have ended: messages of a closed connection may still
+arrive for a moment."""
 
 
 class Peers:
@@ -196,10 +197,10 @@ def _numbers(value: object, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def require_plausible_kv(message: KvAsk | KvTicket | KvDone) -> None:
-    """Check a replica's message for another one.
+    """Check a message that one replica sends to another.
 
     Raises:
-        WireInvalid: it names what no replica has.
+        WireInvalid: a hash is cut off, a rank is at no TCP endpoint, or there are more blocks than tokens.
     """
     hashes = [message.hashes] if isinstance(message, KvAsk) else []
     hashes += [part.hashes for part in message.parts] if isinstance(message, KvTicket) else []

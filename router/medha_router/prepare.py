@@ -49,7 +49,7 @@ _COMPLETION_DEFAULT_TOKENS = 16
 MOST_PROMPT_LOGPROBS = 2**17
 """Largest number of log-probabilities of prompt tokens in one answer; each alternative counts as one, too."""
 MOST_MESSAGES = 2**15
-"""Largest number of messages of a conversation, and of the parts of their contents together."""
+"""Most messages and parts of their contents, counted together, that a conversation may have."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class ModelTerms:
     reasoning_format: str = AUTO
     """The form of the model's thoughts, as its manifest names it."""
     follows_grammars: bool = True
-    """A ready replica can follow a grammar. If none can, a request that needs one ends with an error later on."""
+    """All ready replicas can follow grammars. Otherwise a request that needs one waits for a replica that can, or ends
+    with an error later on if there is none."""
 
     @property
     def longest(self) -> int:
@@ -155,6 +156,7 @@ def prepare(
     Raises:
         RequestInvalid: the body is not a JSON object.
         ApiError: the request is invalid, or its model is unknown or not served now; names the requested model and tier.
+        Unchecked: its grammars have to be checked first, and the bundle's `grammar_check` does not wait.
     """
     fields = _parse(body)
     if isinstance(requested := fields.get("model"), str):

@@ -241,7 +241,7 @@ class _Router:
         await asyncio.wait((*self._serving, *watching), return_when=asyncio.FIRST_COMPLETED)
 
     async def leave(self, stopped: bool, end: asyncio.Event) -> None:
-        """Close both servers; first, if somebody has `stopped` this router, leave and drain until `end` is set."""
+        """Close both servers. If somebody has `stopped` this router, first leave and drain; `end` cuts that short."""
         settings, api, connections = self._settings, self._api, self._connections
         api.leaving = connections.leaving = True
         if stopped:

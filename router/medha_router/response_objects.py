@@ -141,7 +141,7 @@ class ResponseObjects:
         return [item.shown(last if item is self._items[-1] else "completed") for item in self._items]
 
     def _status_of_last(self, status: Status) -> Status:
-        """Return the status of the last item of a response with this one: a stop string may have cut a call off."""
+        """Return the status of the last item of a response that has `status`: a stop string may have cut a call off."""
         is_cut = self._items[-1].call is not None and not self._ends_with_calls
         return "incomplete" if is_cut else status
 

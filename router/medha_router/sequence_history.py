@@ -33,8 +33,8 @@ from medha.timeline import Finished, Interrupted, Placed, Sampled, Timeline
 from medha.wire.messages import Announce, Cancel, Failed, ProgressReport, Refused, Submit
 
 LeaveReason = Literal["refused", "rank_lost", "replica_lost", "moved", "prefilled"]
-"""Reason why a sequence left a replica before its end: refused there, lost with a rank or with the replica, because that drains,
-or because its prompt is computed and another replica decodes (`medha.routing.roles`)."""
+"""Reason why a sequence left a replica before its end: it was refused there; it was lost with a rank or the replica; it
+moved because the replica drains; or its prompt is computed, and another replica decodes (`medha.routing.roles`)."""
 LEAVE_REASONS: tuple[LeaveReason, ...] = get_args(LeaveReason)
 
 
@@ -156,7 +156,7 @@ class SequenceHistory:
     def is_beside_long(self, sequence_id: str) -> bool:
         """Return whether a long prefill was in flight on the sequence's replica between its arrival and its first token.
 
-        False before the first token.
+        False before the first token, and always for a sequence whose own prefill is long.
         """
         return self._entries[sequence_id].is_beside_long
 

@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
 
 Placed = Callable[[str], str]
-"""The grammar of an output whose answer follows another one."""
+"""Function from the grammar of an answer to the grammar of the whole output."""
 
 
 def grammar_of(request: GenerationRequest, check: GrammarCheck, placed: Placed | None = None) -> str:
@@ -60,7 +60,7 @@ def grammar_of(request: GenerationRequest, check: GrammarCheck, placed: Placed |
 
 
 def schema_of_answer(request: GenerationRequest) -> tuple[str, dict[str, Any]] | None:
-    """Return the JSON Schema that a request asks of an answer which calls no function, with its field; None if it may be any text.
+    """Return the field and the JSON Schema that an answer without calls has to follow; None if it may be any text.
 
     Raises:
         RequestInvalid: it asks for a grammar of another kind, or for several.

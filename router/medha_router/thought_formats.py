@@ -38,7 +38,8 @@ def _detected(template: str) -> str | None:
 
 
 def place_after(prompt: str, marks: ThoughtMarks) -> Phase:
-    """Return where an output begins, by the end of its prompt, where the template has begun the answer."""
+    """Return the phase in which an output begins: at the end of the prompt, the template may have opened or closed
+    thoughts."""
     end = prompt[-1024:].rstrip()
     if end.endswith(marks.opens):
         return Phase.BEGUN

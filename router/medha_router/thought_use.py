@@ -122,7 +122,7 @@ def answer_after(thoughts: ThoughtPlan | None, bundle: Bundle, channels: Mapping
 def variables_of_template(
     request: ChatRequest | ResponsesRequest, template: ChatTemplate | None
 ) -> dict[str, Any] | None:
-    """Return the variables that a request gives the chat template; those of `chat_template_kwargs` go before its effort.
+    """Return the variables that a request gives the chat template; its `chat_template_kwargs` override its effort.
 
     Raises:
         RequestInvalid: the template has no place for the effort.

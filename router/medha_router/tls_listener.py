@@ -21,7 +21,7 @@ _PAUSE_SECONDS = 0.1
 
 
 class TlsListener:
-    """A server, as uvicorn closes them, on one listening socket; `connect` makes the protocol of a connection."""
+    """A server on one listening socket that uvicorn can close; `connect` makes the protocol of a connection."""
 
     def __init__(
         self,

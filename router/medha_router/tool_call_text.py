@@ -67,7 +67,7 @@ class CallReader(ABC):
         next(self._machine)
 
     def feed(self, text: Iterable[str]) -> list[Part]:
-        """Return what characters complete. In channels, marks are among them."""
+        """Return the parts that these characters complete. In channels, marks are among the characters."""
         for char in text:
             self._machine.send(char)
         return self._taken()
@@ -124,7 +124,7 @@ class CallReader(ABC):
         return char
 
     def _back(self, text: str) -> None:
-        """Have characters read again that were read last."""
+        """Put back the characters that were read last, so that they are read again."""
         self._again.extendleft(reversed(text))
         if self._held is not None and text:
             del self._held[-len(text) :]
@@ -174,7 +174,7 @@ class CallReader(ABC):
         self._spaces += char
 
     def _show(self, text: str) -> None:
-        """Show text, after the white space before it; the end of an output without calls shows that as well."""
+        """Show text, after the white space that was held back; at the end of an output, "" shows that alone."""
         text, self._spaces = self._spaces + text, ""
         if text:
             self._parts.append(text)
@@ -350,7 +350,7 @@ class HermesReader(TaggedReader):
 
 
 class LlamaReader(CallReader):
-    """`{"name": ..., "parameters": {...}}` at the beginning, or anywhere after `<|python_tag|>`; `;` separates several."""
+    """`{"name": ..., "parameters": {...}}` at the beginning, or anywhere after `<|python_tag|>`; `;` or `,` separates several."""
 
     def _read(self) -> Machine:
         char = yield from self._after_space_of_text()

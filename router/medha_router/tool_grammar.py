@@ -1,6 +1,7 @@
 """The grammar of an output that calls functions, in the form in which its model writes calls.
 
-It is written in llguidance's dialect of Lark, as that of `channel_grammar`, which says what goes before calls in channels.
+It is written in llguidance's dialect of Lark, like the grammar of `channel_grammar`, which defines what goes before
+calls in channels.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class _Writer:
 
 
 def unwritable(schema: Mapping[str, Any]) -> str | None:
-    """Return the keyword or the parameter of a schema that tags cannot be held to, or None."""
+    """Return the keyword or the parameter of a schema that a grammar of tags cannot enforce, or None."""
     properties = schema.get("properties", {})
     further = schema.keys() - _OF_TAGS
     if schema.get("additionalProperties", False) not in (True, False):

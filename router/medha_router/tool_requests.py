@@ -23,7 +23,7 @@ class FunctionFields(RequestModel):
     def for_template(self, description: str | None = None) -> dict[str, Any]:
         """Return the function as chat templates expect it, always with the same order of fields.
 
-        `description` is that of a function which has none.
+        `description` stands in for the one that the function lacks.
         """
         function: dict[str, Any] = {"name": self.name}
         if (text := description if self.description is None else self.description) is not None:

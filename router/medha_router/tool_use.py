@@ -106,8 +106,8 @@ class ToolUse:
         """Return the grammar of the output, "" if it may be anything.
 
         `channels` are the marks of channels if the output begins with the header of a message, and `thoughts`
-        may go before the rest of its text. If no replica follows grammars (not `is_followed`), the output has
-        one only if the request cannot be served otherwise.
+        may go before the rest of its text. If a ready replica follows no grammars (not `is_followed`), the output
+        has one only if the request cannot be served otherwise.
 
         Raises:
             RequestInvalid: names the field that asks for what cannot be followed.

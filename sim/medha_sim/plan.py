@@ -54,7 +54,8 @@ _EXPERT_FIELDS = {
 _EXPERT_METHODS = {"gpt_oss": ("mxfp4",)}
 """The methods in which a model type may be quantised, if they are not those of dense models."""
 _EXPERT_NAMES = {"mixtral": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"), "gpt_oss": None}
-"""Names of the linears of experts, if they are others; None: one tensor holds those of all experts."""
+"""Names of the linears of experts where they are not the usual ones (`ExpertNames()`); None: one tensor holds the
+linears of all experts."""
 _LATENT = ("deepseek_v2", "deepseek_v3")
 """Model types with latent attention. Their first layers are dense, and their experts have a shared one beside them."""
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *TEXT_CONFIGS, *_EXPERT_FIELDS)
@@ -368,9 +369,9 @@ def _kv_pool(
 ) -> tuple[int, float]:
     """Return the tokens that KV of `room_bytes` on each GPU holds, and the bytes that the wish's requests take of it.
 
-    A token whose KV is kept in all layers takes `token_bytes`, of which `in_windows_bytes` are in layers with a window. As
-    in a rank, these free KV before their windows if more tokens fit then; their windows are those of `maxRunning` sequences,
-    or of fewer, if all of the wish's still run at a time, and of cached prefixes.
+    A token whose KV is kept in all layers takes `token_bytes`, of which `in_windows_bytes` are in layers with a window.
+    As in a rank, these layers free the KV that is older than their window, if more tokens fit then. They keep windows
+    of `maxRunning` sequences (of fewer, if all requests of the wish still run at a time), and of cached prefixes.
     """
     kept = int(room_bytes / token_bytes), wish.request_tokens * wish.concurrent * token_bytes
     windows = [model.window_tokens] if model.window_share else []

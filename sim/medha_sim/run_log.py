@@ -1,6 +1,6 @@
 """The log of a simulation: a record for each request, columns for steps and chunks, the state at intervals.
 
-`metrics` evaluates it. Times are seconds of the virtual clock, which starts at 0.
+`medha_sim.run_summary` evaluates it. Times are seconds of the virtual clock, which starts at 0.
 """
 
 from __future__ import annotations

@@ -479,7 +479,7 @@ class _Replica:
         return self._controller.read_line if isinstance(self._controller, ReplicaController) else (0.0, 0.0)
 
     def _wake(self) -> None:
-        """Schedule a `Tick` for when the controller is due to give something up, unless there is one by then."""
+        """Schedule a `Tick` for the time at which the controller needs one, unless there is one before it."""
         due = self._controller.next_due if isinstance(self._controller, ReplicaController) else None
         if due is not None and due < self._wakes_at:
             self._wakes_at = due

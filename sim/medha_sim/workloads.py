@@ -400,7 +400,7 @@ def _arrivals(
 
 
 def _times(rate: float, duration_seconds: float, variation: float, clock: np.random.Generator) -> list[float]:
-    """Draw arrival times below `duration_seconds`; a longer duration or a higher rate only appends."""
+    """Draw arrival times below `duration_seconds`; a longer duration only appends, a higher rate also divides them."""
     if rate * duration_seconds > _MOST_REQUESTS:
         raise ConfigInvalid(
             f"rate is {rate:g} a second for {duration_seconds:g} s, which makes {rate * duration_seconds:g} requests; "

@@ -46,7 +46,7 @@ class Correction:
     verified: float = 1.0  # of rows of guesses, times `decode`
 
     def seconds(self, predicted: PartedSeconds) -> float:
-        """Return the corrected time; exactly `predicted.whole` while both factors are 1."""
+        """Return the corrected time; exactly `predicted.whole` while all three factors are 1."""
         seconds = self.of(predicted.whole, predicted.decodes)
         if predicted.verified:
             seconds += (self.decode * self.verified - self.prefill) * predicted.verified

@@ -7,8 +7,8 @@ A step is cheaper than the sum of its parts: two chunks share the reading of the
 therefore be nearly free (paper B §4.2), and the packer asks for the time of whole batches. `Tally` answers
 that question in constant time.
 
-Two factors correct the predictions by the measured step times (`medha.cost.correction`), because an over-prediction
-silently shrinks chunks and an under-prediction breaks TPOT.
+Factors for decodes, prefills and verified guesses correct the predictions by the measured step times
+(`medha.cost.correction`), because an over-prediction silently shrinks chunks and an under-prediction breaks TPOT.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class RingCosts:
 
     @property
     def flops_per_byte(self) -> float:
-        """C / BW: FLOPs that a lane computes while one byte is sent; infinite if the link is not known."""
+        """C / BW: FLOPs that a lane computes while one byte is sent; infinite if either rate is not known."""
         if self.link_bytes_per_second <= 0 or self.attention_flops_per_second <= 0:
             return inf
         return self.attention_flops_per_second / self.link_bytes_per_second

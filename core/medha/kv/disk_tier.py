@@ -446,7 +446,7 @@ class DiskTier:
     def _found_no_space(self, file: _File) -> None:
         """Note that a disk has no space for a file, which was removed: the tier holds no more than it does without it.
 
-        Of files that were begun before the tier shrank last, this says nothing about its size now: many may be under way at once.
+        A file that was begun before the tier shrank last says nothing about its size now: many may be written at once.
         Its blocks wait again once all ranks have reported this write: their reports of the next one have the same name.
         """
         if file.tier_blocks == self.blocks:

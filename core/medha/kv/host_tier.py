@@ -14,8 +14,8 @@ what was dropped last. This is GreedyDual-Size (Cao and Irani, "Cost-aware WWW p
 costly stays longer, and what nobody uses ages, without a clock. An extent is worth at least as much as any behind it,
 because without its beginning a prefix is of no use.
 
-KV that a request waits for, because it is read from a file, a store or another replica, also takes the place of what is worth
-more, but not of what was read for others that have not fetched it yet.
+KV that a request waits for, because it is read from a file, a store or another replica, also takes the place of what
+is worth more. What was read for others, and not fetched yet, makes room only once the rest has aged by what that costs.
 
 The KV of a request that has stepped aside is *kept for it* until it comes back: the tier takes it before all else, drops
 anything for it that is not kept, and drops none of it.
@@ -176,7 +176,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Blocks of an extent, from its `first` on: their hashes, that of the block before them (empty: none is), their place in a prompt."""
+    """Blocks of an extent, from its `first` on.
+
+    `hashes` are theirs, `before` is that of the block before them (empty: there is none), and `start` is the place
+    of the first one in a prompt.
+    """
 
     extent: int
     hashes: str
@@ -199,7 +203,9 @@ class _Extent:
     blocks: int
     worth: float
     is_unfetched: bool = False  # it was read for a request, and none has fetched it since
-    wanted: dict[_Wanted, int] = field(default_factory=dict)  # and its blocks up to the end of each
+    wanted: dict[_Wanted, int] = field(
+        default_factory=dict
+    )  # -> number of its blocks up to the last that is wanted
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
 
@@ -300,7 +306,9 @@ class HostTier:
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()  # until `unpin`
         self._kept = Counter[int]()  # extent -> parts of it that tickets and fetches keep
-        self._loading: set[int] = set()  # extents that are being read from a file, or from another replica
+        self._loading: set[int] = (
+            set()
+        )  # extents that are being read from a file, the store or another replica
         self._served: dict[str, list[Held]] = {}  # ticket -> blocks that another replica may read
         self._served_parts: dict[
             int, Counter[Held]
@@ -554,7 +562,8 @@ class HostTier:
     def _lacking(self, branch: Branch, known: SpanIndex[_Known]) -> Iterator[tuple[int, int, bool]]:
         """Yield the parts of a branch that neither the tier nor other branches have.
 
-        Each comes with its first block, its length, and whether requests that have stepped aside need all of it, or nothing.
+        Each comes with its first block, its length, and whether requests that have stepped aside need it. They need
+        all of it, or none.
         """
         hashes, at, stop = branch.hashes, branch.start, branch.start + branch.blocks
         while at < stop:
@@ -642,7 +651,7 @@ class HostTier:
         return found
 
     def _offer_again(self, number: int) -> None:
-        """Do the same for an extent that may be gone."""
+        """Do the same as `_offer` for an extent that may be gone."""
         extent = self._extents.get(number)
         if extent is not None:
             self._offer(extent)
@@ -787,7 +796,10 @@ class HostTier:
         return found is not None and found.blocks >= stop
 
     def begin_load(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
-        """Do the same for blocks that are read from a file, a store or another replica: they are there after `end_load`."""
+        """Give room to blocks that are read from a file, a store or another replica, and are there after `end_load`.
+
+        Return the same as `take_in`.
+        """
         made = self._make_extent(hashes, start, count, is_awaited=True)
         if made is not None:
             self._loading.add(made[0])
@@ -885,7 +897,7 @@ class HostTier:
 
 
 def _next_step(value: float) -> float:
-    """Return the least value of a scale that is not below another one: its steps grow with it, by a sixteenth to an eighth."""
+    """Return the least number of a scale that is not below `value`; its steps are a sixteenth to an eighth of that."""
     fraction, exponent = frexp(value)
     return ldexp(ceil(16 * fraction) / 16, exponent)
 
@@ -902,7 +914,7 @@ def _cut(parts: Iterable[Held], blocks: int) -> list[Held]:
 
 
 def _joined(parts: Iterable[Held]) -> list[tuple[int, int]]:
-    """Return which blocks of an extent parts of it have: the first and the end of each run, in order and apart."""
+    """Return the blocks of an extent that `parts` cover, as disjoint runs in order: each with first block and end."""
     runs: list[tuple[int, int]] = []
     for first, end in sorted((one.start, one.start + one.count) for one in parts):
         if runs and first <= runs[-1][1]:

@@ -96,8 +96,9 @@ class HostTierWork:
 class LaneReplay:
     """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
-    Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, fetches, writes. If
-    layers free KV before their windows, `begin_step` comes after the releases, and `place_windows` comes last.
+    Each call applies one part of a `Step`, in this order: publishes, releases, loads, serves, grows, admits, fetches,
+    writes, stores. If layers free KV before their windows, `begin_step` comes after the releases, and `place_windows`
+    comes last.
     """
 
     def __init__(

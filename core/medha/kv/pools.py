@@ -169,7 +169,10 @@ class EndedLoads:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """Objects of the store that would continue a prompt on a lane: all of the blocks `chain` from the `first`-th object on."""
+    """Objects of the store that would continue a prompt on a lane: those of the blocks `chain`, from number `first` on.
+
+    There are no more than one question to the ranks may name (`StoreTier.objects`).
+    """
 
     lane: int
     chain: str
@@ -924,9 +927,9 @@ class KvPools:
     def wait_for_peer_seconds(
         self, prompt_tokens: int, block_hashes: str, there_tokens: int, *, is_long: bool = False
     ) -> float | None:
-        """Return the predicted wait, in seconds, for what another replica has of a prompt: half of the longest that pays.
+        """Return half of the seconds that another replica's KV of a prompt saves; None if it is predicted to save none.
 
-        Return None if computing is predicted to be faster.
+        A request waits twice that long at most, and a little more (`medha.scheduler.load_waits`).
         """
         if self._prices is None or not self.has_peers or not block_hashes:
             return None
@@ -1037,7 +1040,10 @@ class KvPools:
         *,
         is_long: bool = False,
     ) -> float | None:
-        """Return the same as `wait_for_peer_seconds` for the store; `counts` are its further objects, by lane that lacks some."""
+        """Return the same as `wait_for_peer_seconds` for the store.
+
+        `counts` are the numbers of objects that would be read, by lane that lacks some.
+        """
         if self._prices is None or self.store is None or not any(counts):
             return None
         here_tokens, _ = self.expected(prompt_tokens, block_hashes, is_long=is_long)
@@ -1310,7 +1316,7 @@ class KvPools:
         return self._loads
 
     def take_loads(self) -> tuple[HostLoad, ...]:
-        """Take the pending loads of all lanes, in order; ranks apply them before all else in a step."""
+        """Take the pending loads of all lanes, in order; ranks apply them after a step's publishes and releases."""
         loads, self._loads = self._loads, []
         return tuple(loads)
 

@@ -30,7 +30,7 @@ _MOST_OBJECTS = 4096
 
 
 def object_blocks(block_bytes: int) -> int:
-    """Return how many blocks an object has: of some 8 MiB, so that a request for it takes longer than its latency."""
+    """Return how many blocks an object has: as fit into 8 MiB, 1 to 32. Latency is then a small part of a read."""
     return max(1, min(_OBJECT_BYTES // block_bytes, _MOST_OBJECT_BLOCKS))
 
 

@@ -1,4 +1,4 @@
-"""Decision which sequences of a replica that drains move to another one, while it can still read their KV.
+"""Decides which sequences of a replica that drains move to another one, which can still read their KV.
 
 A replica that drains has a limit, at which it returns what has not ended. Then another replica computes the KV of each
 such sequence again. So a sequence that is predicted to miss the limit moves before it, if its KV can be read in less time
@@ -6,7 +6,8 @@ than it can be computed. It moves at once: it computes the same tokens elsewhere
 that is predicted to end in time stays; the prediction is made again later, and it stays only as long as its KV could
 still be read if the prediction turned out wrong.
 
-A sequence is predicted to have the output that the replica expects of it, or, once it has had that, as much again.
+A sequence is predicted to get the output that the replica expects of it. Once it has had that, it is predicted to get
+as much again as it has had.
 """
 
 from __future__ import annotations

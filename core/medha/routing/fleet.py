@@ -87,7 +87,10 @@ class Fleet:
         )
 
     def most_wait_seconds(self, request: Arrive) -> float | None:
-        """Return how long a request of this class may wait for its prefill to begin: on one replica; None: for ever."""
+        """Return how long a request of this class may wait for its prefill to begin; None: for ever.
+
+        If replicas differ, the longest time counts.
+        """
         found: list[float] = []
         for replica in self.serving(request):
             terms = class_terms(replica.card.service_classes, request.service_class)

@@ -224,14 +224,15 @@ class KnownReplica:
     def opening(self, lookahead_seconds: float, most_tokens: int, *, takes_turns: bool = False) -> Opening:
         """Return what it could begin within `lookahead_seconds`; an idle replica takes what it can ever hold.
 
-        `most_tokens` is what the replica holds of all that could take its sequences which holds most: a sequence that some
-        replica can hold with all of its output goes to no other.
+        `most_tokens` is the largest number of tokens that any of the replicas for the same sequences can hold. A
+        sequence that one of them can hold with all of its output goes to none that cannot.
         A sequence without KV waits for it in the router, where it can go to another replica, until it is late;
         then it claims KV that becomes free in the replica.
         `takes_turns`: not all can be on time, so that the replica, too, begins the owner that attained least.
 
-        A sequence with an earlier turn than all of this router that wait in the replica waits neither for KV nor for their
-        work: the replica leaves some KV and places to its owner (`medha.scheduler.owner_places`). What other routers
+        If the turn of a sequence is earlier than those of all this router's sequences that wait in the replica, it
+        waits neither for KV nor for their work: the replica leaves some KV and places to its owner
+        (`medha.scheduler.owner_places`). What other routers
         have sent does not count, since turns of different clocks cannot be compared. So several routers may send it
         before its turn; then it waits in the replica, which orders the sequences of all routers by turns of its own.
         """

@@ -34,7 +34,7 @@ class KvSources:
         self._sequences[sequence.wire_id] = sequence
 
     def free(self, sequence: OpenSequence) -> None:
-        """Let the replica that a sequence has left end, as far as it is concerned."""
+        """Release the KV that a replica keeps of a sequence which has left it: the replica may end without it."""
         source, sequence.kv_source = sequence.kv_source, None
         if source is not None:
             del self._sequences[source.wire_id]

@@ -31,7 +31,7 @@ def count_attempt(sequence: OpenSequence, limits: RoutingLimits, now: float) -> 
 
 
 def is_suspect(sequence: OpenSequence, limits: RoutingLimits) -> bool:
-    """Return whether a sequence may be what its replicas were lost of."""
+    """Return whether a sequence may be the cause of the losses of its replicas."""
     return sequence.losses > 0 or 2 * sequence.lost_attempts >= limits.max_attempts
 
 

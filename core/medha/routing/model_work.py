@@ -113,7 +113,7 @@ class ModelWorks:
 
 
 def _ahead(serving: list[KnownReplica], start_seconds: float) -> Callable[[Floats], Floats]:
-    """Return the function of the work before given keys on the replica that has least of it; without one, its start."""
+    """Return a function of keys: the work before each on the replica with least; `start_seconds` if none serves."""
 
     def ahead(keys: Floats) -> Floats:
         if not serving:

@@ -50,7 +50,7 @@ class OpenSequence:
     losses: int = 0  # those since its last token that count against it (`RoutingLimits.max_losses`)
     was_aboard: bool = False  # since its last token, a replica was lost that had it
     has_progress: bool = False  # this attempt has sampled a token
-    has_moved: bool = False  # since it has had a token; `deadline` is that of its next one since then
+    has_moved: bool = False  # after it had a token; since then, `deadline` is that of its next token
     kv_dtype: str = ""  # of the KV with which its last token was sampled
     sent_at: float = 0.0  # when this attempt began
     known_tokens: int = 0  # of its prompt, which this attempt's replica was thought to have by then
@@ -76,7 +76,7 @@ class OpenSequence:
 
     @property
     def kv_tokens(self) -> int:
-        """Its first tokens whose KV a replica has which decodes it, or did before it moved; 0 if there is no such replica."""
+        """Number of its tokens with KV in the replica that decodes it, or did before it moved; 0 without one."""
         if self.replica is not None and self.has_progress:
             return self.tokens - 1
         source = self.kv_source

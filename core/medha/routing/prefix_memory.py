@@ -1,13 +1,9 @@
-"""Load balancing: a sequence goes to the replica where its first token is expected soonest.
+"""The memory of a router: which prefixes it recently sent to which replica.
 
-The expected time is the prefill work ahead of the sequence, as announced by the replica plus what was
-forwarded since, plus its own prefill without the prefix that the replica is thought to have cached. So a
-sequence follows its cached prefix as long as the replicas' loads differ by less than the seconds that the hit
-saves, and a popular prefix spreads to other replicas as soon as its first one is busy. No constant has to be
-tuned for that.
-
-A router cannot see the caches. It remembers which prefixes it recently sent to which replica, at marks that
-lie about one and a half times as far from the start as the one before: a few dozen per prompt, however long.
+`medha.routing.replica_choice` sends a sequence to the replica where its first token is expected soonest. For that it
+must know how much of a prompt a replica has cached, and a router cannot see the caches. So it remembers what it sent,
+at marks in the prompt. Each mark lies about one and a half times as far from the start as the one before: there are a
+few dozen per prompt, however long it is.
 """
 
 from __future__ import annotations

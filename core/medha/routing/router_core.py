@@ -9,7 +9,7 @@ The parts: `ledgers` has the waiting sequences in the order of their replicas' p
 start. `known_replicas` is what replicas announce, and what was forwarded since. `replica_choice` chooses between
 them: the most urgent sequence chooses first, and samples of one prompt stay together. `roles` says which of them compute
 a prompt and which its output; once a sequence has a token, it moves from the former to the latter. `lost_attempts` finds the
-sequence that replicas are lost of. `attained_service` is the service of owners, which take turns when not all
+sequence that causes losses of replicas. `attained_service` is the service of owners, which take turns when not all
 can be on time. A deadline is set once, when a sequence arrives, from the replicas' own targets (`medha.slo`) and
 prefill times; later announcements and losses do not change it. A sequence that moves after its first token gets another one.
 
@@ -610,7 +610,7 @@ class RouterCore:
         return commands
 
     def _leave_kv(self, sequence: OpenSequence, name: str, target: KnownReplica, now: float) -> Send:
-        """Let a sequence wait for another replica, which may read its KV from the one that it leaves; return what that is sent.
+        """Let a sequence leave a replica and wait for another one, which may read its KV; return its `Cancel`.
 
         If it has a token, its client waits for the next one. So it is due again, as a prompt would be that takes as long to
         compute as the replica `target` takes to get its KV. Otherwise it stays due when it was.

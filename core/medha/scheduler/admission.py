@@ -39,7 +39,7 @@ LATE_SHARE = 0.35
 MOST_DEFERRED_SECONDS = 60.0
 """Longest time for which requests of owners with more than an equal share of KV may not claim, if others wait."""
 WAY_STEPS = 2
-"""Number of longest steps before a claimant's latest start from which others make way for it: it may take as long."""
+"""Others make way for a claimant from so many longest steps before its latest start: freeing KV may take that long."""
 GROWTH_TOKENS = 1024
 """Tokens by which KV grows at a time beyond its reservation: enough that block tables stay long runs."""
 GROWTH_PART_OF_LANE = 16
@@ -235,7 +235,7 @@ class Admission:
             return self._lanes
         return () if request.may_spread else [lane for lane in self._lanes if lane not in claim.lanes]
 
-    # The caps on long requests. Beside a claim of a long request, what it is to get is not available to others.
+    # The caps on long requests. The blocks that a long claimant is to get are not available to others.
 
     def _left_for_longs(self, claim: _Claim | None = None, *, kept_blocks: int = 0) -> int | None:
         """Return how many blocks another long request may take, if it leaves `kept_blocks`; None: any number."""
@@ -250,7 +250,7 @@ class Admission:
     def _kept_for_returning(self, claim: _Claim | None = None) -> int:
         """Return the blocks that other long requests leave to those that have stepped aside for a deadline, and wait.
 
-        A claim for one of these has its part already.
+        If one of these is the claimant, its blocks are left out: `_left_for_longs` subtracts them as claimed.
         """
         kept = self._table.returning_blocks
         if claim is not None and claim.request.returns:
@@ -261,8 +261,8 @@ class Admission:
     def _held_by_longs(self) -> int:
         """Blocks that long requests hold; shared ones count once.
 
-        Each request counts with the free blocks that it took. Blocks taken by a long request that has ended,
-        which others still share, are counted as held by no short request.
+        They are the free blocks that each request took. Blocks of a long request that has ended may still be shared
+        by others. If these make more of the held blocks than short requests account for, that number counts.
         """
         if not self._taken_by_longs:
             return 0

@@ -1,8 +1,9 @@
 """The service of each owner: tokens of its prompts and outputs, of which half are forgotten in each half-life.
 
 A sequence is charged when it arrives, so waiting sequences count as served, and `n` samples count `n` times. Its
-*turn* is the service that its owner had attained before that. Turns of different times can be compared, because
-older tokens weigh less. So later arrivals do not pass a sequence with a large turn for ever.
+*turn* stands for the service that its owner had attained before that. It is a logarithm to which each half-life adds 1,
+as older tokens weigh less. So turns of different times can be compared, and later arrivals do not pass a sequence with
+a large turn for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from medha.scheduler.policy import Floats
 HALF_LIFE_SECONDS = 60.0
 """Time in which attained service loses half of its weight."""
 REMEMBERED_OWNERS = 8192
-"""Most owners that are remembered; those that attained least are forgotten first, and then count as new."""
+"""Owners that remain when records are forgotten, at twice so many: those that attained most. Others count as new."""
 
 _Record = tuple[float, float]
 """Tokens, and the time at which they had this number."""

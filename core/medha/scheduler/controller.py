@@ -325,7 +325,7 @@ class ReplicaController:
         return self._step_builder.prefill_order.terms
 
     def work_ahead(self, now: float) -> tuple[tuple[float, float], ...]:
-        """Return how much pending work has at most a certain key of the policy, as announced to routers."""
+        """Return points (key of the policy, seconds of pending work with at most that key), as announced to routers."""
         order, correction = self._step_builder.prefill_order, self.predictor.correction.prefill
         return order.work_ahead(self._table, correction, now)
 
@@ -704,8 +704,8 @@ class ReplicaController:
     ) -> Targets:
         """Return the targets of a request; one that stepped aside is due again, as a new one of its length would be.
 
-        `before` is the request as it stepped aside, None if it has not. One that is long, and did so for a deadline, keeps
-        its own.
+        `before` is the request as it stepped aside, None if it has not. A long one that did so for another's deadline
+        is due at `before.due_back`, which is earlier than its deadline was.
         """
         service_class = self.config.service_classes[class_name]
         tpot_seconds = submit.tpot_target_seconds
@@ -830,7 +830,7 @@ class ReplicaController:
 
     @property
     def read_line(self) -> tuple[float, float]:
-        """The predicted seconds of a read of another replica's KV, and of each token; 0 if it takes no KV."""
+        """Predicted seconds to read another replica's KV: for each read, and for each token; 0 if it takes no KV."""
         if self._tier_seconds is None or not self._pools.has_peers:
             return 0.0, 0.0
         access_seconds, block_seconds = self._tier_seconds.peer_line()
@@ -838,7 +838,7 @@ class ReplicaController:
 
     @property
     def resumed_tokens(self) -> int:
-        """KV of requests that began at another replica which was named as a peer, found or read here, tokens."""
+        """Tokens of requests that came with output and a peer whose KV was cached here or read, not computed."""
         return self._resumed_tokens
 
     @property
@@ -912,7 +912,10 @@ class ReplicaController:
             self.predictor.observe(built.packed.uncorrected, seconds)
 
     def _note_filled_blocks(self, block_hashes: Iterable[tuple[str, str]]) -> None:
-        """Record the hashes of blocks that output tokens have filled; a request's last one is of its last whole block."""
+        """Record the hashes of blocks that output tokens have filled.
+
+        The last hash of a request is that of its last whole block.
+        """
         size, later = self.config.block_size_tokens, Counter(request_id for request_id, _ in block_hashes)
         for request_id, hashes in block_hashes:
             later[request_id] -= 1

@@ -4,8 +4,8 @@ A grammar is compiled while its request waits for KV and while its prompt is com
 it, its requests are kept out of the step that would sample for them (`Request.awaits_grammar`), so no other request
 waits for a grammar that takes long. A request whose grammar is not compiled in time ends.
 
-Ranks keep a compiled grammar until a message drops it. Kept are those of all open requests, and the `KEPT_GRAMMARS`
-others that were used last.
+Ranks keep a compiled grammar until a message drops it. They keep the grammars of all open requests, and the
+`KEPT_GRAMMARS` others that were used last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests that wait until blocks of their prompt are loaded from files (`medha.kv.disk_tier`) or from another replica.
+"""Requests that wait until blocks of their prompt are loaded: from files, from another replica, or from the store.
 
 They get no KV meanwhile, and others pass them. No request waits for a load that takes much longer than predicted: it
 computes its prompt instead. But where computing takes far longer than loading, it waits for a part of the time that this saves:
@@ -16,7 +16,7 @@ from medha.scheduler.request import Request
 _PATIENCE = 2.0
 """Longest wait, as a multiple of the predicted one."""
 _SAVED_PART = 0.25
-"""Longest wait, as a part of the time that loads save, if that is longer: more of it would cost much if the disk hangs."""
+"""Longest wait, as a part of the time that loads save, if that is longer. More would cost much if the disk hangs."""
 _LEAST_SECONDS = 0.25
 """Time that each wait may take beyond that, because ranks report between their steps."""
 

@@ -8,7 +8,7 @@ have a price in seconds, and the same comparison decides.
 Before its first token, a long request's time to spare is the slack to its deadline. After it, it is the time by which its
 tokens are ahead of the TPOT target. That time must suffice for three things: the copies or the computing, the time for
 which others are expected to need its KV, and the steps that pass until a change takes effect. When it comes back, its
-deadline is earlier by the first two, so that it claims KV in time.
+deadline is earlier by the time for which others need its KV, and by the time to get it back. So it claims KV in time.
 
 Requests do not swap back and forth. One steps aside at most `scheduling.maxSwaps` times for this, and never before it has
 computed something. After a swap, the next one comes only once nine times its price has passed. A swap is made only for a

@@ -33,7 +33,7 @@ QUANTILE = 0.8
 MEMORY = 256
 """Ends after which an earlier one counts 1/e."""
 PRIOR_ENDS = 4.0
-"""Weight of the initial assumption in a class's estimate, and of the class's in an owner's, in ended requests."""
+"""Weight, in ended requests, of the initial assumption in a class's estimate, and of that estimate in an owner's."""
 TAIL_WEIGHT = 0.5
 """Weight of the assumption beyond `defaultOutputTokens`, in requests."""
 MOST_OWNERS = 256

@@ -1,8 +1,8 @@
 """Shares the places for running sequences, and KV, between owners: none takes the last of them from the others.
 
 A request names its owner by an opaque string. A client request with `n` samples is `n` sequences of one owner,
-each with a place of its own (`max_running` in all). No decode is preempted, so whoever arrives when all places
-are taken waits until a whole answer ends. Therefore an owner gets another place only while it holds few in
+each with a place of its own (`max_running` in all). No decode steps aside for a place, so a request that comes when
+all places are taken waits until a whole answer ends. Therefore an owner gets another place only while it holds few in
 comparison with those that are free. This is the dynamic threshold of shared buffers (Choudhury and Hahne,
 IEEE/ACM Transactions on Networking 6, 1998): it needs no setting for each owner, and leaves places to owners
 that come later. An owner that is alone may take all of them; it is alone if no other had a request here for

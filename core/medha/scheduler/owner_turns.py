@@ -6,8 +6,8 @@ turns (`medha.scheduler.attained_service`), the smallest first, in the order of 
 rows makes its own rows late before those of others, and an owner's own rows keep the order of the policy.
 
 Owners are in *classes* by their largest turns. The largest of all, and those with at least a quarter of its service,
-are one class; the largest of the others begins the next class, and so on. A row belongs to the lowest class that has
-as large a turn as it has. So the rows of an owner are in its own class, or in a lower one if their turns are small.
+are one class; the largest of the others begins the next class, and so on. A row belongs to the lowest class whose
+largest turn is at least its own. So the rows of an owner are in its class, or in a lower one if their turns are small.
 
 The contested rows are reordered by class, in the places that the policy gave them all together; within a class, the
 policy decides. It therefore decides between owners of about the same load: strict turns would let rows that can no
@@ -29,7 +29,7 @@ from medha.scheduler.policy import Bools, Floats, Ints
 LITTLE_TOKENS = 128
 """Service that is added to every owner's before it is compared, so that small differences do not count."""
 CLASS_RATIO = 4
-"""Largest ratio between the largest turns of owners of one class."""
+"""Largest ratio, within a class, between the services that the largest turns of its owners stand for."""
 _ROUNDING_SECONDS = 1e-6
 
 

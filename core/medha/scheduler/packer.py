@@ -363,7 +363,10 @@ class Space:
         return prefill.lane in self._long_lanes
 
     def is_its_turn(self, prefill: PrefillCandidate) -> bool:
-        """Return whether a waiting prefill may get KV; a long one waits until all before it have no more to compute."""
+        """Return whether a waiting prefill may get KV.
+
+        One of a long prompt waits until those of long prompts before it, on its lane, have no more to compute.
+        """
         return not (prefill.of_long_prompt and prefill.lane in self._continuing)
 
     def share_seconds(self, prefill: PrefillCandidate) -> float:

@@ -85,9 +85,9 @@ class PrefillOrder:
     def work_ahead(
         self, table: RequestTable, correction: float, now: float
     ) -> tuple[tuple[float, float], ...]:
-        """Return how much remaining work has at most a certain key, as announced to routers (`Announce.work_ahead`).
+        """Return points (key, seconds of remaining work with at most that key), ascending (`Announce.work_ahead`).
 
-        Between two points the work is that of the lower one.
+        At a key between two points, the work counts as that of the lower point.
         """
         columns = table.columns(correction)
         rows = len(columns.tie)

@@ -131,7 +131,7 @@ class _Sequence:
             own.put(row, run_hash)
 
     def draft(self, tokens: int) -> tuple[int, ...]:
-        """Return up to `tokens` tokens that should come next, if any are known; the output's end repeats itself."""
+        """Return up to `tokens` tokens that should come next, if any are known; they repeat at the output's end."""
         source, own = self._source, self._own
         if source is None:
             return ()

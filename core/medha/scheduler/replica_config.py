@@ -28,7 +28,9 @@ class ReplicaConfig:
     max_model_len: int  # tokens
     block_size_tokens: int
     kv_blocks: int  # of one lane
-    long_threshold_tokens: int  # KV length from which a request is long
+    long_threshold_tokens: (
+        int  # from so many on a request is long: of its prompt without cached ones, later of its KV
+    )
     tokens_per_lane: int = TOKENS_PER_LANE  # prompt tokens of one request, before the next lane joins
     prefix_caching: bool = True
     window_pool: WindowPool | None = None  # of each lane; None: no layer frees KV before its window
@@ -81,7 +83,7 @@ class ReplicaConfig:
 
 
 def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
-    """Derive the settings of a replica whose smallest rank reported `ready`.
+    """Derive the settings of a replica from `ready`: the report of its slowest rank, with figures for all ranks.
 
     Unless the manifest sets a threshold, a request is long from the KV length at which attention FLOPs exceed
     linear FLOPs: from there on, the context and not the chunk determines the time of a chunk. A layer with a window

@@ -167,7 +167,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """True if its prefill is over, so that every further step computes one token."""
+        """True if its prefill is over: every further step computes its last token, and the guesses that it verifies."""
         return self.emitted > 0
 
     @property

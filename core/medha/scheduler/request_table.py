@@ -9,14 +9,15 @@ and nowhere else; the constant ones are copied when the row is added, and its la
     arrival, deadline, work, tie,     `add`: constant
     long, spread, owner,
     contested, returns
-    turn                              `add`, `prefilled`
+    turn                              `add`; `prefilled`, `stop`, `remove` (of rows of the same owner);
+                                      `take_turns` through `turns`
     remaining, busy                   `add`, `needs`, `progressed`
     begun                             `add`, `progressed`
     busy_until                        `add`, `needs`
-    needed, held, misfit              `add`, `needs`, `misfits`; while it waits
+    needed, held, misfit              `add`, `needs`, `misfits`; `place` sets `needed` to 0
     lane                              `add`, `place`
     due, revised_deadline             `add`, `needs`, and the policy `guarded` through `plan`
-    patience                          `late_without_capacity`
+    patience                          `add`, `late_without_capacity`
 
 Rows are dense: the last row replaces a removed one. The order of the rows by due time is maintained as rows
 are added and removed, at the cost of a short `memmove` each.
@@ -40,7 +41,8 @@ from medha.scheduler.request import NOWHERE, Request
 
 _FIRST_CAPACITY = 64
 NEAR_REVISED_DEADLINE = 3.0
-"""Time before its revised deadline, in multiples of its work, from which a demoted request yields no KV."""
+"""Time before its revised deadline, in multiples of its remaining work, from which a demoted long request no longer
+leaves KV to others."""
 
 _Lanes = npt.NDArray[np.int16]
 _Item = TypeVar("_Item", bound=np.generic)
@@ -58,7 +60,7 @@ class Capacity:
     over: tuple[int, ...] = ()  # owners that must leave running places or KV to others, by number
     over_kv: bool = False  # one of them holds too much KV
     above_share: tuple[int, ...] = ()  # owners whose requests that are not long may not claim KV
-    early_seconds: float = 0.0  # before they are late, requests that are not long count as late
+    early_seconds: float = 0.0  # requests that are not long count as late so much before they are
 
 
 class RequestTable:
@@ -284,7 +286,7 @@ class RequestTable:
         turns = self._turn[own]
         other = own[turns.argmin() if served else turns.argmax()]
         self._turn[other] = self._turn[row]
-        self._owner[row] = 0  # of nobody: the next one that leaves with it does not find it
+        self._owner[row] = 0  # no owner: another row that leaves in the same call must not find this one
 
     def _leave_order(self, before: int, gone: list[int], moved: dict[int, int]) -> None:
         """Remove `gone` of the `before` rows from the order, and renumber the rows that will move."""
@@ -470,10 +472,10 @@ class RequestTable:
     def late_without_capacity(self, room: Capacity, now: float, correction: float) -> Request | None:
         """Return the late waiting request that lacks only free KV and has the earliest deadline.
 
-        A request is late if it has no slack left, or for a short one too little for others to make way. If the owner of
-        others holds too much KV, short requests count as late. A long one may lack its share of KV instead. A demoted
-        long request that lacks its share counts as late only once its revised deadline is, or was, near: before that,
-        others can still be on time.
+        A request is late if it has no slack left. One that is not long counts as late `early_seconds` before that, so
+        that others can make way for it. All that are not long count as late while an owner holds too much KV
+        (`over_kv`). A long one may lack its share of KV instead of free KV. A demoted long one that lacks its share
+        counts as late only once its revised deadline is, or was, near: before that, others can still be on time.
         """
         rows = len(self.rows)
         least = room.of_one_lane if room.of_longs is None else min(room.of_one_lane, room.of_longs)

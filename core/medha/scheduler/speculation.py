@@ -164,7 +164,9 @@ class DrawChoice:
     """
 
     batch: Batch  # the decodes of the step, without drafts and draws; it is not changed
-    decodes: Sequence[Request]  # of those with a grammar no guesses are drawn: the draft model ignores it
+    decodes: Sequence[
+        Request
+    ]  # no guesses for those with a grammar, which the draft model ignores, nor spread ones
     limits: DraftLimits  # bounds of the next step, and the longest time of this one
     chances: Mapping[str, float]  # of the decodes
     model: DraftSeconds
@@ -194,10 +196,11 @@ class DrawChoice:
         return draws if draws.seconds <= self.limits.seconds - self._plain_seconds else Draws()
 
     def probe(self, seconds: float, *, most: int = 1, is_whole: bool = False) -> Draws:
-        """Return a guess for each of the up to `most` cheapest sequences, if that takes at most `seconds` and could ever pay.
+        """Return a guess for each of the up to `most` cheapest sequences, if that takes at most `seconds`.
 
-        To compute the tokens before a guess may take several steps. If the probe `is_whole`, all of them together take at
-        most `seconds`, and there may be fewer guesses.
+        Return none if guesses would not pay even if all were right. To compute the tokens before a guess may take
+        several steps. If the probe `is_whole`, all of them together take at most `seconds`, and there may be fewer
+        guesses.
         """
         rooms = self._rooms()
         followed = [request for request in self.decodes if request.id in rooms]

@@ -59,7 +59,7 @@ class HostTierStatus(_Model):
     fetched: int
     """Blocks copied to the device."""
     demoted: int
-    """Blocks copied from the device."""
+    """Evicted blocks that were copied from the device."""
     swapped: int = 0
     """Blocks that are kept for requests that have stepped aside."""
     swapped_out: int = 0

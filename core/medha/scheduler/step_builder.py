@@ -33,7 +33,7 @@ Place = Callable[[PrefillCandidate], bool]
 MOST_MISSES = 10
 """Consecutive prefills without space after which a step counts as full (paper B bounds its skips, too).
 
-A step that would be empty goes on: without it no event may come, and those after it would wait for ever.
+While the step is empty, the search goes on: without a step no event may come, and later prefills would wait for ever.
 """
 MOST_ORDERS = 4
 """Most selections of candidates for a step; a further one is made once admissions have used up the KV of the rest."""

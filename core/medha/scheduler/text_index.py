@@ -5,9 +5,10 @@ longest length to the shortest, so that the longest repetition is found within a
 time, and wherever it is. Where two runs have one place in a table, the later one stays, and the earlier one is not found.
 
 A text is indexed in segments of 2^20 tokens, each with tables of its own, so that no table is so large that making it delays a
-step. A table has as many places as a power of two from the size of its segment on, of four bytes each. So the index of a text takes
-16 to 32 bytes a token. Hashes are polynomials over the tokens, modulo 2^64. That of the next run follows from the last one's, and
-numpy computes those of many runs at once, doubling their length each time.
+step. The number of places of a table is the least power of two that is not below the size of its segment; each place
+has four bytes. So the index of a text takes 16 to 32 bytes a token. Hashes are polynomials over the tokens, modulo
+2^64. The hash of the next run follows from that of the last one. numpy computes those of many runs at once, doubling
+their length each time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from medha.wire.frames import TokenIds
 
 RUN_TOKENS = (3, 6, 12, 24)
-"""Lengths of the runs; each is twice the one before. Fewer tokens than the first one occur again by chance."""
+"""Lengths of the runs; each is twice the one before. Runs that are shorter than the first occur again by chance."""
 _LONGEST = RUN_TOKENS[-1]
 SEGMENT_TOKENS = 1 << 20
 """Tokens that have tables of their own."""
@@ -47,11 +48,11 @@ class TextIndex:
         self._shift = _BITS - bits
         # Positions behind runs, int32 [lengths, places], of each segment; 0: no run has this place.
         self._tables: list[npt.NDArray[np.int32]] = []
-        # To read one number, numpy takes three times as long.
+        # The rows of the same tables: to read one number from an array, numpy takes three times as long.
         self._rows: list[list[memoryview[int]]] = []
 
     def _segment_of(self, behind: int) -> int:
-        """Return the number of the segment of runs that end before position `behind`; it has tables then."""
+        """Return the number of the segment of runs that end before position `behind`; make its tables if need be."""
         segment = (behind - 1) // SEGMENT_TOKENS
         while len(self._tables) <= segment:
             table = np.zeros((len(RUN_TOKENS), 1 << (_BITS - self._shift)), dtype=np.int32)

@@ -39,7 +39,7 @@ class Turnaround:
         return max(self._ahead.seconds, 0.0)
 
     def observe(self, between_seconds: float, compute_seconds: float, *, ran_ahead: bool) -> None:
-        """Learn from the time before a step, of which at most its own time counts.
+        """Learn from the time before a step; it counts as no longer than the step itself took.
 
         A longer time shows that the machine was busy with something else.
         """

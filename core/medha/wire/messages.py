@@ -280,7 +280,7 @@ class PolicyTerms:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A replica's identity and load, sent at start, on change and as a heartbeat."""
+    """A replica's identity and load, sent at start, on change, and at least every second (beside `Heartbeat`)."""
 
     replica: str
     model: str
@@ -295,7 +295,9 @@ class Announce:
     running: int
     waiting: int
     pending_prefill_seconds: float
-    longest_request_tokens: int  # longest request that the KV pool can hold
+    longest_request_tokens: (
+        int  # of prompt and output: `max_model_len`, or less if KV for so many has no place
+    )
     waiting_limit: int  # requests the replica queues before it refuses with `capacity`
     service_classes: tuple[ServiceClassTerms, ...] = ()
     prefill_points: tuple[tuple[int, float], ...] = ()  # (prompt tokens, seconds of prefill alone), ascending
@@ -315,7 +317,7 @@ class Announce:
     read_seconds_per_token: float = 0.0  # beyond that, until the tokens are on its device
     drain_seconds: float | None = None  # until it returns what has not ended; None: it gives no KV then
     role: str = "both"  # spec.role: `prefill`, `decode` or `both` (`medha.routing.roles`)
-    kv_tokens_wanted: int = 0  # free KV that the requests need which wait
+    kv_tokens_wanted: int = 0  # free KV that the waiting requests need, all together
     routers: int = 1  # those that it serves now, among which the clients of its model are divided
 
 
@@ -660,8 +662,8 @@ class StepEntry:
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Step:
-    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, serves, grows, admits, fetches, deletes,
-    writes; then they run the entries.
+    """A batch. Ranks apply, in this order: publishes, releases, forgets, loads, serves, grows, admits, fetches,
+    deletes, writes, stores; then they run the entries.
 
     The controller applies the same operations to its own ledgers in the same order, so that the ledgers
     agree. Every rank is therefore sent every step and applies what concerns its lane; only `lanes` run the

@@ -413,8 +413,8 @@ def _change(scene: _Scene) -> Iterable[Action]:
 def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
     """Return whether the replica may be taken down now; if so, count it.
 
-    A replica that serves nobody may always be. One that may serve relies on the others that may: otherwise
-    none of them could ever be fixed.
+    A replica that serves nobody may always be taken down. For one that may serve, the others that may serve count as
+    available: otherwise none of them could ever be fixed.
     """
     least = scene.replicas - scene.suspending - unavailable
     if scene.is_available(child):

@@ -60,7 +60,7 @@ class Kind:
         return {"apiVersion": self.api_version, "kind": self.name, "name": name, "uid": uid}
 
     def controller(self, name: str, uid: str) -> Manifest:
-        """Return the reference of an object to its controller, whose deletion waits for that of the object."""
+        """Return an object's reference to its controller, whose foreground deletion waits for that of the object."""
         return self.reference(name, uid) | {"controller": True, "blockOwnerDeletion": True}
 
 

@@ -97,7 +97,7 @@ def unexplained_wait(observed: Observed) -> UnexplainedWait | None:
 
 
 def latest_event_message(events: Iterable[Object]) -> str:
-    """Return the message of the newest warning; of several at the same time, the alphabetically first; empty if none."""
+    """Return the message of the newest warning; of several within a minute, the alphabetically first; empty if none."""
     notice = [(_last_seen(one), one.get("message", "")) for one in events if one.get("type") == "Warning"]
     newest = max((at for at, _ in notice), default=0.0)
     return min((message for at, message in notice if at >= newest - _SAME_TIME_SECONDS), default="")

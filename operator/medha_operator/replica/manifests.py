@@ -1,8 +1,8 @@
 """Render the objects of a replica as plain manifests. Pure: the same replica renders the same bytes.
 
-A replica has one StatefulSet per lane (ordinal = stage), one headless Service over all lanes, one ConfigMap
-per revision, a PodDisruptionBudget and a NetworkPolicy. All names are deterministic, so that creating an
-object twice finds the existing one.
+A replica has one StatefulSet per lane (ordinal = stage), one headless Service over all lanes, one ConfigMap and one
+ControllerRevision per revision, a PodDisruptionBudget and a NetworkPolicy. Some gang schedulers read one more object
+per revision. All names are deterministic, so that creating an object twice finds the existing one.
 """
 
 from __future__ import annotations
