@@ -257,9 +257,9 @@ def read_by(test: str) -> list[str]:
     beside = set((ROOT / folder).glob("*.py"))
     # A row that is a folder runs its property tests.
     own = (
-        {ROOT / name}
-        if name != test
-        else {path for path in beside if _is_test(path) and _has_properties(path)}
+        {path for path in beside if _is_test(path) and _has_properties(path)}
+        if name == test
+        else {ROOT / name}
     )
     needed = _needed(own, beside)
     others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(beside - needed)]

@@ -52,7 +52,7 @@ def test_pieces_are_put_into_a_replica_and_other_kinds_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [path for path in PAGES if any(True for _ in manifests(path.read_text()))],
+    [path for path in PAGES if any(manifests(path.read_text()))],
     ids=lambda path: path.name,
 )
 def test_the_manifests_of_a_page_are_valid(page: Path) -> None:

@@ -203,9 +203,8 @@ class _Extent:
     blocks: int
     worth: float
     is_unfetched: bool = False  # it was read for a request, and none has fetched it since
-    wanted: dict[_Wanted, int] = field(
-        default_factory=dict
-    )  # -> number of its blocks up to the last that is wanted
+    # -> number of its blocks up to the last that is wanted
+    wanted: dict[_Wanted, int] = field(default_factory=dict)
     parent: _Extent | None = None
     children: dict[int, _Extent] = field(default_factory=dict)
 
@@ -306,9 +305,8 @@ class HostTier:
         self._aged = 0.0  # worth of what was dropped last
         self._pinned: set[int] = set()  # until `unpin`
         self._kept = Counter[int]()  # extent -> parts of it that tickets and fetches keep
-        self._loading: set[int] = (
-            set()
-        )  # extents that are being read from a file, the store or another replica
+        # Extents that are being read from a file, the store or another replica.
+        self._loading: set[int] = set()
         self._served: dict[str, list[Held]] = {}  # ticket -> blocks that another replica may read
         self._served_parts: dict[
             int, Counter[Held]

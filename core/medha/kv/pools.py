@@ -171,7 +171,7 @@ class EndedLoads:
 class Sought:
     """Objects of the store that would continue a prompt on a lane: those of the blocks `chain`, from number `first` on.
 
-    There are no more than one question to the ranks may name (`StoreTier.objects`).
+    There are at most as many as one question to the ranks may name (`StoreTier.objects`).
     """
 
     lane: int

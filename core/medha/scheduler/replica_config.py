@@ -28,9 +28,8 @@ class ReplicaConfig:
     max_model_len: int  # tokens
     block_size_tokens: int
     kv_blocks: int  # of one lane
-    long_threshold_tokens: (
-        int  # from so many on a request is long: of its prompt without cached ones, later of its KV
-    )
+    # From so many tokens on, a request is long: those of its prompt that are not cached, later those of its KV.
+    long_threshold_tokens: int
     tokens_per_lane: int = TOKENS_PER_LANE  # prompt tokens of one request, before the next lane joins
     prefix_caching: bool = True
     window_pool: WindowPool | None = None  # of each lane; None: no layer frees KV before its window

@@ -164,9 +164,8 @@ class DrawChoice:
     """
 
     batch: Batch  # the decodes of the step, without drafts and draws; it is not changed
-    decodes: Sequence[
-        Request
-    ]  # no guesses for those with a grammar, which the draft model ignores, nor spread ones
+    # No guesses are made for those with a grammar, which the draft model ignores, nor for those spread over lanes.
+    decodes: Sequence[Request]
     limits: DraftLimits  # bounds of the next step, and the longest time of this one
     chances: Mapping[str, float]  # of the decodes
     model: DraftSeconds

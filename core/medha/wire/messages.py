@@ -295,9 +295,8 @@ class Announce:
     running: int
     waiting: int
     pending_prefill_seconds: float
-    longest_request_tokens: (
-        int  # of prompt and output: `max_model_len`, or less if KV for so many has no place
-    )
+    # Prompt and output together: `max_model_len`, or less if KV for so many tokens has no place.
+    longest_request_tokens: int
     waiting_limit: int  # requests the replica queues before it refuses with `capacity`
     service_classes: tuple[ServiceClassTerms, ...] = ()
     prefill_points: tuple[tuple[int, float], ...] = ()  # (prompt tokens, seconds of prefill alone), ascending
