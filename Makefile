@@ -62,7 +62,7 @@ types: $(STAMP)
 imports: $(STAMP)
 	@.ci/row imports $(BIN)/lint-imports
 words: $(STAMP)
-	@.ci/row words $(BIN)/python -m pytest -q tests/contracts/test_words.py
+	@.ci/row words $(BIN)/python -m pytest -q tests/contracts/test_words.py tests/contracts/test_docstrings.py
 tests: $(STAMP)
 	@$(BIN)/python .ci/tests.py
 

@@ -15,7 +15,7 @@ from chart.helm import ROOT, Helm, HelmFailed, alert_names, rules
 from medha.metric_catalogue import CATALOGUE
 
 RUNBOOKS = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "runbooks").glob("*.md")}
-PARTS = ("What it means", "What users notice", "How to look", "What to do")
+PARTS = ("What it means", "What users notice", "Diagnosis", "What to do")
 
 
 def asked(page: str) -> list[str]:
