@@ -8,8 +8,8 @@ lookup, and one with a draft model. With --vllm-command, two vLLM serve it, too:
 All are measured in turn. A random model quotes no document. Therefore what its layers compute is multiplied by 0, at
 the same cost, so that the next token depends on the last one alone: greedy output comes into a cycle of some tens of
 tokens (`repeats`), and sampled output does not (`free`). Each request has a cache salt of its own, so that it quotes only
-itself. In a third workload (`again`), requests that were answered before are sampled again with the same seeds, and share what
-they may. Streams have long TPOT targets, so that deadlines do not
+itself. A prompt that has the tokens of the cycle is quoted from the first token on (`quotes`). In a fourth workload (`again`), requests that
+were answered before are sampled again with the same seeds, and share what they may. Streams have long TPOT targets, so that deadlines do not
 forbid guesses. The draft model is the served one with two of its layers, so it is always right, and takes a part of the time: what
 is measured is the most that a draft of this size can gain, and that load is seen before it costs.
 
@@ -42,6 +42,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import torch
 from harness import ROOT, Row, claim, exit_with, in_turn, parser, progress, ratio, report, table
 from safetensors.torch import load_file, save_file
 from serve_engines import SETTLE_SECONDS
@@ -56,13 +57,13 @@ from medha_worker.checkpoints.presets import init_checkpoint
 MODEL = "small"
 SEEDS_MODEL = "tiny"
 STREAMS = (1, 8, 32)
-WORKLOADS = {"repeats": 0.0, "free": 1.0}
+WORKLOADS = {"quotes": 0.0, "repeats": 0.0, "free": 1.0}
 """Temperature of each workload."""
 AGAIN_STREAMS = 8
 DRAFT_LAYERS = 2
 LEAST_RATIO = 0.95
 PROMPT_TOKENS = 64
-SEEDS, SEED_STREAMS, SEED_TOKENS = 1000, 16, 32
+SEEDS, SEEDS_IN_TURN, SEED_STREAMS, SEED_TOKENS = 1000, 125, 16, 32
 VOCAB = {MODEL: 4000, SEEDS_MODEL: 500}
 FIRST_ID = 300
 MEDHA, VLLM, VLLM_NGRAM = "none", "vLLM", "vLLM ngram"
@@ -184,12 +185,39 @@ class Measured:
     accepted: float
 
 
+def prompt(checkpoint: str, number: int) -> list[int]:
+    """Return a prompt without a token that occurs twice."""
+    ids = VOCAB[checkpoint] - FIRST_ID
+    return [FIRST_ID + (number * 997 + place * 31) % ids for place in range(PROMPT_TOKENS)]
+
+
+def next_tokens(checkpoint: Path) -> list[int]:
+    """Return the greedy next token for each token, of a checkpoint that forgets its context."""
+    tensors = {
+        name: one for file in checkpoint.glob("*.safetensors") for name, one in load_file(file).items()
+    }
+    config = json.loads((checkpoint / "config.json").read_text())
+    hidden = tensors["model.embed_tokens.weight"].float()
+    hidden = torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=config["rms_norm_eps"])
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).float()
+    found: list[int] = ((hidden * tensors["model.norm.weight"].float()) @ head.T).argmax(-1).tolist()
+    return found
+
+
+def quoted_prompt(next_of: Sequence[int], number: int) -> list[int]:
+    """Return a prompt that begins with the greedy output that follows it."""
+    begun = prompt(MODEL, number)[-1]
+    text = [begun]
+    while len(text) < 2 * PROMPT_TOKENS:
+        text.append(next_of[text[-1]])
+    return [*text, begun]
+
+
 def request(checkpoint: str, number: int, tokens: int, temperature: float, **fields: object) -> Row:
     """Return the body of a request; `number` determines its prompt and its seed."""
-    ids = VOCAB[checkpoint] - FIRST_ID
     return {
-        "model": MODEL, "prompt": [FIRST_ID + (number * 997 + place * 31) % ids for place in range(PROMPT_TOKENS)],
-        "seed": number, "temperature": temperature, "max_tokens": tokens, "ignore_eos": True, **fields,
+        "model": MODEL, "prompt": prompt(checkpoint, number), "seed": number, "temperature": temperature,
+        "max_tokens": tokens, "ignore_eos": True, **fields,
     }  # fmt: skip
 
 
@@ -251,7 +279,7 @@ def row(
 
 
 def served_rows(
-    servers: dict[str, Server], streams: Sequence[int], tokens: int, rounds: int
+    servers: dict[str, Server], next_of: Sequence[int], streams: Sequence[int], tokens: int, rounds: int
 ) -> tuple[list[Row], list[Row]]:
     """Return a row for each method, workload and number of streams; and those that compare prompt lookup with vLLM's n-grams."""
     rows, beside = list[Row](), list[Row]()
@@ -259,6 +287,8 @@ def served_rows(
     cases = [(workload, count) for workload in WORKLOADS for count in streams]
     for workload, count in [*cases, ("again", AGAIN_STREAMS)]:
         bodies = [request(MODEL, number, tokens, WORKLOADS.get(workload, 1.0)) for number in range(count)]
+        if workload == "quotes":
+            bodies = [body | {"prompt": quoted_prompt(next_of, number)} for number, body in enumerate(bodies)]
         shares = workload == "again"
         calls: dict[str, Callable[[], Measured]] = {
             name: lambda server=server, bodies=bodies, shares=shares: measure(  # type: ignore[misc]
@@ -287,15 +317,20 @@ def seed_row(folder: Path) -> Row:
     bodies = [
         request(SEEDS_MODEL, seed, SEED_TOKENS, round(0.1 * (1 + seed % 10), 1)) for seed in range(SEEDS)
     ]
-    found = []
-    for method in ("none", "promptLookup"):
-        with ExitStack() as stack:
-            server = start_medha(
+    with ExitStack() as stack:
+        servers = {
+            method: start_medha(
                 stack, folder, f"seeds-{method.lower()}", {"method": method}, checkpoint=SEEDS_MODEL
             )
-            progress(f"  {SEEDS} seeds: {method}")
-            found.append(measure(server, bodies, streams=SEED_STREAMS))
-    return row("promptLookup", "seeds", SEED_STREAMS, found[:1], found[1:])
+            for method in ("none", "promptLookup")
+        }
+        found: dict[str, list[Measured]] = {method: [] for method in servers}
+        for first in range(0, SEEDS, SEEDS_IN_TURN):
+            progress(f"  seeds {first} to {first + SEEDS_IN_TURN - 1}")
+            some = bodies[first : first + SEEDS_IN_TURN]
+            for method, server in servers.items():
+                found[method].append(measure(server, some, streams=SEED_STREAMS))
+    return row("promptLookup", "seeds", SEED_STREAMS, found["none"], found["promptLookup"])
 
 
 # --- guesses without a server ----------------------------------------------------------------------
@@ -407,8 +442,6 @@ def claims(rows: Sequence[Row], beside: Sequence[Row], lookups: Sequence[Row]) -
     found = []
     ours = [one for one in rows if one["method"] != VLLM_NGRAM]
     for one in ours:
-        if one["workload"] == "seeds":
-            continue
         name = (
             f"{one['method']}, {one['workload']}, {one['streams']} streams: tokens/s against plain decoding"
         )
@@ -455,6 +488,7 @@ def main() -> int:
         init_checkpoint(folder / MODEL, preset=MODEL, seed=0)
         forget_context(folder / MODEL)
         make_draft(folder / MODEL, folder / "draft")
+        next_of = next_tokens(folder / MODEL)
         lookups = lookup_rows(
             Tokenizer.from_file(str(folder / MODEL / "tokenizer.json")), arguments.draft_tokens
         )
@@ -469,7 +503,7 @@ def main() -> int:
         servers = {name: start_medha(stack, folder, name.lower(), guess) for name, guess in methods.items()}
         peers, faults = start_peers(stack, folder, arguments.vllm_command, arguments.draft_tokens)
         rounds = 1 if arguments.quick else arguments.rounds
-        rows, beside = served_rows(servers | peers, streams, tokens, rounds)
+        rows, beside = served_rows(servers | peers, next_of, streams, tokens, rounds)
     rows += seeds
     names = (
         "method", "workload", "streams", "plain tokens/s", "tokens/s", "ratio", "drafted", "accepted", "same texts", "texts",
