@@ -268,7 +268,8 @@ REPLICA = Dashboard(
             Panel("Store", "How much KV is read from the store that replicas share, written to it, and not written?", "Bps", {"{{pod}} loaded": _rate("medha_store_tier_loaded_bytes_total", _P, "pod"), "{{pod}} written": _rate("medha_store_tier_written_bytes_total", _P, "pod"), "{{pod}} skipped": _rate("medha_store_tier_skipped_bytes_total", _P, "pod")}),
             Panel("Store failures", "How many objects could not be written or read, and is the store left alone?", "short", {"{{pod}}": _rate("medha_store_tier_failures_total", _P, "pod"), "{{pod}} rests": f"max by (pod) (medha_store_tier_rests{_P})", "{{pod}} looks": _rate("medha_store_tier_looks_total", _P, "pod"), "{{pod}} hits": _rate("medha_store_tier_hits_total", _P, "pod")}),
             Panel("Streamed KV", "How much KV of requests larger than the KV pools do steps read from host memory?", "Bps", {"{{pod}}": _rate("medha_streamed_bytes_total", _P, "pod")}),
-            Panel("Prefill avoided by fetches", "How many prompt tokens were fetched instead of being computed?", "short", {"{{pod}}": _rate("medha_host_tier_fetched_tokens_total", _P, "pod")}),
+            Panel("Prefill avoided", "How many seconds of prefill does KV of each tier replace in a second?", "short", {"{{pod}} {{tier}}": _rate("medha_avoided_prefill_seconds_total", _P, "pod, tier")}),
+            Panel("Fetched tokens", "How many prompt tokens are fetched in a second instead of being computed?", "short", {"{{pod}}": _rate("medha_host_tier_fetched_tokens_total", _P, "pod")}),
         ],
         "Sequences": [
             Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{pod}} running": f"sum by (pod) (medha_sequences_running{_P})", "{{pod}} waiting": f"sum by (pod) (medha_sequences_waiting{_P})"}),

@@ -601,14 +601,14 @@ def test_blocks_wait_again_where_they_have_come_back_but_not_while_they_are_read
     host.demote([Branch(hashes, 0, 10, [(0, 10)])])
     gone = host.take_unwritten(64)
     assert gone == Kept(0, hash_range(hashes, 0, 10), "", 0)
-    made = host.begin_load(chain(2, 40), 0, 40)
+    made = host.begin_load(chain(2, 40), 0, 40, "disk")
     assert made is not None
     assert made[2] == (HostDrop(0),)
     assert host.wait_again(gone) == 10
     assert host.end_load(made[0], is_there=False) == HostDrop(1)
     host.demote([Branch(hashes, 0, 6, [(0, 6)])])
     assert host.take_unwritten(64) == Kept(2, hash_range(hashes, 0, 6), "", 0)
-    made = host.begin_load(hashes, 6, 4)
+    made = host.begin_load(hashes, 6, 4, "disk")
     assert host.wait_again(gone) == 4, "these are being read"
     assert host.take_unwritten(64) == Kept(2, hash_range(hashes, 0, 6), "", 0)
     host.check()
@@ -698,6 +698,8 @@ def test_a_request_waits_for_slow_reads_for_a_part_of_the_time_that_they_save(
     replica.handle(Tick())
     replica.report(loaded=((0, seconds),))
     assert replica.admitted == {"a": cached_tokens}
+    avoided_seconds = replica.core.pools.avoided_prefill_seconds
+    assert [name for name, one in avoided_seconds.items() if one] == ["disk"] * (cached_tokens > 0)
 
 
 def test_kv_that_was_read_from_another_replica_waits_to_be_written_once_it_is_there() -> None:

@@ -12,7 +12,7 @@ from medha.cost.predictor import Predictor
 from medha.cost.tier_seconds import TierSeconds, demote_seconds, fetch_seconds
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import BlockLedger
-from medha.kv.host_tier import HostLedger, HostTier, TierCopy, tier_copies
+from medha.kv.host_tier import HostLedger, HostTier, KvTier, TierCopy, tier_copies
 from medha.kv.lane_replay import LaneReplay
 from medha.kv.pools import KvPools, Placed
 from medha.kv.prefix_cache import Branch, PrefixHasher, hash_range
@@ -190,7 +190,7 @@ def load(tier: HostTier, seed: int, blocks: int, piece: int = 4) -> int:
     loading: list[int] = []
     taken = 0
     for at in range(0, blocks, piece):
-        began = tier.begin_load(hashes(seed, blocks), at, piece)
+        began = tier.begin_load(hashes(seed, blocks), at, piece, "disk")
         if began is None:
             break
         loading.append(began[0])
@@ -232,20 +232,54 @@ def test_a_load_drops_nothing_that_was_loaded_for_a_request_that_still_waits_for
     """Once the rest has aged by what was turned away, nothing keeps it: its request may have been cancelled."""
     tier = HostTier(30, SIZE, Prices())
     tier.demote([branch(1, 0, 30)])
-    began = tier.begin_load(hashes(2, 25), 0, 25)
+    began = tier.begin_load(hashes(2, 25), 0, 25, "disk")
     assert began is not None
     assert began[1] == 25
     tier.end_load(began[0], is_there=True)
-    other = tier.begin_load(hashes(3, 25), 0, 25)
+    other = tier.begin_load(hashes(3, 25), 0, 25, "disk")
     assert other is not None
     assert (other[1], held(tier, 2, 25)) == (5, 25)
     tier.end_load(other[0], is_there=True)
-    assert tier.begin_load(hashes(4, 25), 0, 25) is None
+    assert tier.begin_load(hashes(4, 25), 0, 25, "disk") is None
     tier.check()
     for seed in range(100, 110):
         tier.demote([branch(seed, 0, 25)])
         tier.check()
     assert held(tier, 2, 25) == 0
+
+
+def test_blocks_come_from_the_tier_that_they_were_read_from_until_some_are_fetched() -> None:
+    tier = HostTier(40, SIZE, Prices())
+    tier.demote([branch(1, 0, 3)])
+    sources: tuple[KvTier, ...] = ("disk", "store", "peers")
+    for at, source in zip((3, 7, 9), sources, strict=True):
+        began = tier.begin_load(hashes(1, 13), at, {"disk": 4, "store": 2, "peers": 4}[source], source)
+        assert began is not None
+        tier.end_load(began[0], is_there=True)
+    found = tier.match(hashes(1, 13), 0, 10)
+    assert tier.blocks_by_tier(found) == {"host": 3, "disk": 4, "store": 2, "peers": 1}
+    tier.fetch("a", found, 0)
+    assert tier.blocks_by_tier(tier.match(hashes(1, 13), 0, 13)) == {"host": 13}
+
+
+def test_avoided_prefill_is_divided_by_the_blocks_of_each_tier() -> None:
+    prices = Prices()
+    pools = KvPools(
+        lanes=1, kv_blocks=20, block_size_tokens=SIZE, tokens_per_lane=100, host_blocks=50, prices=prices
+    )
+    for seed, blocks in ((1, 3), (2, 20)):  # the second one drives the first one out
+        assert pools.admit(str(seed), blocks * SIZE, blocks * SIZE, block_hashes=hashes(seed, blocks))
+        pools.computed(str(seed), blocks * SIZE)
+        pools.release(str(seed))
+        pools.take_releases()
+    began = pools.tiers[0].begin_load(hashes(1, 12), 3, 9, "store")
+    assert began is not None
+    pools.tiers[0].end_load(began[0], is_there=True)
+    assert pools.admit("again", 49, 52, block_hashes=hashes(1, 12))
+    whole_seconds = prices.compute_seconds(0, 49) - prices.compute_seconds(48, 49)
+    assert pools.avoided_prefill_seconds == pytest.approx(
+        {"host": whole_seconds / 4, "disk": 0.0, "store": whole_seconds * 3 / 4, "peers": 0.0}
+    )
 
 
 def test_a_load_drops_nothing_that_is_kept() -> None:
@@ -254,7 +288,7 @@ def test_a_load_drops_nothing_that_is_kept() -> None:
     tier.demote([branch(1, 0, 6)])
     assert load(tier, 2, 4) == 2
     tier.pin(tier.match(hashes(2, 4), 0, 4))
-    assert tier.begin_load(hashes(3, 4), 0, 4) is None
+    assert tier.begin_load(hashes(3, 4), 0, 4, "disk") is None
     tier.unpin()
     assert load(tier, 3, 4) == 2
     assert (held(tier, 1, 6), held(tier, 2, 4)) == (6, 0)
@@ -462,6 +496,8 @@ def test_a_prefix_is_fetched_only_if_that_is_faster(price: float, fetched: int) 
     assert pools.unfetched_blocks("again") == fetched
     assert placed.cached_tokens == fetched * SIZE
     assert pools.tier_counts.hits == (fetched > 0)
+    avoided_seconds = prices.compute_seconds(0, 16) - prices.compute_seconds(12, 16) if fetched else 0.0
+    assert pools.avoided_prefill_seconds == {"host": avoided_seconds, "disk": 0.0, "store": 0.0, "peers": 0.0}
 
 
 def test_a_long_text_that_comes_in_small_extents_costs_a_time_that_grows_with_it(

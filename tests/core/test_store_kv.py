@@ -189,6 +189,11 @@ def test_a_prompt_waits_for_what_the_store_has_and_computes_the_rest() -> None:
     assert reader.store.counts.hits == 1
     assert reader.store.counts.loaded_blocks == 3 * OBJECT_BLOCKS
     assert [one.object.name for one in reader.stores] == list(look.objects[3:]), "the others are there"
+    avoided_seconds = reader.core.pools.avoided_prefill_seconds
+    assert [name for name, seconds in avoided_seconds.items() if seconds] == ["store"]
+    assert avoided_seconds["store"] == pytest.approx(
+        3 * OBJECT_BLOCKS * SIZE * SLOW.linear_seconds_per_token, rel=0.1
+    )
     reader.store.check()
 
 

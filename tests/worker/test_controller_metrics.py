@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.host_tier import KvTier
 from medha.kv.pools import WindowPool
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import Ended, Facts, History, OpenRequest
@@ -128,6 +130,20 @@ def test_swaps_are_counted_in_both_directions() -> None:
             seconds * blocks
         )
     assert registry.get_sample_value("medha_long_swaps_total") == 0
+
+
+def test_avoided_prefill_is_counted_by_tier_and_goes_on_in_the_next_epoch() -> None:
+    registry = CollectorRegistry()
+    observer = Observer(registry)
+    for epoch, seconds in ((0, 2.0), (0, 3.0), (1, 0.5)):
+        core = new_core(epoch, 0)
+        core.pools.avoided_prefill_seconds["disk"] = seconds
+        observer.state(core)
+    found = {
+        tier: registry.get_sample_value("medha_avoided_prefill_seconds_total", {"tier": tier})
+        for tier in get_args(KvTier)
+    }
+    assert found == {"host": 0.0, "disk": 3.5, "store": 0.0, "peers": 0.0}
 
 
 def test_blocks_of_windows_are_shown_where_layers_free_what_is_before_them() -> None:

@@ -30,7 +30,7 @@ from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import ceil, frexp, inf, ldexp
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from medha.errors import LedgerMismatch
 from medha.kv.blocks import FreeRuns, Run, append_run, cut_runs
@@ -38,6 +38,9 @@ from medha.kv.prefix_cache import Branch, each_hash, hash_at, hash_count, hash_r
 from medha.kv.span_index import SHORT_BLOCKS, SpanIndex, common_blocks
 from medha.kv.unwritten_blocks import UnwrittenBlocks
 from medha.wire.messages import Demotion, Fetch, HostDrop
+
+KvTier = Literal["host", "disk", "store", "peers"]
+"""Tiers from which KV comes, as `spec.kvCache.tiers` names them."""
 
 _MANY = 64
 """Parts from which an answer of `HostTier.match` is kept until the tier changes."""
@@ -203,6 +206,7 @@ class _Extent:
     blocks: int
     worth: float
     is_unfetched: bool = False  # it was read for a request, and none has fetched it since
+    read_from: KvTier = "host"  # `host`: it came from the device
     # -> number of its blocks up to the last that is wanted
     wanted: dict[_Wanted, int] = field(default_factory=dict)
     parent: _Extent | None = None
@@ -485,6 +489,18 @@ class HostTier:
             self.counts.fetched_blocks += one.count
         self.counts.hits += bool(held)
         return tuple(Fetch(one.extent, one.start, one.count, lane) for one in held)
+
+    def blocks_by_tier(self, held: Iterable[Held]) -> Counter[KvTier]:
+        """Return how many of these blocks come from each tier.
+
+        Blocks that were read from another tier come from there only until a sequence has fetched some of their extent. Later on,
+        they come from the host tier.
+        """
+        found = Counter[KvTier]()
+        for one in held:
+            extent = self._extents[one.extent]
+            found[extent.read_from if extent.is_unfetched else "host"] += one.count
+        return found
 
     def fetched(self, sequence: str) -> None:
         """Keep the blocks of a sequence's fetch no longer: all are copied, or none is needed any more."""
@@ -793,15 +809,18 @@ class HostTier:
         found = self._extents.get(extent)
         return found is not None and found.blocks >= stop
 
-    def begin_load(self, hashes: str, start: int, count: int) -> tuple[int, int, tuple[HostDrop, ...]] | None:
-        """Give room to blocks that are read from a file, a store or another replica, and are there after `end_load`.
+    def begin_load(
+        self, hashes: str, start: int, count: int, source: KvTier
+    ) -> tuple[int, int, tuple[HostDrop, ...]] | None:
+        """Give room to blocks that are read from another tier, and are there after `end_load`.
 
         Return the same as `take_in`.
         """
         made = self._make_extent(hashes, start, count, is_awaited=True)
         if made is not None:
             self._loading.add(made[0])
-            self._extents[made[0]].is_unfetched = True
+            extent = self._extents[made[0]]
+            extent.is_unfetched, extent.read_from = True, source
             self._asked = None
         return made
 

@@ -23,17 +23,17 @@ which windows they have (`medha.kv.window_tables`). A cached prefix then counts 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from medha.kv.blocks import BlockLedger, Run, cut_runs
 from medha.kv.disk_tier import FILE_BLOCKS, MOST_CONSIDERED, DiskCounts, DiskPrices, DiskTier, OnDisk
-from medha.kv.host_tier import Held, HostTier, Prices, TierCounts
+from medha.kv.host_tier import Held, HostTier, KvTier, Prices, TierCounts
 from medha.kv.lane_replay import LaneReplay, fork_on
 from medha.kv.prefix_cache import Match, PrefixCache, hash_count, hash_range
 from medha.kv.rank_loads import Loaded, RankLoads
@@ -252,7 +252,7 @@ class _Lane:
                 if self.tier.is_loading(part.extent):
                     awaited.add((lane, part.extent))
                 continue
-            began = self.tier.begin_load(found.chain, at, part.count)
+            began = self.tier.begin_load(found.chain, at, part.count, "disk")
             if began is None:
                 break
             extent, count, drops = began
@@ -352,7 +352,7 @@ class _Lane:
             peer_loads.begin(extent, count)
             return HostLoad("", before + at, count, lane, drops, ticket)
 
-        return self._load_lacking(chain, hash_count(chain), lane, begin, hash_count(chain))
+        return self._load_lacking("peers", chain, hash_count(chain), lane, begin, hash_count(chain))
 
     def load_from_store(
         self, chain: str, objects: int, lane: int, store: StoreTier
@@ -365,10 +365,11 @@ class _Lane:
             store.begin_load(name, lane, extent, count)
             return HostLoad(name, at % size, count, lane, drops, is_stored=True)
 
-        return self._load_lacking(chain, objects * size, lane, begin, size)
+        return self._load_lacking("store", chain, objects * size, lane, begin, size)
 
     def _load_lacking(
         self,
+        source: KvTier,
         chain: str,
         stop: int,
         lane: int,
@@ -393,7 +394,7 @@ class _Lane:
                 at += sum(one.count for one in there)
                 continue
             wanted = self.tier.lacks(chain, at, min(stop, (at // piece + 1) * piece))
-            began = self.tier.begin_load(chain, at, wanted)
+            began = self.tier.begin_load(chain, at, wanted, source)
             if began is None:
                 break
             extent, count, drops = began
@@ -554,6 +555,8 @@ class KvPools:
         """Prompt tokens of admitted requests."""
         self.hit_tokens = 0
         """Prompt tokens of admitted requests whose KV was cached."""
+        self.avoided_prefill_seconds: dict[KvTier, float] = dict.fromkeys(get_args(KvTier), 0.0)
+        """Predicted time of computing what admitted requests fetch instead, by the tier from which it comes."""
 
     def _add_tiers(
         self,
@@ -701,7 +704,7 @@ class KvPools:
             return expected
         without = self._expected(prompt_tokens, block_hashes, is_long=is_long, reach="device")
         fetched = (expected[0] - without[0]) // self.block_size_tokens
-        return expected if self._is_worth(prompt_tokens, without[0], expected[0], fetched) else without
+        return expected if self._avoided_seconds(prompt_tokens, without[0], expected[0], fetched) else without
 
     def _expected(
         self, prompt_tokens: int, block_hashes: str, *, is_long: bool, reach: Reach = "host"
@@ -760,9 +763,9 @@ class KvPools:
             if owners is not None and shards.owner not in owners:
                 continue
             chains = self._chains(shards, prompt_tokens, hashes)
-            matches = self._worth_using(prompt_tokens, chains)
+            matches, avoided_seconds = self._worth_using(prompt_tokens, chains)
             if all(self._fits(shards, lane, matches.get(lane)) for lane in shards.lanes):
-                return self._take(sequence, shards, prompt_tokens, chains, matches)
+                return self._take(sequence, shards, prompt_tokens, chains, matches, avoided_seconds)
         return None
 
     def admit_streamed(
@@ -860,8 +863,7 @@ class KvPools:
             stored = max(self.store.loading_blocks(lane) for lane in range(len(self._lanes)))
             objects = -(-stored // self.store.object_blocks)
             load_seconds += self._prices.store_seconds(min(awaited, stored), objects) if stored else 0.0
-        compute = self._prices.compute_seconds
-        saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
+        saved_seconds = self._saved_seconds(prompt_tokens, here_tokens, there_tokens)
         fetched = max(one.fetched for _, one in found)
         if there_tokens <= here_tokens or load_seconds + self._prices.fetch_seconds(fetched) >= saved_seconds:
             return None
@@ -948,8 +950,7 @@ class KvPools:
         assert self._prices is not None
         if there_tokens <= here_tokens:
             return None
-        compute = self._prices.compute_seconds
-        saved_seconds = compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
+        saved_seconds = self._saved_seconds(prompt_tokens, here_tokens, there_tokens)
         if read_seconds + self._prices.fetch_seconds(blocks) >= saved_seconds:
             return None
         return saved_seconds / 2
@@ -1496,26 +1497,37 @@ class KvPools:
             for piece in shards.pieces(0, prompt_tokens)
         }
 
-    def _worth_using(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, _Found]:
-        """Return `_matches`; host tiers take part only if that is faster than computing."""
+    def _worth_using(self, prompt_tokens: int, chains: dict[int, str]) -> tuple[dict[int, _Found], float]:
+        """Return `_matches`, and the predicted time of computing what host tiers have of them.
+
+        Host tiers take part only if that is faster than computing.
+        """
         matches = self._matches(prompt_tokens, chains)
         fetched = max((one.fetched for one in matches.values()), default=0)
         if fetched == 0:
-            return matches
+            return matches, 0.0
         without = self._matches(prompt_tokens, chains, reach="device")
         here, there = (
             sum(one.all_blocks for one in each.values()) * self.block_size_tokens
             for each in (without, matches)
         )
-        return matches if self._is_worth(prompt_tokens, here, there, fetched) else without
+        avoided_seconds = self._avoided_seconds(prompt_tokens, here, there, fetched)
+        return (matches, avoided_seconds) if avoided_seconds else (without, 0.0)
 
-    def _is_worth(self, prompt_tokens: int, here_tokens: int, there_tokens: int, fetched: int) -> bool:
-        """Return whether fetching so many blocks on a lane is faster than computing a prompt from `here` to `there`."""
+    def _avoided_seconds(
+        self, prompt_tokens: int, here_tokens: int, there_tokens: int, fetched: int
+    ) -> float:
+        """Return the predicted time of computing a prompt from `here` to `there`; 0 unless fetching so many blocks is faster."""
         if self._prices is None or there_tokens <= here_tokens:
-            return False
-        seconds = self._prices.compute_seconds
-        saved_seconds = seconds(here_tokens, prompt_tokens) - seconds(there_tokens, prompt_tokens)
-        return self._prices.fetch_seconds(fetched) < saved_seconds
+            return 0.0
+        saved_seconds = self._saved_seconds(prompt_tokens, here_tokens, there_tokens)
+        return saved_seconds if self._prices.fetch_seconds(fetched) < saved_seconds else 0.0
+
+    def _saved_seconds(self, prompt_tokens: int, here_tokens: int, there_tokens: int) -> float:
+        """Return the predicted time of computing a prompt from `here` to `there`, as a part of the whole prompt."""
+        assert self._prices is not None
+        compute = self._prices.compute_seconds
+        return compute(here_tokens, prompt_tokens) - compute(there_tokens, prompt_tokens)
 
     def _matches(
         self, prompt_tokens: int, chains: dict[int, str], *, reach: Reach = "host"
@@ -1679,7 +1691,10 @@ class KvPools:
         prompt_tokens: int,
         chains: dict[int, str],
         matches: dict[int, _Found],
+        avoided_seconds: float,
     ) -> Placed:
+        """Give a sequence its KV; `avoided_seconds` is the predicted time of computing what it fetches."""
+        by_tier = Counter[KvTier]()
         prefixes: list[CachedPrefix] = []
         evictions: list[Eviction] = []
         fetches: list[_LaneFetches] = []
@@ -1689,6 +1704,8 @@ class KvPools:
             match = matches.get(lane, _Found(0, (), 0))
             here.cache.lock(sequence, chains.get(lane, ""), match.blocks)  # before anything is evicted
             needed = here.ledger.blocks_for(tokens) - match.blocks
+            if here.tier is not None:
+                by_tier += here.tier.blocks_by_tier(match.held)
             evicted, fetched = here.make_free_beside(sequence, match, needed, lane)
             evictions += evicted
             if fetched:
@@ -1706,6 +1723,8 @@ class KvPools:
         self._held[sequence] = _SequenceKv(shards, prompt_tokens, chains, unpublished)
         self.queried_tokens += prompt_tokens if self._prefix_caching else 0
         self.hit_tokens += cached_tokens
+        for source, blocks in by_tier.items():
+            self.avoided_prefill_seconds[source] += avoided_seconds * blocks / by_tier.total()
         self.swaps_in += sequence in self._swapped and bool(fetches)
         self.end_swap(sequence)
         return Placed(
@@ -1721,10 +1740,10 @@ class KvPools:
         here, size = self._lanes[0], self.block_size_tokens
         if here.tier is not None:
             shards, chains = ShardMap((Segment(0, 0, reserved),)), {0: hashes} if hashes else {}
-            matches = self._worth_using(prompt, chains)
+            matches, avoided_seconds = self._worth_using(prompt, chains)
             if not self._fits(shards, 0, matches.get(0)):
                 return None
-            return self._take(sequence, shards, prompt, chains, matches)
+            return self._take(sequence, shards, prompt, chains, matches, avoided_seconds)
         blocks, unlocked = 0, 0
         runs: tuple[Run, ...] = ()
         evictions: tuple[Eviction, ...] = ()

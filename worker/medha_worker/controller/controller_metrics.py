@@ -150,6 +150,8 @@ class Observer:
         self._count_up(
             "medha_host_tier_fetched_tokens", counts.fetched_blocks * core.config.block_size_tokens
         )
+        for name, seconds in core.pools.avoided_prefill_seconds.items():
+            self._count_up("medha_avoided_prefill_seconds", seconds, tier=name)
         self._swaps(core, block_bytes)
 
     def _streaming(self, core: ReplicaController) -> None:
