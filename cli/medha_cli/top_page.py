@@ -14,6 +14,7 @@ from medha.scheduler.status_report import (
     KvStatus,
     LaneStatus,
     Order,
+    PeersStatus,
     ReplicaStatus,
     RequestStatus,
     StepStatus,
@@ -113,6 +114,7 @@ def heading(snapshot: Snapshot) -> list[Text]:
             *attainment(status, router),
         ),
         *store_line(core.store),
+        *peers_line(core.peers),
     ]  # fmt: skip
 
 
@@ -127,6 +129,18 @@ def store_line(store: StoreStatus | None) -> list[Text]:
     if store.rests:
         what.append((f"   rests: {store.fault}", "yellow"))
     return [line(*what)]
+
+
+def peers_line(peers: PeersStatus | None) -> list[Text]:
+    """Return the line about KV that is read from other replicas and given to them; none if the replica has no peers."""
+    if peers is None:
+        return []
+    return [
+        line(
+            ("Peers ", "bold"),
+            f"{peers.hits:,} hits, blocks: {peers.loaded:,} loaded, {peers.offered:,} offered; {peers.failures:,} failures",
+        )
+    ]
 
 
 def attainment(status: ReplicaStatus, router: RouterStatus | None) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from medha.scheduler.status_report import (
     CoreStatus,
     KvStatus,
     LaneStatus,
+    PeersStatus,
     ReplicaStatus,
     RequestStatus,
     StepStatus,
@@ -160,6 +161,17 @@ def test_what_is_streamed_is_shown_where_there_is_streaming() -> None:
     assert sum("STREAMED" in line for line in lines) == 2
     assert "25.0 %" in row(lines, "0 ")
     assert row(lines, short(BOOK.id)).split()[-1] == "4,321"
+
+
+def test_kv_of_other_replicas_is_shown_if_there_are_peers() -> None:
+    snapshot = new_snapshot()
+    assert not any(line.startswith("Peers") for line in render(snapshot))
+    core = snapshot.status.core
+    assert core is not None
+    peers = PeersStatus(hits=3, loaded=1_200, offered=45, failures=1)
+    status = snapshot.status.model_copy(update={"core": core.model_copy(update={"peers": peers})})
+    shown = row(render(Snapshot(status=status, router=None)), "Peers")
+    assert shown == "Peers 3 hits, blocks: 1,200 loaded, 45 offered; 1 failures"
 
 
 def test_the_role_of_a_replica_is_shown_unless_it_does_both() -> None:

@@ -15,8 +15,10 @@ from medha.kv.host_tier import Held, HostTier
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import PrefixHasher, hash_at, hash_count
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History
 from medha.scheduler.peer_kv import NOTHING_SECONDS, SHARE_SECONDS
 from medha.scheduler.replica_config import ReplicaConfig
+from medha.scheduler.status_report import PeersStatus, status
 from medha.topology import Topology
 from medha.wire.frames import decode, digest, encode
 from medha.wire.messages import (
@@ -203,8 +205,14 @@ def test_a_prompt_that_a_peer_has_is_read_and_then_fetched() -> None:
     assert taker.admitted == {}
     taker.handle(DiskReport(0, loaded=((0, 0.01),)))
     assert taker.admitted == {"q": 100}
+    avoided_seconds = taker.core.pools.avoided_prefill_seconds
+    assert [name for name, seconds in avoided_seconds.items() if seconds] == ["peers"]
     assert taker.last() == KvDone("t", "r0")
+    shown = status(taker.core, History(), 0.0).peers
+    assert shown == PeersStatus(hits=1, loaded=25, offered=0, failures=0)
     source.handle(KvDone("t", "r0", asker="r1"))
+    shown = status(source.core, History(), 0.0).peers
+    assert shown == PeersStatus(hits=0, loaded=0, offered=25, failures=0)
     assert source.steps[-1].unserves == ("t",)
     assert source.served_blocks == 0
     for side in (source, taker):
@@ -257,6 +265,7 @@ def test_a_prompt_that_is_computed_faster_than_read_is_computed() -> None:
 
 def test_a_replica_that_hands_nothing_over_neither_asks_nor_gives() -> None:
     taker, source = Side(hands_over=False), Side(hands_over=False)
+    assert status(taker.core, History(), 0.0).peers is None
     taker.submit("q", PROMPT, **HINT)
     assert taker.messages == []
     source.submit("d", PROMPT)

@@ -120,6 +120,20 @@ class StoreStatus(_Model):
     """Blocks that wait to be written."""
 
 
+class PeersStatus(_Model):
+    """What this replica reads from other replicas of its model, and gives them (docs/kv-tiers.md); counts are of this epoch,
+    and of all lanes."""
+
+    hits: int
+    """Prompts for which requests waited for KV of another replica."""
+    loaded: int
+    """Blocks read from other replicas into the host tiers."""
+    offered: int
+    """Blocks that other replicas were let read."""
+    failures: int
+    """Reads that have failed."""
+
+
 class StreamingStatus(_Model):
     """Host memory of one lane for KV of requests that are larger than the pools (docs/kv-tiers.md)."""
 
@@ -250,6 +264,8 @@ class CoreStatus(_Model):
     """The first requests in the requested order; `running` and `waiting` count them all."""
     store: StoreStatus | None = None
     """None: this replica shares no store with others."""
+    peers: PeersStatus | None = None
+    """None: this replica neither reads KV of others nor gives any."""
 
 
 def status(
@@ -283,6 +299,7 @@ def status(
         pending_prefill_seconds=load.pending_prefill_seconds,
         lanes=_lanes(core, requests),
         store=_store(core),
+        peers=_peers(core),
         steps=tuple(_step(core, one, now) for one in history.launched.values() if one.step.entries),
         classes=_classes(core, requests, now),
         requests=tuple(_request(core, request, history, now) for request in first),
@@ -389,6 +406,18 @@ def _store(core: ReplicaController) -> StoreStatus | None:
         fault=core.store_kv.fault,
         busy=store.busy_blocks,
         waiting=core.pools.offered_blocks,
+    )
+
+
+def _peers(core: ReplicaController) -> PeersStatus | None:
+    if not core.pools.has_peers:
+        return None
+    counts = core.pools.peer_counts
+    return PeersStatus(
+        hits=counts.hits,
+        loaded=counts.loaded_blocks,
+        offered=counts.served_blocks,
+        failures=counts.failed_loads,
     )
 
 
