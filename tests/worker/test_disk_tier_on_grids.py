@@ -19,6 +19,7 @@ from medha.topology import Topology
 from medha.wire.messages import ControllerEvent, DiskReport
 from medha_worker.model.kv_files import KvFiles
 
+from .grids import MODEL_OF_EIGHT, striped_grid_rows
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, Life
 from .test_host_tier_on_grids import SAMPLED, run
@@ -103,9 +104,18 @@ def test_texts_are_those_without_a_tier_and_survive_a_restart(
     has_latents = architecture.startswith("deepseek")
     sizes = MODEL | ({"num_key_value_heads": 4} if has_latents else {"head_dim": 16})
     save_reference(tmp_path, architecture, **sizes)
-    ranks = Ranks(Topology(*shape), tmp_path, kv_dtype=kv_dtype)
     tolerance = 1e-4 if kv_dtype == "auto" else 0.05
-    disk = tmp_path / "kv"
+    compare(Ranks(Topology(*shape), tmp_path, kv_dtype=kv_dtype), tmp_path / "kv", tolerance, striped=striped)
+
+
+@pytest.mark.parametrize(("grid", "striped"), striped_grid_rows())
+def test_texts_are_those_without_a_tier_on_every_grid(grid: Topology, striped: bool, tmp_path: Path) -> None:
+    save_reference(tmp_path, "qwen3", **MODEL_OF_EIGHT)
+    compare(Ranks(grid, tmp_path), tmp_path / "kv", 1e-4, striped=striped)
+
+
+def compare(ranks: Ranks, disk: Path, tolerance: float, *, striped: bool) -> None:
+    """Compare the texts and logits of two lives with those without a tier."""
     try:
         for sampling in (GREEDY, SAMPLED):
             texts, logits, _ = run(ranks, sampling, 0, striped=striped)
@@ -116,7 +126,12 @@ def test_texts_are_those_without_a_tier_and_survive_a_restart(
             for life in ("first", "second"):
                 new_life = partial(DiskLife, found=found)
                 answers, computed, controller = run(
-                    ranks, sampling, HOST_BLOCKS // shape[2], striped=striped, disk=disk, new_life=new_life
+                    ranks,
+                    sampling,
+                    HOST_BLOCKS // ranks.topology.kv,
+                    striped=striped,
+                    disk=disk,
+                    new_life=new_life,
                 )
                 assert answers == texts, life
                 for at in computed.keys() & logits.keys():

@@ -40,6 +40,7 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.rank.peer_reader import PeerBlocks, PeerReader
 from medha_worker.rank.peer_server import PeerServer
 
+from .grids import MODEL_OF_EIGHT, striped_grid_rows
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, VOCAB, Life
 from .test_host_tier_on_grids import SAMPLED, Answers
@@ -129,8 +130,20 @@ def test_texts_are_those_without_another_replica_and_less_is_computed(
     has_latents = architecture.startswith("deepseek")
     sizes = MODEL | ({"num_key_value_heads": 4} if has_latents else {"head_dim": 16})
     save_reference(tmp_path, architecture, **sizes)
-    ranks = Ranks(Topology(*shape), tmp_path, kv_dtype=kv_dtype)
     tolerance = 1e-4 if kv_dtype == "auto" else 0.05
+    compare(Ranks(Topology(*shape), tmp_path, kv_dtype=kv_dtype), tolerance, striped=striped)
+
+
+@pytest.mark.parametrize(("grid", "striped"), striped_grid_rows())
+def test_texts_are_those_without_another_replica_on_every_grid(
+    grid: Topology, striped: bool, tmp_path: Path
+) -> None:
+    save_reference(tmp_path, "mistral", **MODEL_OF_EIGHT)
+    compare(Ranks(grid, tmp_path), 1e-4, striped=striped)
+
+
+def compare(ranks: Ranks, tolerance: float, *, striped: bool) -> None:
+    """Compare texts, logits and what is computed with those of a replica that reads from no other one."""
     rng = np.random.default_rng(5)
     documents = [rng.integers(0, VOCAB, 70 + 10 * number).astype(np.int32) for number in range(DOCUMENTS)]
     questions = {
@@ -187,7 +200,7 @@ def test_texts_are_those_without_another_replica_and_less_is_computed(
             assert counts.hits == DOCUMENTS
             assert counts.failed_loads == 0
             # Lanes that do not stripe cut a longer prompt at other places: then only the first lane's part is the same.
-            assert counts.loaded_blocks >= DOCUMENTS * (24 if shape[2] > 1 else 60) // BLOCK_TOKENS
+            assert counts.loaded_blocks >= DOCUMENTS * (24 if ranks.topology.kv > 1 else 60) // BLOCK_TOKENS
             done = [one for one in taker.messages if isinstance(one, KvDone)]
             assert {one.ticket for one in done} == {one.ticket for one in tickets}
             for one in done:

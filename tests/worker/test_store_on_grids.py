@@ -27,6 +27,7 @@ from medha_worker.rank.kv_objects import KvObjects
 from medha_worker.rank.store_threads import StoreThreads
 from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, object_store
 
+from .grids import MODEL_OF_EIGHT, striped_grid_rows
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, VOCAB, Life
 from .test_host_tier_on_grids import SAMPLED, Answers
@@ -128,8 +129,20 @@ def test_texts_are_those_without_a_store_and_less_is_computed(
 ) -> None:
     model = tmp_path / "model"
     save_reference(model, architecture, **MODEL | {"head_dim": 16})
-    ranks = Ranks(Topology(*shape), model, kv_dtype=kv_dtype)
     tolerance = 1e-4 if kv_dtype == "auto" else 0.05
+    compare(Ranks(Topology(*shape), model, kv_dtype=kv_dtype), place, tolerance, striped=striped)
+
+
+@pytest.mark.parametrize(("grid", "striped"), striped_grid_rows())
+def test_texts_are_those_without_a_store_on_every_grid(grid: Topology, striped: bool, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_reference(model, "llama", **MODEL_OF_EIGHT)
+    place = StoreSpec(url=f"file://{tmp_path}/shared/kv")
+    compare(Ranks(grid, model), place, 1e-4, striped=striped)
+
+
+def compare(ranks: Ranks, place: StoreSpec, tolerance: float, *, striped: bool) -> None:
+    """Compare texts, logits and what is computed with those without a store."""
     rng = np.random.default_rng(5)
     documents = [rng.integers(0, VOCAB, 70 + 10 * number).astype(np.int32) for number in range(DOCUMENTS)]
     questions = {

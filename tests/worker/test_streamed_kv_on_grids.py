@@ -23,6 +23,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import HostTierFigures, Sampling, StreamingFigures, Submit
 
+from .grids import MODEL_OF_EIGHT, grid_rows
 from .late_copies import make_copies_late
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life
@@ -30,12 +31,23 @@ from .test_model_transformer import save_reference
 
 pytestmark = pytest.mark.timeout(400)
 
-BLOCK_TOKENS, LONG_TOKENS, LONGEST = 4, 150, 200
-POOL_BLOCKS, STREAMED_BLOCKS, AMPLE_BLOCKS = 12, 45, 120  # of all lanes together
+BLOCK_TOKENS = 4
+POOL_BLOCKS, STREAMED_BLOCKS, AMPLE_BLOCKS = (
+    12,
+    45,
+    120,
+)  # of all lanes together, unless a lane then has too few
+LEAST_POOL_BLOCKS, LEAST_AMPLE_BLOCKS = 6, 40  # of a lane: a small request, and parts of the long ones
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, ignore_eos=True)
-PROMPTS = {"long": LONG_TOKENS, "a": 9, "b": 17, "again": LONG_TOKENS - 20, "c": 12, "d": 40}
+SHORT_PROMPTS = {"a": 9, "b": 17, "c": 12, "d": 40}
 USUAL = ("long", "a", "b", "again", "c")
 Logits = dict[tuple[str, int], torch.Tensor]
+
+
+def prompt_tokens(lanes: int) -> dict[str, int]:
+    """Return the lengths of the prompts; the long ones exceed what the pools of so many lanes hold."""
+    pool_tokens = lanes * max(POOL_BLOCKS // lanes, LEAST_POOL_BLOCKS) * BLOCK_TOKENS
+    return {"long": pool_tokens + 102, "again": pool_tokens + 82, **SHORT_PROMPTS}
 
 
 def run(
@@ -49,8 +61,9 @@ def run(
     pool_blocks: int = POOL_BLOCKS,
     short_headroom: float = 0.05,
 ) -> tuple[dict[str, list[int]], Logits, ReplicaController]:
-    """Let a controller serve requests, each with the prompt of one in `PROMPTS`; those called `then` come when all before have ended, and `beside` once the long one decodes."""
+    """Let a controller serve requests, each with the prompt of one in `prompt_tokens`; those called `then` come when all before have ended, and `beside` once the long one decodes."""
     lanes = ranks.topology.kv
+    lengths = prompt_tokens(lanes)
     config = ReplicaConfig(
         topology=ranks.topology,
         scheduling=SchedulingSpec(
@@ -58,17 +71,19 @@ def run(
         ),
         service_classes={"default": ServiceClass(name="default", default_output_tokens=4)},
         default_class="default",
-        max_model_len=LONGEST,
+        max_model_len=lengths["long"] + 50,
         block_size_tokens=BLOCK_TOKENS,
-        kv_blocks=(pool_blocks if streams else AMPLE_BLOCKS) // lanes,
+        kv_blocks=max(pool_blocks // lanes, LEAST_POOL_BLOCKS)
+        if streams
+        else max(AMPLE_BLOCKS // lanes, LEAST_AMPLE_BLOCKS),
         long_threshold_tokens=60,
-        tokens_per_lane=-(-LONG_TOKENS // lanes),
+        tokens_per_lane=-(-lengths["long"] // lanes),
         streaming=StreamingFigures(STREAMED_BLOCKS // lanes, 1, 1e-6) if streams else None,
         host_tier=HostTierFigures(host_blocks, 1, 1e-7, 1e-7) if host_blocks else None,
     )
     life = Life(ReplicaController(config, PROFILE), Random(1))
     rng, hasher = np.random.default_rng(5), PrefixHasher(BLOCK_TOKENS, b"secret")
-    texts = {name: rng.integers(0, VOCAB, tokens).astype(np.int32) for name, tokens in PROMPTS.items()}
+    texts = {name: rng.integers(0, VOCAB, tokens).astype(np.int32) for name, tokens in lengths.items()}
     asked = {name: texts[text] for name, text in prompts}
     for number, (name, ids) in enumerate(asked.items()):
         while life.moving and (name.startswith("then ") or (name == "beside" and "long" not in life.sampled)):
@@ -128,6 +143,19 @@ def test_the_text_is_that_of_a_pool_which_holds_everything(
     try:
         for sampling in (GREEDY, SAMPLED):
             compare(ranks, sampling, (True, False), tolerance)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("grid", grid_rows())
+def test_the_text_is_that_of_a_pool_which_holds_everything_on_every_grid(
+    grid: Topology, tmp_path: Path
+) -> None:
+    save_reference(tmp_path, "qwen3", **MODEL_OF_EIGHT)
+    ranks = Ranks(grid, tmp_path)
+    try:
+        for sampling in (GREEDY, SAMPLED):
+            compare(ranks, sampling, (True, False), 1e-4)
     finally:
         ranks.close()
 

@@ -22,6 +22,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import Done, HostTierFigures, Sampling, Step, Submit
 
+from .grids import MODEL_OF_EIGHT, grid_rows
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life, Query
 from .test_model_transformer import save_reference
@@ -29,8 +30,7 @@ from .test_model_transformer import save_reference
 pytestmark = pytest.mark.timeout(400)
 
 BLOCK_TOKENS = 4
-SMALL_TOKENS, LARGE_TOKENS = 160, 1600
-LONG_TOKENS, LONG_OUTPUT = 104, 44
+LONG_OUTPUT, LANE_TOKENS = 44, 52
 PER_TURN = 3  # a long request and two chats
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, ignore_eos=True)
 HASHER = PrefixHasher(BLOCK_TOKENS, b"secret")
@@ -55,11 +55,17 @@ class Told(Life):
         return replace(super().outcome(step), block_hashes=tuple(hashes))
 
 
-def queries() -> list[Query]:
-    """Return two long requests and chats in the order in which they come."""
+def pool_tokens(lanes: int) -> int:
+    """Return the tokens of a lane's pool that is small: a long request leaves no place for a chat there."""
+    return 160 if lanes == 1 else 80
+
+
+def queries(lanes: int) -> list[Query]:
+    """Return two long requests, which take a part of each lane, and chats, in the order in which they come."""
     rng, found = np.random.default_rng(5), []
+    long_tokens = max(104, LANE_TOKENS * lanes)
     for turn in range(2):
-        found.append(Query(f"long{turn}", rng.integers(0, VOCAB, LONG_TOKENS).astype(np.int32), LONG_OUTPUT))
+        found.append(Query(f"long{turn}", rng.integers(0, VOCAB, long_tokens).astype(np.int32), LONG_OUTPUT))
         for number in range(PER_TURN - 1):
             ids = rng.integers(0, VOCAB, 50 + 5 * number).astype(np.int32)
             found.append(Query(f"chat{turn}.{number}", ids, 9))
@@ -68,7 +74,8 @@ def queries() -> list[Query]:
 
 def serve(life: Told, sampling: Sampling) -> None:
     """Let chats come when a long request has sampled a part of its text."""
-    for number, one in enumerate(queries()):
+    asked = queries(life.controller.config.topology.kv)
+    for number, one in enumerate(asked):
         long = f"long{number // PER_TURN}"
         while one.prompt != long and life.sampled.get(long, 0) < LONG_OUTPUT // 2:
             life.move()
@@ -78,7 +85,7 @@ def serve(life: Told, sampling: Sampling) -> None:
                 sampling=replace(sampling, max_tokens=one.max_tokens), block_hashes=HASHER.hashes(one.ids),
             )
         )  # fmt: skip
-    while len(life.ends) < len(queries()):
+    while len(life.ends) < len(asked):
         life.move()
     while life.moving:
         life.move()
@@ -86,9 +93,13 @@ def serve(life: Told, sampling: Sampling) -> None:
 
 
 def run(
-    ranks: Ranks, sampling: Sampling, pool_tokens: int, host_blocks: int, max_swaps: int, texts: Texts
+    ranks: Ranks, sampling: Sampling, lane_tokens: int, host_blocks: int, max_swaps: int, texts: Texts
 ) -> tuple[Texts, dict[tuple[str, int], torch.Tensor], Told]:
-    """Serve the requests and return their texts, logits by position, and what the controller decided."""
+    """Serve the requests and return their texts, logits by position, and what the controller decided.
+
+    The pool of each lane has `lane_tokens` tokens.
+    """
+    asked = queries(ranks.topology.kv)
     config = ReplicaConfig(
         topology=ranks.topology,
         scheduling=SchedulingSpec(
@@ -101,16 +112,16 @@ def run(
             )
         },
         default_class="default",
-        max_model_len=200,
+        max_model_len=LANE_TOKENS * ranks.topology.kv + 100,
         block_size_tokens=BLOCK_TOKENS,
-        kv_blocks=pool_tokens // BLOCK_TOKENS // ranks.topology.kv,
+        kv_blocks=lane_tokens // BLOCK_TOKENS,
         long_threshold_tokens=90,
-        tokens_per_lane=64,
+        tokens_per_lane=LANE_TOKENS,
         host_tier=HostTierFigures(host_blocks, 1, 1e-7, 1e-7) if host_blocks else None,
     )  # fmt: skip
     life = Told(ReplicaController(config, PROFILE), Random(1), texts=texts)
     serve(life, sampling)
-    prompts = {one.prompt: one.ids for one in queries()}
+    prompts = {one.prompt: one.ids for one in asked}
     for aside in life.asides.values():
         prompts[aside.prompt] = np.array(texts[aside.id][: aside.tokens], dtype=np.int32)
     samples, logits = ranks.run(
@@ -128,7 +139,7 @@ def run(
         assert sample.id == place[0]
         assert sampled.setdefault(place, sample.token) == sample.token, f"{place} was sampled twice"
     found = {}
-    for one in queries():
+    for one in asked:
         ends = range(len(one.ids), len(one.ids) + (one.max_tokens or 0))
         found[one.prompt] = [*one.ids.tolist(), *(sampled.pop((one.prompt, end)) for end in ends)]
     assert not sampled
@@ -147,13 +158,26 @@ def test_texts_are_those_of_a_pool_that_holds_everything(
     shape: tuple[int, int, int], architecture: str, tmp_path: Path
 ) -> None:
     save_reference(tmp_path, architecture, **MODEL, head_dim=16)
-    ranks = Ranks(Topology(*shape), tmp_path)
+    compare(Ranks(Topology(*shape), tmp_path))
+
+
+@pytest.mark.parametrize("grid", grid_rows())
+def test_texts_are_those_of_a_pool_that_holds_everything_on_every_grid(
+    grid: Topology, tmp_path: Path
+) -> None:
+    save_reference(tmp_path, "llama-biased", **MODEL_OF_EIGHT)
+    compare(Ranks(grid, tmp_path))
+
+
+def compare(ranks: Ranks) -> None:
+    """Compare texts and logits of a small pool with those of one that holds everything."""
     try:
         for sampling, tiers in ((GREEDY, (400, 12, 0)), (SAMPLED, (400,))):
-            texts, expected, whole = run(ranks, sampling, LARGE_TOKENS, 0, 0, {})
+            small_tokens = pool_tokens(ranks.topology.kv)
+            texts, expected, whole = run(ranks, sampling, 10 * small_tokens, 0, 0, {})
             assert not whole.asides
             for host_blocks in tiers:
-                found, logits, life = run(ranks, sampling, SMALL_TOKENS, host_blocks, 2, texts)
+                found, logits, life = run(ranks, sampling, small_tokens, host_blocks, 2, texts)
                 assert found == texts
                 for at in logits.keys() & expected.keys():
                     assert float((logits[at] - expected[at]).abs().max()) <= 1e-4, at
