@@ -23,6 +23,8 @@ PAGE = ROOT / "docs" / "gpu.md"
 _ONE = Topology(1, 1, 1)
 _POLICIES = {"convoy": "Default policy", "lars": "`policy: lars`", "fcfs": "`policy: fcfs`"}
 """Part of `gpu_served.json` -> the policy that served."""
+_OF_TIERS = {"tiers": "batchInvariant", "tiers_best_effort": "bestEffort"}
+"""Part of `gpu_served.json` -> `determinism` of the replica with a host tier."""
 _GPUS = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 
 
@@ -212,10 +214,11 @@ def _served(found: Row) -> str:
             f"{one['equal_beside_others']} of {one['texts']} equal")  # fmt: skip
         add("exact", "`batchInvariant`: text of a stream whose rank is killed by `kill -9`",
             f"{'equal' if one['killed_text_equal'] else 'differs'}; the stream paused for {one['recovered_seconds']:.0f} s")  # fmt: skip
-    for name in ("tiers", "tiers_best_effort"):
+    for name, determinism in _OF_TIERS.items():
         if one := parts.get(name):
-            add(name, f"{one['documents']} documents of {one['tokens']:,} tokens, more than the pool holds, again from the host tier",
-                f"first token {min(one['again_seconds']):.3f} s instead of {one['first_seconds']:.3f} s")  # fmt: skip
+            add(name, f"`{determinism}`: {one['documents']} documents of {one['tokens']:,} tokens, more than the pool holds, again from the host tier",
+                f"first token {min(one['again_seconds']):.3f} s instead of {one['first_seconds']:.3f} s; "
+                f"{one['texts_equal']} of {one['texts']} texts equal")  # fmt: skip
     head = f"`medha up` on one {found['device']}, with random weights of Llama-3-8B's shape in bfloat16 (`python benchmarks/gpu_served.py`):"
     foot = (
         'Rows marked "earlier" ran before large chunks were computed by FlashInfer\'s "fa3".'

@@ -392,7 +392,11 @@ def tiers(place: Place) -> Row:
     found: Row = {}
     tier = {"tiers": {"host": {"size": place.sizes.host_pool}}}
     with place.replica(
-        found, pool=place.sizes.small_pool, longest=2 * place.sizes.tier_tokens, kvCache=tier
+        found,
+        pool=place.sizes.small_pool,
+        longest=2 * place.sizes.tier_tokens,
+        kvCache=tier,
+        determinism="batchInvariant",
     ) as replica:
         asyncio.run(_tiers(place, replica, found))
     return found

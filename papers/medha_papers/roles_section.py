@@ -18,8 +18,8 @@ _TEXT = """## Prefill and decode replicas, or mixed ones?
 
 From `{file}` (`{command}`, code of commit `{commit}`):
 Llama-3-70B on four replicas of eight H100 each. All of them do both, or some only prefill and the others only decode: `1+3` is one for prefill and three for decode. A load of 1 is what all four can prefill
-if they do nothing else. Reads of KV take 25 GiB a second for each rank, which needs RDMA; Medha reads over TCP, so this is an upper
-bound of what roles bring. The table has the share of requests whose TTFT and TPOT meet their targets, in percent. Behind it is the
+if they do nothing else. Reads of KV take 25 GiB a second for each rank, which needs RDMA. By default, Medha reads over TCP; with
+[`peers.plane: nixl`](kv-tiers.md#nixl) it can read over RDMA, which nobody has run. So this is an upper bound of what roles bring. The table has the share of requests whose TTFT and TPOT meet their targets, in percent. Behind it is the
 difference from four that do both, in points, with its 95 % interval over {seeds} paired seeds; it is bold where the interval excludes 0.
 
 {table}

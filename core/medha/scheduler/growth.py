@@ -4,14 +4,15 @@ A request reserves KV for the output that is expected of it (`medha.scheduler.ou
 when it outgrows that. Some free KV is held back from admission for such growth: for each request that may
 outgrow what it holds, a part of its expected output; of long ones, no more than their share of the pool leaves.
 
-If KV is short all the same, one request *steps aside*: it gives its KV back, waits, and computes it again. Its
-text stays the same, as after the loss of a rank. Which one is decided by these rules, in this order:
+If KV is short all the same, one request *steps aside*: it gives its KV back and waits. When it comes back, what the
+host tier has kept of its KV is fetched, and the rest is computed again (`medha.kv.host_tier`). Its text stays the
+same, as after the loss of a rank. Which one is decided by these rules, in this order:
 
 1. It is of an owner that holds more than an equal share of KV by several requests, if there is one: a key with many
    answers must not displace those of a key with few.
 2. It has stepped aside least often.
 3. It is on the lanes of the request that lacks KV.
-4. It has the fewest computed tokens, which take the least time to recompute.
+4. It has the fewest computed tokens, which take the least time to compute again, or to fetch.
 5. It came last.
 
 The oldest request of all is spared as long as there is another.
