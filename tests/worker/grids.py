@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from medha.topology import Topology
 
@@ -28,16 +27,12 @@ GRIDS = [
 ]
 """These grids, without the one of a single rank."""
 
+GRID_ROWS = [pytest.param(grid, id=f"{grid} long", marks=pytest.mark.long) for grid in GRIDS]
+"""Long rows with each of `GRIDS`."""
 
-def grid_rows() -> list[ParameterSet]:
-    """Return long rows with each of `GRIDS`."""
-    return [pytest.param(grid, id=f"{grid} long", marks=pytest.mark.long) for grid in GRIDS]
-
-
-def striped_grid_rows() -> list[ParameterSet]:
-    """Return long rows with each of `GRIDS`, and whether long prompts are striped over its lanes: both, if it has several."""
-    return [
-        pytest.param(grid, striped, id=f"{grid}{', striped' * striped} long", marks=pytest.mark.long)
-        for grid in GRIDS
-        for striped in ((False, True) if grid.kv > 1 else (False,))
-    ]
+STRIPED_GRID_ROWS = [
+    pytest.param(grid, striped, id=f"{grid}{', striped' * striped} long", marks=pytest.mark.long)
+    for grid in GRIDS
+    for striped in ((False, True) if grid.kv > 1 else (False,))
+]
+"""Long rows with each of `GRIDS`, and whether long prompts are striped over its lanes: both, if it has several."""

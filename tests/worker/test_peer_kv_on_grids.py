@@ -40,7 +40,7 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.rank.peer_reader import PeerBlocks, PeerReader
 from medha_worker.rank.peer_server import PeerServer
 
-from .grids import MODEL_OF_EIGHT, striped_grid_rows
+from .grids import MODEL_OF_EIGHT, STRIPED_GRID_ROWS
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, VOCAB, Life
 from .test_host_tier_on_grids import SAMPLED, Answers
@@ -134,7 +134,7 @@ def test_texts_are_those_without_another_replica_and_less_is_computed(
     compare(Ranks(Topology(*shape), tmp_path, kv_dtype=kv_dtype), tolerance, striped=striped)
 
 
-@pytest.mark.parametrize(("grid", "striped"), striped_grid_rows())
+@pytest.mark.parametrize(("grid", "striped"), STRIPED_GRID_ROWS)
 def test_texts_are_those_without_another_replica_on_every_grid(
     grid: Topology, striped: bool, tmp_path: Path
 ) -> None:

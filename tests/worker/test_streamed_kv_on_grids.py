@@ -23,7 +23,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import HostTierFigures, Sampling, StreamingFigures, Submit
 
-from .grids import MODEL_OF_EIGHT, grid_rows
+from .grids import GRID_ROWS, MODEL_OF_EIGHT
 from .late_copies import make_copies_late
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life
@@ -147,7 +147,7 @@ def test_the_text_is_that_of_a_pool_which_holds_everything(
         ranks.close()
 
 
-@pytest.mark.parametrize("grid", grid_rows())
+@pytest.mark.parametrize("grid", GRID_ROWS)
 def test_the_text_is_that_of_a_pool_which_holds_everything_on_every_grid(
     grid: Topology, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import Done, HostTierFigures, Sampling, Step, Submit
 
-from .grids import MODEL_OF_EIGHT, grid_rows
+from .grids import GRID_ROWS, MODEL_OF_EIGHT
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life, Query
 from .test_model_transformer import save_reference
@@ -161,7 +161,7 @@ def test_texts_are_those_of_a_pool_that_holds_everything(
     compare(Ranks(Topology(*shape), tmp_path))
 
 
-@pytest.mark.parametrize("grid", grid_rows())
+@pytest.mark.parametrize("grid", GRID_ROWS)
 def test_texts_are_those_of_a_pool_that_holds_everything_on_every_grid(
     grid: Topology, tmp_path: Path
 ) -> None:
