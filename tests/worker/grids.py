@@ -1,22 +1,16 @@
-"""All grids of at most eight ranks over which a model of eight heads and eight layers can be divided evenly."""
+"""All grids of at most eight ranks over which a model with eight heads can be divided evenly."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from medha.topology import Topology
 
 MOST_RANKS = 8
-MODEL_OF_EIGHT = {
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 16,
-    "initializer_range": 0.1,
-}
-"""Sizes of a model that divides by as many tensor ranks, and by as many stages, as a grid of `MOST_RANKS` may have."""
 DIVISORS = (1, 2, 4, 8)
-"""Numbers of tensor ranks, and of stages, that divide that model. Any number of lanes does."""
+"""Numbers of tensor ranks that divide the heads, and of stages. Any number of lanes will do."""
 
 GRIDS = [
     Topology(tensor, stream, kv)
@@ -36,3 +30,14 @@ STRIPED_GRID_ROWS = [
     for striped in ((False, True) if grid.kv > 1 else (False,))
 ]
 """Long rows with each of `GRIDS`, and whether long prompts are striped over its lanes: both, if it has several."""
+
+
+def model_of(grid: Topology) -> dict[str, Any]:
+    """Return the sizes of a model for a grid, with as few layers as its stages need, and at least two."""
+    return {
+        "num_hidden_layers": max(grid.stream, 2),
+        "num_attention_heads": MOST_RANKS,
+        "num_key_value_heads": MOST_RANKS,
+        "head_dim": 16,
+        "initializer_range": 0.1,
+    }

@@ -19,7 +19,7 @@ from medha.topology import Topology
 from medha.wire.messages import ControllerEvent, DiskReport
 from medha_worker.model.kv_files import KvFiles
 
-from .grids import MODEL_OF_EIGHT, STRIPED_GRID_ROWS
+from .grids import STRIPED_GRID_ROWS, model_of
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, Life
 from .test_host_tier_on_grids import SAMPLED, run
@@ -110,7 +110,7 @@ def test_texts_are_those_without_a_tier_and_survive_a_restart(
 
 @pytest.mark.parametrize(("grid", "striped"), STRIPED_GRID_ROWS)
 def test_texts_are_those_without_a_tier_on_every_grid(grid: Topology, striped: bool, tmp_path: Path) -> None:
-    save_reference(tmp_path, "qwen3", **MODEL_OF_EIGHT)
+    save_reference(tmp_path, "qwen3", **model_of(grid))
     compare(Ranks(grid, tmp_path), tmp_path / "kv", 1e-4, striped=striped)
 
 

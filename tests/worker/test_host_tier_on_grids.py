@@ -24,7 +24,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import DiskTierFigures, HostTierFigures, Sampling, Step, Submit
 
-from .grids import MODEL_OF_EIGHT, STRIPED_GRID_ROWS
+from .grids import STRIPED_GRID_ROWS, model_of
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life, Query
 from .test_model_transformer import save_reference
@@ -155,7 +155,7 @@ def test_with_batch_invariance_logits_are_those_without_a_tier_to_the_bit(
 
 @pytest.mark.parametrize(("grid", "striped"), STRIPED_GRID_ROWS)
 def test_texts_are_those_without_a_tier_on_every_grid(grid: Topology, striped: bool, tmp_path: Path) -> None:
-    save_reference(tmp_path, "llama", **MODEL_OF_EIGHT)
+    save_reference(tmp_path, "llama", **model_of(grid))
     compare(Ranks(grid, tmp_path), 1e-4, striped=striped)
 
 

@@ -40,7 +40,7 @@ from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.rank.peer_reader import PeerBlocks, PeerReader
 from medha_worker.rank.peer_server import PeerServer
 
-from .grids import MODEL_OF_EIGHT, STRIPED_GRID_ROWS
+from .grids import STRIPED_GRID_ROWS, model_of
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, VOCAB, Life
 from .test_host_tier_on_grids import SAMPLED, Answers
@@ -138,7 +138,7 @@ def test_texts_are_those_without_another_replica_and_less_is_computed(
 def test_texts_are_those_without_another_replica_on_every_grid(
     grid: Topology, striped: bool, tmp_path: Path
 ) -> None:
-    save_reference(tmp_path, "mistral", **MODEL_OF_EIGHT)
+    save_reference(tmp_path, "mistral", **model_of(grid))
     compare(Ranks(grid, tmp_path), 1e-4, striped=striped)
 
 

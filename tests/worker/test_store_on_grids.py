@@ -27,7 +27,7 @@ from medha_worker.rank.kv_objects import KvObjects
 from medha_worker.rank.store_threads import StoreThreads
 from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, object_store
 
-from .grids import MODEL_OF_EIGHT, STRIPED_GRID_ROWS
+from .grids import STRIPED_GRID_ROWS, model_of
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, VOCAB, Life
 from .test_host_tier_on_grids import SAMPLED, Answers
@@ -136,7 +136,7 @@ def test_texts_are_those_without_a_store_and_less_is_computed(
 @pytest.mark.parametrize(("grid", "striped"), STRIPED_GRID_ROWS)
 def test_texts_are_those_without_a_store_on_every_grid(grid: Topology, striped: bool, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    save_reference(model, "llama", **MODEL_OF_EIGHT)
+    save_reference(model, "llama", **model_of(grid))
     place = StoreSpec(url=f"file://{tmp_path}/shared/kv")
     compare(Ranks(grid, model), place, 1e-4, striped=striped)
 

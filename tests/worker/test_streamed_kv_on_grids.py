@@ -23,7 +23,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import HostTierFigures, Sampling, StreamingFigures, Submit
 
-from .grids import GRID_ROWS, MODEL_OF_EIGHT
+from .grids import GRID_ROWS, model_of
 from .late_copies import make_copies_late
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life
@@ -151,7 +151,7 @@ def test_the_text_is_that_of_a_pool_which_holds_everything(
 def test_the_text_is_that_of_a_pool_which_holds_everything_on_every_grid(
     grid: Topology, tmp_path: Path
 ) -> None:
-    save_reference(tmp_path, "qwen3", **MODEL_OF_EIGHT)
+    save_reference(tmp_path, "qwen3", **model_of(grid))
     ranks = Ranks(grid, tmp_path)
     try:
         for sampling in (GREEDY, SAMPLED):

@@ -22,7 +22,7 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import Done, HostTierFigures, Sampling, Step, Submit
 
-from .grids import GRID_ROWS, MODEL_OF_EIGHT
+from .grids import GRID_ROWS, model_of
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, PROFILE, VOCAB, Life, Query
 from .test_model_transformer import save_reference
@@ -165,7 +165,7 @@ def test_texts_are_those_of_a_pool_that_holds_everything(
 def test_texts_are_those_of_a_pool_that_holds_everything_on_every_grid(
     grid: Topology, tmp_path: Path
 ) -> None:
-    save_reference(tmp_path, "llama-biased", **MODEL_OF_EIGHT)
+    save_reference(tmp_path, "llama-biased", **model_of(grid))
     compare(Ranks(grid, tmp_path))
 
 
