@@ -22,7 +22,7 @@ from medha_worker.model.kv_files import KvFiles
 from .grids import STRIPED_GRID_ROWS, model_of
 from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, Life
-from .test_host_tier_on_grids import SAMPLED, run
+from .test_host_tier_on_grids import LEAST_BLOCKS, SAMPLED, run
 from .test_model_transformer import save_reference
 
 pytestmark = pytest.mark.timeout(400)
@@ -116,6 +116,7 @@ def test_texts_are_those_without_a_tier_on_every_grid(grid: Topology, striped: b
 
 def compare(ranks: Ranks, disk: Path, tolerance: float, *, striped: bool) -> None:
     """Compare the texts and logits of two lives with those without a tier."""
+    host_blocks = max(HOST_BLOCKS // ranks.topology.kv, LEAST_BLOCKS)
     try:
         for sampling in (GREEDY, SAMPLED):
             texts, logits, _ = run(ranks, sampling, 0, striped=striped)
@@ -128,7 +129,7 @@ def compare(ranks: Ranks, disk: Path, tolerance: float, *, striped: bool) -> Non
                 answers, computed, controller = run(
                     ranks,
                     sampling,
-                    HOST_BLOCKS // ranks.topology.kv,
+                    host_blocks,
                     striped=striped,
                     disk=disk,
                     new_life=new_life,

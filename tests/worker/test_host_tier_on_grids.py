@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(400)
 
 BLOCK_TOKENS, POOL_TOKENS = 4, 160
 LEAST_BLOCKS = 8
-"""Least blocks of a lane's pool: a stripe has six."""
+"""Least blocks of a lane's pool, and of its host tier if there are files: a stripe has six."""
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, ignore_eos=True)
 DOCUMENTS, TURNS = 4, 3
 IN_PIECES = 1e-4
@@ -162,7 +162,7 @@ def test_texts_are_those_without_a_tier_on_every_grid(grid: Topology, striped: b
 def compare(ranks: Ranks, tolerance: float, *, striped: bool) -> None:
     """Compare texts, logits and what is computed with those without a tier."""
     topology = ranks.topology
-    few_blocks = 25 if topology.kv == 1 else 50 // topology.kv
+    few_blocks = 25 if topology.kv <= 2 else 40 // topology.kv
     try:
         cases = ((GREEDY, 400, 1e-7), (SAMPLED, 400, IN_PIECES), (GREEDY, few_blocks, 1e-7))
         for sampling, host_blocks, seconds in cases:
@@ -182,7 +182,10 @@ def compare(ranks: Ranks, tolerance: float, *, striped: bool) -> None:
                 assert any(comes_before)
             for at in fetched.keys() & logits.keys():
                 assert float((fetched[at] - logits[at]).abs().max()) <= tolerance, at
-            assert fetched.keys() < logits.keys(), "some prefill was avoided"
+            if topology.kv == 1:
+                assert fetched.keys() < logits.keys()
+            else:  # requests may lie on other lanes than without a tier, and share another part of their KV
+                assert len(fetched) < len(logits)
             counts = controller.pools.tier_counts
             assert counts.fetched_blocks > 0
             assert (counts.dropped_blocks > 0) == (host_blocks == few_blocks)
