@@ -118,7 +118,7 @@ class AutoscaledFleet:
 
     def _sync(self, _: None, now: float) -> None:
         simulation = self._simulation
-        for name in [one for one, life in self._lives.items() if life.drains and self._is_idle(one)]:
+        for name in [one for one, life in self._lives.items() if life.drains and simulation.is_drained(one)]:
             simulation.remove_replica(name, now)
             self.log.replica_seconds += now - self._lives.pop(name).created_at
         wanted_now = [name for name, life in self._lives.items() if not life.drains]
@@ -155,10 +155,6 @@ class AutoscaledFleet:
         else:
             self.log.replica_seconds += now - life.created_at
             del self._lives[name]
-
-    def _is_idle(self, name: str) -> bool:
-        load = self._simulation.load(name)
-        return not (load.running or load.waiting)
 
     def _total(self, now: float) -> float:
         simulation = self._simulation

@@ -83,6 +83,8 @@ class Deployment:
     peer_bytes_per_second: float = 0.0  # that a rank reads of another replica's; 0: none reads
     roles: tuple[ReplicaRole, ...] = ()  # of each replica in turn; empty: all do both
     replicas: int = 1
+    # Time that a replica which drains has for its requests; None: as long as they take.
+    drain_seconds: float | None = None
     message_seconds: float = 0.0002  # between a controller and its ranks, one way
     latencies: Latencies = field(default_factory=lambda: Latencies(replica_seconds=0.0005))
 
@@ -249,6 +251,7 @@ class Deployment:
                 ),
                 message_seconds=self.message_seconds,
                 role=self.roles[index % len(self.roles)] if self.roles else "both",
+                drain_seconds=self.drain_seconds,
             )
 
         return make
@@ -314,6 +317,7 @@ def deployment_of(
         peer_bytes_per_second=0.0 if peers is None else quantity_bytes(peers.bandwidth),
         roles=(spec.role,),
         replicas=replicas,
+        drain_seconds=spec.lifecycle.drain_seconds,
     )
 
 
@@ -384,8 +388,12 @@ def medha_replica(
     cost: StepCost | None = None,
     message_seconds: float = 0.0,
     role: ReplicaRole = "both",
+    drain_seconds: float | None = None,
 ) -> SimulatedReplica:
-    """Return a replica with Medha's controller. `cost` is the ground truth, by default the profile."""
+    """Return a replica with Medha's controller. `cost` is the ground truth, by default the profile.
+
+    `drain_seconds` is the time that its requests have once it drains; None: as long as they take.
+    """
     controller = ReplicaController(config, profile)
     executor = Executor(
         cost
@@ -417,4 +425,5 @@ def medha_replica(
         block_size_tokens,
         controller.work_ahead,
         hashes_outputs=config.host_tier is not None and config.prefix_caching,
+        drain_seconds=drain_seconds,
     )

@@ -39,6 +39,7 @@ from medha.wire.messages import (
     ControllerEvent,
     DiskReport,
     Done,
+    Drain,
     Emit,
     Failed,
     FetchBundle,
@@ -125,6 +126,8 @@ class SimulatedReplica:
     block_size_tokens: int = 0  # of its prefix cache; 0 if it has none
     work_ahead: Callable[[float], tuple[tuple[float, float], ...]] = lambda _now: ()  # as it announces it
     hashes_outputs: bool = False  # its answers can be found by their hashes, too
+    # Time that its requests have once it drains; None: as long as they take, and none of them moves.
+    drain_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +219,27 @@ class Simulation:
         added.start(now, announces=True)
 
     def drain_replica(self, name: str, now: float) -> None:
-        """Let a replica finish what it has, and take nothing more."""
+        """Let a replica finish what it has, and take nothing more; at its limit, it returns what has not ended.
+
+        The simulation must have a router, which may move requests to other replicas before that.
+        """
+        assert self._router is not None
         self._replicas[name].drain(now)
+
+    def is_drained(self, name: str) -> bool:
+        """Return whether a replica that drains has nothing left to do, for its own requests or for others that read its KV."""
+        return self._replicas[name].is_drained
 
     def remove_replica(self, name: str, now: float) -> None:
         """End a replica. Its router submits what it still has to others."""
         assert self._router is not None
         self._kv_tokens -= self._replicas.pop(name).end().kv_tokens_total
         self._router.take(LinkLost(name), now)
+
+    def lose(self, name: str, now: float) -> None:
+        """Let the router know that a replica has ended by itself."""
+        assert self._router is not None
+        self.at(now + self._latencies.replica_seconds, self._router.take, LinkLost(name))
 
     def load(self, name: str) -> Load:
         return self._replicas[name].load()
@@ -414,6 +430,8 @@ class _Replica:
         self._announced_at = 0.0
         self._announces = False
         self._ended = False
+        self._drain_seconds = replica.drain_seconds
+        self._drain_until: float | None = None
         self._wakes_at = inf
         self.block_size_tokens = replica.block_size_tokens
         self._hashes_outputs = replica.hashes_outputs
@@ -430,8 +448,36 @@ class _Replica:
             self._simulation.at(now + HEARTBEAT_SECONDS, self._heartbeat, None)
 
     def drain(self, now: float) -> None:
+        """Take nothing more, and return at the limit, if there is one, what has not ended."""
         self.card = replace(self.card, draining=True)
+        if self._drain_seconds is not None:
+            self._drain_until = now + self._drain_seconds
+            self._simulation.at(self._drain_until, self._return_requests, None)
+            self.take(Drain(), now)
         self._announce(self.load(), now)
+
+    @property
+    def is_drained(self) -> bool:
+        load, core = self.load(), self._controller
+        if load.running or load.waiting:
+            return False
+        if not isinstance(core, ReplicaController) or not self.card.hands_kv_over:
+            return True
+        return self._ended or core.is_drained
+
+    def _return_requests(self, _: None, now: float) -> None:
+        """End, and hand all open requests back to the router."""
+        if self._ended:
+            return
+        core = self._controller
+        requests = core.requests() if isinstance(core, ReplicaController) else ()
+        left = [one.id for one in requests if one.steps_aside or not one.ended]
+        answers = [Refused(one, "not_ready", "the replica has drained for as long as it may") for one in left]
+        self._simulation.from_replica(self.card.replica, answers, now)
+        self._simulation.lose(self.card.replica, now)
+        self.end()
+        kv_tokens = self.card.kv_tokens_total
+        self.load = lambda: Load(running=0, waiting=0, kv_tokens_free=kv_tokens, pending_prefill_seconds=0.0)
 
     def end(self) -> Announce:
         """Compute and announce nothing any more; return the last announcement."""
@@ -500,8 +546,12 @@ class _Replica:
     def _announce(self, load: Load, now: float) -> None:
         self._announced, self._announced_at = load, now
         read_seconds, read_seconds_per_token = self._read_line()
+        drain_seconds = None
+        if self._drain_until is not None and self.card.hands_kv_over:
+            drain_seconds = max(self._drain_until - now, 0.0)
         card = replace(
             self.card,
+            drain_seconds=drain_seconds,
             read_seconds=read_seconds,
             read_seconds_per_token=read_seconds_per_token,
             kv_tokens_free=load.kv_tokens_free,
