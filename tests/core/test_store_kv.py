@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from medha.wire.messages import (
 SIZE, HOST_BLOCKS, OBJECT_BLOCKS = 4, 120, 5
 HASHER = PrefixHasher(SIZE, b"shared")
 SLOW = StepProfile(0.001, 0.01, 1e-7, 0.0001)
+MIDDLE = StepProfile(0.001, 0.001, 1e-7, 0.0001)
 FAST = StepProfile(0.001, 1e-6, 1e-9, 0.0001)
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -59,9 +61,14 @@ class Replica:
     writes_at_once: bool = True
     copy_seconds: float = 1e-7  # of a block
     output_tokens: int = 1
+    lost_at_tokens: float = inf  # length of a text at which its ranks are lost
+    is_as_fast_as_predicted: bool = False  # else each step takes a millisecond
     now: float = 0.0
     looks: list[StoreLook] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    stored_at: list[int] = field(
+        default_factory=list
+    )  # length of the longest text when an object was sent to be written
     log: list[tuple[ControllerEvent, float, str]] = field(default_factory=list)
     admitted: dict[str, int] = field(default_factory=dict)  # request -> cached tokens
     texts: dict[str, Ids] = field(default_factory=dict)  # request -> its prompt and output
@@ -94,6 +101,7 @@ class Replica:
             match command:
                 case Step() as step:
                     self.steps.append(step)
+                    self.stored_at += [self.longest] * len(step.stores)
                     self._launched.append(step)
                     self.admitted |= {one.id: one.cached_tokens for one in step.admits}
                 case StoreLook() as look:
@@ -102,14 +110,15 @@ class Replica:
                     pass
         if self._launched and not self._is_running:
             self._is_running = True
-            while self._launched:
+            while self._launched and self.longest < self.lost_at_tokens:
                 self.run(self._launched.popleft())
             self._is_running = False
 
     def run(self, step: Step) -> None:
         samples = tuple(self.sample(one) for one in step.entries if one.samples)
         self.handle(StageFree(step.step_id, 0))
-        self.handle(Done(step.step_id, samples, (), 0.001, block_hashes=self.filled(samples)))
+        seconds = step.predicted_seconds if self.is_as_fast_as_predicted else 0.001
+        self.handle(Done(step.step_id, samples, (), seconds, block_hashes=self.filled(samples)))
         if self.writes_at_once:
             self.report(stored=tuple(one.object.name for one in step.stores))
 
@@ -142,6 +151,11 @@ class Replica:
         """Return the hashes of the blocks that samples have filled."""
         full = (one.id for one in samples if len(self.texts[one.id]) % SIZE == 0)
         return tuple((name, HASHER.hashes(self.texts[name])[-HASH_CHARACTERS:]) for name in full)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest prompt with its output."""
+        return max(map(len, self.texts.values()), default=0)
 
     @property
     def store(self) -> StoreTier:
@@ -445,7 +459,7 @@ def test_one_step_considers_a_bounded_number_of_objects_of_a_store_that_rests() 
 
 def test_a_long_prompt_that_is_cached_is_copied_for_the_store_with_several_steps() -> None:
     """The store has lost it, and copies take so long that an object is all that goes beside a step."""
-    replica = Replica(copy_seconds=0.01, output_tokens=20)
+    replica = Replica(copy_seconds=0.01, output_tokens=18)
     replica.store.rests = True
     replica.core.store_kv._rests_until = 1.0
     replica.submit("a")
@@ -462,16 +476,58 @@ def test_a_long_prompt_that_is_cached_is_copied_for_the_store_with_several_steps
         assert step.predicted_seconds >= 0.01 * sum(load.count for load in step.loads)
 
 
-def test_an_output_is_written_once_it_is_part_of_a_prompt() -> None:
-    replica = Replica(output_tokens=2 * SIZE * OBJECT_BLOCKS + 1)
+def test_objects_that_an_output_fills_are_written_while_it_decodes() -> None:
+    replica = Replica(output_tokens=3 * SIZE * OBJECT_BLOCKS)
     replica.submit("a")
     replica.report(looked=((0, 0),))
-    assert [one.object.name for one in replica.stores] == written()
     text = replica.texts["a"]
-    assert len(text) > len(PROMPT) + 2 * SIZE * OBJECT_BLOCKS
+    assert len(text) == len(PROMPT) + 3 * SIZE * OBJECT_BLOCKS
+    assert [one.object.name for one in replica.stores] == written(text[:-1]), (
+        "nobody computes the KV of the last token"
+    )
+    ends = [OBJECT_BLOCKS * SIZE * number for number in (6, 7)]
+    at = replica.stored_at[5:7]
+    assert all(end < length <= end + 2 * SIZE for end, length in zip(ends, at, strict=True)), "soon after"
+    looks = len(replica.looks)
     replica.submit("goes on", text)
-    replica.report(looked=((1, 0),))
-    assert [one.object.name for one in replica.stores] == written(text)
+    names = [one.object.name for one in replica.stores]
+    assert len(set(names)) == len(names), "nothing is written twice"
+    assert (len(replica.looks), "goes on" in replica.admitted) == (looks, True), "it is on the device"
+    replica.store.check()
+
+
+def test_the_replica_that_takes_over_a_running_request_reads_its_output() -> None:
+    """The first one is lost in the midst of its output; the router submits prompt and output to another one."""
+    lost = Replica(output_tokens=400, lost_at_tokens=7 * SIZE * OBJECT_BLOCKS + 3 * SIZE)
+    lost.submit("a")
+    lost.report(looked=((0, 0),))
+    there = {one.object.name for one in lost.stores}
+    assert len(there) == 7
+    successor = Replica()
+    successor.submit("a", lost.texts["a"])
+    (look,) = successor.looks
+    assert set(look.objects) == there
+    successor.report(looked=((0, 7),))
+    successor.report(loaded=tuple((extent, 0.01) for extent in range(7)))
+    assert successor.admitted == {"a": 7 * OBJECT_BLOCKS * SIZE}
+
+
+def test_a_short_prompt_is_written_with_its_output_once_both_are_long_enough() -> None:
+    """Computing one object or two takes less time than reading them; more of them take longer."""
+    replica = Replica(MIDDLE, output_tokens=4 * SIZE * OBJECT_BLOCKS, is_as_fast_as_predicted=True)
+    replica.submit("a", ids(5, SIZE * OBJECT_BLOCKS + 1))
+    assert (replica.looks, replica.core.idle) == ([], True)
+    text = replica.texts["a"]
+    assert [one.object.name for one in replica.stores] == written(text[:-1])
+    assert replica.stored_at[0] > 2 * SIZE * OBJECT_BLOCKS, "later than the first object was full"
+
+
+@pytest.mark.parametrize("tokens", [SIZE * OBJECT_BLOCKS - 2, SIZE * OBJECT_BLOCKS + 7])
+def test_fast_models_write_no_output(tokens: int) -> None:
+    replica = Replica(profile=FAST, output_tokens=3 * SIZE * OBJECT_BLOCKS)
+    replica.submit("a", ids(6, tokens))
+    assert replica.core.idle
+    assert replica.stores == []
 
 
 def test_reports_that_nobody_asked_for_change_nothing() -> None:

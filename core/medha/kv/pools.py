@@ -471,8 +471,10 @@ class _SequenceKv:
     chains: dict[int, str]  # lane -> hashes of the prompt's whole blocks there, in order
     unpublished: int  # whole prompt blocks that are not computed, or not yet in the cache
     outputs: list[str] = field(default_factory=list)  # hashes of the blocks after those of the prompt
-    objects: dict[int, int] = field(default_factory=dict)  # number of objects offered to the store, by lane
-    is_stored: bool | None = None  # whether the store takes the prompt; None: not decided yet
+    # Number of objects, by lane, that were offered to the store, or would have been if it took them.
+    objects: dict[int, int] = field(default_factory=dict)
+    # Whether the store takes the prompt and the output so far; None: not decided yet.
+    is_stored: bool | None = None
 
 
 class KvPools:
@@ -1072,17 +1074,19 @@ class KvPools:
         return frozenset(extents)
 
     def _offer_to_store(self, held: _SequenceKv, lane: int, chain: str, stop: int) -> None:
-        """Let the whole objects among the first `stop` blocks of a prompt be written to the store (`write_through`).
+        """Let the whole objects among the first `stop` blocks of `chain` be written to the store (`write_through`).
 
-        A prompt is written if reading all of it is predicted to be faster than computing it.
+        `chain` has blocks of a prompt, perhaps with those of its output. All of it is written if reading prompt and chain is
+        predicted to be faster than computing them.
         """
         store = self.store
         if store is None or self._prices is None:
             return
         size = store.object_blocks
         if held.is_stored is None:
-            blocks = max(map(hash_count, held.chains.values()))
-            tokens = sum(map(hash_count, held.chains.values())) * self.block_size_tokens
+            counts = {at: hash_count(own) for at, own in held.chains.items()}
+            counts[lane] = hash_count(chain)  # of an output, too
+            blocks, tokens = max(counts.values()), sum(counts.values()) * self.block_size_tokens
             seconds = self._prices.store_seconds(blocks, -(-blocks // size)) + self._prices.fetch_seconds(
                 blocks
             )
@@ -1229,7 +1233,7 @@ class KvPools:
     def extend(self, sequence: str, hashes: str, filled_tokens: int) -> None:
         """Record the hash of a block that output tokens have filled, the last of the first `filled_tokens` tokens.
 
-        `release` inserts these blocks into the cache. The output of a request on several lanes lies in
+        `release` and `offer_output` insert these blocks into the cache. The output of a request on several lanes lies in
         stripes and is not shared.
         """
         held = self._held[sequence]
@@ -1254,6 +1258,29 @@ class KvPools:
             if stop > held.prompt_tokens // self.block_size_tokens:
                 self._publish(sequence, held.shards.owner, chain, stop)
 
+    def offer_output(self, sequence: str, computed_tokens: int) -> None:
+        """Let objects that output has filled be written to the store (`write_through`), and insert their blocks into the cache.
+
+        Only objects whose KV is among the first `computed_tokens` tokens count. So a replica that takes over a running request
+        reads its output, too. A short prompt that the store did not take is decided about again once an output has made it longer.
+        """
+        if self.store is None:
+            return
+        held, size = self._held[sequence], self.store.object_blocks
+        if not held.outputs or not len(held.chains) == len(held.shards.lanes) == 1:
+            return
+        lane = held.shards.owner
+        prompt_blocks = held.prompt_tokens // self.block_size_tokens
+        blocks = min(computed_tokens // self.block_size_tokens, prompt_blocks + len(held.outputs))
+        stop = blocks // size * size
+        if stop <= prompt_blocks or stop // size <= held.objects.get(lane, 0):
+            return
+        chain = held.chains[lane] + "".join(held.outputs)
+        self._publish(sequence, lane, chain, stop)
+        if not held.is_stored:
+            held.is_stored, held.objects[lane] = None, 0
+        self._offer_to_store(held, lane, chain, stop)
+
     def release(self, sequence: str, computed_tokens: int = 0, *, swaps: bool = False) -> None:
         """Release the KV of a sequence that has ended and is in no step in flight.
 
@@ -1262,6 +1289,7 @@ class KvPools:
         evicted, until it is admitted again or `end_swap` is called.
         """
         held = self._held[sequence]
+        self.offer_output(sequence, computed_tokens)
         self.publish_output(sequence, computed_tokens)
         if swaps and self._prices is not None:
             self._begin_swap(sequence, held, computed_tokens)

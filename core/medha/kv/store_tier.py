@@ -1,9 +1,10 @@
-"""The store of a replica: objects with blocks of prompts, which replicas of the same model share.
+"""The store of a replica: objects with blocks of prompts and outputs, which replicas of the same model share.
 
-While a long prompt is computed, its blocks are copied to the host tier and written to the store (write-through). A store is
-slow, so objects wait on the device until earlier ones are written (`Offers`). If a prompt continues in the store behind what
-its replica has, its blocks are *loaded* into the host tier, as those of files are. Other replicas write, too, and anything
-may vanish, so nobody knows what is there without asking: `medha.scheduler.store_kv` asks.
+While a long prompt is computed, its blocks are copied to the host tier and written to the store (write-through). So are those
+of its output while it decodes: a replica that takes over a running request reads them. A store is slow, so objects wait on the
+device until earlier ones are written (`Offers`). If a prompt continues in the store behind what its replica has, its blocks
+are *loaded* into the host tier, as those of files are. Other replicas write, too, and anything may vanish, so nobody knows
+what is there without asking: `medha.scheduler.store_kv` asks.
 
 An object has `object_blocks` blocks of one rank's part of the KV, at a multiple of that number in what a lane holds of a
 prompt. So all replicas of one grid cut equal prompts at the same places, and the hashes of the blocks name the object.
@@ -83,13 +84,13 @@ class Offers:
     def add(self, offer: Offer) -> int:
         """Let objects wait; return how many objects of the oldest offers wait no longer because of that.
 
-        An offer that continues the last one of its lane is merged into it.
+        An offer that continues the last one of its lane is merged into it; an output makes the chain of a prompt longer.
         """
         of_lane = self._by_lane.setdefault(offer.lane, deque())
         last = of_lane[-1][1] if of_lane else None
         self.objects += offer.objects
-        if last is not None and (last.stop, last.chain) == (offer.first, offer.chain):
-            last.stop = offer.stop
+        if last is not None and last.stop == offer.first and offer.chain.startswith(last.chain):
+            last.chain, last.stop = offer.chain, offer.stop
         else:
             of_lane.append((self._added, offer))
             self._added += 1

@@ -921,6 +921,7 @@ class ReplicaController:
             later[request_id] -= 1
             blocks = self._table[request_id].known_tokens // size - later[request_id]
             self._pools.extend(request_id, hashes, blocks * size)
+            self._pools.offer_output(request_id, self._table[request_id].computed)
 
     def _prefill_done(self, request: Request) -> None:
         """Record a computed chunk: its whole blocks can be shared, and a complete prompt can be forked."""
