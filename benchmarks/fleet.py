@@ -357,11 +357,12 @@ class Fleet:
         spec: Row | None = None,
         roles: Sequence[str] = (),
         preset: str = "tiny",
+        environment: Mapping[str, str] | None = None,
         **settings: object,
     ) -> None:
         """`settings` are those of the router; `spec`, and `roles` if given, are added to the manifests of the replicas.
 
-        These serve a `preset`.
+        These serve a `preset`. `environment` is added to that of their processes.
         """
         from medha_worker.checkpoints.presets import (
             init_checkpoint,
@@ -372,7 +373,12 @@ class Fleet:
         self.router = Router(folder / "router", **settings)
         self.replicas = [
             Replica(
-                folder / f"r{number}", grid, checkpoint, [self.router], spec=(spec or {}) | {"role": role}
+                folder / f"r{number}",
+                grid,
+                checkpoint,
+                [self.router],
+                environment,
+                (spec or {}) | {"role": role},
             )
             for number, (grid, role) in enumerate(zip(grids, roles or ["both"] * len(grids), strict=True))
         ]

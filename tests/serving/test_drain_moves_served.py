@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from benchmark import benchmark
+from held_points import HAND_OVER_POINTS, held_hand_overs
 
 from .tier_leaks import controller_of, wait_released
 
@@ -44,7 +45,9 @@ class Site:
     """Two replicas, and clients that stream."""
 
     def __init__(self, folder: Path, grid: tuple[int, int, int]) -> None:
-        self.fleet = benchmark("fleet").Fleet(folder, (grid, grid), spec=SPEC, silence_seconds=6)
+        self.points = held_hand_overs(folder / "points")
+        fleet, environment = benchmark("fleet").Fleet, self.points.environment
+        self.fleet = fleet(folder, (grid, grid), spec=SPEC, environment=environment, silence_seconds=6)
         self._clients = ThreadPoolExecutor(STREAMS)
 
     def close(self) -> None:
@@ -125,28 +128,33 @@ def test_streams_of_a_replica_that_drains_go_on_where_their_kv_is_read(site: Sit
     wait_released(controller_of(new.folder))
 
 
-@pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.4])
-def test_a_replica_that_is_killed_while_it_drains_changes_no_text(site: Site, after_seconds: float) -> None:
+@pytest.mark.parametrize("point", HAND_OVER_POINTS)
+def test_a_replica_that_is_killed_at_a_point_of_a_move_changes_no_text(site: Site, point: str) -> None:
+    """The one that drains dies as the other one asks, as it answers, as it sends blocks, or as it is told that all were read."""
     seeds = range(10, 10 + STREAMS)
     streams, old = begun(site, seeds)
+    site.points.hold(point)
     old.drain()
-    time.sleep(after_seconds)
+    site.points.wait(point)
     old.signal(signal.SIGKILL)
+    site.points.release(point)
     assert [one.ended.result() for one in streams] == site.texts(seeds, "alone")
     site.fleet.wait_idle()
     (new,) = (one for one in site.fleet.replicas if one is not old)
     wait_released(controller_of(new.folder), HELD_SECONDS)
 
 
-@pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.4])
-def test_a_replica_that_is_killed_as_it_takes_over_changes_no_text(site: Site, after_seconds: float) -> None:
+@pytest.mark.parametrize("point", HAND_OVER_POINTS)
+def test_a_replica_that_is_killed_at_a_point_as_it_takes_over_changes_no_text(site: Site, point: str) -> None:
     """The requests go back to their router, and on to the same replica once it has been started again."""
     seeds = range(20, 20 + STREAMS)
     streams, old = begun(site, seeds)
     (new,) = (one for one in site.fleet.replicas if one is not old)
+    site.points.hold(point)
     old.drain()
-    time.sleep(after_seconds)
+    site.points.wait(point)
     new.stop()
+    site.points.release(point)
     new.start(DRAIN_SECONDS)
     assert [one.ended.result() for one in streams] == site.texts(seeds, "alone")
     wait_for(lambda: not old.is_alive)

@@ -7,9 +7,9 @@ the rest to the other one, which asks for the document's KV.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from benchmark import benchmark
+from held_points import HAND_OVER_POINTS, held_hand_overs
 
 from .tier_leaks import controller_of, wait_released
 
@@ -40,7 +41,9 @@ class Site:
         tiers = KV_CACHE["tiers"]
         peers = tiers["peers"] | {"plane": plane}
         spec = {"model": model, "kvCache": KV_CACHE | {"tiers": tiers | {"peers": peers}}}
-        self.fleet = benchmark("fleet").Fleet(folder, (grid, grid), spec=spec, silence_seconds=6)
+        self.points = held_hand_overs(folder / "points")
+        fleet, environment = benchmark("fleet").Fleet, self.points.environment
+        self.fleet = fleet(folder, (grid, grid), spec=spec, environment=environment, silence_seconds=6)
         self._clients = ThreadPoolExecutor(QUESTIONS)
 
     def close(self) -> None:
@@ -128,22 +131,46 @@ def test_texts_are_those_without_hand_overs_if_kv_goes_through_nixl(
         site.close()
 
 
-@pytest.mark.parametrize("after_seconds", [0.0, 0.1, 0.3])
-def test_a_source_that_is_killed_changes_no_text(site: Site, after_seconds: float) -> None:
-    number = 100 + round(10 * after_seconds)
-    document, questions = prompts(number)
-    before = [replica.metric("medha_prefix_cache_queried_tokens_total") for replica in site.fleet.replicas]
+@pytest.mark.parametrize("point", HAND_OVER_POINTS)
+def test_a_source_that_is_killed_at_a_point_of_a_hand_over_changes_no_text(site: Site, point: str) -> None:
+    """It dies as it is asked, as it answers, as it sends blocks, or as it is told that all were read."""
+    for number in range(100, 100 + ROUNDS):
+        document, questions = prompts(number)
+        source = asked_for(site, document)
+        site.points.hold(point)
+        asked = site.ask_all(questions, "shared", 0.9)
+        is_reached = site.points.wait(point, partial(are_done, asked))
+        if is_reached:
+            source.stop()
+        site.points.release(point)
+        if is_reached:
+            site.fleet.wait_ready(1)
+            source.start()
+            site.fleet.wait_ready()
+        handed = [one.result() for one in asked]
+        alone = [site.ask(one, f"{number} {at}", 0.9) for at, one in enumerate(questions)]
+        assert handed == alone
+        site.fleet.wait_idle()
+        if is_reached:
+            break
+    else:
+        pytest.fail(f"in vain: a hand-over that comes to the point {point}")
+    site.wait_released()
+
+
+def are_done(asked: list[Future[str]]) -> bool:
+    return all(one.done() for one in asked)
+
+
+def asked_for(site: Site, document: list[int]) -> Any:
+    """Return the replica that has computed a document."""
+
+    def queried() -> list[float]:
+        name = "medha_prefix_cache_queried_tokens_total"
+        return [replica.metric(name) for replica in site.fleet.replicas]
+
+    before = queried()
     site.ask(document, "shared", 0.9)
     site.fleet.wait_idle()
-    after = [replica.metric("medha_prefix_cache_queried_tokens_total") for replica in site.fleet.replicas]
-    source = max(
-        site.fleet.replicas,
-        key=lambda one: after[site.fleet.replicas.index(one)] - before[site.fleet.replicas.index(one)],
-    )
-    asked = site.ask_all(questions, "shared", 0.9)
-    time.sleep(after_seconds)
-    site.fleet.restart(source)
-    handed = [one.result() for one in asked]
-    alone = [site.ask(one, f"{number} {at}", 0.9) for at, one in enumerate(questions)]
-    assert handed == alone
-    site.wait_released()
+    more = [after - earlier for after, earlier in zip(queried(), before, strict=True)]
+    return site.fleet.replicas[more.index(max(more))]

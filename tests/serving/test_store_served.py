@@ -1,24 +1,30 @@
-"""Two `medha up` that share a store of files: the second reads what the first has computed, and the texts are the same."""
+"""Replicas that share a store of files: the second reads what the first has computed, and the texts are the same."""
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from benchmark import benchmark
 from medha_worker.model.model_config import ModelConfig
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_host_tier_served import total
-from .tier_leaks import remains_in_store, wait_for, wait_released
+from .tier_leaks import controller_of, remains_in_store, status_of, wait_for, wait_released
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.timeout(600)  # it starts everything two times
 
 DOCUMENT_TOKENS = 8000
 """So many that reading them is predicted to be faster than computing them on any machine, whatever a first read may take."""
+BLOCK_TOKENS, OUTPUT_TOKENS = 32, 4000
+PROMPT_BLOCKS = DOCUMENT_TOKENS // BLOCK_TOKENS
 DOCUMENTS = [
     [5 + (position * position * (3 + number) + position) % 91 for position in range(DOCUMENT_TOKENS)]
     for number in range(6)
@@ -65,7 +71,7 @@ def test_a_second_replica_reads_what_the_first_has_computed(checkpoint: Path, tm
                 model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 16384},
                 kvCache={
                     "size": str(4 * DOCUMENT_TOKENS * token_bytes),
-                    "blockSizeTokens": 32,
+                    "blockSizeTokens": BLOCK_TOKENS,
                     "tiers": {
                         "host": {"size": str(16 * DOCUMENT_TOKENS * token_bytes)},
                         "store": {"url": f"file://{tmp_path}/shared", "bandwidth": "4Gi"},
@@ -102,3 +108,51 @@ def test_a_second_replica_reads_what_the_first_has_computed(checkpoint: Path, tm
     finally:
         for served in replicas:
             stop(served)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1)], ids=["one rank", "TP2"])
+def test_a_replica_that_takes_over_reads_prompt_and_output_from_the_store(
+    grid: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """The first replica is killed in the midst of an output, once some of it is in the store."""
+    tiers = {"host": {"size": "128Mi"}, "store": {"url": f"file://{tmp_path}/shared", "bandwidth": "4Gi"}}
+    spec = {
+        "model": {"name": "m", "source": {"path": str(tmp_path / "checkpoint")}, "maxModelLen": 14_000},
+        "kvCache": {"size": "128Mi", "blockSizeTokens": BLOCK_TOKENS, "tiers": tiers},
+    }
+    fleet = benchmark("fleet").Fleet(tmp_path, (grid, grid), spec=spec, silence_seconds=6)
+    try:
+        fleet.start()
+        text, old = "", None
+        for pieces, piece in enumerate(streamed(fleet.router.url, "killed")):
+            text += piece
+            if old is None and pieces % 50 == 49:
+                running = max(fleet.replicas, key=fleet.running)
+                written = status_of(controller_of(running.folder))["store"]["written"]
+                if written > PROMPT_BLOCKS:
+                    old = running
+                    old.signal(signal.SIGKILL)
+        assert old is not None, "no output was written"
+        (new,) = (one for one in fleet.replicas if one is not old)
+        fleet.wait_idle()
+        store = status_of(controller_of(new.folder))["store"]
+        assert store["loaded"] > PROMPT_BLOCKS, "output was read, too"
+        assert store["failures"] == 0
+        assert text == "".join(streamed(fleet.router.url, "alone"))
+        fleet.wait_idle()
+        wait_released(controller_of(new.folder))
+    finally:
+        fleet.close()
+
+
+def streamed(url: str, salt: str) -> Iterator[str]:
+    """Yield the pieces of a sampled text."""
+    body: dict[str, Any] = {
+        "model": "m", "prompt": DOCUMENTS[0], "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "seed": 1,
+        "temperature": 0.9, "stream": True, "cache_salt": salt,
+    }  # fmt: skip
+    with httpx.stream("POST", url + "/v1/completions", json=body, timeout=300) as response:
+        response.raise_for_status()
+        for event in benchmark("served").events_of(response.iter_lines()):
+            yield "".join(str(choice["text"]) for choice in event["choices"])

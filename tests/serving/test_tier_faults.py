@@ -25,6 +25,7 @@ import pytest
 
 from cluster.binaries import CannotBuild
 from faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from held_points import WRITE_POINTS, HeldPoints, held_writes
 from medha_worker.model.kv_files import PREFIX, packed
 from medha_worker.model.model_config import ModelConfig
 from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectStore, object_store
@@ -151,7 +152,7 @@ class Site:
         if store is None:
             assert not remains_in_files(self.files, status_of(self.controller), are_files_gone=are_files_gone)
         else:
-            assert not remains_in_store(store)
+            wait_for("whole objects only", lambda: not remains_in_store(store))
         assert self.exact > DOCUMENTS
 
 
@@ -394,3 +395,51 @@ def test_a_part_that_is_killed_while_files_are_used_changes_no_text(
         site.slow_disk.unlink()
         last.result()
     site.check(None)
+
+
+@pytest.mark.parametrize("point", WRITE_POINTS)
+def test_a_rank_that_is_killed_at_a_point_of_the_write_of_a_file_changes_no_text(
+    point: str, maker: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = HeldPoints(tmp_path / "points", WRITE_POINTS)
+    set_all(monkeypatch, points.environment)
+    site = with_files(maker, SEEDS[0], tmp_path / "files")
+    wait_written(site)
+    points.hold(point)
+    site.ask_until(f"a write at the point {point}", lambda: points.is_held(point))
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(site.ask, 50)
+        site.kill("medha_worker.rank")
+        points.release(point)
+        last.result()
+    site.check(None)
+
+
+@pytest.mark.parametrize("part", ["medha_worker.rank", "medha_worker.controller"])
+@pytest.mark.parametrize("point", WRITE_POINTS)
+def test_a_part_that_is_killed_at_a_point_of_a_write_to_a_folder_changes_no_text_and_nothing_stays(
+    point: str, part: str, maker: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed rank leaves is deleted by the next one. Here it looks as old as it has to be for that."""
+    points, folder = held_writes(tmp_path / "points"), tmp_path / "shared"
+    set_all(monkeypatch, points.environment)
+    site = maker.site(SEEDS[0], store={"url": f"file://{folder}", "bandwidth": "4Gi"})
+    site.ask_all()
+    wait_for("objects in the store", lambda: any(folder.rglob("*.kv")))
+    wait_released(site.controller)
+    points.hold(point)
+    site.ask_until(f"a write at the point {point}", lambda: points.is_held(point))
+    assert bool(remains_in_store(folder)) == (point != "renamed")
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(site.ask, 50)
+        for path in folder.rglob("*#*"):
+            os.utime(path, (0, 0))
+        site.kill(part)
+        points.release(point)
+        last.result()
+    site.check(folder)
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)

@@ -218,40 +218,137 @@ def test_directories_of_ranks_that_a_grid_lacks_are_deleted(tmp_path: Path) -> N
     files.release()
 
 
-_WRITER = """
-import sys, time
-from pathlib import Path
+_KILLED = """
+import os, signal, sys
 import numpy as np
+from pathlib import Path
+from medha.kv.disk_tier import file_name
+from medha.wire.messages import DiskFile
 from medha_worker.model.kv_files import KvFiles
-from tests.worker.test_kv_files import KEY, BLOCK_BYTES, described, content, opened
-files = opened(Path(sys.argv[1]))
-files.write(described(1), iter([content(1)]))
-def pieces():
-    yield content(2)[:1]
-    print("begun", flush=True)
-    time.sleep(600)
-files.write(described(2), pieces())
+
+folder, do, call, number, when = sys.argv[1:]
+calls = 0
+
+def killed(name, real):
+    def counting(*arguments, **named):
+        global calls
+        calls += name == call
+        if name != call or calls != int(number):
+            return real(*arguments, **named)
+        if when == "midst":
+            descriptor, data, at = arguments
+            real(descriptor, data[: len(data) // 2], at)
+        elif when == "after":
+            real(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return counting
+
+files = KvFiles(Path(folder), "model", int(os.environ["BLOCK_BYTES"]))
+files.acquire()
+files.keep_key(os.environ["KEY"])
+for name in ("open", "pwrite", "fsync", "replace", "unlink"):
+    setattr(os, name, killed(name, getattr(os, name)))
+if do == "key":
+    files.keep_key(os.environ["KEY"][::-1])
+elif do == "delete":
+    files.delete(os.environ["NAME"])
+else:
+    hashes = os.environ["HASHES"]
+    rows = np.load(os.environ["ROWS"])
+    files.write(DiskFile(file_name("", hashes), 0, hashes), iter((rows[:1], rows[1:])))
 """
+"""A process that kills itself at a call: before it, after it, or with half of its bytes written."""
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    writer = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(tmp_path / "rank-0")],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
+def kill_at(directory: Path, do: str, point: tuple[str, int, str], rows: Path) -> None:
+    """Let a process write file 2, delete file 1, or take another key, and be killed at a point of that."""
+    call, number, when = point
+    variables = {
+        "BLOCK_BYTES": str(BLOCK_BYTES), "KEY": KEY, "NAME": described(1).name, "HASHES": described(2).hashes,
+        "ROWS": str(rows), "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    command = [sys.executable, "-c", _KILLED, str(directory), do, call, str(number), when]
+    assert subprocess.run(command, env=os.environ | variables, check=False).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(("open", 1, "before"), id="before the file is made"),
+        pytest.param(("open", 1, "after"), id="the file was made"),
+        pytest.param(("pwrite", 1, "midst"), id="within a block"),
+        pytest.param(("pwrite", 1, "after"), id="between pieces"),
+        pytest.param(("pwrite", 2, "midst"), id="within the last blocks"),
+        pytest.param(("pwrite", 2, "after"), id="before the header"),
+        pytest.param(("pwrite", 3, "midst"), id="within the header"),
+        pytest.param(("pwrite", 3, "after"), id="behind the header"),
+        pytest.param(("fsync", 1, "after"), id="the file was synchronised"),
+        pytest.param(("replace", 1, "before"), id="before it has its name"),
+        pytest.param(("replace", 1, "after"), id="it has its name"),
+    ],
+)
+def test_a_writer_that_is_killed_at_any_point_leaves_whole_files_only(
+    point: tuple[str, int, str], tmp_path: Path
+) -> None:
+    directory, rows = tmp_path / "rank-0", tmp_path / "rows.npy"
+    np.save(rows, content(2))
+    files = opened(directory)
+    files.write(described(1), iter([content(1)]))
+    files.release()
+    kill_at(directory, "write", point, rows)
+
+    is_there = point == ("replace", 1, "after")
+    is_partial = not is_there and point != ("open", 1, "before")
+    assert len(list(directory.glob("*.partial"))) == is_partial
+    files = opened(directory)  # the lock ended with the process
+    whole = [1, 2] if is_there else [1]
+    assert list(files.scan()) == [described(name) for name in whole]
+    assert kept(files) == sorted(f"{described(name).name}.kv" for name in whole)
+    files.write(described(2), iter([content(2)]))
+    for name in (1, 2):
+        assert np.array_equal(np.concatenate(list(files.read(described(name).name, 0, 3, 2))), content(name))
+    assert len(list(files.scan())) == 2
+    files.release()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_process_that_is_killed_as_it_deletes_a_file_leaves_all_of_it_or_nothing(
+    when: str, tmp_path: Path
+) -> None:
+    files = opened(tmp_path / "rank-0")
+    files.write(described(1), iter([content(1)]))
+    files.release()
+    kill_at(tmp_path / "rank-0", "delete", ("unlink", 1, when), tmp_path)
+    files = opened(tmp_path / "rank-0")
+    assert list(files.scan()) == [described(1)] * (when == "before")
+    files.release()
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(("open", 1, "after"), id="the file was made"),
+        pytest.param(("fsync", 1, "before"), id="it was written"),
+        pytest.param(("replace", 1, "before"), id="before it has its name"),
+        pytest.param(("replace", 1, "after"), id="it has its name"),
+    ],
+)
+def test_a_process_that_is_killed_as_it_takes_another_key_leaves_the_old_one_or_the_new_one(
+    point: tuple[str, int, str], tmp_path: Path
+) -> None:
+    files = opened(tmp_path / "rank-0")
+    files.write(described(1), iter([content(1)]))
+    files.release()
+    kill_at(tmp_path / "rank-0", "key", point, tmp_path)
+    is_new = point == ("replace", 1, "after")
+    files = KvFiles(tmp_path / "rank-0", "model", BLOCK_BYTES)
+    assert files.kept_key() == (KEY[::-1] if is_new else KEY)
+    files.acquire()
+    files.keep_key(files.kept_key())
+    assert list(files.scan()) == [described(1)] * (not is_new), (
+        "files of the old key are foreign to the new one"
     )
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == b"begun\n"
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.wait()
-    writer.stdout.close()
-    assert len(list((tmp_path / "rank-0").glob("*.partial"))) == 1
-    files = opened(tmp_path / "rank-0")  # the lock ended with the process
-    assert list(files.scan()) == [described(1)]
-    assert np.array_equal(np.concatenate(list(files.read(described(1).name, 0, 3, 2))), content(1))
-    assert kept(files) == [f"{described(1).name}.kv"]
+    assert not list(files.directory.glob("*.partial"))
     files.release()
 
 

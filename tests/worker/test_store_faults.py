@@ -7,8 +7,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ import pytest
 
 from cluster.binaries import CannotBuild
 from faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from held_points import WRITE_POINTS, HeldPoints, held_writes
 from medha.api.kv_cache_spec import StoreSpec
 from medha_worker.rank import kv_objects
 from medha_worker.rank.kv_objects import KvObjects, StoreFailed
+from medha_worker.rank.store_threads import REMAINS_SECONDS
 from object_store import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectStore, object_store
 from small_disk import small_disk
 
@@ -175,6 +178,116 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_files_only(
     assert all(re.fullmatch(r"[0-9a-f]+\.kv#\d+", name) for name in others), (
         "what the manual says how to delete"
     )
+
+
+@contextmanager
+def held_writer(place: StoreSpec, points: HeldPoints, point: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that writes objects, and that has come to a point of a write; kill it at the end."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, f"url={place.url}"],
+        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, env=os.environ | points.environment,
+    )  # fmt: skip
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline()
+        points.hold(point)
+        points.wait(point)
+        yield writer
+    finally:
+        writer.kill()
+        writer.communicate()
+
+
+def unfinished(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if "#" in path.name)
+
+
+def make_old(paths: Iterable[Path]) -> None:
+    """Let files look as if nobody had changed them for longer than the writer of one may take."""
+    for path in paths:
+        long_ago = path.stat().st_mtime - REMAINS_SECONDS - 60
+        os.utime(path, (long_ago, long_ago))
+
+
+@pytest.mark.parametrize("point", WRITE_POINTS)
+def test_what_a_writer_leaves_that_is_killed_at_any_point_is_no_object_and_is_deleted_once_it_is_old(
+    point: str, tmp_path: Path
+) -> None:
+    folder, points = tmp_path / "shared", held_writes(tmp_path / "held")
+    place, host = StoreSpec(url=f"file://{folder}"), small_host()
+    fill(host)
+    with held_writer(place, points, point):
+        pass
+    points.release(point)
+    left = unfinished(folder)
+    assert len(left) == (point != "renamed")
+    objects = opened(place, host)
+    there = [number for number in range(1000) if objects.has(content_of(number).name)]
+    assert {content_of(number).name for number in there} == {path.stem for path in folder.rglob("*.kv")}
+    expected = np.concatenate([host.rows(slot, count) for slot, count in SLOTS])
+    for number in there:
+        assert (objects.read(content_of(number).name, 0, BLOCKS) == expected).all()
+
+    assert objects.delete_remains(REMAINS_SECONDS) == 0, "its writer may be another replica's, and alive"
+    assert unfinished(folder) == left
+    others = [
+        path.with_name(name)
+        for path in folder.rglob("*.kv")
+        for name in (f"{path.name}#1.bak", f"{path.stem}.kv#", f"{path.stem}#1", "notes#1")
+    ]
+    others += [folder / "hash-key#a", folder / ("ab" * 16) / "11" / f"{content_of(0).name}.kv#1"]
+    others[-1].parent.mkdir(parents=True)
+    for path in (folder / "hash-key#1", *others):
+        path.write_bytes(b"")
+    make_old((folder / "hash-key#1", *left, *others))
+    with closing(Rank(opened(place, host), host)) as rank:
+        rank.write(len(there))
+        assert [one.stored for one in rank.told()] == [(content_of(len(there)).name,)]
+        end = time.monotonic() + 60
+        while set(unfinished(folder)) != set(others):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_a_writer_that_lives_though_its_file_was_taken_for_remains_harms_nothing(
+    tmp_path: Path,
+) -> None:
+    folder, points = tmp_path / "shared", held_writes(tmp_path / "held")
+    place, host = StoreSpec(url=f"file://{folder}"), small_host()
+    fill(host)
+    objects = opened(place, host)
+    with held_writer(place, points, "whole") as writer:
+        (mine,) = unfinished(folder)
+        make_old([mine])
+        assert objects.delete_remains(REMAINS_SECONDS) == 1
+        points.release("whole")
+        assert writer.stdout is not None
+        for _ in range(3):
+            assert writer.stdout.readline(), "it goes on"
+        name = mine.name.partition(".")[0]
+        assert not objects.has(name)
+    with closing(Rank(opened(place, host), host)) as rank:
+        number = next(number for number in range(1000) if content_of(number).name == name)
+        rank.write(number)
+        assert [one.stored for one in rank.told()] == [(name,)]
+
+
+def test_a_folder_that_cannot_be_read_keeps_its_remains_and_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError("not for you")
+
+    monkeypatch.setattr(KvObjects, "delete_remains", refused)
+    host = small_host()
+    fill(host)
+    with closing(Rank(opened(StoreSpec(url=f"file://{tmp_path}/shared"), host), host)) as rank:
+        rank.write(0)
+        assert [one.stored for one in rank.told()] == [(content_of(0).name,)]
+        end = time.monotonic() + 60
+        while "stay in the store: not for you" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_a_full_disk_is_a_fault_of_the_store_and_no_loss(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 An object has the form of a file of the disk tier (`medha_worker.model.kv_files`), so everything in it is verified when it is
 read: the identity of the KV, the key of the hashes, the hashes themselves, and a CRC-32 of each block. Its path follows from
-identity and hashes, so replicas of another model or grid never find it. Puts are atomic: of files, by renaming.
+identity and hashes, so replicas of another model or grid never find it. Puts are atomic: of files, by renaming. What a killed
+writer leaves of a file has a name that nobody reads, and is deleted once it is old.
 
 The store also has the key of the hashes. The first rank that finds none makes it.
 
@@ -12,12 +13,15 @@ The library is imported when a store is opened: only ranks with a store need it.
 from __future__ import annotations
 
 import os
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from zlib import crc32
 
@@ -46,6 +50,8 @@ _REQUEST_SECONDS = 10
 """Time of one request, body included."""
 _RETRY_SECONDS = 3
 """Time after which a request that has failed is not sent again."""
+_REMAINS = re.compile(r"(?:[0-9a-f]{32}\.kv|hash-key)#[0-9]+")
+"""Names under which the library writes a file of ours before it renames it."""
 Answer = TypeVar("Answer")
 _KEY_NAME = "hash-key"
 _KEY_BYTES = 32
@@ -71,6 +77,7 @@ class KvObjects:
         self._identity = blake2b(identity.encode(), digest_size=16).hexdigest()
         self._block_bytes = block_bytes
         self._tag = ""
+        self._folder = Path(spec.directory) if spec.is_files else None
         self._store: ObjectStore | None = None
         self._store = _asking(lambda: _open(spec))
 
@@ -153,6 +160,40 @@ class KvObjects:
 
         with suppress(ObjectMissing):
             _asking(lambda: obstore.delete(self._opened, self._path(name)))
+
+    def delete_remains(self, unchanged_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> int:
+        """Delete what killed writers have left of files of this identity and key; return how many such files there were.
+
+        Other replicas may write to the same folder now. So only unfinished files count that nobody has changed for so long, by
+        the clock of the file system, which all writers share. Should the writer of one still live, its renaming fails, and so
+        its write. Stop once `goes_on` returns False. A service has no such files.
+
+        Raises:
+            OSError: a folder cannot be read, or a file cannot be deleted or made.
+        """
+        if self._folder is None:
+            return 0
+        with TemporaryFile(dir=self._folder) as new:  # without a name, so that nothing of it can remain
+            before = os.fstat(new.fileno()).st_mtime - unchanged_seconds
+        deleted = 0
+        for entry in self._unfinished(self._folder, goes_on):
+            with suppress(FileNotFoundError):  # it was finished, or another replica has deleted it
+                if entry.stat(follow_symlinks=False).st_mtime < before:
+                    os.unlink(entry.path)
+                    deleted += 1
+        return deleted
+
+    def _unfinished(self, top: Path, goes_on: Callable[[], bool]) -> Iterator[os.DirEntry[str]]:
+        """Yield the unfinished files of this identity and key, and of the key itself, until `goes_on` returns False."""
+        own = top / self._identity / self._tag
+        folders = [top]
+        if self._tag and own.is_dir():
+            folders += sorted(path for path in own.iterdir() if path.is_dir())
+        for folder in takewhile(lambda _: goes_on(), folders):
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if _REMAINS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        yield entry
 
     @property
     def _opened(self) -> ObjectStore:

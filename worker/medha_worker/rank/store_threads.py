@@ -35,6 +35,11 @@ _HUNG_SECONDS = 30.0
 _WATCH_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _MOST_EARLY = 64
+REMAINS_SECONDS = 3600.0
+"""Time without a change after which an unfinished file counts as left by a writer that was killed; they are looked for as often.
+
+A write takes seconds, or minutes where a volume hangs for a while.
+"""
 
 _log = logging.getLogger("medha.store")
 
@@ -81,7 +86,13 @@ class StoreThreads:
             for queue in queues
         ]
         self._of = list(zip(self._threads, queues, strict=True))
-        self._threads.append(threading.Thread(target=self._watch, name="medha-store-watch", daemon=True))
+        self._threads += [
+            threading.Thread(target=run, name=name, daemon=True)
+            for name, run in (
+                ("medha-store-watch", self._watch),
+                ("medha-store-remains", self._delete_remains),
+            )
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -97,6 +108,7 @@ class StoreThreads:
             self._objects.use_key(key)
             self._report, self._send = report, send
             early, self._early = self._early, []
+            self._condition.notify_all()
         for look in early:
             self.look(look)
 
@@ -308,6 +320,25 @@ class StoreThreads:
                 found += queue
                 queue.clear()
         return found
+
+    # --- the thread that deletes what killed writers have left ----------------------------------------
+
+    def _delete_remains(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._closing or self._report is not None)
+                if self._closing:
+                    return
+            try:
+                deleted = self._objects.delete_remains(REMAINS_SECONDS, lambda: not self._closing)
+            except OSError as error:
+                _log.warning("unfinished files of writers that were killed stay in the store: %s", error)
+            else:
+                if deleted:
+                    _log.info("deleted %d unfinished files of writers that were killed", deleted)
+            with self._condition:
+                if self._condition.wait_for(lambda: self._closing, REMAINS_SECONDS):
+                    return
 
 
 def opened_within(open_store: Callable[[], KvObjects], seconds: float) -> tuple[KvObjects, str]:

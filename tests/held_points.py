@@ -1,0 +1,71 @@
+"""Processes that wait at named points until tests let them go on, so that they can be killed exactly there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WRITE_POINTS = ("made", "half", "whole", "renamed")
+"""Points of the write of a file in a store: it was made; half of its bytes were written; all were; it has its own name."""
+HAND_OVER_POINTS = ("ask", "ticket", "read", "done")
+"""Points of a hand-over: before the question, the ticket, the answer to a read of blocks, and the end are sent."""
+_POLL_SECONDS = 0.005
+
+
+class HeldPoints:
+    """Holds the processes that have its environment at points. A process that comes to one says so by a file."""
+
+    def __init__(self, folder: Path, points: tuple[str, ...], **environment: str) -> None:
+        """`folder` may exist."""
+        folder.mkdir(exist_ok=True)
+        self._folder, self._points = folder, points
+        self.environment = {"HELD_POINTS": str(folder), **environment}
+
+    def hold(self, point: str) -> None:
+        """Let each process wait that comes to a point from now on."""
+        assert point in self._points
+        (self._folder / point).touch()
+
+    def is_held(self, point: str) -> bool:
+        """Return whether a process has come to a point that is held."""
+        return (self._folder / f"{point}.in").exists()
+
+    def wait(self, point: str, has_ended: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until a process has come to a point that is held; return False if what might do so `has_ended` before."""
+        end = time.monotonic() + 120
+        while not self.is_held(point):
+            if has_ended():
+                return False
+            assert time.monotonic() < end, f"nobody has come to the point {point}"
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def release(self, point: str) -> None:
+        """Let processes go on."""
+        (self._folder / point).unlink(missing_ok=True)
+        (self._folder / f"{point}.in").unlink(missing_ok=True)
+
+
+def held_writes(folder: Path) -> HeldPoints:
+    """Return points of writes to a store of files; skip the test without a C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    folder.mkdir()
+    library, source = folder / "held_writes.so", Path(__file__).with_name("held_writes.c")
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([compiler, *flags, "-o", str(library), str(source), "-ldl"], check=True)
+    return HeldPoints(folder, WRITE_POINTS, LD_PRELOAD=str(library))
+
+
+def held_hand_overs(folder: Path) -> HeldPoints:
+    """Return points of hand-overs between served replicas."""
+    patches = Path(__file__).parent / "serving" / "hand_over_points"
+    path = os.pathsep.join([str(patches), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return HeldPoints(folder, HAND_OVER_POINTS, PYTHONPATH=path)
