@@ -18,10 +18,11 @@ import torch
 
 from cluster.binaries import CannotBuild
 from medha.api.kv_cache_spec import StoreSpec
+from medha.kv.prefix_cache import HASH_CHARACTERS
 from medha.kv_dtype import KvDtype
 from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
-from medha.wire.messages import ControllerEvent, DiskReport, Sampling
+from medha.wire.messages import ControllerEvent, DiskReport, Done, Sampling, Step
 from medha_worker.model.host_blocks import HostBlocks
 from medha_worker.rank.kv_objects import KvObjects
 from medha_worker.rank.store_threads import StoreThreads
@@ -32,7 +33,7 @@ from .ranks import Ranks
 from .test_controlled import GREEDY, MODEL, VOCAB, Life
 from .test_host_tier_on_grids import SAMPLED, Answers
 from .test_model_transformer import save_reference
-from .test_peer_kv_on_grids import BLOCK_TOKENS, DOCUMENTS, HOST_BLOCKS, PROFILE, config, submit
+from .test_peer_kv_on_grids import BLOCK_TOKENS, DOCUMENTS, HASHER, HOST_BLOCKS, PROFILE, config, submit
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.timeout(1200)  # the first one may have to build the service
@@ -53,6 +54,18 @@ class StoreLife(Life):
     extents: dict[int, int] = field(default_factory=dict)  # by lane: how many there are
     loaded: int = 0
     written: int = 0
+    texts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)  # prompts and what follows them
+
+    def outcome(self, step: Step) -> Done:
+        """Return what ranks report of a step, with the hashes of the blocks that a text fills, if it is known."""
+        done, filled = super().outcome(step), []
+        for name in (one.id for one in done.samples if one.id in self.texts):
+            request = self.controller.find(name)
+            assert request is not None
+            tokens = request.submit.tokens + self.sampled.get(name, 0) + 1
+            if tokens % BLOCK_TOKENS == 0:
+                filled.append((name, HASHER.hashes(self.texts[name][:tokens])[-HASH_CHARACTERS:]))
+        return replace(done, block_hashes=tuple(filled))
 
     def handle(self, event: ControllerEvent) -> None:
         super().handle(event)
@@ -173,6 +186,48 @@ def compare(ranks: Ranks, place: StoreSpec, tolerance: float, *, striped: bool) 
         ranks.close()
 
 
+@pytest.mark.parametrize(
+    ("shape", "architecture"),
+    [
+        pytest.param((1, 1, 1), "llama", id="one rank"),
+        pytest.param((2, 1, 1), "llama-biased", id="TP2", marks=pytest.mark.long),
+        pytest.param((1, 2, 1), "mistral", id="SPP2", marks=pytest.mark.long),
+    ],
+)
+def test_a_replica_that_takes_over_reads_the_output_of_a_running_request(
+    shape: tuple[int, int, int], architecture: str, tmp_path: Path
+) -> None:
+    model, place = tmp_path / "model", StoreSpec(url=f"file://{tmp_path}/shared")
+    save_reference(model, architecture, **MODEL | {"head_dim": 16})
+    ranks = Ranks(Topology(*shape), model)
+    document = np.random.default_rng(5).integers(0, VOCAB, 50).astype(np.int32)
+    object_tokens, output_tokens, lost_after = OBJECT_BLOCKS * BLOCK_TOKENS, 60, 45
+    try:
+        alone = life_of(ranks, striped=False, with_store=False)
+        texts, logits = lived(ranks, alone, {"q": document}, GREEDY, place, output_tokens)
+        whole = np.concatenate([document, texts["q"]]).astype(np.int32)
+
+        writer = life_of(ranks, striped=False)
+        writer.texts["q"] = whole
+        lived(ranks, writer, {"q": document}, GREEDY, place, output_tokens)
+        assert (
+            writer.written // OBJECT_BLOCKS
+            == (len(whole) - 1) // object_tokens
+            > len(document) // object_tokens
+        )
+
+        resumed = whole[: len(document) + lost_after]
+        reader = life_of(ranks, striped=False, there=writer.there)
+        answers, computed = lived(ranks, reader, {"q": resumed}, GREEDY, place, output_tokens - lost_after)
+        assert reader.loaded // OBJECT_BLOCKS == (len(resumed) - 1) // object_tokens
+        assert answers["q"] == texts["q"][lost_after:]
+        for at in computed.keys() & logits.keys():
+            assert float((computed[at] - logits[at]).abs().max()) <= 1e-4, at
+        assert min(position for _, position in computed) >= reader.loaded * BLOCK_TOKENS
+    finally:
+        ranks.close()
+
+
 def life_of(
     ranks: Ranks, *, striped: bool, with_store: bool = True, there: set[str] | None = None
 ) -> StoreLife:
@@ -188,10 +243,12 @@ def lived(
     prompts: dict[str, npt.NDArray[np.int32]],
     sampling: Sampling,
     place: StoreSpec,
+    max_tokens: int = 4,
 ) -> tuple[Answers, dict[tuple[str, int], torch.Tensor]]:
     """Let a controller decide, then the ranks compute what it has decided."""
     for name, ids in prompts.items():
-        life.handle(submit(name, ids, sampling))
+        one = submit(name, ids, sampling)
+        life.handle(replace(one, sampling=replace(sampling, max_tokens=max_tokens)))
     while life.moving:
         life.move()
     assert set(life.ends.values()) == {"length"}
