@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)  # it starts everything two times
 
 DOCUMENT_TOKENS = 8000
 """So many that reading them is predicted to be faster than computing them on any machine, whatever a first read may take."""
-BLOCK_TOKENS, OUTPUT_TOKENS = 32, 4000
+BLOCK_TOKENS, OUTPUT_TOKENS = 32, 1200
 PROMPT_BLOCKS = DOCUMENT_TOKENS // BLOCK_TOKENS
 DOCUMENTS = [
     [5 + (position * position * (3 + number) + position) % 91 for position in range(DOCUMENT_TOKENS)]
