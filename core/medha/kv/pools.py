@@ -473,7 +473,7 @@ class _SequenceKv:
     outputs: list[str] = field(default_factory=list)  # hashes of the blocks after those of the prompt
     # Number of objects, by lane, that were offered to the store, or would have been if it took them.
     objects: dict[int, int] = field(default_factory=dict)
-    # Whether the store takes the prompt and the output so far; None: not decided yet.
+    # True if the store takes the prompt and the output so far; None: that is not decided yet.
     is_stored: bool | None = None
 
 
