@@ -173,7 +173,7 @@ class KvObjects:
         """
         if self._folder is None:
             return 0
-        with TemporaryFile(dir=self._folder) as new:  # without a name, so that nothing of it can remain
+        with TemporaryFile(dir=self._folder) as new:  # it has no name, so it cannot remain
             before = os.fstat(new.fileno()).st_mtime - unchanged_seconds
         deleted = 0
         for entry in self._unfinished(self._folder, goes_on):
