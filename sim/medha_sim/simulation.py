@@ -227,7 +227,7 @@ class Simulation:
         self._replicas[name].drain(now)
 
     def is_drained(self, name: str) -> bool:
-        """Return whether a replica that drains has nothing left to do, for its own requests or for others that read its KV."""
+        """Return whether a replica that drains has nothing left to do, for its requests or for readers of its KV."""
         return self._replicas[name].is_drained
 
     def remove_replica(self, name: str, now: float) -> None:
