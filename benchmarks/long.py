@@ -47,7 +47,7 @@ SHARED = (
 HELPERS = ("benchmarks/harness.py", "benchmarks/served.py")
 """The files that a row reads if it reads any benchmark."""
 COMMANDS = (
-    "listing", "plan_command", "profile_command", "reference", "render_command", "replica_snapshot",
+    "listing", "model_shapes", "plan_command", "profile_command", "reference", "render_command", "replica_snapshot",
     "simulate_command", "top_command", "top_page", "trace_command",
 )  # fmt: skip
 """Modules of `cli/medha_cli` that `medha up` does not load."""

@@ -19,12 +19,12 @@ from medha.errors import ConfigInvalid
 from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
 from medha.kv_dtype import KvDtype, kv_element_bytes
 from medha_cli.byte_option import Bytes
+from medha_cli.model_shapes import model_shape
 from medha_cli.options import FILE, Number, given
 from medha_cli.result_files import require_writable, write_page
 from medha_cli.simulate_command import require_plotly
 from medha_sim.head_shape import HeadShape, mtp_shape, read_eagle3_shape
-from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
-from medha_worker.model.model_config import ModelConfig, read_json
+from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, shortfall
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
 _MOST_TOKENS = 10**9
@@ -187,7 +187,7 @@ def command(
             f"--host-tier is {host_bytes:,}, and it keeps cached prefixes, of which --no-prefix-caching leaves none; leave one "
             "of them out"
         )
-    model = _model("--model", model_name)
+    model = model_shape("--model", model_name)
     if kv_dtype != "auto":
         model = replace(model, kv_dtype_bytes=kv_element_bytes(kv_dtype, model.dtype_bytes))
     hardware = _hardware(hardware_name)
@@ -236,34 +236,10 @@ def _drafter(
     if draft_name is not None and head_name is not None:
         raise ConfigInvalid("--draft-model and --prediction-head exclude each other; leave one of them out")
     if draft_name is not None:
-        return _model("--draft-model", draft_name)
+        return model_shape("--draft-model", draft_name)
     if head_name is None:
         return None
     return mtp_shape(model) if head_name == "mtp" else read_eagle3_shape(Path(head_name), model)
-
-
-def _model(option: str, name: str) -> ModelShape:
-    for preset in MODELS.values():
-        if preset.name.lower() == name.lower():
-            return preset
-    if not Path(name).exists():
-        raise ConfigInvalid(
-            f"{option} {name}: neither a preset ({', '.join(MODELS)}) nor a file or folder that exists"
-        )
-    _require_served(Path(name))
-    return read_shape(Path(name))
-
-
-def _require_served(path: Path) -> None:
-    """Refuse the models that `medha up` refuses, in the same words.
-
-    Raises:
-        MedhaError: the model is not supported, or its configuration is wrong.
-    """
-    if path.is_dir():
-        ModelConfig.from_directory(path)
-    else:
-        ModelConfig.from_values(read_json(path))
 
 
 def _hardware(name: str) -> Hardware:

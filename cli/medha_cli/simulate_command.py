@@ -6,9 +6,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from medha.api.speculation_spec import SpeculationSpec
 from medha.errors import ConfigInvalid, PartFailed
 from medha.hardware import HARDWARE, MODELS
 from medha.topology import Topology
@@ -124,6 +125,19 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
     help="Bytes per second that each rank reads from the manifest's disk tier, and writes.",
 )  # fmt: skip
 @click.option(
+    "--acceptance", type=Number(0, 1), default=0.5, show_default=True,
+    help="Chance that a guessed token is right, if the manifest speculates. It is what controllers assume at first; give what "
+    "your traffic has.",
+)  # fmt: skip
+@click.option(
+    "--draft-model", "draft_name",
+    help="The manifest's draft model: a preset as --model, a config.json, or the folder of a checkpoint.",
+)  # fmt: skip
+@click.option(
+    "--prediction-head", "head", type=click.Path(path_type=Path),
+    help="The manifest's EAGLE-3 head: its folder or its config.json.",
+)  # fmt: skip
+@click.option(
     "--open-ended", is_flag=True, help="Clients set no max_tokens, so KV is reserved by service class."
 )
 @click.option(
@@ -160,6 +174,9 @@ def command(
     bias: float,
     noise: float,
     disk_bytes_per_second: int,
+    acceptance: float,
+    draft_name: str | None,
+    head: Path | None,
     open_ended: bool,
     quick: bool,
     jobs: int | None,
@@ -167,8 +184,8 @@ def command(
 ) -> None:
     """Run Medha's own controllers and router under a virtual clock, and compare policies on one HTML page.
 
-    MANIFEST, if given, is a MedhaReplica: its parallelism, KV cache, scheduling (and profile, if it names one) and
-    service classes are simulated, on the hardware and with the model that the options name. Without one, the
+    MANIFEST, if given, is a MedhaReplica: its parallelism, KV cache, scheduling (with speculation, and the profile, if it
+    names one) and service classes are simulated, on the hardware and with the models that the options name. Without one, the
     options describe everything; the default is paper B's set-up, Llama-3 8B on 16 A100. After Ctrl-C, the page has the
     runs that were complete.
 
@@ -197,8 +214,15 @@ def command(
         burstiness=burstiness,
         open_ended=open_ended,
     )
-    deployment = _deployment(manifest, model, hardware, topology, replicas, long_scale, disk_bytes_per_second)
+    guessing = _Guessing(draft_name, head, acceptance)
+    deployment = _deployment(
+        manifest, model, hardware, topology, replicas, long_scale, disk_bytes_per_second, guessing
+    )
     unused = _unused(workload)
+    if not deployment.guesses:
+        unused["acceptance"] = (
+            "there is no manifest that speculates (scheduling.speculation.method); leave it out"
+        )
     if not deployment.disk_bytes:
         unused["disk_bytes_per_second"] = "the manifest has no disk tier (kvCache.tiers.disk); leave it out"
     refuse_unused(context, unused)
@@ -264,6 +288,42 @@ def _nothing_done(console: Console) -> NoReturn:
 # --- from options to a study -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Guessing:
+    """The options on speculation: what a manifest cannot say of it."""
+
+    draft_name: str | None
+    head: Path | None
+    acceptance: float
+
+    def settings(self, speculation: SpeculationSpec) -> dict[str, Any]:
+        """Return the keyword arguments of `deployment_of`.
+
+        Raises:
+            MedhaError: the manifest's method needs another option; or a shape cannot be read.
+        """
+        for option, value, field, wanted in (
+            ("--draft-model", self.draft_name, "draftModel", speculation.draft_model is not None),
+            ("--prediction-head", self.head, "predictionHead.source", speculation.eagle3),
+        ):
+            where = f"scheduling.speculation.{field}"
+            if wanted and value is None:
+                raise ConfigInvalid(
+                    f"{option} is missing: the manifest has {where}, whose shape is not part of a manifest; give the folder of "
+                    "its checkpoint, or its config.json"
+                )
+            if value is not None and not wanted:
+                raise ConfigInvalid(
+                    f"{option} {value} changes nothing here: the manifest has no {where}; leave it out"
+                )
+        draft_model = None
+        if self.draft_name is not None:
+            from medha_cli.model_shapes import model_shape  # imports the formats of checkpoints
+
+            draft_model = model_shape("--draft-model", self.draft_name)
+        return {"draft_model": draft_model, "eagle3": self.head, "acceptance": self.acceptance}
+
+
 def _deployment(
     manifest: Path | None,
     model: str,
@@ -272,6 +332,7 @@ def _deployment(
     replicas: int,
     long_scale: float,
     disk_bytes_per_second: int,
+    guessing: _Guessing,
 ) -> Deployment:
     from medha_sim.scenario import (
         MAX_MODEL_LEN_TOKENS,
@@ -283,6 +344,7 @@ def _deployment(
 
     shape, machine = named_model(model), named_hardware(hardware)
     if manifest is None:
+        guessing.settings(SpeculationSpec())
         grid = _topology(topology or DEFAULT_TOPOLOGY)
         longest = int(MAX_MODEL_LEN_TOKENS * max(1.0, long_scale))
         return Deployment(
@@ -291,7 +353,14 @@ def _deployment(
     if topology is not None:
         raise ConfigInvalid(f"--topology is {topology}, but {manifest} has its own; leave one of them out")
     spec = read_manifest(manifest).spec
-    return deployment_of(spec, machine, shape, replicas, disk_bytes_per_second=disk_bytes_per_second)
+    return deployment_of(
+        spec,
+        machine,
+        shape,
+        replicas,
+        disk_bytes_per_second=disk_bytes_per_second,
+        **guessing.settings(spec.scheduling.speculation),
+    )
 
 
 def _workload(

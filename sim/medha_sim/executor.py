@@ -8,11 +8,14 @@ stage s begins on all of them when it is free on all of them, and takes as long 
 A `StepCost` determines how long a stage is busy. `PredictorCost` uses a ground-truth predictor, separate from
 the controller's own. `Perturbed` adds bias and noise, so that the controller's prediction error can be
 studied.
+
+A sampled token is its position, so a guess at it is right if it is that number. A `Guesser` makes the guesses, as
+prompt lookup, a draft model or a head does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
 from typing import Protocol
@@ -23,7 +26,7 @@ from medha.cost.predictor import Predictor, Work
 from medha.cost.tier_seconds import demote_seconds, fetch_seconds
 from medha.kv.lane_replay import admitted_map, grown_map
 from medha.shards import ShardMap
-from medha.wire.messages import ControllerEvent, Done, HostTierFigures, Sample, StageFree, Step
+from medha.wire.messages import ControllerEvent, Done, HostTierFigures, Sample, StageFree, Step, StepEntry
 
 
 @dataclass(slots=True)
@@ -36,6 +39,18 @@ class StepTiming:
     waits_seconds: float = (
         0.0  # the part of each stage's time in which it computes nothing, because of copies
     )
+    slowness: float = 1.0  # factor by which the ranks are slower than predicted, in this step
+    draft_seconds: float = 0.0  # the part of the last stage's time in which a draft model or head computes
+
+    def draft(self, seconds: float) -> None:
+        """Let the last stage, which samples, draw guesses after the step; `seconds` is as predicted."""
+        self.draft_seconds = seconds * self.slowness
+        *others, last = self.stage_seconds
+        self.stage_seconds = (*others, last + self.draft_seconds)
+
+
+Drafts = tuple[tuple[str, tuple[int, ...]], ...]
+"""Guesses at the next tokens of sequences, as in `Done.drafts`."""
 
 
 class StepCost(Protocol):
@@ -47,6 +62,16 @@ class StepCost(Protocol):
         Called once for each step, in launch order, so that it may track admits and releases.
 
         `now` is the simulated time of the launch, seconds.
+        """
+
+
+class Guesser(Protocol):
+    """The part of a replica that guesses tokens."""
+
+    def __call__(self, step: Step, samples: Sequence[Sample], /) -> tuple[Drafts, float]:
+        """Return the guesses that come with a step's samples, and the seconds that they take on the rank that samples.
+
+        Called once for each step, in launch order.
         """
 
 
@@ -97,7 +122,7 @@ class PredictorCost:
                 decodes += 1
                 contexts += first.start
             else:
-                tally.add(Work(first.start, entry.token_count))
+                tally.add(_work(entry, first.start))
         tally.add_decodes(contexts, decodes)
         return StepTiming((tally.seconds(),) * self._stages, self._hop(tally.tokens))
 
@@ -108,10 +133,10 @@ class PredictorCost:
             start, count = entry.extents[0].start, entry.token_count
             shards = self._shards.get(entry.id)
             if shards is None:
-                tallies[entry.lane].add(Work(start, count))
+                tallies[entry.lane].add(_work(entry, start))
                 continue
             lengths = shards.local_lengths(start)
-            tallies[entry.lane].add(Work(lengths.pop(entry.lane, 0), count))
+            tallies[entry.lane].add(_work(entry, lengths.pop(entry.lane, 0)))
             for lane, tokens in lengths.items():
                 tallies[lane].add(Work(tokens, count, attention_only=True))
             if len(shards.participants(start + count)) > 1:
@@ -142,6 +167,11 @@ class PredictorCost:
         return seconds
 
 
+def _work(entry: StepEntry, context: int) -> Work:
+    """Return what the lane of an entry computes; each verified guess is one more row that is sampled."""
+    return Work(context, entry.token_count, head_rows=1 + len(entry.drafts))
+
+
 class Perturbed:
     """Another cost, times `bias` and log-normal noise of mean one (one draw a step, shared by all stages)."""
 
@@ -162,6 +192,7 @@ class Perturbed:
             timing.transit_seconds * factor,
             timing.copy_seconds * factor,
             timing.waits_seconds * factor,
+            timing.slowness * factor,
         )
 
 
@@ -172,6 +203,7 @@ class Launched:
     events: tuple[tuple[float, ControllerEvent], ...]  # (time when it reaches the controller, event)
     timing: StepTiming
     begun_at: float = 0.0  # when all stages have begun it
+    right_guesses: int = 0  # of those that it verifies
 
 
 class Executor:
@@ -185,19 +217,35 @@ class Executor:
         lanes: int,
         ends_at: Mapping[str, int],
         message_seconds: float = 0.0,
+        guesser: Guesser | None = None,
     ) -> None:
         """`ends_at` is the length (prompt and output) at which each sequence samples its stop token;
-        `message_seconds` is the latency of a message between controller and ranks, in each direction."""
+        `message_seconds` is the latency of a message between controller and ranks, in each direction.
+        Without a `guesser`, no step verifies guesses."""
         self._cost = cost
+        self._guesser = guesser
         self._stages = stages
         self._message_seconds = message_seconds
         self._ends_at = ends_at
         self._free_at = [[0.0] * lanes for _ in range(stages)]  # [stage][lane]
         self._done_at = [0.0] * lanes  # steps end in order, however long each is in transit
 
+    @property
+    def guesses(self) -> bool:
+        """True if its ranks guess tokens, or the process around the controller does."""
+        return self._guesser is not None
+
     def launch(self, step: Step, now: float) -> Launched:
         """Queue a step that the controller launches at `now` after those already in the pipeline."""
         timing = self._cost(step, now)
+        samples = self._samples(step)
+        drafts: Drafts = ()
+        right_guesses = 0
+        if self._guesser is not None:
+            drafts, draft_seconds = self._guesser(step, samples)
+            if draft_seconds:
+                timing.draft(draft_seconds)
+            right_guesses = len(samples) - sum([entry.samples for entry in step.entries])
         lanes = step.lanes
         at = now + self._message_seconds
         left_first = begun_at = at
@@ -220,17 +268,22 @@ class Executor:
             self._done_at[lane] = at
         done = Done(
             step.step_id,
-            self._samples(step),
+            samples,
             compute_seconds=max(timing.stage_seconds) - timing.waits_seconds,
             lanes=lanes,
+            drafts=drafts,
             copy_seconds=timing.copy_seconds,
+            draft_seconds=timing.draft_seconds,
         )
         free = StageFree(step.step_id, 0, lanes)
         message = self._message_seconds
-        return Launched(((left_first + message, free), (at + message, done)), timing, begun_at)
+        return Launched(((left_first + message, free), (at + message, done)), timing, begun_at, right_guesses)
 
     def _samples(self, step: Step) -> tuple[Sample, ...]:
-        """Return a token for each sampling entry; its id is its position, so tests see gaps and repeats."""
+        """Return a token for each sampling entry, and one more for each guess that is right.
+
+        A token's id is its position, so tests see gaps and repeats.
+        """
         ends_at = self._ends_at
         samples = []
         for entry in step.entries:
@@ -240,6 +293,11 @@ class Executor:
                 if end is None:
                     end = ends_at[original_id(entry.id)]
                 samples.append(Sample(entry.id, position, "stop" if position + 1 >= end else None))
+                for draft in entry.drafts:
+                    if draft != position or position + 1 >= end:
+                        break
+                    position += 1
+                    samples.append(Sample(entry.id, position, "stop" if position + 1 >= end else None))
         return tuple(samples)
 
 

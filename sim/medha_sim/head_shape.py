@@ -1,4 +1,4 @@
-"""The memory that a prediction head takes on the GPU that samples, for `medha plan`."""
+"""The memory that a prediction head takes on the GPU that samples, and the sizes that its time follows from."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ _COLLECTED = 3
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """A prediction head: its name, its weights in bytes, and the bytes of its KV of a token."""
+    """A prediction head: its name, its weights in bytes, and the bytes of its KV of a token.
+
+    `layer` has the sizes of its layer and of its output head; the small projections before the layer are not in it.
+    """
 
     name: str
     weights_bytes: int
     kv_bytes_per_token: int
+    layer: ModelShape
 
 
-def mtp_shape(model: ModelShape) -> HeadShape:
+def mtp_shape(model: ModelShape, where: str = "--prediction-head mtp") -> HeadShape:
     """Return the MTP layer of a model: a layer as its last one, with an embedding, an output head and a projection.
+
+    `where` names in errors what asks for it.
 
     Raises:
         ConfigInvalid: no model of this kind has one.
     """
     if model.latent is None or model.experts is None:
         raise ConfigInvalid(
-            f"--prediction-head mtp: {model.name} is no DeepSeek-V3, which alone has MTP layers; name the folder of an EAGLE-3 "
-            "head"
+            f"{where}: {model.name} is no DeepSeek-V3, which alone has MTP layers; choose that model, or an EAGLE-3 head"
         )
     layer = replace(model, layers=1, experts=replace(model.experts, layers=1), tied_embeddings=False)
     projection = 2 * model.hidden * model.hidden * model.dtype_bytes
-    return HeadShape("its MTP layer", layer.weights_bytes + projection, layer.kv_bytes_per_token)
+    return HeadShape("its MTP layer", layer.weights_bytes + projection, layer.kv_bytes_per_token, layer)
 
 
 def read_eagle3_shape(config: Path, model: ModelShape) -> HeadShape:
@@ -65,14 +70,26 @@ def read_eagle3_shape(config: Path, model: ModelShape) -> HeadShape:
     head_dim = _size(path, sizes, "head_dim", hidden // heads)
     vocabulary = _size(path, sizes, "vocab_size")
     attention = hidden * head_dim * (3 * heads + 4 * kv_heads)  # q, k and v have two inputs, and o one
-    mlp = 3 * hidden * _size(path, sizes, "intermediate_size")
-    words = hidden * (vocabulary + _size(path, sizes, "draft_vocab_size", vocabulary))
-    parameters = attention + mlp + words + _COLLECTED * model.hidden * hidden
-    return HeadShape(
-        path.parent.name or "the head",
-        parameters * model.dtype_bytes,
-        2 * kv_heads * head_dim * model.kv_dtype_bytes,
+    intermediate, guessed = (
+        _size(path, sizes, "intermediate_size"),
+        _size(path, sizes, "draft_vocab_size", vocabulary),
     )
+    parameters = attention + 3 * hidden * intermediate + hidden * (vocabulary + guessed)
+    parameters += _COLLECTED * model.hidden * hidden
+    name = path.parent.name or "the head"
+    layer = ModelShape(
+        name,
+        1,
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        intermediate,
+        guessed,
+        model.dtype_bytes,
+        model.kv_dtype_bytes,
+    )
+    return HeadShape(name, parameters * model.dtype_bytes, layer.kv_bytes_per_token, layer)
 
 
 def _size(path: Path, values: Mapping[str, Any], name: str, default: int | None = None) -> int:

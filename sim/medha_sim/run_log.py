@@ -82,6 +82,15 @@ class ChunkColumns:
 
 
 @dataclass(slots=True)
+class GuessCounts:
+    """Guesses that steps have verified, and the time that drawing them took on the rank that samples."""
+
+    verified: int = 0
+    right: int = 0  # each saved its sequence a step
+    draft_seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class RunLog:
     """Everything that a simulation records."""
 
@@ -91,6 +100,7 @@ class RunLog:
     chunks: ChunkColumns = field(default_factory=ChunkColumns)
     gaps: dict[str, array[float]] = field(default_factory=dict)
     """Seconds between tokens, by request id; recorded only for requests that have an array here."""
+    guesses: GuessCounts | None = None  # None: no replica guesses
     window_seconds: float = 0.0  # simulated time; later arrivals are not in the log
     interrupted: bool = False
 
@@ -139,3 +149,11 @@ class RunLog:
         steps.busy_seconds.append(busy_seconds)
         steps.prefill_tokens.append(prefill_tokens)
         steps.decodes.append(decodes)
+
+    def guessed(self, step: Step, right: int, draft_seconds: float) -> None:
+        """Record what became of the guesses that a step verifies, and how long it draws others."""
+        counts = self.guesses
+        assert counts is not None, "no replica guesses"
+        counts.verified += sum([len(entry.drafts) for entry in step.entries])
+        counts.right += right
+        counts.draft_seconds += draft_seconds

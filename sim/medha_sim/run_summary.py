@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from medha_sim.run_log import RequestRecord, RunLog
+from medha_sim.run_log import GuessCounts, RequestRecord, RunLog
 
 LENGTH_BUCKETS = (1_000, 8_000, 32_000, 128_000, 512_000)
 """Upper bounds of the length buckets, in prompt tokens; the last bucket has none."""
@@ -46,6 +46,20 @@ def summarise(log: RunLog) -> Summary:
         "convoy": convoy(records),
         "steps": steps(log),
         "series": series(log),
+        **({} if log.guesses is None else {"guesses": guesses(log, log.guesses)}),
+    }
+
+
+def guesses(log: RunLog, counts: GuessCounts) -> Summary:
+    """Return how many guesses were verified, how many of them were right, and what that made of a decode."""
+    decodes = sum(log.steps.decodes)
+    return {
+        "verified": counts.verified,
+        "right": counts.right,
+        "right_share": _ratio(counts.right, counts.verified),
+        "verified_per_decode": _ratio(counts.verified, decodes),
+        "tokens_per_decode": _ratio(decodes + counts.right, decodes),
+        "draft_seconds": counts.draft_seconds,
     }
 
 

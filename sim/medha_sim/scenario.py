@@ -2,7 +2,8 @@
 
 The `ReplicaConfig` is built as `medha up` derives it from a manifest and its ranks: unless the manifest says
 otherwise, a prompt is long where attention FLOPs exceed linear FLOPs, and KV gets what weights leave of
-`memory_fraction`.
+`memory_fraction`. If it speculates, controllers get guesses that are right with the deployment's `acceptance`
+(`medha_sim.guesses`), and a draft model or head takes time and memory of the rank that samples.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from medha.scheduler.replica_config import ReplicaConfig
 from medha.topology import Topology
 from medha.wire.messages import Announce, DiskTierFigures, HostTierFigures, StepProfile
 from medha_sim.autoscaling import AutoscaledFleet, AutoscalerTerms, Signal
-from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
+from medha_sim.draft_times import DraftShape, DraftTimes, alone, with_head
+from medha_sim.executor import Executor, Guesser, Perturbed, PredictorCost, StepCost
+from medha_sim.guesses import ACCEPTANCE, DrawingGuesser, LookupGuesser, Texts
+from medha_sim.head_shape import HeadShape, mtp_shape, read_eagle3_shape
 from medha_sim.lengths import Counts
 from medha_sim.plan import DISK_ACCESS_SECONDS, DISK_BYTES_PER_SECOND
 from medha_sim.simulation import Latencies, SimulatedReplica, Simulation, Workload
@@ -87,12 +91,43 @@ class Deployment:
     drain_seconds: float | None = None
     message_seconds: float = 0.0002  # between a controller and its ranks, one way
     latencies: Latencies = field(default_factory=lambda: Latencies(replica_seconds=0.0005))
+    draft: DraftShape | None = None  # the draft model or head of `scheduling.speculation`
+    acceptance: float = ACCEPTANCE  # chance that a guess is right
+
+    def __post_init__(self) -> None:
+        method = self.scheduling.speculation.method
+        if not 0 <= self.acceptance <= 1:
+            raise ConfigInvalid(
+                f"acceptance is {self.acceptance:g}; it is the chance that a guess is right, so give a number from 0 to 1"
+            )
+        shape = "no shape"
+        if self.draft is not None:
+            shape = "a head" if isinstance(self.draft, HeadShape) else "a draft model"
+        wanted = {"draftModel": "a draft model", "predictionHead": "a head"}.get(method, "no shape")
+        if shape != wanted:
+            raise ConfigInvalid(
+                f"scheduling.speculation.method is {method}, which needs {wanted}, and the deployment has {shape} as its "
+                f"draft; give {wanted}, or choose another method"
+            )
+        if self.draft is not None and self.measured is not None:
+            raise ConfigInvalid(
+                f"scheduling.profile is {self.measured.name!r}, and scheduling.speculation.method is {method}; a profile has the "
+                "times of the served model alone, so leave it out, or set method to promptLookup or none"
+            )
+
+    @property
+    def guesses(self) -> bool:
+        """True if tokens are guessed."""
+        return self.scheduling.speculation.method != "none"
 
     def profile(self) -> Profile:
         """Return the step costs that the controllers assume."""
         if self.measured is not None:
             return self.measured
-        return profile_for(self.model, self.hardware, self.topology)
+        profile = profile_for(self.model, self.hardware, self.topology)
+        if isinstance(self.draft, HeadShape):
+            return with_head(profile, alone(self.draft, self.hardware))
+        return profile
 
     def kv_tokens(self) -> int:
         """Return the tokens of KV that one lane holds.
@@ -105,10 +140,16 @@ class Deployment:
             return int(self.kv_bytes / token_bytes)
         ranks = self.topology.tensor * self.topology.stream
         weights_bytes = self.model.weights_bytes / ranks
+        name = self.model.name
+        if (
+            self.draft is not None
+        ):  # the rank that samples has least left, and all pools have its number of blocks
+            weights_bytes += self.draft.weights_bytes
+            name += f" with {self.draft.name}"
         free_bytes = self.memory_fraction * self.hardware.memory_bytes - weights_bytes
         if free_bytes <= 0:
             raise ConfigInvalid(
-                f"{self.model.name} needs {weights_bytes / 1e9:.0f} GB of weights on each of {ranks} ranks; "
+                f"{name} needs {weights_bytes / 1e9:.0f} GB of weights on each of {ranks} ranks; "
                 f"{self.memory_fraction:g} of {self.hardware.name} is "
                 f"{self.memory_fraction * self.hardware.memory_bytes / 1e9:.0f} GB. Use more tensor or stream ranks"
             )
@@ -116,9 +157,10 @@ class Deployment:
 
     @property
     def _rank_token_bytes(self) -> float:
-        """Bytes of KV of a token on one rank."""
+        """Bytes of KV of a token on one rank; with a draft model or head, on the one that samples."""
         shares = self.topology.stream * min(self.topology.tensor, self.model.kv_heads)
-        return self.model.kv_bytes_per_token / shares
+        own_bytes = self.model.kv_bytes_per_token / shares
+        return own_bytes if self.draft is None else own_bytes + self.draft.kv_bytes_per_token
 
     def host_tier(self) -> HostTierFigures | None:
         """Return the host tier of each lane, whose copies take what the data sheet says of the host's link.
@@ -176,6 +218,7 @@ class Deployment:
             long_threshold_tokens=self.scheduling.long_threshold_tokens or self.model.long_threshold_tokens,
             tokens_per_lane=self.tokens_per_lane,
             prefix_caching=self.prefix_caching,
+            draft_costs=None if self.draft is None else DraftTimes(self.draft, self.hardware).costs(),
             host_tier=host_tier,
             disk_tier=disk_tier,
             peer_block_seconds=self._block_seconds(self.peer_bytes_per_second),
@@ -222,7 +265,7 @@ class Deployment:
     def simulation(
         self, workload: Workload, *, seed: int = 0, disturbance: Disturbance | None = None
     ) -> Simulation:
-        """Return a simulation of Medha on this deployment; `seed` is for the noise."""
+        """Return a simulation of Medha on this deployment; `seed` is for the noise, and for which guesses are right."""
         make = self.maker(workload, seed=seed, disturbance=disturbance)
         return Simulation(
             [make(index) for index in range(self.replicas)],
@@ -252,9 +295,19 @@ class Deployment:
                 message_seconds=self.message_seconds,
                 role=self.roles[index % len(self.roles)] if self.roles else "both",
                 drain_seconds=self.drain_seconds,
+                guesser=self._guesser(Texts(self.acceptance, seed, ends_at)),
             )
 
         return make
+
+    def _guesser(self, texts: Texts) -> Guesser | None:
+        """Return what guesses tokens in one replica; None if nothing does."""
+        if not self.guesses:
+            return None
+        if self.draft is not None:
+            return DrawingGuesser(texts, DraftTimes(self.draft, self.hardware))
+        # One more, because a step in flight may be sampling the first token of a draft.
+        return LookupGuesser(texts, 1 + self.scheduling.speculation.max_draft_tokens)
 
     def autoscaled(
         self,
@@ -284,19 +337,39 @@ def deployment_of(
     replicas: int = 1,
     *,
     disk_bytes_per_second: float = DISK_BYTES_PER_SECOND,
+    draft_model: ModelShape | None = None,
+    eagle3: Path | None = None,
+    acceptance: float = ACCEPTANCE,
 ) -> Deployment:
-    """Return the deployment that a manifest describes; hardware and model shape are not part of a manifest.
+    """Return the deployment that a manifest describes; hardware and shapes of models are not part of a manifest.
 
     If the manifest names a measured profile, step costs come from there, and the hardware only determines the
-    memory. Ranks measure their disk, so no manifest states its rate: it is `disk_bytes_per_second`.
+    memory. Ranks measure their disk, so no manifest states its rate: it is `disk_bytes_per_second`. Nor does one state the
+    `acceptance`: the chance that a guess is right.
+
+    Args:
+        spec: the manifest's.
+        hardware: of each rank.
+        model: the served one.
+        replicas: their number.
+        disk_bytes_per_second: that a rank reads from its disk tier, or writes.
+        draft_model: the manifest's draft model, if it has one.
+        eagle3: `config.json` of the manifest's EAGLE-3 head, or its folder, if it has one.
+        acceptance: 0 to 1.
 
     Raises:
-        ConfigInvalid: the profile cannot be read.
+        ConfigInvalid: the profile or the head cannot be read, or the shape of the draft model or head is missing.
     """
     size, profile, peers = spec.kv_cache.size, spec.scheduling.profile, spec.kv_cache.peers
     store = spec.kv_cache.store
     if spec.kv_cache.dtype != "auto":
         model = replace(model, kv_dtype_bytes=kv_element_bytes(spec.kv_cache.dtype, model.dtype_bytes))
+    draft: DraftShape | None = draft_model
+    head = spec.scheduling.speculation.prediction_head
+    if head is not None and head.kind == "mtp":
+        draft = mtp_shape(model, "scheduling.speculation.predictionHead.kind mtp")
+    elif eagle3 is not None:
+        draft = read_eagle3_shape(eagle3, model)
     return Deployment(
         model=model,
         hardware=hardware,
@@ -318,6 +391,8 @@ def deployment_of(
         roles=(spec.role,),
         replicas=replicas,
         drain_seconds=spec.lifecycle.drain_seconds,
+        draft=draft,
+        acceptance=acceptance,
     )
 
 
@@ -389,10 +464,12 @@ def medha_replica(
     message_seconds: float = 0.0,
     role: ReplicaRole = "both",
     drain_seconds: float | None = None,
+    guesser: Guesser | None = None,
 ) -> SimulatedReplica:
     """Return a replica with Medha's controller. `cost` is the ground truth, by default the profile.
 
-    `drain_seconds` is the time that its requests have once it drains; None: as long as they take.
+    `drain_seconds` is the time that its requests have once it drains; None: as long as they take. Without a `guesser`, no
+    tokens are guessed.
     """
     controller = ReplicaController(config, profile)
     executor = Executor(
@@ -404,6 +481,7 @@ def medha_replica(
         lanes=config.topology.kv,
         ends_at=ends_at,
         message_seconds=message_seconds,
+        guesser=guesser,
     )
     points = [tokens for tokens in _POINTS if tokens <= config.max_model_len]
     times = [controller.predictor.prefill_seconds(0, tokens) for tokens in points]

@@ -56,7 +56,7 @@ from medha.wire.messages import (
 from medha_sim.executor import Executor, original_id
 from medha_sim.files_and_objects import FilesAndObjects
 from medha_sim.kv_reads import KvReads
-from medha_sim.run_log import Ending, RequestRecord, RunLog
+from medha_sim.run_log import Ending, GuessCounts, RequestRecord, RunLog
 
 LOAD_SECONDS = 0.05
 """Least time between announcements of a changed load, as in the real controller process."""
@@ -166,7 +166,8 @@ class Simulation:
         """
         if router is None and len(replicas) != 1:
             raise ConfigInvalid(f"{len(replicas)} replicas need a router; give one, or simulate one replica")
-        self.log = RunLog()
+        guesses = any(replica.executor.guesses for replica in replicas)
+        self.log = RunLog(guesses=GuessCounts() if guesses else None)
         self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self._sequence = 0
         self._workload = workload
@@ -497,6 +498,8 @@ class _Replica:
                 self.busy_seconds += max(launched.timing.stage_seconds)
                 if command.entries:
                     simulation.log.stepped(command, max(launched.timing.stage_seconds), now)
+                if self._executor.guesses:
+                    simulation.log.guessed(command, launched.right_guesses, launched.timing.draft_seconds)
                 for at, follows in launched.events:
                     simulation.at(at, self.take, follows)
                 if isinstance(self._controller, ReplicaController) and (command.serves or command.loads):

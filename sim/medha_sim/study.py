@@ -123,7 +123,8 @@ class StudySpec:
     @property
     def depends_on_seed(self) -> bool:
         """True if runs with different seeds differ."""
-        return self.workload.is_sampled or self.disturbance.noise > 0
+        guesses_by_chance = self.deployment.guesses and 0 < self.deployment.acceptance < 1
+        return self.workload.is_sampled or self.disturbance.noise > 0 or guesses_by_chance
 
     def check(self) -> None:
         """Validate the settings before anything runs.
@@ -192,6 +193,12 @@ class StudyResult:
     def as_json(self) -> Summary:
         """Return everything as plain data."""
         deployment = self.spec.deployment
+        speculation: Summary = {}
+        if deployment.guesses:
+            speculation = {
+                "acceptance": deployment.acceptance,
+                "draft": None if deployment.draft is None else deployment.draft.name,
+            }
         return {
             "model": deployment.model.name,
             "hardware": asdict(deployment.hardware),
@@ -207,6 +214,7 @@ class StudyResult:
                 for key, value in asdict(self.spec.workload).items()
             },
             "disturbance": asdict(self.spec.disturbance),
+            **speculation,
             "band": self.spec.band,
             "duration_seconds": self.spec.duration_seconds,
             "capacity_requests_per_second": self.capacity_rate,

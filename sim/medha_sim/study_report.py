@@ -16,6 +16,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from medha_sim.run_summary import Summary, interval_95
+from medha_sim.scenario import Deployment
 from medha_sim.study import StudyResult
 from medha_sim.study_plots import (
     Runs,
@@ -126,8 +127,16 @@ def columns(runs: Runs) -> list[Column]:
             Column(f"{kind}: TTFT p50", _figure_at("kinds", kind, "ttft_seconds", "p50"), _duration),
             Column(f"{kind}: TTFT p99", _figure_at("kinds", kind, "ttft_seconds", "p99"), _duration),
         ]
+    guesses = []
+    if any("guesses" in summary for _, summary in runs):
+        guesses = [
+            Column("tokens a decode", _figure_at("guesses", "tokens_per_decode"), _hundredths),
+            Column("guesses verified a decode", _figure_at("guesses", "verified_per_decode"), _hundredths),
+            Column("of these, right", _figure_at("guesses", "right_share"), _percent),
+        ]
     return [
         *found,
+        *guesses,
         Column("TPOT in time", _figure_at("all", "tpot_attainment"), _percent),
         Column("TPOT p50", _figure_at("all", "tpot_seconds", "p50"), _duration),
         Column("TPOT p99", _figure_at("all", "tpot_seconds", "p99"), _duration),
@@ -247,6 +256,8 @@ def _description(result: StudyResult) -> str:
         f"{deployment.kv_tokens():,} KV tokens a lane). {described[0].upper()}{described[1:]}, "
         f"{spec.duration_seconds:g} s each, seeds {', '.join(map(str, spec.seeds))}."
     )
+    if deployment.guesses:
+        text += f" {_guessing(deployment)}"
     if result.capacity_rate is not None:
         text += f" Capacity, measured with a backlog: {result.capacity_rate:.3f} requests a second."
     if spec.band:
@@ -257,6 +268,16 @@ def _description(result: StudyResult) -> str:
     if len(spec.seeds) >= _LEAST_SEEDS:
         text += " ±: 95 % interval of the mean over seeds."
     return text
+
+
+def _guessing(deployment: Deployment) -> str:
+    """Return a sentence on how tokens are guessed."""
+    speculation = deployment.scheduling.speculation
+    drawn = "" if deployment.draft is None else f" ({deployment.draft.name})"
+    return (
+        f"Up to {speculation.max_draft_tokens} tokens of a sequence are guessed by {speculation.method}{drawn}; each guess is "
+        f"right with a chance of {deployment.acceptance:g}."
+    )
 
 
 def _warnings(result: StudyResult) -> Iterable[str]:
@@ -353,6 +374,10 @@ def _duration(seconds: float) -> str:
 
 def _rate(value: float) -> str:
     return f"{value:.3f}"
+
+
+def _hundredths(value: float) -> str:
+    return f"{value:.2f}"
 
 
 def _count(value: float) -> str:

@@ -64,7 +64,7 @@ def simulation(
 
     Raises:
         ConfigInvalid: no system has that name, it cannot use exactly the GPUs of `deployment`, or its weights
-            do not fit there.
+            do not fit there, or the deployment speculates, which only Medha's own controllers do here.
     """
     if system not in SYSTEMS:
         raise ConfigInvalid(f"system is {system!r}; choose one of {', '.join(SYSTEMS)}")
@@ -72,6 +72,11 @@ def simulation(
     _require_equal_ranks(system, family, deployment.topology)
     if family == "medha":
         return deployment.with_policy(rest).simulation(workload, disturbance=Disturbance(bias=1 / capacity))
+    if deployment.guesses:
+        raise ConfigInvalid(
+            f"scheduling.speculation.method is {deployment.scheduling.speculation.method}, and {system} is simulated without "
+            f"guesses; set method to none, or leave {system} out"
+        )
     if family == "loongserve":
         controller, cost, lanes, stages = _loongserve(deployment, rest == "reserved", loongserve_speed)
     elif family == "distserve":
