@@ -40,7 +40,7 @@ class DraftTimes:
     """True times of a draft model or head on one device."""
 
     def __init__(self, shape: DraftShape, hardware: Hardware) -> None:
-        self._is_head = isinstance(shape, HeadShape)
+        self.is_head = isinstance(shape, HeadShape)
         self._predictor = Predictor(alone(shape, hardware))
 
     def seconds(self, runs: Sequence[Run], places: Sequence[tuple[int, int]]) -> float:
@@ -51,7 +51,7 @@ class DraftTimes:
             places: for each sequence for which guesses are drawn, its known tokens, and the number of guesses.
         """
         total = 0.0
-        if self._is_head:
+        if self.is_head:
             total += float(self._predictor.profile.head.seconds(np.array([len(places)]))[0])
         elif runs:
             tally = self._predictor.tally()
@@ -70,7 +70,7 @@ class DraftTimes:
         together = self._decodes(_TIMED_CONTEXT_TOKENS * _TIMED_ROWS, _TIMED_ROWS)
         row = max(0.0, (together - one) / (_TIMED_ROWS - 1))
         token = 0.0
-        if not self._is_head:
+        if not self.is_head:
             tally = self._predictor.tally()
             tally.add(Work(0, _TIMED_TOKENS))
             token = max(0.0, (tally.seconds() - one) / (_TIMED_TOKENS - 1))

@@ -75,7 +75,7 @@ class DrawingGuesser:
     def __init__(self, texts: Texts, times: DraftTimes) -> None:
         self._texts = texts
         self._times = times
-        # Of each sequence: the tokens that the draft model has computed, and the guesses that it drew after them.
+        # Of each sequence: the tokens that the draft model has computed, and how many guesses it drew after them.
         self._computed: dict[str, int] = {}
         self._drawn: dict[str, int] = {}
 
@@ -102,6 +102,8 @@ class DrawingGuesser:
 
         `known` is the number of the sequence's tokens with those sampled now; None if it ends, or is not sampled.
         """
+        if self._times.is_head:  # the step itself has computed all that is before the guesses
+            return Run(0, 0), () if known is None else self._chain(entry.id, known, entry.draws)
         start = entry.extents[0].start
         computed = self._settled(entry.id, start if known is None else known)
         if known is not None and entry.draws and computed + entry.follows >= start:

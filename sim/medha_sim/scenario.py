@@ -100,14 +100,14 @@ class Deployment:
             raise ConfigInvalid(
                 f"acceptance is {self.acceptance:g}; it is the chance that a guess is right, so give a number from 0 to 1"
             )
-        shape = "no shape"
+        found = "none"
         if self.draft is not None:
-            shape = "a head" if isinstance(self.draft, HeadShape) else "a draft model"
-        wanted = {"draftModel": "a draft model", "predictionHead": "a head"}.get(method, "no shape")
-        if shape != wanted:
+            found = "a head" if isinstance(self.draft, HeadShape) else "a draft model"
+        wanted = {"draftModel": "a draft model", "predictionHead": "a head"}.get(method, "none")
+        if found != wanted:
             raise ConfigInvalid(
-                f"scheduling.speculation.method is {method}, which needs {wanted}, and the deployment has {shape} as its "
-                f"draft; give {wanted}, or choose another method"
+                f"scheduling.speculation.method is {method}, so the deployment's draft must be {wanted}, not {found}; give the "
+                "shape that draws the guesses, or choose another method"
             )
         if self.draft is not None and self.measured is not None:
             raise ConfigInvalid(
