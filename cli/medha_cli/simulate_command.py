@@ -314,7 +314,7 @@ class _Guessing:
                 )
             if value is not None and not wanted:
                 raise ConfigInvalid(
-                    f"{option} {value} changes nothing here: the manifest has no {where}; leave it out"
+                    f"{option} {value} changes nothing here: no manifest with {where} is given; leave it out"
                 )
         draft_model = None
         if self.draft_name is not None:

@@ -119,6 +119,6 @@ def _points(own: Attention, added: Attention, share: float) -> tuple[tuple[int, 
 def _seconds_per_key(attention: Attention, counts: Sequence[int]) -> npt.NDArray[np.float64]:
     if attention.points:
         known, seconds = zip(*attention.points, strict=True)
-        return np.interp(counts, known, seconds)
+        return np.asarray(np.interp(counts, known, seconds), np.float64)
     slopes = [max(count * attention.seconds_per_pair, attention.kv_seconds_per_token) for count in counts]
     return np.array(slopes, dtype=np.float64)

@@ -16,7 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from medha_cli.main import main
+from medha_cli.simulate_command import command
 from medha_sim import study
+from medha_sim.guesses import ACCEPTANCE
+from medha_worker.checkpoints.eagle3_preset import init_eagle3
+from medha_worker.checkpoints.presets import init_checkpoint
 
 ROOT = Path(__file__).parents[2]
 WORKING_SECONDS = 5.0  # of processor time
@@ -212,6 +216,89 @@ def test_requests_of_a_trace_are_of_the_service_classes_of_a_fourth_column(tmp_p
     (run,) = json.loads(out.with_suffix(".json").read_text())["runs"]
     assert {name: of["finished"] for name, of in run["result"]["classes"].items()} == {"batch": 1, "chat": 2}
     assert "TTFT by service class" in out.read_text(encoding="utf-8")
+
+
+# --- speculation -------------------------------------------------------------------------------------
+
+
+def speculating(folder: Path, speculation: str) -> str:
+    """A manifest with this speculation."""
+    manifest = folder / "replica.yaml"
+    manifest.write_text(
+        "apiVersion: medha.dev/v1alpha1\nkind: MedhaReplica\nmetadata: {name: a}\n"
+        "spec: {model: {name: a, source: {path: a}, maxModelLen: 9000}, parallelism: {tensor: 8}, "
+        f"scheduling: {{speculation: {speculation}}}}}"
+    )
+    return str(manifest)
+
+
+LOOKUP = "{method: promptLookup}"
+DRAFT = "{method: draftModel, draftModel: {path: b}}"
+EAGLE3 = "{method: predictionHead, predictionHead: {kind: eagle3, source: {path: b}}}"
+MTP = "{method: predictionHead, predictionHead: {kind: mtp}}"
+
+
+def test_the_table_shows_how_many_tokens_guesses_bring(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    manifest = speculating(tmp_path, LOOKUP)
+    result = simulate(
+        manifest, "--rate", "4", "--long", "0", "--acceptance", "0.9", "-p", "lars", "-o", str(out)
+    )
+    assert result.exit_code == 0, result.output
+    assert "tokens a decode" in result.stdout
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert found["acceptance"] == 0.9
+    assert found["runs"][0]["result"]["guesses"]["tokens_per_decode"] > 2
+
+
+def test_the_sizes_of_a_draft_model_and_of_a_head_are_read_from_their_folders(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    init_checkpoint(tmp_path / "draft", preset="tiny", seed=0)
+    init_eagle3(tmp_path / "head", tmp_path / "draft", seed=0)
+    for speculation, option, folder in (
+        (DRAFT, "--draft-model", tmp_path / "draft"),
+        (EAGLE3, "--prediction-head", tmp_path / "head"),
+    ):
+        manifest = speculating(tmp_path, speculation)
+        result = simulate(
+            manifest, option, str(folder), "--rate", "4", "--long", "0", "-p", "lars", "-o", str(out)
+        )
+        assert result.exit_code == 0, result.output
+        found = json.loads(out.with_suffix(".json").read_text())
+        assert found["draft"] == folder.name
+        assert found["runs"][0]["result"]["guesses"]["verified"] > 0
+
+
+@pytest.mark.parametrize(
+    ("speculation", "arguments", "words"),
+    [
+        (None, ["--acceptance", "0.7"], "--acceptance 0.7 changes nothing here: there is no manifest that speculates"),
+        ("{method: none}", ["--acceptance", "0.7"], "--acceptance 0.7 changes nothing here"),
+        (LOOKUP, ["--acceptance", "1.5"], "Invalid value for '--acceptance': 1.5 is not in the range 0<=x<=1"),
+        (LOOKUP, ["--acceptance", "nan"], "Invalid value for '--acceptance': nan is no finite number"),
+        (None, ["--draft-model", "Llama-3-8B"], "--draft-model Llama-3-8B changes nothing here: no manifest with"),
+        (LOOKUP, ["--prediction-head", "b"], "--prediction-head b changes nothing here: no manifest with"),
+        (MTP, ["--prediction-head", "b"], "predictionHead.source is given; leave it out"),
+        (DRAFT, [], "--draft-model is missing: the manifest has scheduling.speculation.draftModel, whose shape"),
+        (EAGLE3, [], "--prediction-head is missing: the manifest has scheduling.speculation.predictionHead.source"),
+        (DRAFT, ["--draft-model", "GPT-5"], "--draft-model GPT-5: neither a preset (Llama-3-8B"),
+        (EAGLE3, ["--prediction-head", "nowhere"], "--prediction-head nowhere: [Errno 2] No such file"),
+        (MTP, [], "predictionHead.kind mtp: Llama-3-8B is no DeepSeek-V3, which alone has MTP layers; choose that"),
+        (LOOKUP, ["-p", "lars,sarathi-512"], "method is promptLookup, and sarathi-512 is simulated without guesses"),
+    ],
+)  # fmt: skip
+def test_wrong_options_on_speculation_are_refused_with_their_fix(
+    tmp_path: Path, speculation: str | None, arguments: list[str], words: str
+) -> None:
+    manifest = [] if speculation is None else [speculating(tmp_path, speculation)]
+    result = simulate(*manifest, "--rate", "1", "-o", str(tmp_path / "page.html"), *arguments)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+
+
+def test_the_default_acceptance_is_the_simulators() -> None:
+    (option,) = [one for one in command.params if one.name == "acceptance"]
+    assert option.default == ACCEPTANCE
 
 
 # --- wrong options -----------------------------------------------------------------------------------
