@@ -26,7 +26,7 @@ WRONG = -1
 """A guess that is wrong; tokens are positions, so none is negative."""
 _LOTS = 1 << 64
 _LEAST_SECONDS = 1e-6
-"""Measured time of a draft model that finds nothing to do: 0 would tell the controller that nothing was measured."""
+"""Measured time of a draft model that finds nothing to do: for the controller, 0 means that nothing was measured."""
 
 
 class Texts:
@@ -75,9 +75,8 @@ class DrawingGuesser:
     def __init__(self, texts: Texts, times: DraftTimes) -> None:
         self._texts = texts
         self._times = times
-        # Of each sequence: the tokens that the draft model has computed, and how many guesses it drew after them.
-        self._computed: dict[str, int] = {}
-        self._drawn: dict[str, int] = {}
+        self._computed: dict[str, int] = {}  # tokens of each sequence that the draft model has computed
+        self._drawn: dict[str, int] = {}  # guesses that it drew after them
 
     def __call__(self, step: Step, samples: Sequence[Sample], /) -> tuple[Drafts, float]:
         for id_ in (*step.releases, *(admit.id for admit in step.admits)):
