@@ -61,13 +61,14 @@ class Tokens(click.ParamType[int]):
 @click.option(
     "--draft-model",
     "draft_name",
-    help="A draft model, as --model: its weights and KV take memory of the GPU that samples. Times do not count it.",
+    help="A draft model, as --model: its weights and KV take memory of the GPU that samples on each lane. Times do not "
+    "count it.",
 )
 @click.option(
     "--prediction-head",
     "head_name",
-    help="`mtp`, or the folder of an EAGLE-3 head or its config.json: its weights and KV take memory of the GPU that samples. "
-    "Times do not count it.",
+    help="`mtp`, or the folder of an EAGLE-3 head or its config.json: its weights and KV take memory of the GPU that "
+    "samples on each lane. Times do not count it.",
 )
 @click.option(
     "--hardware", "hardware_name", default="H100", show_default=True, help=f"One of {', '.join(HARDWARE)}."

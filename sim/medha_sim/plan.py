@@ -106,7 +106,7 @@ class Wish:
     gpu_hour_price: float = 2.5
     memory_fraction: float = 0.9  # of a GPU's memory, for weights, activations and KV
     max_gpus: int = 128
-    # The draft model or head; one GPU of the last stage holds its weights and KV.
+    # The draft model or head; on each lane, one GPU of the last stage holds its weights and KV.
     draft: ModelShape | HeadShape | None = None
     prefix_caching: bool = True  # False: layers with a window need no room for windows of cached prefixes
     host_bytes: int = 0  # of the host tier of each rank; 0: there is none
@@ -139,10 +139,6 @@ class Wish:
     @property
     def request_tokens(self) -> int:
         return self.context_tokens + self.output_tokens
-
-    def allows(self, topology: Topology) -> bool:
-        """Return whether a replica may have this grid: a draft model or head computes on one lane."""
-        return self.draft is None or topology.kv == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +224,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     weights = (model.weights_bytes + copied) / ranks_of_lane
     if wish.draft is not None:
         weights += wish.draft.weights_bytes
-        token_bytes += wish.draft.kv_bytes_per_token
+        token_bytes += wish.draft.kv_bytes_per_token / topology.kv
     beside_weights = (
         wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
     )
@@ -423,7 +419,7 @@ def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
         times = rating.ttft_seconds / wish.ttft_seconds, rating.tpot_seconds / wish.tpot_seconds
         return 1, max(times), rating.gpus
 
-    allowed = list(filter(wish.allows, grids(model, hardware, wish.max_gpus)))
+    allowed = list(grids(model, hardware, wish.max_gpus))
     _require_blocks(model, allowed, wish)
     ratings = (rate(model, hardware, topology, wish) for topology in allowed)
     return sorted(ratings, key=place)
@@ -462,8 +458,7 @@ def bounds(
 
 def _fewest(model: ModelShape, hardware: Hardware, wish: Wish) -> int | None:
     """Return the GPUs of the smallest grid that serves the wish, or None."""
-    grids_by_size = filter(wish.allows, _by_size(model, hardware, wish.max_gpus))
-    ratings = (rate(model, hardware, grid, wish) for grid in grids_by_size)
+    ratings = (rate(model, hardware, grid, wish) for grid in _by_size(model, hardware, wish.max_gpus))
     return next((rating.gpus for rating in ratings if rating.fits), None)
 
 

@@ -165,13 +165,6 @@ BAD = [
         {"scheduling": {"speculation": {"method": "draftModel", "draftModel": {}}}},
         ["spec.scheduling.speculation.draftModel", "exactly one of path, pvc, image", "found none"],
     ),
-    (
-        {
-            "parallelism": {"kv": 2},
-            "scheduling": {"speculation": {"method": "draftModel", "draftModel": {"path": "d"}}},
-        },
-        ["method draftModel or predictionHead needs parallelism.kv 1", "found 2", "method to promptLookup"],
-    ),
     ({"serviceClasses": []}, ["spec.serviceClasses", "at least 1 item"]),
     (
         {"serviceClasses": [{"name": "a"}, {"name": "a"}]},

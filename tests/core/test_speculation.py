@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -15,8 +17,22 @@ from medha.api.speculation_spec import SpeculationSpec
 from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.controller import ReplicaController
 from medha.scheduler.history import History
+from medha.scheduler.replica_config import ReplicaConfig
 from medha.scheduler.speculation import PROBE_SHARE
-from medha.wire.messages import Done, DraftCosts, Sampling, Step, StepProfile
+from medha.topology import Topology
+from medha.wire.messages import (
+    ControllerEvent,
+    Done,
+    DraftCosts,
+    Emit,
+    Sampling,
+    StageFree,
+    Step,
+    StepProfile,
+    Submit,
+)
+
+from .drafted import guessed, sampled
 
 SPECULATES = {"speculation": {"method": "promptLookup", "max_draft_tokens": 4}}
 DRAWS = {
@@ -328,6 +344,85 @@ def test_steps_without_guesses_are_on_the_wire_as_before(replica_of: Any, submit
     assert entries
     assert all(entry == replace(entry, drafts=(), draws=0) for entry in entries)
     assert SpeculationSpec().method == "none"
+
+
+# --- lanes with a draft model each ----------------------------------------------------------------------
+
+
+def on_two_lanes(
+    config: ReplicaConfig, submits: Sequence[Submit], costs: DraftCosts = DRAWS["draft_costs"]
+) -> tuple[list[Step], dict[str, list[int]]]:
+    """Serve requests on two lanes to their ends, with draft models that are always right; return all steps and texts."""
+    config = replace(config, topology=Topology(kv=2), tokens_per_lane=40, draft_costs=costs)
+    controller = ReplicaController(config, READS_WEIGHTS)
+    steps: list[Step] = []
+    texts: dict[str, list[int]] = {}
+    running: deque[Step] = deque()
+    now = 0.0
+
+    def handle(event: ControllerEvent) -> None:
+        for command in controller.handle(event, now):
+            if isinstance(command, Step):
+                steps.append(command)
+                running.append(command)
+            elif isinstance(command, Emit):
+                texts.setdefault(command.id, []).extend(command.tokens)
+
+    for submit in submits:
+        handle(submit)
+    while running:
+        step = running.popleft()
+        now += 0.01
+        handle(StageFree(step.step_id, 0, step.lanes))
+        samples, drafts = [], []
+        for entry in step.entries:
+            if entry.samples:
+                found = sampled(entry, lambda: False)
+                samples += found
+                if entry.draws:
+                    guesses = guessed(Random(0), found[-1].token, entry.draws, entry.draws, 1.0)
+                    drafts.append((entry.id, guesses))
+        done = Done(
+            step.step_id, tuple(samples), (), step.predicted_seconds, step.lanes, drafts=tuple(drafts)
+        )
+        handle(done)
+    assert controller.idle
+    return steps, texts
+
+
+def test_each_lane_guesses_for_what_lies_on_it_alone_beside_a_spread_request(
+    config_of: Any, submit_of: Any
+) -> None:
+    """The lanes draw at the same time, so the time of a step counts the guesses of one of them."""
+    config = config_of(tpot_target_seconds=5.0, speculation=DRAWS["speculation"])
+    submits = [submit_of("a", 8, 60), submit_of("b", 8, 60), submit_of("long", 60, 60)]
+    steps, texts = on_two_lanes(config, submits, DraftCosts(0.0, 0.001))
+    assert texts == {one.id: list(range(one.tokens + 1, one.tokens + 61)) for one in submits}
+    drawing = [(step, [entry for entry in step.entries if entry.draws]) for step in steps]
+    assert {(entry.id, entry.strategy) for _, entries in drawing for entry in entries} == {
+        ("a", "local"),
+        ("b", "local"),
+    }
+    together = [
+        (step.predicted_seconds, sum(entry.draws for entry in entries))
+        for step, entries in drawing
+        if len({entry.lane for entry in entries}) == 2
+        and any(entry.strategy == "owner" for entry in step.entries)
+    ]
+    assert max(draws for _, draws in together) == 8
+    assert all(seconds < 0.01 + 0.001 * (draws - 1) for seconds, draws in together if draws > 4)
+
+
+def test_a_request_that_grows_over_lanes_is_guessed_for_until_then(config_of: Any, submit_of: Any) -> None:
+    config = config_of(
+        kv_blocks=16, default_output_tokens=4, tpot_target_seconds=5.0, speculation=DRAWS["speculation"]
+    )
+    steps, texts = on_two_lanes(config, [submit_of("a", 20, 90)])
+    assert texts == {"a": list(range(21, 111))}
+    entries = [entry for step in steps for entry in step.entries]
+    spread = next(at for at, entry in enumerate(entries) if entry.strategy == "owner")
+    assert sum(entry.draws for entry in entries[:spread]) > 0
+    assert sum(entry.draws + entry.follows for entry in entries[spread:]) == 0
 
 
 # --- guesses of a prediction head -----------------------------------------------------------------------

@@ -54,7 +54,7 @@ def small(checkpoint: Path, folder: Path, *options: str, **spec: object) -> Serv
     manifest = write_manifest(
         folder / f"{port}.yaml", checkpoint, port,
         model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 1024},
-        kvCache={"size": "16Mi"}, scheduling=scheduling, serviceClasses=[{"name": "default", "tpotTargetSeconds": 5}], **spec,
+        kvCache={"size": "16Mi", "tokensPerLane": 64}, scheduling=scheduling, serviceClasses=[{"name": "default", "tpotTargetSeconds": 5}], **spec,
     )  # fmt: skip
     return start(manifest, port, checkpoint, *options)
 
@@ -104,6 +104,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
         pytest.param("another", {}, marks=pytest.mark.long),
         pytest.param("promptLookup", {"stream": 2, "kv": 2}, marks=pytest.mark.long),
         pytest.param("itself", {"tensor": 2, "stream": 2}, marks=pytest.mark.long),
+        pytest.param("itself", {"tensor": 2, "kv": 2}, marks=pytest.mark.long),
     ],
     ids=[
         "prompt lookup",
@@ -111,6 +112,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
         "another draft",
         "prompt lookup on a grid",
         "its own draft on a grid",
+        "its own draft on lanes",
     ],
 )
 def test_answers_are_those_of_a_replica_that_does_not_guess(
@@ -213,7 +215,13 @@ def chat(served: Served) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "shape", [{}, pytest.param({"tensor": 2, "stream": 2}, marks=pytest.mark.long)], ids=["one rank", "grid"]
+    "shape",
+    [
+        {},
+        pytest.param({"tensor": 2, "stream": 2}, marks=pytest.mark.long),
+        pytest.param({"stream": 2, "kv": 2}, marks=pytest.mark.long),
+    ],
+    ids=["one rank", "grid", "lanes"],
 )
 def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(
     with_head: Path, without_its_head: tuple[list[Any], str], tmp_path: Path, shape: dict[str, int]
@@ -240,7 +248,7 @@ def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(
         log = "".join(served.lines)
         assert "a guess of the prediction head takes" in log
         assert re.search(r"Prediction head\W+mtp", log)
-        assert log.count("loading the prediction head") == 1, "on the rank that samples"
+        assert log.count("loading the prediction head") == shape.get("kv", 1), "on the ranks that sample"
         served.wait_idle()
         ranks = [one for one in served.parts() if "medha_worker.rank" in one.cmdline()]
         ranks[0].kill()
@@ -275,7 +283,9 @@ def without_eagle3(with_eagle3: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("shape", [{}, {"tensor": 2, "stream": 2}], ids=["one rank", "grid"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"tensor": 2, "stream": 2}, {"kv": 2}], ids=["one rank", "grid", "lanes"]
+)
 def test_answers_with_an_eagle3_head_are_those_of_a_replica_that_does_not_use_it(
     with_eagle3: Path, without_eagle3: tuple[list[Any], str], tmp_path: Path, shape: dict[str, int]
 ) -> None:
@@ -301,7 +311,7 @@ def test_answers_with_an_eagle3_head_are_those_of_a_replica_that_does_not_use_it
         log = "".join(served.lines)
         assert "a guess of the prediction head takes" in log
         assert re.search(r"Prediction head\W+eagle3", log)
-        assert log.count("loading the prediction head") == 1, "on the rank that samples"
+        assert log.count("loading the prediction head") == shape.get("kv", 1), "on the ranks that sample"
         served.wait_idle()
         assert served.interrupt() == 0
     finally:

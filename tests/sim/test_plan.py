@@ -69,16 +69,19 @@ def test_weights_and_kv_of_a_gpu_are_counted_to_the_byte() -> None:
     assert rating.kv_tokens == pytest.approx(rating.kv_room_bytes * 32 / 131_072, abs=1)
 
 
-def test_a_draft_model_takes_memory_of_the_gpu_that_samples_and_one_lane() -> None:
+def test_a_draft_model_takes_memory_of_the_gpu_that_samples_on_each_lane() -> None:
     draft = replace(LLAMA3_8B, name="draft", layers=4)
     plain = rate(LLAMA3_8B, H100, Topology(8, 2, 1), WISH)
     found = rate(LLAMA3_8B, H100, Topology(8, 2, 1), replace(WISH, draft=draft))
     assert found.weights_bytes == plain.weights_bytes + draft.weights_bytes
     assert found.kv_bytes == pytest.approx(plain.kv_bytes + 1_000_512 * 131_072 / 8)
     assert found.kv_tokens < plain.kv_tokens
-    assert any(one.topology.kv > 1 for one in plan(LLAMA3_8B, H100, replace(WISH, max_gpus=32)))
-    drafted = plan(LLAMA3_8B, H100, replace(WISH, max_gpus=32, draft=draft))
-    assert {one.topology.kv for one in drafted} == {1}
+    lanes = rate(LLAMA3_8B, H100, Topology(8, 2, 2), replace(WISH, draft=draft))
+    assert lanes.weights_bytes == found.weights_bytes
+    assert lanes.kv_bytes == pytest.approx(found.kv_bytes / 2), (
+        "each lane has the draft model's KV of its part"
+    )
+    assert lanes.kv_tokens == pytest.approx(2 * found.kv_tokens, abs=2)
 
 
 def test_the_command_counts_a_draft_model_and_names_one_that_is_not_known() -> None:

@@ -92,7 +92,7 @@ class Ranks:
         has_head: bool = False,
         eagle3: Path | None = None,
     ) -> None:
-        """`draft` is the checkpoint of a draft model, for the rank that samples; `has_head` gives it the model's own head.
+        """`draft` is the checkpoint of a draft model, for the ranks that sample; `has_head` gives them the model's own head.
 
         `eagle3` is the checkpoint of an EAGLE-3 head in its place.
         """
@@ -116,12 +116,18 @@ class Ranks:
         kernels_of_a_rank(config, shard_of(0), determinism)  # compiled once, not on each thread
 
         self._models = self.on_all(load)
-        self._draft = None if draft is None else load_model(draft, ModelConfig.from_directory(draft))
-        self._head: PredictionHead | None = load_head(directory, config) if has_head else None
-        if eagle3 is not None:
-            self._head = load_eagle3(eagle3, config, directory)
+        # A draft model or head for each lane, because the lanes' threads run at the same time.
+        self._drafts: list[Transformer] = []
+        self._heads: list[PredictionHead] = []
+        for _ in range(topology.kv):
+            if draft is not None:
+                self._drafts.append(load_model(draft, ModelConfig.from_directory(draft)))
+            if has_head:
+                self._heads.append(load_head(directory, config))
+            elif eagle3 is not None:
+                self._heads.append(load_eagle3(eagle3, config, directory))
         self.drafts: list[tuple[str, tuple[int, ...]]] = []
-        """Guesses of the draft model that ranks have reported in the last run."""
+        """Guesses of draft models or heads that ranks have reported in the last run."""
         self._grids: list[Mesh] = []
         self.disk_reports: list[DiskReport] = []
         self.block_bytes: dict[int, int] = {}  # of the files of each rank
@@ -221,7 +227,7 @@ class Ranks:
                 group = in_rank_order(group, self.topology.coordinates(rank).tensor, self.topology.tensor)
             model = (model.with_kernels(kernels) if kernels else model).in_grid(group, grid.plane)
             samples_here = rank == grid.sampling_rank
-            head = self._head if samples_here else None
+            head = self._heads[grid.lane] if samples_here and self._heads else None
             recording, pool = (
                 Recording(model),
                 model.new_kv_cache(kv_blocks, block_tokens, window_blocks, head),
@@ -230,9 +236,12 @@ class Ranks:
                 pool.streamed = StreamedBlocks(
                     pool, streamed_blocks, in_place=streams_in_place, segment_tokens=3 * block_tokens
                 )
-            drafter = self._drafter(kv_blocks, block_tokens) if samples_here else None
+            drafter: Drafter | HeadDrafter | None = None
             if head is not None:
                 drafter = HeadDrafter(head, pool.last_layer(), model)
+            elif samples_here and self._drafts:
+                draft = self._drafts[grid.lane]
+                drafter = Drafter(draft, draft.new_kv_cache(kv_blocks, block_tokens), self._config.vocab_size)
             host = [HostBlocks(pool, host_blocks)] if host_blocks else []
             files = None
             if disk is not None:
@@ -309,12 +318,6 @@ class Ranks:
                 at = [(entry.id, int(place)) for entry in entries for place in positions(entry.extents)]
                 logits |= dict(zip(at, rows, strict=True))
         return samples, logits
-
-    def _drafter(self, kv_blocks: int, block_tokens: int) -> Drafter | HeadDrafter | None:
-        draft = self._draft
-        if draft is None:
-            return None
-        return Drafter(draft, draft.new_kv_cache(kv_blocks, block_tokens), self._config.vocab_size)
 
     def close(self) -> None:
         for grid in self._grids:

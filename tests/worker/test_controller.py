@@ -38,6 +38,7 @@ from medha.wire.messages import (
     ChunkProgress,
     DiskReport,
     Done,
+    DraftCosts,
     Emit,
     Extent,
     Failed,
@@ -791,6 +792,16 @@ def test_the_slowest_rank_is_of_a_stage_whose_attention_grows_with_the_context()
     assert found.profile == replace(first.profile, head_seconds_per_row=1e-6, mask_seconds_per_row=2e-6)
     alike = replace(first, profile=replace(first.profile, window_share=1.0))
     assert slowest_rank([alike, last]) == last
+
+
+def test_guesses_cost_what_they_do_on_the_slowest_lane() -> None:
+    """Ranks that do not sample have no draft model."""
+    ranks = [
+        replace(READY, rank=rank, draft_costs=costs)
+        for rank, costs in enumerate([None, DraftCosts(1.0, 0.5, 0.0), None, DraftCosts(0.5, 1.0, 2.0)])
+    ]
+    assert slowest_rank(ranks).draft_costs == DraftCosts(1.0, 1.0, 2.0)
+    assert slowest_rank([READY]).draft_costs is None
 
 
 def test_a_named_profile_takes_the_place_of_the_ranks_own(tmp_path: Path) -> None:

@@ -226,8 +226,11 @@ def test_guesses_end_where_the_kv_of_a_sequence_ends(model: Transformer) -> None
     assert decoding.drafts == {}
 
 
-def forked(model: Transformer, drafter: Drafter | None) -> Decoding:
-    """Return a sequence and two forks of it, decoded to their ends."""
+def forked(model: Transformer, drafter: Drafter | None, overwritten: int = 0) -> Decoding:
+    """Return a sequence and two forks of it, decoded to their ends.
+
+    Before it forks, the first blocks are `overwritten`, as far as the draft model knows.
+    """
     sampling, ids = Sampling(temperature=0.9, ignore_eos=True), random_ids(39, 3)
     more = {} if drafter is None else {"drafter": drafter}
     decoding = Decoding(Engine(model, **more), 0 if drafter is None else 3)
@@ -237,6 +240,8 @@ def forked(model: Transformer, drafter: Drafter | None) -> Decoding:
         for index in (1, 2)
     )  # fmt: skip
     drafts = decoding.drafts
+    if drafter is not None and overwritten:
+        drafter.overwritten(decoding.engine.executor.ledger.table("s0")[:overwritten])
     for one in forks:
         decoding.prompts[one.id], decoding.behind[one.id] = ids, 1
     decoding.take(decoding.engine.step(*(entry(one.id, 38, 1) for one in forks), admits=forks))
@@ -252,6 +257,26 @@ def test_forks_and_cached_prompts_share_what_the_draft_model_has_computed(model:
     assert len({tuple(text) for text in plain.texts.values()}) == 3
     assert found.accepted >= 0.95 * found.verified > 20
     assert found.followed == {"s1": 38, "s2": 38}, "the last token of the prompt is computed again"
+
+
+def test_what_was_computed_of_a_block_is_forgotten_once_a_spread_sequence_has_it(model: Transformer) -> None:
+    plain, found = forked(model, None), forked(model, drafter_of(model), overwritten=1)
+    assert_same(found, plain)
+    assert found.followed == {}, "nothing is known of the first block, and so of none after it"
+
+
+def test_a_copied_block_has_what_was_computed_of_its_source_alone(model: Transformer) -> None:
+    """The copy lies in a block of which the draft model had computed other content."""
+    engine = Engine(model, drafter=drafter_of(model))
+    before = Decoding(engine, draws=3)
+    before.start("before", random_ids(20 * BLOCK_TOKENS, 9), GREEDY)
+    engine.step(releases=("before",))
+    decoding, ids = Decoding(engine), random_ids(BLOCK_TOKENS + 6, 3)
+    decoding.start("s0", ids, GREEDY)
+    engine.step(replace(entry("s0", len(ids), 1), follows=BLOCK_TOKENS))  # none of its second block
+    fork = admit("s1", ids, prompt="prompt of s0", sample_index=1, fork_of="s0", shared_tokens=len(ids) - 1)
+    done = engine.step(entry("s1", len(ids) - 1, 1), admits=(fork,))
+    assert done.followed == (("s1", BLOCK_TOKENS),)
 
 
 def test_a_draft_model_that_cannot_copy_kv_for_forks_costs_no_token(model: Transformer) -> None:

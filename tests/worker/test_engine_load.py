@@ -122,11 +122,13 @@ def test_an_unfit_draft_model_is_refused_before_weights_are_read(tmp_path: Path)
         load(settings_of(tmp_path, drafts=True), StepRecorder(0), lambda *_: None)
 
 
-def test_only_the_rank_that_samples_loads_a_draft_model(tmp_path: Path) -> None:
+def test_only_the_ranks_that_sample_load_a_draft_model(tmp_path: Path) -> None:
     samples = [
         _samples(settings_of(tmp_path, drafts=True, rank=rank, tensor=2, stream=2)) for rank in range(4)
     ]
     assert samples == [False, False, True, False]
+    samples = [_samples(settings_of(tmp_path, drafts=True, rank=rank, tensor=2, kv=2)) for rank in range(4)]
+    assert samples == [True, False, True, False], "one of each lane"
 
 
 @pytest.mark.parametrize(("kv_dtype", "size"), [("auto", "384Ki"), ("fp8", "96Ki")])

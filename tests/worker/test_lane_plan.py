@@ -13,7 +13,7 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.context_parallel import OWNER
 from medha.shards import Segment
 from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
-from medha_worker.rank.lane_plan import LanePlan, plan_lane
+from medha_worker.rank.lane_plan import LanePlan, plan_lane, spread_blocks
 from medha_worker.rank.lane_state import LaneState
 from medha_worker.rank.sampled_tokens import new_samplers
 
@@ -85,6 +85,19 @@ def test_the_lanes_of_a_spread_request_plan_the_two_ends_of_each_exchange() -> N
     assert len(serves.landing.of[0]) == 2
     assert (len(own.batch.positions), len(helping.batch.positions)) == (10, 0)
     assert helping.entries == ()
+
+
+def test_each_lane_knows_its_blocks_into_which_spread_requests_are_written() -> None:
+    """Those of requests on one lane are not among them, nor those whose KV was there before."""
+    entries = chunk("a", 4, 6, strategy=OWNER), chunk("b", 0, 3)
+    for lane, written in ((0, slice(1, 2)), (1, slice(0, 1))):
+        state = state_of(lane, {"a": SPREAD, "b": ()})
+        if lane == 0:
+            state.sequences["a"].advance(4, samples=False)
+        found = spread_blocks(lane, plan(state, *entries, lanes=(0, 1)), BLOCK_TOKENS)
+        assert found.tolist() == state.ledger.table("a")[written].tolist()
+    alone = plan(state_of(0, {"b": ()}), chunk("b", 0, 3))
+    assert spread_blocks(0, alone, BLOCK_TOKENS).tolist() == []
 
 
 def test_an_entry_that_cannot_be_run_fails_alone_unless_other_lanes_run_a_share_of_it() -> None:

@@ -26,6 +26,16 @@ def test_the_last_lane_completes_the_event_with_the_samples_of_all() -> None:
     )
 
 
+def test_the_time_without_draft_models_is_that_of_the_longest_layers() -> None:
+    """One lane computes a prompt for long, and the other one draws guesses for long."""
+    joined = LockStep()
+    joined.expect(Step(step_id=1, epoch=0, entries=(), lanes=(0, 1)), now=0.0)
+    joined.join(Done(1, compute_seconds=1.0, lanes=(0,)))
+    done = joined.join(Done(1, compute_seconds=0.75, draft_seconds=0.5, lanes=(1,)))
+    assert isinstance(done, Done)
+    assert (done.compute_seconds - done.draft_seconds, done.draft_seconds) == (1.0, 0.5)
+
+
 def test_steps_in_flight_are_kept_apart_and_a_late_report_is_nothing() -> None:
     joined = LockStep()
     for step_id in (1, 2):

@@ -24,7 +24,7 @@ from medha.kv.host_tier import TierCopy
 from medha.topology import Topology
 from medha.wire.messages import Extent, Sampling, Step, StepEntry
 from medha_worker.checkpoints.head_checkpoint import FIELD, head_config
-from medha_worker.checkpoints.preflight import require_possible
+from medha_worker.checkpoints.preflight import RANK_BYTES, require_possible
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import Runtime
 from medha_worker.model.host_blocks import HostBlocks
@@ -463,17 +463,19 @@ def test_a_checkpoint_saved_without_its_head_is_refused_with_the_fix(
         load_head(tmp_path / "tiny", config)
 
 
-def test_it_needs_one_lane_and_memory_for_its_weights(random_head: Headed) -> None:
+def test_it_needs_memory_for_its_weights_on_every_lane(random_head: Headed) -> None:
     directory = random_head.directory
-    with pytest.raises(ValueError, match=r"predictionHead needs parallelism\.kv 1"):
-        spec_of(directory, kv=2)
     config = ModelConfig.from_directory(directory)
     weights_bytes, head_bytes = config.weights_bytes(4), config.head_weights_bytes(4)
     assert random_head.head.weights_bytes == pytest.approx(head_bytes, rel=0.02)
-    free_bytes = 128 * 2**20 + weights_bytes + head_bytes // 2
+    free_bytes = RANK_BYTES + weights_bytes + head_bytes // 2
     require_possible(MedhaReplicaSpec.model_validate({"model": {"name": "m", "source": {"path": str(directory)}}}), directory, free_bytes)  # fmt: skip
     with pytest.raises(ConfigInvalid, match="need at least"):
         require_possible(spec_of(directory), directory, free_bytes)
+    needed = 2 * (RANK_BYTES + weights_bytes + head_bytes)
+    require_possible(spec_of(directory, kv=2), directory, needed)
+    with pytest.raises(ConfigInvalid, match="need at least"):
+        require_possible(spec_of(directory, kv=2), directory, needed - head_bytes // 2)
 
 
 @pytest.mark.parametrize(

@@ -271,12 +271,6 @@ _ROLES_NEED_PEERS = (
     "role prefill or decode needs kvCache.tiers.peers, because a request moves to where another replica can read its KV; add "
     "kvCache.tiers.host and peers, or set role to both"
 )
-_DRAFTS_ON_ONE_LANE = (
-    "scheduling.speculation.method draftModel or predictionHead needs parallelism.kv 1, because a draft model or head "
-    "computes on one lane; set parallelism.kv to 1, or method to promptLookup"
-)
-
-
 _STREAMS_BEST_EFFORT = (
     "kvCache.streaming merges the parts of a context, which rounds other than one part does; set determinism to bestEffort, "
     "or leave streaming out"
@@ -315,10 +309,6 @@ class MedhaReplicaSpec(Model):
                 _JOINS_SLICES,
             ),
             ("self.determinism != 'batchInvariant' || self.parallelism.kv == 1", _MERGES_LANES),
-            (
-                "!(self.scheduling.speculation.method in ['draftModel', 'predictionHead']) || self.parallelism.kv == 1",
-                _DRAFTS_ON_ONE_LANE,
-            ),
             (
                 "!has(self.kvCache.streaming) || self.determinism != 'batchInvariant'",
                 _STREAMS_BEST_EFFORT,
@@ -424,12 +414,6 @@ class MedhaReplicaSpec(Model):
     def _role_has_peers(self) -> MedhaReplicaSpec:
         if self.role != "both" and self.kv_cache.peers is None:
             raise ValueError(f"{_ROLES_NEED_PEERS} (found {self.role} without peers)")
-        return self
-
-    @model_validator(mode="after")
-    def _draft_model_has_one_lane(self) -> MedhaReplicaSpec:
-        if self.scheduling.speculation.draws and self.parallelism.kv > 1:
-            raise ValueError(f"{_DRAFTS_ON_ONE_LANE} (found {self.parallelism.kv})")
         return self
 
     @model_validator(mode="after")

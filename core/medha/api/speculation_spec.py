@@ -68,18 +68,19 @@ class SpeculationSpec(Model):
     what a smaller model would write. `predictionHead` goes on from the model's own hidden states, with layers that were
     trained for it. `none` guesses nothing."""
     draft_model: DraftSource | None = Field(default=None, json_schema_extra=restart())
-    """Checkpoint of the smaller model, with the served model's tokenizer. The rank that samples loads it, too; its
-    memory and that of its KV count there. `method` must be `draftModel`, and `parallelism.kv` 1."""
+    """Checkpoint of the smaller model, with the served model's tokenizer. On each lane, the rank that samples loads it, too;
+    its memory and that of its KV count there. It guesses for requests whose KV lies on one lane. `method` must be
+    `draftModel`."""
     prediction_head: PredictionHeadSpec | None = Field(default=None, json_schema_extra=restart())
-    """The prediction head, which the rank that samples loads, too; its memory and that of its KV count there. `method` must
-    be `predictionHead`, and `parallelism.kv` 1."""
+    """The prediction head. On each lane, the rank that samples loads it, too; its memory and that of its KV count there. It
+    guesses for requests whose KV lies on one lane. `method` must be `predictionHead`."""
     max_draft_tokens: int = Field(default=4, ge=1, le=16, json_schema_extra=epoch())
     """Largest number of guessed tokens of a sequence that a step verifies. How many it does verify follows
     from how often they are right, the load, and the deadlines."""
 
     @property
     def draws(self) -> bool:
-        """True if the rank that samples draws guesses, as many as steps ask for."""
+        """True if the ranks that sample draw guesses, as many as steps ask for."""
         return self.method in ("draftModel", "predictionHead")
 
     @property

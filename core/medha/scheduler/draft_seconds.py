@@ -3,14 +3,31 @@
 Ranks measure a draft model when they start (`DraftCosts`). It draws guesses in rounds, one for each sequence in a round.
 First it computes the tokens before them that it has not computed yet. The two times are corrected like those of steps
 (`medha.cost.correction`), each with a factor of its own, because the time of sampling depends on the requests.
+
+Each lane has a draft model of its own. Those of the lanes of a step work at the same time, so the longest time counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from medha.cost.correction import Correction, PartedSeconds
 from medha.wire.messages import DraftCosts
+
+
+@dataclass(slots=True)
+class DrawWork:
+    """The work of a lane's draft model after a step."""
+
+    rounds: int = 0  # the most guesses of one sequence
+    guesses: int = 0  # of all sequences
+    tokens: int = 0  # that it computes before them
+
+    def draw(self, count: int) -> None:
+        """Add the `count`-th guess of a sequence."""
+        self.rounds = max(self.rounds, count)
+        self.guesses += 1
 
 
 @dataclass(slots=True)
@@ -29,6 +46,14 @@ class DraftSeconds:
         costs = self.costs
         draws = rounds * costs.round_seconds + guesses * costs.row_seconds
         return PartedSeconds(draws + tokens * costs.token_seconds, draws)
+
+    def of_work(self, work: DrawWork) -> float:
+        """Return the seconds of the work of one lane."""
+        return self.of(work.rounds, work.guesses, work.tokens)
+
+    def longest(self, works: Iterable[DrawWork]) -> DrawWork:
+        """Return the work that takes longest; no work if there is none."""
+        return max(works, key=self.of_work, default=DrawWork())
 
     def tokens_within(self, seconds: float) -> float:
         """Return how many tokens can be computed in a time."""

@@ -17,6 +17,9 @@ Guesses of a draft model take time before it is known whether the next step can 
 the present one would best verify if it drew as many again. That must beat decodes that run ahead by the factor
 `LEAST_GAIN`. Before its first guess for a sequence, the draft model computes the sequence's earlier tokens, piece by piece;
 the expected output must be worth that. If no guess is drawn, the draft model does nothing.
+
+Each lane has a draft model, which guesses for the sequences whose KV lies there alone. A sequence that is spread over
+lanes, or becomes so, gets no guesses of it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from medha.cost.correction import PartedSeconds
-from medha.scheduler.draft_seconds import DraftSeconds
+from medha.scheduler.draft_seconds import DraftSeconds, DrawWork
 from medha.scheduler.packer import Batch
 from medha.scheduler.request import Request
 
@@ -205,9 +208,7 @@ class DrawChoice:
         followed = [request for request in self.decodes if request.id in rooms]
         cheapest = sorted(followed, key=lambda request: (_behind(request), request.tie))
         del cheapest[max(min(most, self.limits.tokens), 0) :]
-        while (
-            is_whole and cheapest and self.model.of(1, len(cheapest), sum(map(_behind, cheapest))) > seconds
-        ):
+        while is_whole and cheapest and self._seconds_of_one_each(cheapest) > seconds:
             cheapest.pop()
         if not cheapest:
             return Draws()
@@ -261,16 +262,17 @@ class DrawChoice:
     def _follow(self, names: Collection[str]) -> tuple[dict[str, int], list[str]]:
         """Return the tokens to compute now, by request, and the requests of which none are left after that.
 
-        They take at most as long as the step without them.
+        On each lane, they take at most as long as the step without them.
         """
         seconds = min(self.limits.seconds - self._plain_seconds, self._plain_seconds)
-        left = min(self.most_tokens, max(self.model.tokens_within(seconds), 0))
         follows, ready = dict[str, int](), list[str]()
         wanting = [request for request in self.decodes if request.id in names]
+        most = min(self.most_tokens, max(self.model.tokens_within(seconds), 0))
+        left = {request.lane: most for request in wanting}
         for request in sorted(wanting, key=lambda request: (_behind(request), request.tie)):
             behind = _behind(request)
-            count = int(min(behind, left))
-            left -= count
+            count = int(min(behind, left[request.lane]))
+            left[request.lane] -= count
             if count:
                 follows[request.id] = count
             if count == behind:
@@ -278,10 +280,26 @@ class DrawChoice:
         return follows, ready
 
     def _draws(self, counts: dict[str, int], follows: dict[str, int], *, are_awaited: bool = True) -> Draws:
-        work = max(counts.values(), default=0), sum(counts.values()), sum(follows.values())
-        return Draws(
-            counts, follows, self.model.of(*work), self.model.uncorrected(*work), are_awaited and bool(counts)
-        )
+        works: dict[int, DrawWork] = {}
+        for request in self.decodes:
+            count, tokens = counts.get(request.id, 0), follows.get(request.id, 0)
+            if count or tokens:
+                work = works.setdefault(request.lane, DrawWork())
+                work.rounds = max(work.rounds, count)
+                work.guesses += count
+                work.tokens += tokens
+        longest = self.model.longest(works.values())
+        uncorrected = self.model.uncorrected(longest.rounds, longest.guesses, longest.tokens)
+        return Draws(counts, follows, self.model.of_work(longest), uncorrected, are_awaited and bool(counts))
+
+    def _seconds_of_one_each(self, requests: Sequence[Request]) -> float:
+        """Return the time to draw a guess for each of these requests, after the tokens before it."""
+        works: dict[int, DrawWork] = {}
+        for request in requests:
+            work = works.setdefault(request.lane, DrawWork())
+            work.draw(1)
+            work.tokens += _behind(request)
+        return self.model.of_work(self.model.longest(works.values()))
 
 
 def _behind(request: Request) -> int:
@@ -331,7 +349,8 @@ class _Best:
         model: DraftSeconds | None = None,
     ) -> None:
         """Add the best number of guesses to the batch; with a draft model, the batch draws as many again."""
-        kept = rounds = 0
+        kept, draw_seconds = 0, 0.0
+        drawn: dict[int, DrawWork] = {}  # by lane
         for chance, _, request in guesses[: max(limits.tokens, 0)]:
             count = self.counts[request.id] = self.counts.get(request.id, 0) + 1
             batch.add_drafted(
@@ -340,8 +359,10 @@ class _Best:
             self.taken.append(request)
             seconds = batch.seconds()
             if model is not None:
-                rounds = max(rounds, count)
-                seconds += model.of(rounds, len(self.taken))
+                work = drawn.setdefault(request.lane, DrawWork())
+                work.draw(count)
+                draw_seconds = max(draw_seconds, model.of_work(work))  # lanes draw at the same time
+                seconds += draw_seconds
             if seconds > limits.seconds:
                 break
             expected_tokens += chance

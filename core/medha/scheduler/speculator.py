@@ -56,11 +56,11 @@ class Speculator:
         self._has_one_stage = config.topology.stream == 1
         # Steps whose time is left for guesses while nobody knows how often they are right.
         self._first_steps = _FIRST_STEPS
-        self._decodes = 1  # of the last step that drew or verified guesses
+        self._decodes: dict[int, int] = {}  # by lane, of the last step that could draw or verify guesses
         self._saved_steps = 0.0  # steps whose time the draft model may take for a probe
         self._rested = 0  # steps since the last decision
-        self._rests = 0  # steps for which nothing is drawn
-        self._rests_with = 0  # their decodes
+        # Steps for which nothing is drawn, and the number of their decodes, by the lanes that move together.
+        self._rests: dict[tuple[int, ...], tuple[int, int]] = {}
 
     @property
     def is_off(self) -> bool:
@@ -91,7 +91,8 @@ class Speculator:
         has_drafts = any(request.draft and not request.runs_ahead for request in decodes)
         if not decodes or not (has_drafts or self._model is not None):
             return {}, Draws()
-        self._decodes = len(decodes)
+        for lane in batch.lanes:
+            self._decodes[lane] = len(decodes)
         # A prompt that ends is sampled, too.
         most = self._most_running - len(decodes) - prefills
         limits = DraftLimits(self._tokens_each, most, most_seconds)
@@ -110,8 +111,10 @@ class Speculator:
         """Return the draft model's work after a step: what pays, or a probe to learn whether it would."""
         if self._model is None:
             return Draws()
-        if self._rests and len(decodes) == self._rests_with:
-            self._rests -= 1
+        lanes = tuple(batch.lanes)
+        rests, rests_with = self._rests.get(lanes, (0, 0))
+        if rests and len(decodes) == rests_with:
+            self._rests[lanes] = rests - 1, rests_with
             self._rested += 1
             return Draws()
         if self._has_head:
@@ -124,7 +127,7 @@ class Speculator:
             draws = self._within_first_time(draws, plain_seconds, between, decodes)
         if not draws:
             draws = self._probe(choice, plain_seconds)
-            self._rests, self._rests_with = 0 if draws else REST_STEPS, len(decodes)
+            self._rests[lanes] = 0 if draws else REST_STEPS, len(decodes)
         self._rested = 0
         for request in decodes:
             if request.id not in draws.counts:
@@ -205,7 +208,7 @@ class Speculator:
         if request.draft:
             self._chance.observe(request, tokens)
             # A right guess saves one sequence a step, which is this part of a step of all of them.
-            self._first_steps += (len(tokens) - 1) / self._decodes
+            self._first_steps += (len(tokens) - 1) / self._decodes.get(request.lane, 1)
 
     def take(self, done: Done, draws: Draws, requests: Mapping[str, Request]) -> float:
         """Process a draft model's reports on a step; return the seconds that the step took without it.

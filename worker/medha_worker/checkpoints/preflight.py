@@ -34,19 +34,21 @@ def require_possible(
     ranks = shape.tensor * shape.stream * shape.kv
     needed = ranks * RANK_BYTES + shape.kv * config.weights_bytes(ELEMENT_BYTES[dtype])
     speculation = spec.scheduling.speculation
+    guessing = 0  # bytes of the draft model or head that each lane has
     if draft_directory is not None and speculation.eagle3:
         holds_embedding = shape.tensor * shape.stream == 1
-        needed += eagle3_weights_bytes(
+        guessing = eagle3_weights_bytes(
             draft_directory, config, ELEMENT_BYTES[dtype], holds_embedding=holds_embedding
         )
     elif draft_directory is not None:
         # Imported here: it needs the package tokenizers, and what is not installed is reported otherwise.
         from medha_worker.checkpoints.draft_checkpoint import draft_config
 
-        needed += draft_config(draft_directory, directory, config).weights_bytes(ELEMENT_BYTES[dtype])
+        guessing = draft_config(draft_directory, directory, config).weights_bytes(ELEMENT_BYTES[dtype])
     elif speculation.prediction_head is not None:
         head_config(directory, config)
-        needed += config.head_weights_bytes(ELEMENT_BYTES[dtype])
+        guessing = config.head_weights_bytes(ELEMENT_BYTES[dtype])
+    needed += shape.kv * guessing
     if needed > free_bytes:
         form = dtype if config.quantisation is None else config.quantisation.method
         raise ConfigInvalid(

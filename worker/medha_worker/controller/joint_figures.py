@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from medha.wire.messages import (
     DiskTierFigures,
+    DraftCosts,
     HostTierFigures,
     RankReady,
     StepProfile,
@@ -15,13 +16,13 @@ from medha.wire.messages import (
     StreamingFigures,
 )
 
-_Figures = TypeVar("_Figures", HostTierFigures, DiskTierFigures, StreamingFigures)
+_Figures = TypeVar("_Figures", HostTierFigures, DiskTierFigures, StreamingFigures, DraftCosts)
 
 
 def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
     """Return the report of the slowest rank, with the costs of the last stage, which has the head, samples and drafts.
 
-    The times of tiers are the longest of all ranks. If stages differ in how many layers have a window, only ranks of those
+    The times of tiers and of guesses are the longest of all ranks. If stages differ in how many layers have a window, only ranks of those
     with the fewest count, because their attention grows most with the context. `ranks` are without hash keys.
     """
     profiles = [ready.profile for ready in ranks]
@@ -35,11 +36,10 @@ def slowest_rank(ranks: Sequence[RankReady]) -> RankReady:
         head_seconds_per_row=max(one.head_seconds_per_row for one in profiles),
         mask_seconds_per_row=max(one.mask_seconds_per_row for one in profiles),
     )
-    costs = next((ready.draft_costs for ready in ranks if ready.draft_costs is not None), None)
     return replace(
         slowest,
         profile=measured,
-        draft_costs=costs,
+        draft_costs=_slowest([ready.draft_costs for ready in ranks if ready.draft_costs is not None]),
         host_tier=_slowest([ready.host_tier for ready in ranks if ready.host_tier is not None]),
         disk_tier=_slowest([ready.disk_tier for ready in ranks if ready.disk_tier is not None]),
         streaming=_slowest([ready.streaming for ready in ranks if ready.streaming is not None]),

@@ -125,16 +125,20 @@ class LockStep:
             del of_step[part.step_id]
         self._free.pop(part.step_id, None)
         ranks = self._ran_out.pop(part.step_id, ())
+        # The layers may take longest on one lane, and the draft model on another. The controller subtracts the draft model's
+        # time, and what is left has to be that of the layers.
+        draft_seconds = max(one.draft_seconds for one in parts)
+        layers_seconds = max(one.compute_seconds - one.draft_seconds for one in parts)
         return Done(
             step_id=part.step_id,
             samples=tuple(sample for one in parts for sample in one.samples),
             failures=tuple(self._explained(failure, ranks) for one in parts for failure in one.failures),
-            compute_seconds=max(one.compute_seconds for one in parts),
+            compute_seconds=layers_seconds + draft_seconds,
             copy_seconds=max(one.copy_seconds for one in parts),
             lanes=lanes,
             prompt_logprobs=tuple(scored for one in parts for scored in one.prompt_logprobs),
             drafts=tuple(drafted for one in parts for drafted in one.drafts),
-            draft_seconds=max(one.draft_seconds for one in parts),
+            draft_seconds=draft_seconds,
             followed=tuple(followed for one in parts for followed in one.followed),
         )
 

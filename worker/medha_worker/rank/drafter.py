@@ -1,12 +1,14 @@
 """Guesses of a draft model: a smaller model that writes a few tokens ahead of the sequences that a step names.
 
-Only the rank that samples has a draft model. That rank knows the ids of all tokens, so the draft model can compute the
+Only the rank that samples the tokens of a lane has a draft model. That rank knows the ids of all tokens, so the draft model can compute the
 tokens of a sequence later than the served model does. The draft model follows a sequence only if an entry asks for it;
 other sequences cost nothing. It keeps all KV that it has computed, also that of guesses that have turned out right.
 
 The draft model's KV lies in a pool of its own, in blocks of the same numbers as the served model's. So if the ledger
 shares, copies or frees a block, that holds for both. For each block it is noted how many of its tokens the draft model
 has computed, so sequences that share a prompt share the draft model's KV, too.
+
+It follows sequences whose KV lies on this lane alone. Blocks of others have no KV of the draft model.
 
 Guesses are drawn by `medha_worker.rank.guess_rounds`. They never change what is sampled: KV of wrong guesses is
 overwritten once the tokens in their place are known.
@@ -42,7 +44,7 @@ from medha_worker.rank.guess_rounds import (
     goes_on,
     known_tokens,
 )
-from medha_worker.rank.kv_parallel_plan import LOCAL
+from medha_worker.rank.kv_parallel_plan import LOCAL, Ids
 from medha_worker.rank.lane_plan import PlannedEntry
 from medha_worker.rank.lane_state import SequenceState
 from medha_worker.rank.sampled_tokens import Computed, Result
@@ -120,16 +122,20 @@ class Drafter:
 
         If that fails, the draft model computes it again.
         """
-        copies = [one for one in copies if not one.in_windows and self._filled[one.source]]
-        if not copies:
+        copies = [one for one in copies if not one.in_windows]
+        filled = [one for one in copies if self._filled[one.source]]
+        self._filled[[one.target for one in copies]] = 0  # what was noted is of the content before
+        if not filled:
             return
-        targets = [one.target for one in copies]
         try:
-            self._kv_cache.copy_blocks(copies)
-            self._filled[targets] = self._filled[[one.source for one in copies]]
+            self._kv_cache.copy_blocks(filled)
+            self._filled[[one.target for one in filled]] = self._filled[[one.source for one in filled]]
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the engine lives on
-            self._filled[targets] = 0
-            _log.warning("the draft model could not copy the KV of %d blocks: %s", len(copies), error)
+            _log.warning("the draft model could not copy the KV of %d blocks: %s", len(filled), error)
+
+    def overwritten(self, blocks: Ids) -> None:
+        """Record blocks that have other KV since this step, of sequences that the draft model does not follow."""
+        self._filled[blocks] = 0
 
     def note(self, computed: Sequence[Computed], results: Sequence[Result]) -> Followed:  # noqa: ARG002
         """Record the blocks of a step's entries; return the new sequences that have computed tokens already.

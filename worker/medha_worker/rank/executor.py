@@ -42,7 +42,15 @@ from medha_worker.model.token_sampler import TokenSampler
 from medha_worker.rank.drafter import Drafter
 from medha_worker.rank.guess_rounds import Followed, Guesses
 from medha_worker.rank.head_drafter import HeadDrafter
-from medha_worker.rank.lane_plan import Batch, LanePlan, PlannedEntry, count_work, lay_out, plan_lane
+from medha_worker.rank.lane_plan import (
+    Batch,
+    LanePlan,
+    PlannedEntry,
+    count_work,
+    lay_out,
+    plan_lane,
+    spread_blocks,
+)
 from medha_worker.rank.lane_state import LaneState
 from medha_worker.rank.peer_reader import PeerBlocks
 from medha_worker.rank.prompt_scores import PromptScorer, Scored
@@ -211,8 +219,16 @@ class Executor:
             one.sequence.advance(one.stop, samples=one.entry.samples, drafted=len(one.entry.drafts))
         work = count_work(plan.entries, plan.batch, self._model.windows)
         prepared = self._prepared_ahead(plan.batch)
+        overwritten = None
+        if self._drafter is not None and plan.batch is not None and plan.batch.spread is not None:
+            overwritten = spread_blocks(self._state.lane, plan, self.ledger.block_size_tokens)
         return replace(
-            plan, prepared=prepared, work=work, tier_copies=tier_copies, host_tier_work=host_tier_work
+            plan,
+            prepared=prepared,
+            work=work,
+            overwritten=overwritten,
+            tier_copies=tier_copies,
+            host_tier_work=host_tier_work,
         )
 
     def _prepared_ahead(self, batch: Batch | None) -> PreparedStep | None:
@@ -266,6 +282,8 @@ class Executor:
         run = self._run_alone if self._pipeline is None else self._run_in_lock_step
         with torch.inference_mode():
             computed, results, scored = run(plan, failures, on_forward_done)
+            if self._drafter is not None and plan.overwritten is not None:
+                self._drafter.overwritten(plan.overwritten)
             drafts, followed, draft_seconds = self._draft(computed, results)
         samples = [sample for result in results for sample in _samples(result, failures)]
         self._begin_masks()

@@ -1,10 +1,13 @@
 """Guesses of a prediction head, which continues from the hidden states that the served model has computed.
 
-Only the rank that samples has one. The head computes each position right after the step that computes it, once the token
+Only the rank that samples the tokens of a lane has one. The head computes each position right after the step that computes it, once the token
 after it is known; for the last position of a prompt, that is the token that the step samples. So the head's KV is always
 complete. It is one more layer in the same blocks of the rank's KV pool, so it is shared, copied, kept in tiers and freed
 with them. At the last position that sequences share, the next token differs between them, and a shared block has the KV of
 the first of them. That changes no text, and hardly a guess.
+
+Sequences on several lanes are left out: the head's layer exchanges nothing with other lanes. If sequences that lie on this
+lane alone share a prefix with such a sequence, the head's KV of that prefix is missing, and their guesses may be worse.
 
 After the last known token, the head computes its own guesses, from its own hidden states. KV of wrong ones is overwritten
 once the tokens in their place are known.
@@ -39,6 +42,7 @@ from medha_worker.rank.guess_rounds import (
     goes_on,
     known_tokens,
 )
+from medha_worker.rank.kv_parallel_plan import LOCAL, Ids
 from medha_worker.rank.sampled_tokens import Computed, Result
 
 _log = logging.getLogger("medha.executor")
@@ -85,8 +89,11 @@ class HeadDrafter:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Do nothing: the pool's copies include the head's layer."""
 
+    def overwritten(self, blocks: Ids) -> None:
+        """Do nothing: what the head computes does not depend on what it has computed in a block."""
+
     def note(self, computed: Sequence[Computed], results: Sequence[Result]) -> Followed:
-        """Compute the head at all positions of a step after which the token is known.
+        """Compute the head at all positions of a step after which the token is known, of sequences on this lane alone.
 
         If this fails, the step remains valid, and there are no guesses.
         """
@@ -183,8 +190,13 @@ class HeadDrafter:
 
 
 def _part(computed: Computed, result: Result | None) -> _Part | None:
-    """Return the positions of an entry that the head computes: right ones, after which the token is known."""
+    """Return the positions of an entry that the head computes: right ones, after which the token is known.
+
+    None: there are none, or the sequence lies on several lanes.
+    """
     entry, planned = computed.entry, computed.planned
+    if entry.strategy != LOCAL:
+        return None
     known = known_tokens(planned, result) if entry.samples else len(planned.sequence.prompt)
     start = entry.extents[0].start
     count = min(planned.stop, known - 1) - start

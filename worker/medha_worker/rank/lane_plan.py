@@ -101,10 +101,13 @@ class LanePlan:
     takes_part: bool = False  # whether the step names this lane
     copies: tuple[BlockCopy, ...] = ()  # KV copies, made before anything is computed
     entries: tuple[PlannedEntry, ...] = ()
+    foreign: tuple[SpreadEntry, ...] = ()  # entries of other lanes that this lane serves
     failures: tuple[EntryFailed, ...] = ()
     batch: Batch | None = None  # of all entries
     prepared: PreparedStep | None = None  # the batch, if the model could prepare it ahead
     work: StepWork = field(default_factory=StepWork)  # of all entries, as it counts in estimates
+    # Blocks that take KV of sequences on several lanes, int64, on a rank that guesses; None: there are none.
+    overwritten: Ids | None = None
     tier_copies: tuple[TierCopy, ...] = ()  # between KV pool and host tier, made in order before `copies`
     # Work of the disk tier, of peers and of the store: drops and voided tickets come before those copies, the rest
     # after them.
@@ -142,7 +145,7 @@ def plan_lane(
                 foreign.append(asked)
     block_tokens = state.ledger.block_size_tokens
     batch = lay_out(state.lane, entries, foreign, block_tokens, windows) if entries or foreign else None
-    return LanePlan(step, True, copies, tuple(entries), tuple(failures), batch)
+    return LanePlan(step, True, copies, tuple(entries), tuple(foreign), tuple(failures), batch)
 
 
 def lay_out(
@@ -170,6 +173,17 @@ def lay_out(
             row += count
     at = positions([extent for one in entries for extent in one.entry.extents])
     return Batch(torch.from_numpy(at), spans, spread, window_spans or None)
+
+
+def spread_blocks(lane: int, plan: LanePlan, block_tokens: int) -> Ids:
+    """Return the blocks of `lane` into which a step writes KV of sequences that lie on several lanes, int64."""
+    own = [one.spread(block_tokens) for one in plan.entries if one.entry.strategy != LOCAL]
+    found = [np.empty(0, dtype=np.int64)]
+    for entry in (*own, *plan.foreign):
+        kept_here = entry.kept_by().get(lane)
+        if kept_here is not None:
+            found.append(entry.table[np.unique(kept_here[1] // block_tokens)])
+    return np.concatenate(found)
 
 
 def count_work(
