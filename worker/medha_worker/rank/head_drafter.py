@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ from medha_worker.rank.guess_rounds import (
     goes_on,
     known_tokens,
 )
-from medha_worker.rank.kv_parallel_plan import LOCAL, Ids
+from medha_worker.rank.kv_parallel_plan import LOCAL
 from medha_worker.rank.sampled_tokens import Computed, Result
 
 _log = logging.getLogger("medha.executor")
@@ -89,7 +90,7 @@ class HeadDrafter:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Do nothing: the pool's copies include the head's layer."""
 
-    def overwritten(self, blocks: Ids) -> None:
+    def overwritten(self, blocks: npt.NDArray[np.int64]) -> None:
         """Do nothing: what the head computes does not depend on what it has computed in a block."""
 
     def note(self, computed: Sequence[Computed], results: Sequence[Result]) -> Followed:
