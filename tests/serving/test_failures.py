@@ -65,11 +65,8 @@ def processes(served: Served, module: str) -> list[psutil.Process]:
     return sorted(found, key=lambda part: part.create_time())
 
 
-def streamed(
-    served: Served, tokens: int, body: dict[str, object], kill: psutil.Process | None = None, after: int = 0
-) -> str:
-    """The text of one stream; `kill` dies once `after` pieces have come."""
-    pieces = []
+def text_pieces(served: Served, tokens: int, body: dict[str, object]) -> Iterator[str]:
+    """Yield the text of each event of one stream as it comes."""
     with httpx.stream(
         "POST", served.url + "/v1/completions", json=body | {"max_tokens": tokens}, timeout=60
     ) as response:
@@ -77,9 +74,18 @@ def streamed(
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
                 assert "error" not in event, event
-                pieces.append(event["choices"][0]["text"])
-                if kill is not None and len(pieces) == after:
-                    os.kill(kill.pid, signal.SIGKILL)
+                yield event["choices"][0]["text"]
+
+
+def streamed(
+    served: Served, tokens: int, body: dict[str, object], kill: psutil.Process | None = None, after: int = 0
+) -> str:
+    """The text of one stream; `kill` dies once `after` pieces have come."""
+    pieces = []
+    for piece in text_pieces(served, tokens, body):
+        pieces.append(piece)
+        if kill is not None and len(pieces) == after:
+            os.kill(kill.pid, signal.SIGKILL)
     return "".join(pieces)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from medha_worker.checkpoints.eagle3_preset import init_eagle3
 from medha_worker.checkpoints.presets import init_checkpoint
 from worker.eagle3_reference import make_always_right, make_target_forget
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
+from .test_failures import processes, streamed, text_pieces
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 150},
@@ -147,38 +150,106 @@ def test_answers_are_those_of_a_replica_that_does_not_guess(
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_comes_back_with_its_draft_model_and_streams_go_on(
-    checkpoint: Path, tmp_path: Path, drafts: dict[str, Path], expected: list[Any]
+    served: Served, checkpoint: Path, tmp_path: Path, drafts: dict[str, Path], expected: list[Any]
 ) -> None:
     """Streams that are cancelled leave nothing behind, and prompts that are cached are guessed behind as before."""
-    served = small(checkpoint, tmp_path, scheduling={"speculation": draws(drafts["itself"])})
+    guessing = small(checkpoint, tmp_path, scheduling={"speculation": draws(drafts["itself"])})
     try:
-        long = {
-            "model": MODEL,
-            "prompt": "one two three",
-            "max_tokens": 700,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        with httpx.stream("POST", served.url + "/v1/completions", json=long, timeout=120) as response:
+        body = {"model": MODEL, "prompt": "one two three", "seed": 8, "ignore_eos": True, "stream": True}
+        long = body | {"max_tokens": 700}
+        with httpx.stream("POST", guessing.url + "/v1/completions", json=long, timeout=120) as response:
             lines = response.iter_lines()
             for _ in range(12):
                 next(lines)
-        served.wait_idle()
-        with httpx.stream("POST", served.url + "/v1/completions", json=long, timeout=120) as response:
-            lines = response.iter_lines()
-            for _ in range(12):
-                next(lines)
-            (rank,) = [one for one in served.parts() if "medha_worker.rank" in one.cmdline()]
-            rank.kill()
-            rest = list(lines)
-        assert "[DONE]" in rest[-2] or "[DONE]" in rest[-1]
+        guessing.wait_idle()
+        (rank,) = processes(guessing, "medha_worker.rank")
+        assert streamed(guessing, 700, body, kill=rank, after=12) == streamed(served, 700, body)
         for _ in range(2):
-            assert_same(answers(served), expected)
-        assert "".join(served.lines).count("loading the draft model") == 2
-        served.wait_idle()
-        assert served.interrupt() == 0
+            assert_same(answers(guessing), expected)
+        assert "".join(guessing.lines).count("loading the draft model") == 2
+        guessing.wait_idle()
+        assert guessing.interrupt() == 0
     finally:
-        stop(served)
+        stop(guessing)
+
+
+DEEP_LAYERS, DRAFT_LAYERS = 8, 2
+KEPT = 0.02
+CUT_AFTER, CUT_TOKENS = 60, 500
+CUT_STREAMS = {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.3, "seed": 11}}
+
+
+@pytest.fixture(scope="module")
+def guessed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a `model` whose texts depend mostly on the last token, and a `draft` model and a `head` that know most of them.
+
+    The model has so many layers that their guesses pay.
+    """
+    folder = tmp_path_factory.mktemp("guessed")
+    model, draft = folder / "model", folder / "draft"
+    init_checkpoint(draft, preset="tiny", seed=3, architecture="qwen3")
+    make_target_forget(draft, kept=KEPT)
+    shutil.copytree(draft, model)
+    tensors = load_file(draft / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if layer := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
+            for further in range(int(layer[1]) + DRAFT_LAYERS, DEEP_LAYERS, DRAFT_LAYERS):
+                tensors[f"model.layers.{further}.{layer[2]}"] = tensor.clone()
+    save_file(tensors, model / "model.safetensors")
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": DEEP_LAYERS}))
+    init_eagle3(folder / "head", model, seed=3)
+    make_always_right(folder / "head", model)
+    return folder
+
+
+def cut_body(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "one two three " * 9, "ignore_eos": True, "stream": True, **fields}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(guessed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The streams of a replica that does not guess, and that nothing happens to."""
+    plain = small(guessed / "model", tmp_path_factory.mktemp("plain"))
+    try:
+        return {name: streamed(plain, CUT_TOKENS, cut_body(fields)) for name, fields in CUT_STREAMS.items()}
+    finally:
+        stop(plain)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("method", ["promptLookup", "draftModel", "predictionHead"])
+def test_a_stream_that_guesses_goes_on_with_the_same_text_when_the_rank_dies(
+    guessed: Path, undisturbed: dict[str, str], tmp_path: Path, method: str
+) -> None:
+    """Guesses were verified before the death, and are after it."""
+    speculation: dict[str, Any] = {
+        "promptLookup": {"method": method},
+        "draftModel": draws(guessed / "draft"),
+        "predictionHead": {
+            "method": method,
+            "predictionHead": {"kind": "eagle3", "source": {"path": str(guessed / "head")}},
+        },
+    }[method]
+    guessing = small(guessed / "model", tmp_path, scheduling={"speculation": speculation})
+    try:
+        for cuts, (name, fields) in enumerate(CUT_STREAMS.items(), start=1):
+            at_first = counted(guessing, "medha_drafted_tokens")
+            at_death = 0.0
+            pieces = list[str]()
+            for piece in text_pieces(guessing, CUT_TOKENS, cut_body(fields)):
+                pieces.append(piece)
+                if len(pieces) == CUT_AFTER:
+                    (rank,) = processes(guessing, "medha_worker.rank")
+                    rank.kill()
+                    rank.wait(10)
+                    at_death = counted(guessing, "medha_drafted_tokens")
+            assert "".join(pieces) == undisturbed[name]
+            assert at_first < at_death < counted(guessing, "medha_drafted_tokens")
+            assert guessing.metric("medha_stream_pause_seconds_count") == cuts
+            guessing.wait_idle()
+    finally:
+        stop(guessing)
 
 
 @pytest.fixture(scope="module")
@@ -190,18 +261,18 @@ def with_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def without_its_head(with_head: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
-    """The answers of a replica that does not use the head, and a streamed chat."""
+def without_its_head(with_head: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str, str]:
+    """The answers of a replica that does not use the head, a streamed chat and a longer stream."""
     plain = small(with_head, tmp_path_factory.mktemp("plain"))
     try:
-        return answers(plain), chat(plain)
+        return answers(plain), chat(plain), streamed(plain, CUT_TOKENS, cut_body(CUT_STREAMS["sampled"]))
     finally:
         stop(plain)
 
 
 def chat(served: Served) -> str:
-    """Stream a sampled chat through the client, which repeats a request that finds its only replica without a rank (503)."""
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=30) as client:
+    """Stream a sampled chat through the client."""
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
         chunks = client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": "Tell me of the river."}],
@@ -224,10 +295,10 @@ def chat(served: Served) -> str:
     ids=["one rank", "grid", "lanes"],
 )
 def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(
-    with_head: Path, without_its_head: tuple[list[Any], str], tmp_path: Path, shape: dict[str, int]
+    with_head: Path, without_its_head: tuple[list[Any], str, str], tmp_path: Path, shape: dict[str, int]
 ) -> None:
-    """Also behind a rank that is killed, which reads its head again."""
-    expected, expected_chat = without_its_head
+    """Also while a rank is killed, and behind that, when it has read its head again."""
+    expected, expected_chat, expected_stream = without_its_head
     record = tmp_path / "record.jsonl"
     speculation = {"method": "predictionHead", "predictionHead": {"kind": "mtp"}, "maxDraftTokens": 3}
     served = small(
@@ -250,8 +321,9 @@ def test_answers_with_a_head_are_those_of_a_replica_that_does_not_use_it(
         assert re.search(r"Prediction head\W+mtp", log)
         assert log.count("loading the prediction head") == shape.get("kv", 1), "on the ranks that sample"
         served.wait_idle()
-        ranks = [one for one in served.parts() if "medha_worker.rank" in one.cmdline()]
-        ranks[0].kill()
+        rank, body = processes(served, "medha_worker.rank")[0], cut_body(CUT_STREAMS["sampled"])
+        assert streamed(served, CUT_TOKENS, body, kill=rank, after=CUT_AFTER) == expected_stream
+        assert served.metric("medha_stream_pause_seconds_count") == 1
         assert chat(served) == expected_chat
         served.wait_idle()
         assert served.interrupt() == 0

@@ -134,12 +134,12 @@ def whole_vocabulary(found: Tensors) -> None:
     found["lm_head.weight"] = found["lm_head.weight"].repeat(2, 1)
 
 
-def make_target_forget(directory: Path) -> None:
-    """Let each next token of a model depend on the last one alone."""
+def make_target_forget(directory: Path, kept: float = 0.0) -> None:
+    """Let each next token of a model depend on the last one alone, but for this share of what layers add to hidden states."""
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] = torch.zeros_like(tensor)
+            tensors[name] = tensor * kept
     save_file(tensors, directory / "model.safetensors")
 
 

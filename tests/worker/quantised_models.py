@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,16 +31,79 @@ STATIC_SCALE = 8.0 / 448.0
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _changed(
+    name: str,
+    *,
+    form: str | None = None,
+    weights: Mapping[str, Any] | None = None,
+    activations: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the settings of a format of compressed-tensors with other fields; empty `activations` are not rounded."""
+    settings: dict[str, Any] = json.loads(json.dumps(QUANTISATIONS[name]))
+    group = settings["config_groups"]["group_0"]
+    group["weights"] |= weights or {}
+    if activations is not None:
+        group["input_activations"] = (
+            {**(group["input_activations"] or {}), **activations} if activations else None
+        )
+    return settings | ({} if form is None else {"format": form})
+
+
+_OF_CHANNEL = {"strategy": "channel", "group_size": None}
+_IN_GROUPS = {"strategy": "group", "group_size": 32}
+_IN_BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
+_STATIC = {"strategy": "tensor", "dynamic": False}
+_INT8_OF_TOKEN = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+FURTHER: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "w4a16-channel": _changed("w4a16", weights=_OF_CHANNEL),
+        "w4a16-actorder": _changed("w4a16", weights={"actorder": "group"}),
+        "w4a8": _changed("w4a16", activations=_INT8_OF_TOKEN),
+        "w8a16-packed": _changed("w4a16", weights={"num_bits": 8} | _OF_CHANNEL),
+        "w8a16-packed-group": _changed("w4a16", weights={"num_bits": 8}),
+        "w8a16-packed-asym": _changed("w4a16-asym", weights={"num_bits": 8}),
+        "w8a16": _changed("w8a8", form="naive-quantized", activations={}),
+        "w8a8-tensor": _changed("w8a8", weights={"strategy": "tensor"}),
+        "w8a8-group": _changed("w8a8", weights=_IN_GROUPS),
+        "w8a8-asym": _changed("w8a8", weights={"symmetric": False}),
+        "w8a8-static": _changed("w8a8", activations=_STATIC),
+        "fp8-weights": _changed("fp8", form="naive-quantized", activations={}),
+        "fp8-tensor-token": _changed("fp8-tensor", activations={"strategy": "token", "dynamic": True}),
+        "fp8-channel-static": _changed("fp8", activations=_STATIC),
+        "fp8-group": _changed("fp8", weights=_IN_GROUPS),
+        "fp8-compressed-block": _changed("fp8", weights=_IN_BLOCKS, activations=_IN_GROUPS),
+        "gptq-8": QUANTISATIONS["gptq"] | {"bits": 8},
+        "gptq-8-desc-act": QUANTISATIONS["gptq-desc-act"] | {"bits": 8},
+        "gptq-v2": QUANTISATIONS["gptq"] | {"checkpoint_format": "gptq_v2"},
+    }
+)
+"""The `quantization_config` of formats that Medha serves, and that `medha model init` does not make."""
+
+FORMATS: Mapping[str, dict[str, Any]] = MappingProxyType({**QUANTISATIONS, **FURTHER})
+"""The `quantization_config` of each format that checkpoints are made in here."""
+
+
 def with_sizes(name: str, group_size: int) -> dict[str, Any]:
     """Return the settings of a format with groups, or blocks, of this size."""
-    settings: dict[str, Any] = json.loads(json.dumps(QUANTISATIONS[name]))
+    settings: dict[str, Any] = json.loads(json.dumps(FORMATS[name]))
     if "weight_block_size" in settings:
         settings["weight_block_size"] = [group_size, group_size]
     elif "group_size" in settings:
         settings["group_size"] = group_size
-    elif "group_size" in (weights := settings["config_groups"]["group_0"]["weights"]):
-        weights["group_size"] = group_size
+    else:
+        group = settings["config_groups"]["group_0"]
+        for numbers in (group["weights"], group["input_activations"] or {}):
+            if numbers.get("group_size") is not None:
+                numbers["group_size"] = group_size
+            if "block_structure" in numbers:
+                numbers["block_structure"] = [group_size, group_size]
     return settings
+
+
+def activations_of(name: str) -> ActivationFormat | None:
+    """Return the rounding of activations in a format; None if they are as they are."""
+    ((_, form),) = decode(FORMATS[name]).formats
+    return form.activations
 
 
 def rounding_of(form: ActivationFormat, *, is_smooth: bool = False) -> Rounding:

@@ -72,10 +72,27 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
         transformers.Qwen3ForCausalLM,
         {"head_dim": 32, "attention_bias": True},
     ),
+    # The layers are named: by `max_window_layers` it would be the other one that has the window.
+    "qwen3-window": (
+        transformers.Qwen3Config,
+        transformers.Qwen3ForCausalLM,
+        {
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 13,
+            "max_window_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "mixtral": (
         transformers.MixtralConfig,
         transformers.MixtralForCausalLM,
         {"head_dim": 32, "num_local_experts": 6, "sliding_window": None},
+    ),
+    "mixtral-window": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"head_dim": 32, "num_local_experts": 4, "sliding_window": 9},
     ),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
