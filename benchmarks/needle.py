@@ -2,13 +2,14 @@
 
     python benchmarks/needle.py --quick
     python benchmarks/needle.py --shape KVP4 --length 262144 --json benchmarks/results/needle.json
+    python benchmarks/needle.py --shape streamed --pool-tokens 65536 --length 131072 --json benchmarks/results/needle.json
     python benchmarks/needle.py --plot-only --json benchmarks/results/needle.json --html needle.html
 
 For each length, one prompt holds 11 passkeys at even depths. It is computed once. Then a question after the prompt asks
 for each passkey, over the cached KV and greedily (`docs/needle.md` explains how the model finds it). There are three
 shapes: one rank with two threads, two stages (SPP2), and four lanes that hold a quarter of the text each (KVP4). In a
-fourth shape, the pool of one rank holds a quarter of the text, and the rest is streamed from host memory
-(docs/kv-tiers.md). Streamed KV is not shared, so there each question computes the whole prompt; beyond 32K tokens, only
+fourth shape, the pool of one rank holds a quarter of the text, or --pool-tokens, and the rest is streamed from host memory
+(docs/kv-tiers.md). A text that the pool holds is not streamed. Streamed KV is not shared, so there each question computes the whole prompt; beyond 32K tokens, only
 those at the depths 0, 50 and 100 % are asked, and the time of the prefill is the mean of theirs. Four shapes have KV in FP8: of the
 preset for it on one rank and on four lanes, and two of the preset for float32 on one rank. Its scores do not survive the rounding with
 scales that follow from the weights, and in most texts they do with scales that `medha model kv-scales` measures (docs/needle.md).
@@ -73,6 +74,7 @@ ALL_STREAMED = 32_768  # tokens up to which all questions are asked about a text
 QUICK = 8192
 ROOM_TOKENS = 32  # for a question and its answer
 KV_BYTES_PER_TOKEN = 1024
+LEAST_POOL_TOKENS = 2**20 // KV_BYTES_PER_TOKEN
 MODEL = "needle"
 
 Row = dict[str, Any]
@@ -82,11 +84,17 @@ def main() -> int:
     options = parser(__doc__, quick=f"up to {QUICK} tokens", seed=True)
     options.add_argument("--length", type=int, action="append", help="only this one, tokens; may be repeated")
     options.add_argument("--shape", choices=SHAPES, action="append", help="only this one; may be repeated")
+    text = f"tokens whose KV the pool of the shape {STREAMED} holds (default: a quarter of the text)"
+    options.add_argument("--pool-tokens", type=int, default=0, metavar="N", help=text)
     options.add_argument("--html", type=Path, metavar="FILE", help="write the plot there")
     options.add_argument("--plot-only", action="store_true", help="plot the rows of --json")
     arguments = options.parse_args()
     lengths = arguments.length or [length for length in LENGTHS if not arguments.quick or length <= QUICK]
     shapes = arguments.shape or list(SHAPES)
+    if arguments.pool_tokens and (STREAMED not in shapes or arguments.pool_tokens < LEAST_POOL_TOKENS):
+        options.error(
+            f"--pool-tokens {arguments.pool_tokens} must be at least {LEAST_POOL_TOKENS}, and go with --shape {STREAMED}"
+        )
 
     rows: list[Row] = []
     if arguments.json and arguments.json.exists():
@@ -110,11 +118,13 @@ def main() -> int:
                 for shape in shapes:
                     progress(f"{shape}, {length} tokens")
                     checkpoint = Path(scratch) / IN_FP8.get(shape, "needle")
-                    before = [one for one in rows if (one["shape"], one["length"]) == (shape, length)]
+                    spec = spec_of(checkpoint, shape, length, arguments.pool_tokens)
+                    asked = shape, length, spec["kvCache"]["size"]
+                    before = [one for one in rows if (one["shape"], one["length"], one.get("pool")) == asked]
                     if is_asked_one_by_one(shape, length):
-                        ask_one_by_one(checkpoint, length, arguments.seed, before, keep)
+                        ask_one_by_one(checkpoint, spec, length, arguments.seed, before, keep)
                     else:
-                        keep(measure(checkpoint, shape, length, arguments.seed))
+                        keep(measure(checkpoint, spec, shape, length, arguments.seed))
     if arguments.html:
         arguments.html.write_text(page(rows), encoding="utf-8")
     columns = ("shape", "length", "recall", "prefill_seconds", "prefill_cpu_seconds", "seconds_per_question")
@@ -122,12 +132,12 @@ def main() -> int:
     return report(claims(rows), None if arguments.plot_only else arguments.json, {"rows": rows})
 
 
-def measure(checkpoint: Path, shape: str, length: int, seed: int) -> Row:
+def measure(checkpoint: Path, spec: Row, shape: str, length: int, seed: int) -> Row:
     """Serve the model in this shape, and ask for every passkey of a text that fills `length` tokens."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     haystack = make_haystack(tokenizer, length - ROOM_TOKENS, seed=seed + length)
     manifest = checkpoint.parent / "replica.yaml"
-    url = write_manifest(manifest, MODEL, spec_of(checkpoint, shape, length))
+    url = write_manifest(manifest, MODEL, spec)
     with (
         served(medha_up(manifest), url) as process,
         openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=7200) as client,
@@ -142,6 +152,7 @@ def measure(checkpoint: Path, shape: str, length: int, seed: int) -> Row:
         return {
             "shape": shape,
             "length": length,
+            "pool": spec["kvCache"]["size"],
             "prompt_tokens": haystack.tokens,
             "recall": sum(right for right, _ in answers.values()) / len(answers),
             "found": [right for right, _ in answers.values()],
@@ -162,7 +173,7 @@ def is_asked_one_by_one(shape: str, length: int) -> bool:
 
 
 def ask_one_by_one(
-    checkpoint: Path, length: int, seed: int, before: list[Row], keep: Callable[[Row], None]
+    checkpoint: Path, spec: Row, length: int, seed: int, before: list[Row], keep: Callable[[Row], None]
 ) -> None:
     """Serve the model in the shape `streamed`, and ask behind the last answer of a row that was not complete.
 
@@ -177,7 +188,7 @@ def ask_one_by_one(
         seconds = [before[0]["prefill_seconds"]] * len(found)
         cpu_seconds = [before[0]["prefill_cpu_seconds"]] * len(found)
     manifest = checkpoint.parent / "replica.yaml"
-    url = write_manifest(manifest, MODEL, spec_of(checkpoint, STREAMED, length))
+    url = write_manifest(manifest, MODEL, spec)
     with (
         served(medha_up(manifest), url) as process,
         openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=7200) as client,
@@ -194,6 +205,7 @@ def ask_one_by_one(
             keep({
                 "shape": STREAMED,
                 "length": length,
+                "pool": spec["kvCache"]["size"],
                 "prompt_tokens": haystack.tokens,
                 "recall": sum(found) / len(found),
                 "found": list(found),
@@ -225,8 +237,11 @@ def ask(client: openai.OpenAI, haystack: Haystack, name: str) -> tuple[bool, int
     return answer.choices[0].text == f" {haystack.passkeys[name]}", cached or 0
 
 
-def spec_of(checkpoint: Path, shape: str, length: int) -> dict[str, Any]:
-    """Return the spec of a replica of this shape, with room for the KV of `length` tokens."""
+def spec_of(checkpoint: Path, shape: str, length: int, pool_tokens: int = 0) -> Row:
+    """Return the spec of a replica of this shape, with room for the KV of `length` tokens.
+
+    `pool_tokens` are those whose KV the pool holds if the rest is streamed; 0: a quarter of the text.
+    """
     stream, kv, threads = SHAPES[shape]
     size_mib = 2 * length * KV_BYTES_PER_TOKEN // (stream * kv * 2**20) + 4
     cache: dict[str, Any] = {"size": f"{size_mib}Mi"} | ({"tokensPerLane": length // kv} if kv > 1 else {})
@@ -234,7 +249,9 @@ def spec_of(checkpoint: Path, shape: str, length: int) -> dict[str, Any]:
         cache["dtype"] = "fp8"
     if shape == STREAMED:
         text_mib = -(-length * KV_BYTES_PER_TOKEN // 2**20)
-        cache = {"size": f"{text_mib // 4}Mi", "streaming": {"size": f"{text_mib - text_mib // 5}Mi"}}
+        pool_mib = pool_tokens * KV_BYTES_PER_TOKEN // 2**20 or text_mib // 4
+        streamed_mib = max(text_mib - 4 * pool_mib // 5, 1)  # long requests do not get all of the pool
+        cache = {"size": f"{pool_mib}Mi", "streaming": {"size": f"{streamed_mib}Mi"}}
     return {
         "model": {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": length},
         "parallelism": {"stream": stream, "kv": kv},

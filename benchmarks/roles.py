@@ -5,8 +5,8 @@
 
 Llama-3-70B is simulated with the controller's and the router's own code; each replica is eight H100 (TP8). A load of 1 is what the
 replicas together can prefill if they do nothing else. All variants get the same random requests. Ranks read KV of other
-replicas at 25 GiB a second, as they could with RDMA (`peers.plane: nixl` can use it, which nobody has run), or at 0.4 GiB a second,
-which one core encrypts.
+replicas at 25 GiB a second, as they could with RDMA, which is unproven (docs/kv-tiers.md, NIXL), or at 0.4 GiB a second, which one
+core encrypts.
 A request is on time if its TTFT and its mean TPOT meet their targets. Intervals are 95 % over the seeds (Student's t) of the difference
 from the replicas that do both. The whole grid takes some 17 minutes of processor time. Ctrl-C ends it with the figures of the
 seeds that are complete by then.

@@ -32,7 +32,6 @@ import torch
 from harness import Row, claim, exit_with, in_turn, parser, progress, report, table
 from serve_engines import (
     MODEL,
-    SETTLE_SECONDS,
     Engine,
     Timing,
     continuous_engine,
@@ -41,7 +40,7 @@ from serve_engines import (
     median_timing,
     random_prompts,
 )
-from served import medha_up, served, vllm_serve, write_manifest
+from served import SETTLE_SECONDS, medha_up, served, vllm_serve, write_manifest
 
 from medha_worker.checkpoints.presets import init_checkpoint
 

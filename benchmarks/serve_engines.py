@@ -20,9 +20,6 @@ from transformers.generation.streamers import BaseStreamer
 VOCAB = range(300, 4000)  # ordinary tokens of the `small` preset: no specials, no single bytes
 MODEL = "small"
 """Name under which every engine serves its checkpoint."""
-# Engines spin for a while after their last step, vLLM's workers for about a second. The next engine needs these cores,
-# and its decodes would take twice as long. So each engine is measured after the one before has gone to sleep.
-SETTLE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 from harness import Row, claim, exit_with, in_turn, parser, progress, ratio, report, revision, save, table
-from serve_engines import MODEL, SETTLE_SECONDS, Engine, generate_engine, http_engine, random_prompts
-from served import medha_up, served, write_manifest
+from serve_engines import MODEL, Engine, generate_engine, http_engine, random_prompts
+from served import SETTLE_SECONDS, medha_up, served, write_manifest
 
 from medha.wire.frames import decode
 from medha.wire.messages import RankReady

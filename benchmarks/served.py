@@ -22,6 +22,11 @@ from harness import progress
 from medha_process.host_resources import free_port
 
 START_SECONDS = 300
+# Engines spin for a while after their last step, vLLM's workers for about a second. The next engine needs these cores,
+# and its decodes would take twice as long. So each engine is measured after the one before has gone to sleep.
+SETTLE_SECONDS = 2.0
+LOG_END_CHARACTERS = 8000
+"""Characters of a log that an error quotes: vLLM names its first error some 5,000 before the end."""
 
 
 def write_manifest(path: Path, name: str, spec: dict[str, Any]) -> str:
@@ -82,7 +87,7 @@ def served(
             yield process
         except Exception as error:
             log.seek(0)
-            end = log.read()[-4000:]
+            end = log.read()[-LOG_END_CHARACTERS:]
             progress(end)
             error.add_note(end)
             raise

@@ -45,8 +45,7 @@ import numpy as np
 import torch
 from harness import ROOT, Row, claim, exit_with, in_turn, parser, progress, ratio, report, table
 from safetensors.torch import load_file, save_file
-from serve_engines import SETTLE_SECONDS
-from served import medha_up, served, vllm_serve, write_manifest
+from served import SETTLE_SECONDS, medha_up, served, vllm_serve, write_manifest
 from tokenizers import Tokenizer
 
 from medha.scheduler.prompt_lookup import PIECE_TOKENS, PromptLookup

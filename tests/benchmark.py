@@ -21,6 +21,7 @@ SHARED = (
     "convoy_page",
     "gpu_page",
     "gpu_sources",
+    "tier_rates",
 )
 """Modules that the scripts import from their own folder. It is not on the path of tests, where a package is called `campaign`, too."""
 

@@ -14,7 +14,7 @@ from benchmark import FOLDER, benchmark
 
 HELPERS = {
     "harness", "client_stream", "served", "serve_engines", "fleet", "random_llama", "autoscale_page", "convoy_page", "gpu_page", "models_page", "gpu_sources", "chaos_accounts", "convoy_trace", "convoy_llama",
-    "scheduler_vllm", "gpu_vllm", "long_rows",
+    "scheduler_vllm", "gpu_vllm", "long_rows", "tier_rates",
 }  # fmt: skip
 """Files that are not started by hand. `convoy.py`, `scheduler.py` and `gpu.py` start theirs in an interpreter that has the peer."""
 SCRIPTS = sorted(script.stem for script in FOLDER.glob("*.py") if script.stem not in HELPERS)
