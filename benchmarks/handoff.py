@@ -184,10 +184,10 @@ class IdStream(Stream):
         )
 
 
-def new_stream(number: int, length: int, salt: str) -> IdStream:
+def new_stream(number: int, length: int, salt: str, output_tokens: int = OUTPUT_TOKENS) -> IdStream:
     """Return a stream whose prompt and seed follow from its number and its length."""
     ids = np.random.default_rng((number, length)).integers(*IDS, length).tolist()
-    return IdStream("", seed=number, tokens=OUTPUT_TOKENS, temperature=number % 2, ids=ids, salt=salt)
+    return IdStream("", seed=number, tokens=output_tokens, temperature=number % 2, ids=ids, salt=salt)
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,11 @@ class Round:
     moves: int
 
 
-def serve(found: Fleet, lengths: Sequence[int], number: int, beside_tokens: int) -> Round:
-    """Ask for the streams of `pause`, one at a time, and then for some in short intervals."""
+def serve(found: Fleet, lengths: Sequence[int], number: int, beside_tokens: tuple[int, int]) -> Round:
+    """Ask for the streams of `pause`, one at a time, and then for some in short intervals.
+
+    `beside_tokens` are those of the prompts and the outputs of the latter.
+    """
     revive(found, DRAIN_SECONDS)
     before = prefilled(found)
     alone: list[Answer] = []
@@ -278,7 +281,8 @@ def serve(found: Fleet, lengths: Sequence[int], number: int, beside_tokens: int)
         found.wait_idle()
         alone.append(stream.answer())
     # Numbers of their own: their prompts are those of no other stream.
-    streams = [new_stream(1000 + BESIDE * number + one, beside_tokens, "beside") for one in range(BESIDE)]
+    length, output = beside_tokens
+    streams = [new_stream(1000 + BESIDE * number + one, length, "beside", output) for one in range(BESIDE)]
     threads: list[Thread] = []
     for stream in streams:
         threads.append(begin(found, stream))
@@ -425,9 +429,9 @@ def claims(
 def main() -> int:
     arguments = parser(__doc__, quick="one round, prompts of 1,024 tokens", rounds=3).parse_args()
     lengths: Sequence[int] = (1024, 4096, 16_384)
-    rounds, blocks, beside_tokens = arguments.rounds, 2048, BESIDE_TOKENS
+    rounds, blocks, beside_tokens = arguments.rounds, 2048, (BESIDE_TOKENS, OUTPUT_TOKENS)
     if arguments.quick:
-        lengths, rounds, blocks, beside_tokens = (1024,), 1, 256, 1024
+        lengths, rounds, blocks, beside_tokens = (1024,), 1, 256, (1024, 100)
     takers = {"read": Taker(blocks), "curve": Taker(blocks, bytes_endpoint="")}
     if find_spec("nixl"):
         takers["nixl"] = Taker(blocks, "nixl")
@@ -476,7 +480,7 @@ def main() -> int:
     ways = {way: results[way] for way in (MIXED, SPLIT)}
     rows = rows_of(lengths, pauses)
     table(rows[0], [row.values() for row in rows])
-    requests = served_rows(lengths, beside_tokens, ways, pauses["read"])
+    requests = served_rows(lengths, beside_tokens[0], ways, pauses["read"])
     print()
     table(requests[0], [row.values() for row in requests])
     figures: Row = {
