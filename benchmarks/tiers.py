@@ -520,7 +520,7 @@ def main() -> int:
     cases: Sequence[Case] = QUICK if arguments.quick else CASES
     if arguments.length and not arguments.quick:
         cases = tuple(case for case in CASES if case.document_tokens in arguments.length)
-    figures = earlier(arguments.json)
+    figures, faults = earlier(arguments.json), dict[str, str]()
     size_bytes = RATE_BYTES // 8 if arguments.quick else RATE_BYTES
     with tempfile.TemporaryDirectory(prefix="tiers-") as name:
         folder = Path(name)
@@ -537,13 +537,9 @@ def main() -> int:
             figures["fetches"] = fetch_figures(checkpoints[preset], tokens, rounds)
         for case in cases:
             progress(f"{case.preset}: documents of {case.document_tokens} tokens")
-            found = run(
-                case,
-                checkpoints[case.preset],
-                arguments.vllm_command,
-                arguments.rounds,
-                figures["vllm_faults"],
-            )
+            found = run(case, checkpoints[case.preset], arguments.vllm_command, arguments.rounds, faults)
+            known = figures["vllm_faults"] | faults
+            figures["vllm_faults"] = {name: fault for name, fault in known.items() if name not in found}
             rows = rows_of(case, found, figures["rates"][case.preset])
             figures["rows"] = kept(figures["rows"], rows)
             save(claims_of(figures), arguments.json, figures)
