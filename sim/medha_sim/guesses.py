@@ -12,6 +12,7 @@ for long stretches at others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
@@ -86,15 +87,19 @@ class DrawingGuesser:
         if not asked:
             return (), 0.0
         known = known_tokens(samples)
-        runs, drafts = list[Run](), list[tuple[str, tuple[int, ...]]]()
+        drafts = list[tuple[str, tuple[int, ...]]]()
+        # Each lane has a draft model of its own, and they compute at the same time.
+        work = defaultdict[int, tuple[list[Run], list[tuple[int, int]]]](lambda: ([], []))
         for entry in asked:
             run, draft = self._draw(entry, known.get(entry.id))
+            runs, places = work[entry.lane]
             if run.count:
                 runs.append(run)
             if draft:
                 drafts.append((entry.id, draft))
-        places = [(known[id_], len(draft)) for id_, draft in drafts]
-        return tuple(drafts), max(self._times.seconds(runs, places), _LEAST_SECONDS)
+                places.append((known[entry.id], len(draft)))
+        seconds = max(self._times.seconds(runs, places) for runs, places in work.values())
+        return tuple(drafts), max(seconds, _LEAST_SECONDS)
 
     def _draw(self, entry: StepEntry, known: int | None) -> tuple[Run, tuple[int, ...]]:
         """Return the tokens that the draft model computes of an entry's sequence, and its guesses after them.

@@ -225,6 +225,9 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     if wish.draft is not None:
         weights += wish.draft.weights_bytes
         token_bytes += wish.draft.kv_bytes_per_token / topology.kv
+    sent_token_bytes = token_bytes  # in files and in the store
+    if isinstance(wish.draft, ModelShape):  # which ranks keep in memory alone
+        sent_token_bytes -= wish.draft.kv_bytes_per_token / topology.kv
     beside_weights = (
         wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
     )
@@ -248,7 +251,11 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         tpot, ttft, offload = max(tpot, stream_seconds), max(ttft, chunks * share * stream_seconds), 0.0
         batch = int(tpot <= wish.tpot_seconds)
     # Streamed KV is in no tier.
-    fetched = _Fetched() if streamed_tokens else _fetched(pace, hardware, topology, wish, token_bytes)
+    fetched = (
+        _Fetched()
+        if streamed_tokens
+        else _fetched(pace, hardware, topology, wish, token_bytes, sent_token_bytes)
+    )
     price = wish.gpu_hour_price * topology.ranks / 3600
     misses = []
     if offload > 0:
@@ -270,7 +277,7 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         kv_room_bytes=room,
         kv_tokens=kv_tokens,
         host_tokens=_in_whole_blocks(wish.host_bytes, token_bytes, topology),
-        disk_tokens=_in_whole_blocks(wish.disk_bytes, token_bytes, topology),
+        disk_tokens=_in_whole_blocks(wish.disk_bytes, sent_token_bytes, topology),
         host_seconds=fetched.host_seconds,
         disk_seconds=fetched.disk_seconds,
         store_seconds=fetched.store_seconds,
@@ -327,25 +334,35 @@ class _Fetched:
     store_seconds: float | None = None
 
 
-def _fetched(pace: _Pace, hardware: Hardware, topology: Topology, wish: Wish, token_bytes: float) -> _Fetched:
+def _fetched(
+    pace: _Pace,
+    hardware: Hardware,
+    topology: Topology,
+    wish: Wish,
+    token_bytes: float,
+    sent_token_bytes: float,
+) -> _Fetched:
     """Predict how long the KV of the wish's prompt takes to come from each tier, as the controller predicts it at first.
 
-    A token takes `token_bytes` on a rank, averaged over the lanes, each of which has its part of the prompt.
+    A token takes `token_bytes` on a rank, and `sent_token_bytes` in files or in the store, averaged over the lanes, each of which
+    has its part of the prompt.
     """
-    block_bytes = token_bytes * _BLOCK_TOKENS * topology.kv
+    block_bytes, sent_block_bytes = (
+        each * _BLOCK_TOKENS * topology.kv for each in (token_bytes, sent_token_bytes)
+    )
     blocks = -(-wish.context_tokens // (_BLOCK_TOKENS * topology.kv))
-    host_blocks, disk_blocks = int(wish.host_bytes / block_bytes), int(wish.disk_bytes / block_bytes)
+    host_blocks, disk_blocks = int(wish.host_bytes / block_bytes), int(wish.disk_bytes / sent_block_bytes)
     if host_blocks < blocks:  # it does not hold the prompt, and what comes from the others passes through it
         return _Fetched()
     copy_seconds = block_bytes / hardware.host_link_bytes_per_second
     host = HostTierFigures(host_blocks, int(block_bytes), copy_seconds, copy_seconds)
-    disk = DiskTierFigures(disk_blocks, DISK_ACCESS_SECONDS, block_bytes / wish.disk_bytes_per_second)
+    disk = DiskTierFigures(disk_blocks, DISK_ACCESS_SECONDS, sent_block_bytes / wish.disk_bytes_per_second)
     store_rate = wish.store_bytes_per_second
     times = TierSeconds(
-        host, pace.predictor, disk, store_block_seconds=block_bytes / store_rate if store_rate else 0.0
+        host, pace.predictor, disk, store_block_seconds=sent_block_bytes / store_rate if store_rate else 0.0
     )
     fetch_seconds = times.fetch_seconds(blocks)
-    objects = -(-blocks // object_blocks(int(block_bytes)))
+    objects = -(-blocks // object_blocks(int(sent_block_bytes)))
     return _Fetched(
         fetch_seconds,
         times.load_seconds(blocks, -(-blocks // FILE_BLOCKS)) + fetch_seconds

@@ -184,6 +184,12 @@ class Deployment:
     def _block_bytes(self) -> float:
         return self._rank_token_bytes * self.block_size_tokens
 
+    @property
+    def _sent_block_bytes(self) -> float:
+        """Bytes of a block in files, in the store and in reads of other replicas: they have no KV of a draft model."""
+        draft_bytes = self.draft.kv_bytes_per_token if isinstance(self.draft, ModelShape) else 0.0
+        return self._block_bytes - draft_bytes * self.block_size_tokens
+
     def disk_tier(self) -> DiskTierFigures | None:
         """Return the disk tier of each lane.
 
@@ -197,13 +203,14 @@ class Deployment:
                 f"kvCache.tiers.disk.size is {self.disk_bytes} bytes, and there is no host tier, through which all KV of a disk "
                 "tier passes; set kvCache.tiers.host.size, too"
             )
-        blocks = int(self.disk_bytes / self._block_bytes)
+        block_bytes = self._sent_block_bytes
+        blocks = int(self.disk_bytes / block_bytes)
         if blocks == 0:
             raise ConfigInvalid(
-                f"kvCache.tiers.disk.size is {self.disk_bytes} bytes, and a block takes {self._block_bytes:.0f} on each rank; "
+                f"kvCache.tiers.disk.size is {self.disk_bytes} bytes, and a block takes {block_bytes:.0f} on each rank; "
                 "raise it to at least that"
             )
-        return DiskTierFigures(blocks, DISK_ACCESS_SECONDS, self._block_bytes / self.disk_bytes_per_second)
+        return DiskTierFigures(blocks, DISK_ACCESS_SECONDS, block_bytes / self.disk_bytes_per_second)
 
     def config(self) -> ReplicaConfig:
         host_tier, disk_tier = self.host_tier(), self.disk_tier()
@@ -223,12 +230,12 @@ class Deployment:
             disk_tier=disk_tier,
             peer_block_seconds=self._block_seconds(self.peer_bytes_per_second),
             store_block_seconds=self._block_seconds(self.store_bytes_per_second),
-            object_blocks=1 if host_tier is None else object_blocks(host_tier.block_bytes),
+            object_blocks=1 if host_tier is None else object_blocks(int(self._sent_block_bytes)),
         )
 
     def _block_seconds(self, bytes_per_second: float) -> float | None:
         """Return the time in which a block passes at such a rate; None if nothing passes."""
-        return None if bytes_per_second == 0 else self._block_bytes / bytes_per_second
+        return None if bytes_per_second == 0 else self._sent_block_bytes / bytes_per_second
 
     def predictor(self) -> Predictor:
         """Return a fresh predictor whose lone prefills are chunked as Medha's controller chunks them."""

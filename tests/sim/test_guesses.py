@@ -178,6 +178,19 @@ def test_a_draft_model_computes_what_it_has_not_computed_and_keeps_the_kv_of_rig
     assert times.runs == [Run(0, 6), Run(6, 7), Run(15, 2), Run(0, 21)]
 
 
+def test_lanes_draw_at_the_same_time() -> None:
+    times = _Counted()
+    guesser = DrawingGuesser(Texts(1.0, 0, {"a": 100, "b": 100, "c": 100}), times)
+    entries = [
+        replace(verifying(id_, 10, (), draws=3, follows=10).entries[0], lane=lane)
+        for id_, lane in (("a", 0), ("b", 1), ("c", 1))
+    ]
+    step = replace(verifying("a", 10, ()), entries=tuple(entries), lanes=(0, 1))
+    drafts, seconds = guesser(step, [Sample(id_, 11) for id_ in "abc"])
+    assert len(drafts) == 3
+    assert seconds == 2 * (12 + 2)  # the second lane has two requests
+
+
 def test_no_guess_follows_a_guess_that_ends_the_text() -> None:
     guesser = DrawingGuesser(Texts(1.0, 0, {"a": 15}), _Counted())
     drafts, _ = guesser(verifying("a", 12, (), draws=4, follows=12), [Sample("a", 12)])
@@ -252,6 +265,24 @@ def test_weights_and_kv_of_what_draws_take_memory_of_the_rank_that_samples(
     room = 0.9 * H100.memory_bytes - LLAMA3_8B.weights_bytes / 8 - draft.weights_bytes
     token_bytes = LLAMA3_8B.kv_bytes_per_token / 8 + draft.kv_bytes_per_token
     assert found == int((room if kv_bytes is None else kv_bytes) / token_bytes)
+
+
+@pytest.mark.parametrize(("method", "is_kept"), [("draftModel", False), ("predictionHead", True)])
+def test_files_and_reads_have_the_kv_of_a_head_and_not_that_of_a_draft_model(
+    method: str, is_kept: bool
+) -> None:
+    own_bytes = 16 * LLAMA3_8B.kv_bytes_per_token / 4
+    all_bytes = own_bytes + 16 * DRAFTS[method].kv_bytes_per_token
+    rates = {"disk_bytes_per_second": 1e9, "store_bytes_per_second": 2e9, "peer_bytes_per_second": 4e9}
+    found = deployment(method, host_bytes=10**11, disk_bytes=10**12, **rates).config()
+    assert found.host_tier is not None
+    assert found.host_tier.block_bytes == int(all_bytes)
+    sent_bytes = all_bytes if is_kept else own_bytes
+    assert found.disk_tier is not None
+    assert found.disk_tier.blocks == int(10**12 / sent_bytes)
+    assert found.disk_tier.read_seconds_per_block == pytest.approx(sent_bytes / 1e9)
+    assert found.store_block_seconds == pytest.approx(sent_bytes / 2e9)
+    assert found.peer_block_seconds == pytest.approx(sent_bytes / 4e9)
 
 
 def test_a_draft_model_without_room_is_refused_by_name() -> None:

@@ -94,10 +94,22 @@ def test_each_lane_knows_its_blocks_into_which_spread_requests_are_written() -> 
         state = state_of(lane, {"a": SPREAD, "b": ()})
         if lane == 0:
             state.sequences["a"].advance(4, samples=False)
-        found = spread_blocks(lane, plan(state, *entries, lanes=(0, 1)), BLOCK_TOKENS)
+        planned = plan(state, *entries, lanes=(0, 1))
+        assert planned.has_spread
+        found = spread_blocks(lane, planned, BLOCK_TOKENS)
         assert found.tolist() == state.ledger.table("a")[written].tolist()
     alone = plan(state_of(0, {"b": ()}), chunk("b", 0, 3))
+    assert not alone.has_spread
     assert spread_blocks(0, alone, BLOCK_TOKENS).tolist() == []
+
+
+def test_the_first_tokens_of_a_spread_request_are_written_without_an_exchange() -> None:
+    state = state_of(0, {"a": SPREAD})
+    found = plan(state, chunk("a", 0, 2, strategy=OWNER))
+    assert found.batch is not None
+    assert found.batch.spread is None
+    assert found.has_spread
+    assert spread_blocks(0, found, BLOCK_TOKENS).tolist() == state.ledger.table("a")[:1].tolist()
 
 
 def test_an_entry_that_cannot_be_run_fails_alone_unless_other_lanes_run_a_share_of_it() -> None:

@@ -220,7 +220,7 @@ class Executor:
         work = count_work(plan.entries, plan.batch, self._model.windows)
         prepared = self._prepared_ahead(plan.batch)
         overwritten = None
-        if self._drafter is not None and plan.batch is not None and plan.batch.spread is not None:
+        if self._drafter is not None and plan.has_spread:
             overwritten = spread_blocks(self._state.lane, plan, self.ledger.block_size_tokens)
         return replace(
             plan,

@@ -113,6 +113,11 @@ class LanePlan:
     # after them.
     host_tier_work: HostTierWork = field(default_factory=HostTierWork)
 
+    @property
+    def has_spread(self) -> bool:
+        """True if an entry's sequence lies on several lanes, even if only one of them computes it in this step."""
+        return bool(self.foreign) or any(one.entry.strategy != LOCAL for one in self.entries)
+
 
 def plan_lane(
     step: Step, state: LaneState, copies: tuple[BlockCopy, ...], windows: Sequence[int | None] = ()
