@@ -38,7 +38,10 @@ def _changed(
     weights: Mapping[str, Any] | None = None,
     activations: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings of a format of compressed-tensors with other fields; empty `activations` are not rounded."""
+    """Return the settings of a format of compressed-tensors with other fields; empty `activations` are not rounded.
+
+    `form` is named for the group, too, because the package does not choose it for such layers by itself.
+    """
     settings: dict[str, Any] = json.loads(json.dumps(QUANTISATIONS[name]))
     group = settings["config_groups"]["group_0"]
     group["weights"] |= weights or {}
@@ -46,7 +49,9 @@ def _changed(
         group["input_activations"] = (
             {**(group["input_activations"] or {}), **activations} if activations else None
         )
-    return settings | ({} if form is None else {"format": form})
+    if form is not None:
+        settings["format"] = group["format"] = form
+    return settings
 
 
 _OF_CHANNEL = {"strategy": "channel", "group_size": None}
@@ -58,7 +63,7 @@ FURTHER: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "w4a16-channel": _changed("w4a16", weights=_OF_CHANNEL),
         "w4a16-actorder": _changed("w4a16", weights={"actorder": "group"}),
-        "w4a8": _changed("w4a16", activations=_INT8_OF_TOKEN),
+        "w4a8": _changed("w4a16", form="pack-quantized", activations=_INT8_OF_TOKEN),
         "w8a16-packed": _changed("w4a16", weights={"num_bits": 8} | _OF_CHANNEL),
         "w8a16-packed-group": _changed("w4a16", weights={"num_bits": 8}),
         "w8a16-packed-asym": _changed("w4a16-asym", weights={"num_bits": 8}),

@@ -22,7 +22,7 @@ from .test_model_transformer import random_tokens, run_chunks, save_reference
 WEIGHT_ONLY = 1e-4
 TOLERANCES = {"int8": 0.2, "float8": 0.4}
 """Largest difference of a logit, whose standard deviation is 1.3, where activations are rounded; docs/quantisation.md states them."""
-LEAST_AGREEMENT = 0.98
+LEAST_AGREEMENT = 0.97
 TOKENS = 300
 SHORT = ("w8a8-static", "llama"), ("fp8-compressed-block", "qwen2")
 REMOVED = "w4a16-actorder"
