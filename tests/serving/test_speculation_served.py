@@ -176,7 +176,10 @@ def test_a_rank_that_is_killed_comes_back_with_its_draft_model_and_streams_go_on
 DEEP_LAYERS = 12
 KEPT = 0.02
 CUT_AFTER, CUT_TOKENS = 40, 400
-CUT_STREAMS = {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.3, "seed": 11}}
+CUT_STREAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.3, "seed": 11},
+}
 
 
 @pytest.fixture(scope="module")
